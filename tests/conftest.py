@@ -4,9 +4,11 @@ said at the end of a run."""
 from __future__ import annotations
 
 import ctypes
+import logging
+import logging.handlers
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out and len(items) > 1:  # one that is named is run
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def own_logs() -> Iterator[None]:
+    """A command that runs in this process sends logs to what stands for standard error in its test, and no longer."""
+    before = logging.root.handlers[:]
+    yield
+    for handler in logging.root.handlers[:]:
+        if handler not in before and type(handler) in (logging.StreamHandler, logging.handlers.WatchedFileHandler):
+            logging.root.removeHandler(handler)
 
 
 @pytest.fixture

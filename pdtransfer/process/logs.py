@@ -170,5 +170,5 @@ def start(*, node: str, role: str, level: str, file: Path | None, form: Literal[
     # Log rotation may move the file: it is reopened then.
     handler = logging.handlers.WatchedFileHandler(file) if file else logging.StreamHandler()
     handler.setFormatter(formatter)
-    handler.addFilter(LogRateLimit(handler.handle))
+    handler.addFilter(LogRateLimit(logging.root.handle))  # whose handler may be another one when a report is due
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

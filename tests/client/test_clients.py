@@ -863,8 +863,7 @@ def test_a_client_that_cannot_start_says_why_and_gives_everything_back() -> None
         with pytest.raises(WorldError, match="in use"):
             client.start()
         client.close()
-    gc.collect()
-    assert open_files() <= before
+    wait_for(lambda: open_files() <= before, "every descriptor is closed")
     assert set(threading.enumerate()) <= threads  # one of an earlier test may have ended meanwhile
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -121,3 +121,19 @@ def test_kinds_of_lines_are_bounded_and_those_forgotten_are_reported(monkeypatch
         assert passes(f"kind {number}")
         assert len(seldom._kinds) <= logs.KINDS_MAX
     assert [each.args[0] for each in reports] == [2]
+
+
+def test_what_was_held_back_is_reported_where_logs_go_by_then(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers: list[Callable[[], None]] = []
+    monkeypatch.setattr(logs.threading, "Timer", lambda _, report: timers.append(report) or threading.Thread())
+    now = 1e6
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    for _ in range(logs.BURST + 3):
+        logging.getLogger("a").warning("early")
+    logs.start(node="d0", role="decode", level="info", file=tmp_path / "later")
+    now += logs.PERIOD_S
+    timers[0]()
+    assert "were held back: early" in (tmp_path / "later").read_text()
+    assert "were held back" not in file.read_text()

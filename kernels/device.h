@@ -23,12 +23,9 @@ typedef unsigned long uintptr_t;
 #define UNROLLED
 #endif
 
-/* The widths of one access by a lane. */
+/* The widest access of a lane. */
 struct Bytes16 {
     uint32_t word[4];
-};
-struct Bytes32 {
-    uint64_t word[4];
 };
 
 /* Loads of rows, which are read once and stay out of the L1, where the tables lie. Read-only loads (ld.global.nc) are
@@ -59,22 +56,6 @@ template <> CODE void store<Bytes16>(char *at, Bytes16 value) {
                  "r"(value.word[2]), "r"(value.word[3])
                  : "memory");
 }
-
-#if __CUDA_ARCH__ >= 1000
-template <> CODE Bytes32 load<Bytes32>(const char *at) {
-    Bytes32 value;
-    asm volatile("ld.global.v4.b64 {%0, %1, %2, %3}, [%4];"
-                 : "=l"(value.word[0]), "=l"(value.word[1]), "=l"(value.word[2]), "=l"(value.word[3])
-                 : "l"(at));
-    return value;
-}
-
-template <> CODE void store<Bytes32>(char *at, Bytes32 value) {
-    asm volatile("st.global.v4.b64 [%0], {%1, %2, %3, %4};" ::"l"(at), "l"(value.word[0]), "l"(value.word[1]),
-                 "l"(value.word[2]), "l"(value.word[3])
-                 : "memory");
-}
-#endif
 #endif
 
 /* Waits for the previous launch of the stream, which may still run. A kernel accesses no memory before this returns.
@@ -104,6 +85,29 @@ template <class Value> CODE void settle(Value &value) {
 /* Reads a word that a CPU or another block may change. */
 CODE uint32_t glance(const uint32_t *at) {
     return *(const volatile uint32_t *)at;
+}
+
+/* Room in shared memory for a word that is read while its reader goes on. */
+struct Fetched {
+    alignas(16) uint32_t words[4];
+};
+
+/* Begins to read the word at `at`, which a CPU may change; 16 bytes are read. */
+CODE void begin_fetch(Fetched *room, const uint32_t *at) {
+#if ON_DEVICE && __CUDA_ARCH__ >= 800
+    uint32_t address = (uint32_t)__cvta_generic_to_shared(room->words);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(at) : "memory");
+#else
+    room->words[0] = glance(at);
+#endif
+}
+
+/* The word that this thread began to read last, once it has arrived. */
+CODE uint32_t end_fetch(const Fetched *room) {
+#if ON_DEVICE && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+    return glance(&room->words[0]);
 }
 
 /* Publishes all stores of this thread and of threads it has synchronised with, to the host as well. */

@@ -41,7 +41,7 @@ struct Copy {
     const Pair *pairs;
     Slots source, target;
     const int32_t *count_at; /* the number of rows if only the card knows it, at most `count`; else null */
-    const uint32_t *cancel;  /* stops the launch if not 0; may be null */
+    const uint32_t *cancel;  /* stops the launch if not 0; 16 readable bytes, aligned to 16; may be null */
     Progress *progress;      /* may be null */
     Tally *tally;            /* null only if `progress` is null */
     int64_t count;
@@ -55,12 +55,14 @@ struct Copy {
 
 /* Shared by the threads of one block. */
 struct Block {
+    Fetched cancel; /* the launch's cancel word, as thread 0 read it last */
     uint32_t stop, refused;
 };
 
-/* Items between two reads of the cancel word. Thread 0 reads it across the bus, the others read thread 0's copy. A read
- * waits for all writes ahead of it. So it is not the first thing that a launch does, and a short launch does it never. */
-enum { GLANCE_ITEMS = 64 };
+enum {
+    HELD_UNITS = 9,   /* of a row by each lane: a row of 1,152 bytes by eight lanes at once */
+    GLANCE_ITEMS = 16 /* between two looks at the cancel word */
+};
 
 CODE int64_t entry_of(const Slots &slots, int64_t row) {
     int64_t at = row >> slots.granule_shift;
@@ -77,14 +79,14 @@ CODE uint64_t offset_of(const Slots &slots, int64_t entry, int64_t row, int64_t 
 CODE bool outside(int64_t entry, const Slots &slots) { return entry < 0 || entry >= slots.entry_limit; }
 
 /* Copies one row of one pair; both entries are within their pools. */
-CODE void copy_slot(const Copy &copy, uint32_t pair_at, int64_t source_entry, int64_t target_entry, int64_t row,
+template <int32_t HELD>
+CODE void copy_slot(const Copy &copy, const Pair &pair, int64_t source_entry, int64_t target_entry, int64_t row,
                     int32_t lane, int32_t lanes) {
-    const Pair &pair = copy.pairs[pair_at];
     uint64_t source = (uint64_t)pair.source_base +
         offset_of(copy.source, source_entry, row, pair.source_page_stride, pair.source_row_stride);
     uint64_t target = (uint64_t)pair.target_base +
         offset_of(copy.target, target_entry, row, pair.target_page_stride, pair.target_row_stride);
-    copy_row((char *)target, (const char *)source, (int32_t)pair.bytes, copy.by_source != 0, lane, lanes);
+    copy_row<HELD>((char *)target, (const char *)source, (int32_t)pair.bytes, copy.by_source != 0, lane, lanes);
 }
 
 /* A group's position among all items: `inner` runs fastest, over the pairs of a row or the rows of a pair. It avoids
@@ -98,12 +100,23 @@ CODE Walk walk_of(uint32_t inner_count, uint32_t item, uint32_t groups) {
     return {item % inner_count, item / inner_count, inner_count, groups % inner_count, groups / inner_count};
 }
 
+/* Whether the launch is to stop. Thread 0 reads the cancel word across the bus, where a read waits for all writes ahead of
+ * it: it goes on meanwhile, and its next look finds the word. The others learn it from thread 0. */
+CODE bool stopped(const Copy &copy, Block *block, uint32_t thread) {
+    if (thread == 0) {
+        if (end_fetch(&block->cancel)) add(&block->stop, 1);
+        begin_fetch(&block->cancel, copy.cancel);
+    }
+    return add(&block->stop, 0) != 0;
+}
+
 /* Copies all items of the thread's group, after the previous launch has ended. */
 CODE void copy_items(const Copy &copy, Block *block, uint32_t block_index, uint32_t block_count, uint32_t thread,
                      uint32_t threads) {
     uint32_t pairs = copy.pair_count, rows = (uint32_t)copy.count;
     int32_t lanes = 1 << copy.group_shift, lane = (int32_t)(thread & (uint32_t)(lanes - 1));
-    uint32_t groups = (block_count * threads) >> copy.group_shift, item = (block_index * threads + thread) >> copy.group_shift;
+    uint32_t groups = (block_count * threads) >> copy.group_shift; /* few items take all blocks */
+    uint32_t item = (thread >> copy.group_shift) * block_count + block_index;
     Walk walk = walk_of(copy.pair_major ? rows : pairs, item, groups);
     follow();
     if (copy.count_at) {
@@ -119,11 +132,9 @@ CODE void copy_items(const Copy &copy, Block *block, uint32_t block_index, uint3
         target_entry = entry_of(copy.target, copy.pair_major ? inner : outer);
     }
     for (uint32_t turn = 0; outer < outer_count; turn++) {
-        if (copy.cancel && turn % GLANCE_ITEMS == GLANCE_ITEMS / 2) {
-            if (thread == 0 && glance(copy.cancel)) add(&block->stop, 1);
-            if (add(&block->stop, 0)) return;
-        }
+        if (copy.cancel && turn % GLANCE_ITEMS == GLANCE_ITEMS / 2 && stopped(copy, block, thread)) return;
         uint32_t row = copy.pair_major ? inner : outer, pair_at = copy.pair_major ? outer : inner;
+        Pair pair = copy.pairs[pair_at]; /* on its way with the first slots, not after them */
         int64_t source_here = source_entry, target_here = target_entry;
         inner += walk.inner_step, outer += walk.outer_step;
         if (inner >= walk.inner_count) inner -= walk.inner_count, outer++;
@@ -135,7 +146,7 @@ CODE void copy_items(const Copy &copy, Block *block, uint32_t block_index, uint3
             if (lane == 0 && pair_at == 0) add(&block->refused, 1);
             continue;
         }
-        copy_slot(copy, pair_at, source_here, target_here, row, lane, lanes);
+        copy_slot<HELD_UNITS>(copy, pair, source_here, target_here, row, lane, lanes);
     }
 }
 

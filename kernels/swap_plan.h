@@ -330,7 +330,7 @@ CODE void reorder(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HO
 }
 
 APART void bring_row(const Copy &copy, uint32_t pair_at, int32_t source, int32_t target, int32_t lane) {
-    copy_slot(copy, pair_at, source, target, 0, lane, 32);
+    copy_slot<4>(copy, copy.pairs[pair_at], source, target, 0, lane, 32);
 }
 
 /* Copies the missing rows, one row of one pair for each warp. Uses the last warps, since the first thread is busy. */

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-THREADS = 1_024
+THREADS = 512  # of a block, as in kernels/kv_copy.cu
 BLOCKS_PUSH = 4  # to host memory: they saturate the bus and leave the other multiprocessors to the model
 
 

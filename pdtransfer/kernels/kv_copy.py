@@ -20,13 +20,15 @@ from .copy_argument import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
 from .lanes import Staging
 from .pools import PageSlots, PinnedCancel, Pool, Progress, Slots, State
 
+BLOCKS_PUSH_NARROW = 8  # of narrow rows, of which more must be under way
 BLOCKS_FETCH = 32  # from host memory, whose latency they hide
 NARROW_BYTES = 256  # rows that take more of the bus than their bytes, when they cross one by one
 _PAIRINGS_MAX = 64  # an engine has a few pools
-_PIECE_BYTES = 2_048  # 32 lanes of 64 bytes each
+_PIECE_BYTES = 2_048
 _LINE_BYTES = 128
-_UNIT_BYTES = 16
-_LANE_UNITS = 4
+_UNIT_BYTES = 16  # of one access by a lane, at most
+_HELD_UNITS = 9  # by a lane at once, as in kernels/kv_copy.h
+_NEAR_BYTES = 64  # of a row for each lane, within a card
 
 
 class Side(NamedTuple):
@@ -234,7 +236,8 @@ def launch_of(
     argument = CopyArgument(
         source=_argument(source_side, pairing.source_page_size, whole=whole),
         target=_argument(target_side, pairing.target_page_size, whole=whole),
-        count=rows // step, pair_count=len(pairs), group_shift=lanes_of(pairs).bit_length() - 1,
+        count=rows // step, pair_count=len(pairs),
+        group_shift=lanes_of(pairs, far=source.host or target.host).bit_length() - 1,
         pair_major=pair_major(pairs, base=columns[0], stride=columns[1]), by_source=by_source,
     )  # fmt: skip
     return Launch(argument, pairs, (target, source, step), _used(source_side, rows), _used(target_side, rows))
@@ -285,7 +288,7 @@ def _prepare_launch(
                 gpu.launch("kv_copy", staging.argument, blocks=staging.blocks, threads=THREADS, stream=stream)
             else:
                 uploaded = _upload(gpu, launch, stream)
-            count = blocks or blocks_of(gpu, target, source)
+            count = blocks or blocks_of(gpu, target, source, launch.pairs)
             gpu.launch("kv_copy", argument, blocks=count, threads=THREADS, stream=stream)
         finally:
             gpu.tables.release(launch.key, stream)
@@ -295,10 +298,10 @@ def _prepare_launch(
     return queue
 
 
-def blocks_of(gpu: Card, target: Pool, source: Pool) -> int:
+def blocks_of(gpu: Card, target: Pool, source: Pool, pairs: Int64s) -> int:
     """The default number of multiprocessors for a copy between these pools."""
     if target.host:
-        return BLOCKS_PUSH
+        return BLOCKS_PUSH if int(pairs[:, 6].max()) >= NARROW_BYTES else BLOCKS_PUSH_NARROW
     return BLOCKS_FETCH if source.host else gpu.multiprocessors
 
 
@@ -364,11 +367,22 @@ def granule_of(pairing: Pairing, page_size: int) -> int:
     return page_size if whole else 1
 
 
-def lanes_of(pairs: Int64s) -> int:
-    """Lanes for one row: a power of two up to a warp, so that each lane takes 64 bytes of the widest row."""
-    units = -(-int(pairs[:, 6].max()) // _UNIT_BYTES)
-    line = min(units, _LINE_BYTES // _UNIT_BYTES)
-    return min(32, 1 << (max(-(-units // _LANE_UNITS), line) - 1).bit_length())
+def lanes_of(pairs: Int64s, *, far: bool) -> int:
+    """Lanes for one row, a power of two. `far`: across the bus, where one access of theirs is a line, or the widest row
+    if that is less; within the card few lanes have much each, so that many rows are under way."""
+    widest = pairs[pairs[:, 6].argmax()]
+    byte_count = int(widest[6])
+    if not far:
+        return _lanes(byte_count, _NEAR_BYTES, _LINE_BYTES // _UNIT_BYTES)
+    apart = int(np.bitwise_or.reduce(widest[[1, 2, 4, 5]])) | int(widest[0] ^ widest[3]) | _UNIT_BYTES
+    unit = max(4, apart & -apart)  # in which both sides are aligned alike
+    at_once = _lanes(byte_count, unit * _HELD_UNITS, _LINE_BYTES // unit)
+    return max(at_once, _lanes(byte_count, _UNIT_BYTES, _LINE_BYTES // _UNIT_BYTES))
+
+
+def _lanes(byte_count: int, each: int, most: int) -> int:
+    """The least power of two of lanes of `each` bytes that hold `byte_count`, at most `most`."""
+    return min(most, 1 << (-(-byte_count // each) - 1).bit_length())
 
 
 def pair_major(pairs: Int64s, *, base: int, stride: int) -> bool:
@@ -429,7 +443,7 @@ class PlannedCopy:
         self._key = launch.key
         if counts is not None:
             self._argument.count_at = int(counts.__cuda_array_interface__["data"][0])
-        self._blocks = blocks_of(self._card, target, source)
+        self._blocks = blocks_of(self._card, target, source, launch.pairs)
 
     @property
     def argument(self) -> CopyArgument:

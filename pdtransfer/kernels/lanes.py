@@ -74,14 +74,14 @@ class Staging:
             ctypes.memmove(host, (ctypes.c_int64 * 7)(*pair), 56)
             side = SlotsArgument(entry_limit=byte_count // _PIECE_BYTES)
             self.argument = CopyArgument(
-                pairs=device, pair_count=1, source=side, target=side, group_shift=5, by_source=1
+                pairs=device, pair_count=1, source=side, target=side, group_shift=3, by_source=1
             )  # fmt: skip
             self.byte_count = byte_count  # last, since the allocations may fail
         else:
             gpu.reach(self.event)
         ctypes.memmove(self._host, content.ctypes.data, content.nbytes)
         self.argument.count = -(-content.nbytes // _PIECE_BYTES)
-        self.blocks = min(BLOCKS_PUSH, -(-self.argument.count * 32 // THREADS))
+        self.blocks = min(BLOCKS_PUSH, -(-self.argument.count * 8 // THREADS))
 
 
 class StagingRing:

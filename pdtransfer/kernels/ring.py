@@ -194,7 +194,7 @@ def _of_slot(shape: RingShape, near: int, slot: int) -> _RingTables:
     argument = CopyArgument(
         source=ring_side if shape.fetch else near_side,
         target=near_side if shape.fetch else ring_side,
-        group_shift=lanes_of(pairs).bit_length() - 1,
+        group_shift=lanes_of(pairs, far=False).bit_length() - 1,
         pair_major=pair_major(parts[0], base=3, stride=5),
     )
     return _RingTables(pairs, pairs.nbytes, np.cumsum([0, *map(len, parts)]), _array(argument), shape)

@@ -35,7 +35,7 @@ PROPERTY = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
-GLANCE_ITEMS = 64  # as in kernels/kv_copy.h
+GLANCE_ITEMS = 16  # as in kernels/kv_copy.h
 
 
 @PROPERTY
@@ -144,8 +144,10 @@ def test_a_cancelled_launch_stops_where_it_looks_and_says_so(lib: ctypes.CDLL) -
     )
     groups = 32 >> launch.argument.group_shift
     written = int((target.memory != CANARY).sum())
-    assert 0 < written <= GLANCE_ITEMS // 2 * groups * int(launch.pairs[:, 6].max())
-    assert 128 * len(launch.pairs) > GLANCE_ITEMS * groups, "there was more to do"
+    assert 0 < written <= GLANCE_ITEMS * 3 // 2 * groups * int(launch.pairs[:, 6].max()), (
+        "the second look at the latest"
+    )
+    assert 128 * len(launch.pairs) > GLANCE_ITEMS * 2 * groups, "there was more to do"
     assert words.progress[0] == 5 << 2 | State.CANCELLED
     assert not words.tally.any()
 
@@ -197,10 +199,22 @@ def _launch(source: Tensors, target: Tensors) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("row_bytes", "lanes"), [(4, 1), (16, 1), (128, 8), (576, 16), (656, 16), (1_152, 32), (2_048, 32), (90, 8)]
+    ("row_bytes", "far", "near"),
+    [
+        (4, 1, 1),
+        (16, 1, 1),
+        (36, 4, 1),
+        (128, 8, 2),
+        (132, 8, 4),
+        (584, 16, 8),
+        (656, 8, 8),
+        (1_152, 8, 8),
+        (2_052, 32, 8),
+    ],
 )
-def test_lanes_suit_the_row(row_bytes: int, lanes: int) -> None:
-    assert lanes_of(np.array([[0, 0, 0, 0, 0, 0, row_bytes]])) == lanes
+def test_lanes_suit_the_widest_row_and_the_units_in_which_it_can_be_copied(row_bytes: int, far: int, near: int) -> None:
+    pairs = np.array([[0, step, step, 0, step, step, step] for step in (8, row_bytes)][row_bytes < 8 :])
+    assert (lanes_of(pairs, far=True), lanes_of(pairs, far=False)) == (far, near)
 
 
 def test_a_second_launch_is_not_taken_for_the_first() -> None:

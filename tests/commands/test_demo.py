@@ -31,7 +31,6 @@ from pdtransfer.commands.demo_model import QUESTIONS, DemoModel
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.process.fleet import Standing
 from pdtransfer.router.model_text import load_text
-from tests.support import checkpoints
 from tests.support.paths import REPO
 from tests.support.processes import children, command_line
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -493,6 +492,8 @@ def test_the_demo_is_identical_prints_only_its_report_and_transfers_a_shared_pre
 @pytest.mark.slow
 def test_a_demo_of_a_checkpoint_is_identical(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
+    from tests.support import checkpoints
+
     made = checkpoints.make("qwen3", write_tokenizer(tmp_path, vocabulary=512))
     asked = ["--model", str(made), "--requests", "3", "--max-tokens", "6", "--shared-prefix", "100", "--verify"]
     demo = start("--json", *asked)

@@ -197,7 +197,7 @@ class Event(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """The work of one room. `prompt` holds token ids, int64 (n,)."""
 
@@ -208,7 +208,7 @@ class Request:
     salt: bytes = b""  # rooms with different salts must not share a prefix that an engine keeps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Computed:
     """Prefill: rows [rows) of layers [layers) of one component are in the pool, after the event `after` if one is
     given.

@@ -18,7 +18,7 @@ _ANSWER_SECONDS = 120.0
 rank_answer = partial(answer, who="a rank", within_s=_ANSWER_SECONDS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stamps:
     """When each room of a batch got somewhere: CLOCK_MONOTONIC in ns, int64 (rooms,) each, in the order of rooms."""
 

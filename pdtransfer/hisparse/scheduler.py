@@ -33,7 +33,7 @@ class SparseTurn:
     place: list[Placement]  # start these: they run from now on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Newcomer:
     """A request for which no logical tokens are free yet."""
 

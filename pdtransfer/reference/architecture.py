@@ -192,7 +192,7 @@ class Shard:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weights:
     """Normal float32 weights, drawn by numpy so that a seed gives the same weights on every platform."""
 

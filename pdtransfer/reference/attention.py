@@ -24,7 +24,7 @@ from .projection import Layer
 KEY_BLOCK = 256
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tiles:
     """Neighbouring tiles of query rows that are folded together; the rows of a tile share their last key block.
 
@@ -48,7 +48,7 @@ class Tiles:
         return rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Whole:
     """All keys of neighbouring rows, one row for each request, for attention without folding."""
 
@@ -97,7 +97,7 @@ class EveryKey:
             self.cache.write(kind, layer, self.targets, rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowBatch:
     """Rows that pass through the layers together, padded to a multiple of BLOCK_ROWS.
 

@@ -31,7 +31,7 @@ from .sampling import Handoff
 from .steps import AllResident, Step, StepPart
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _DecodingRoom:
     """A landed request. The arena has the keys of rows [0, position), without the last id's."""
 

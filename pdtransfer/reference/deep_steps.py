@@ -27,7 +27,7 @@ WORTH = 3  # steps of a shape before a capture, which costs as much as one or tw
 KEYS_TOGETHER = 1 << 18  # keys gathered or scored at once; bounds the memory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Inputs:
     """The tensors that differ between steps of one shape."""
 
@@ -43,7 +43,7 @@ class _Inputs:
         return _Inputs(self.rows.clone(), begun, [each.clone() for each in self.index])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: _Inputs

@@ -53,7 +53,7 @@ from .hybrid_rows import (
 Pages = dict[str, Int64s]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _HybridPrompt:
     request: Request
     pages: Pages
@@ -192,7 +192,7 @@ def _whole(component: Component, first: int, end: int, tokens: int) -> tuple[int
     return rows if rows[0] < rows[1] else None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _HybridAnswer:
     """A landed request. The arena has the rows of all its tokens but the last id."""
 

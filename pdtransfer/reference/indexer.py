@@ -30,7 +30,7 @@ _BLOCKS_TOGETHER = 32  # their keys, as float32, stay in the CPU's cache
 _DIGEST_ROWS = 4_096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Queries:
     """Queries of n rows, (n, INDEX_HEADS, INDEX_DIM), and the heads' weights (n, INDEX_HEADS)."""
 

@@ -44,7 +44,7 @@ from .sampling import Handoff
 AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _PromptRoom:
     """A prompt in progress. The pool has rows [0, done) in all layers of this stage, and [done, end) below `layer`.
 

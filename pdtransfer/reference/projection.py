@@ -19,7 +19,7 @@ from .numerics import Rope, linear, rms_norm
 Layer = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Projected:
     """The query (n, heads, key_dim), scaled for a base-2 softmax, and the cache rows by kind."""
 

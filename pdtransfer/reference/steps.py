@@ -23,7 +23,7 @@ from .projection import Layer
 ROOMS_TOGETHER = 4  # requests folded together: their key blocks stay in the CPU's cache between two products
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPart:
     """Neighbouring rows of a step, ascending by position, whose requests share a residency."""
 

@@ -31,7 +31,7 @@ LiftDone = Callable[[Lift, str], None]
 The text says why not all of it was copied. Not called where the card cannot report the end of a copy."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _ComponentRows:
     """One component's rows, which have the same slots on both sides."""
 

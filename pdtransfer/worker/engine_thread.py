@@ -48,7 +48,7 @@ class Compute:
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Generate:
     """Decode: the room has landed."""
 

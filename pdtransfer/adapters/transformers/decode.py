@@ -30,7 +30,7 @@ from .steps import DecodeSteps, StepMade
 _DIGEST_ROWS = 1_024  # rows read at once: a digest does not copy a whole request
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Generating:
     """A landed request. The arena has the rows of tokens [0, position), without the last id's."""
 
@@ -53,7 +53,7 @@ class _Generating:
         return "length" if len(self.ids) == self.request.sampling.max_tokens else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Stepped:
     """What a step has made of a room: the row of its logits, or its likeliest id; or why the room ends."""
 

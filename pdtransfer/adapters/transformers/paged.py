@@ -24,7 +24,7 @@ def _ignored(layer: int) -> None:
     pass
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Pass:
     """One forward pass of B requests with Q new tokens each, as the cache's layers see it.
 
@@ -129,7 +129,7 @@ class PagedRows:
         return slots // page_size * steps[0] + slots % page_size * steps[1] if page_size > 1 else slots * steps[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Places:
     """Where a step finds the rows of its B requests: `newest` has the slots of their new tokens, (B,). `place` returns
     those of the positions that the index of a group of layers has picked, (B, k) with -1 for none."""

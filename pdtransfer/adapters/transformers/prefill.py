@@ -35,7 +35,7 @@ from .requests import FirstToken, check_request
 AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Prompt:
     """A prompt in progress. The pool has rows [0, done)."""
 

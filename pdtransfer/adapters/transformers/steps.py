@@ -34,7 +34,7 @@ Stepped: TypeAlias = tuple[int, int, Mapping[str, NDArray[np.int64]]]
 """A request of a step: its number, its prompt's tokens, and its slots by component."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepMade:
     """Of each request: logits (B, vocabulary) in float32, whether all are finite (B,), and the first of the highest
     (B,)."""
@@ -48,7 +48,7 @@ class StepMade:
         return StepMade(self.logits[:count], self.finite[:count], self.likeliest[:count])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Requests of one forward pass, with their slots on the device, by component (B, n). Slots that a shorter one lacks
     are 0, and not read. `inputs` are their last ids and positions, (2, B)."""

@@ -65,7 +65,7 @@ class _ReceivedRoom:
     aborted: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Cell:
     """Rows of one component that a step computes, and their layers [first, end) that are computed and not pushed."""
 

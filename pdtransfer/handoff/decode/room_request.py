@@ -19,7 +19,7 @@ from ..slot_allocator import Extents, extents_of, slot_count
 from .records import RoomRecord
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlacedRows:
     """Where the engine wants one component's rows [first_row, first_row + slots): in extents of its choice."""
 

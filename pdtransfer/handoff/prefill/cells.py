@@ -18,7 +18,7 @@ from ..states import PrefillRoom
 from .writer_grants import WriterGrant, WriterSession
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Cell:
     """Rows [first_row, first_row + len(source_slots)) of layers [first, end) of one component; read once `after` is
     open."""

@@ -28,7 +28,7 @@ from ..timers import TimerKey, Timers, backoff_ms
 EndMessage: TypeAlias = Landed | Failed | Drained
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Share:
     """One part of a grant, checked: row first_row + i of the room goes to target_slots[i]."""
 

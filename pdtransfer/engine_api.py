@@ -14,8 +14,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .handoff.events import Event, Spans
+from .hisparse.settings import HiSparse, HotFigures
 from .layout.layout import Component
-from .limits import Limits
+from .memory.engine_pools import CardMemory, SharedMemory
 from .wire import Logprobs, Ranks, Sampling
 
 Push: TypeAlias = Literal["auto", "layers", "end"]  # when rows leave: by size, by layer, or after the whole prompt
@@ -60,45 +62,6 @@ class Alone:
 
     def take_over(self, hidden: NDArray[np.float32]) -> None:  # noqa: ARG002
         raise AssertionError("a pipeline of one stage takes nothing over")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HiSparse:
-    """The resources of a decode daemon for HiSparse requests: their whole KV stays in the arena, their hot tokens on
-    the device."""
-
-    device_slots: int  # device slots in tokens, of all HiSparse requests together
-    hot_tokens: int  # of one request at most; at least the tokens that a step reads
-    dense_slots: int = 0  # tokens on the device for requests without HiSparse
-    # Which request is retracted for a waiting one: by its tokens left, or the newest.
-    policy: Literal["longest", "shortest", "newest"] = "longest"
-    limits: Limits = field(default_factory=Limits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HotFigures:
-    """Figures of HiSparse requests; counts start with the engine."""
-
-    running: int = 0  # requests with a place on the device
-    waiting: int = 0  # landed requests without a place
-    retry_ms: int = 0  # when to try again while too many requests wait
-    hits: int = 0  # tokens that a step read and found on the device, of requests that do not fit there whole
-    misses: int = 0
-    swapped_bytes: int = 0  # copied from the arena, for misses
-    preloaded_bytes: int = 0  # of requests that were placed whole, by the scheduler's decisions
-    admission_bytes: int = 0  # that moved at admission, by the copies' own count: more than preloaded_bytes is staging
-    retracts: int = 0
-
-
-class Spans(Protocol):
-    """Receives timed spans, from any thread."""
-
-    def __call__(
-        self, lane: str, name: str, begin_s: float, end_s: float, *, room: int, layer: int = -1, byte_count: int = 0
-    ) -> None:
-        """Reports that `lane` did `name` between these times in seconds of CLOCK_MONOTONIC; `layer` is the first layer
-        of the span."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,32 +132,6 @@ class EngineDescription:
             msgspec.structs.replace(each, layout=each.layout.rebase(self.hbm_base)) if each.memory == "hbm" else each
             for each in self.components
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardMemory:
-    """A pool in the memory of card `card` of this host, at the card's `address`; it lives as long as its engine."""
-
-    card: int
-    address: int
-    byte_count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedMemory:
-    """A pool in memory that other processes may map: `view` holds the bytes of the memfd `fd` from its start. Both live
-    as long as the engine. A transport to other hosts reads the pool there without a copy."""
-
-    fd: int
-    view: memoryview
-
-
-class Event(Protocol):
-    """The type of `after=`: torch.cuda.Event, or any object with `query`."""
-
-    def query(self) -> bool:
-        """Whether all work before the event is done; never waits."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

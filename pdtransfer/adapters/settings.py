@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from ..bus.keys import Address, AllowList, KeyPair, address_of, check_exposure, is_loopback
-from ..config.bounds import bound, match, port_range
-from ..config.ranks import key_of
+from ..bounds import bound, match, port_range
+from ..bus.keys import Address, AllowList, KeyPair, address_of, check_exposure, is_loopback, key_of
 from ..errors import ConfigError
 from ..transports.options import Network, Protocol
 from ..transports.registry import check_name

@@ -21,7 +21,8 @@ from zmq.utils import z85
 
 from ..errors import ConfigError
 from ..limits import ADDRESS_LENGTH_MAX, NAME_LENGTH_MAX
-from ..wire import KEY_LENGTH, split_key
+from ..wire import KEY_LENGTH, Ranks, split_key
+from ..wire.ranks import label
 
 ROLES = frozenset({"prefill", "decode", "router"})
 FILE_BYTES_MAX = 1 << 20  # an allow-list of some 10,000 peers
@@ -281,3 +282,8 @@ def read_guarded(path: str | Path, *, forbidden: int, advice: str) -> str:
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}: not UTF-8") from None
+
+
+def key_of(leaders: Path, ranks: Ranks) -> Path:
+    """Returns the path of another rank's key, beside its leader's. Each rank is a peer with a key of its own."""
+    return leaders.with_name(f"{leaders.name.removesuffix('.key')}-{label(ranks)}.key")

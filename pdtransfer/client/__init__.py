@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from ..bus.keys import Address, AllowList, Endpoint, KeyPair
 from ..bus.limits import BusLimits
-from ..engine_api import CardMemory, Event
 from ..errors import (
     ArenaFullError,
     CapacityError,
@@ -33,6 +32,7 @@ from ..handoff.effects import (
     RoomLeased,
     RoomReady,
 )
+from ..handoff.events import Event
 from ..handoff.sharing import Replicas
 from ..layout.deepseek_v4 import deepseek_v4
 from ..layout.layout import Component, Layout, Plane, Span
@@ -48,6 +48,7 @@ from ..layout.layout_builders import (
 )
 from ..limits import Limits
 from ..memory.arena_memory import ArenaMemory, Mapping, allocate
+from ..memory.engine_pools import CardMemory
 from ..memory.hbm import Hbm
 from ..node import NodeSettings
 from ..transports.base import Transport

@@ -20,7 +20,7 @@ from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token
 from cyclopts.config import Dict, Env
 
 from .. import __version__
-from ..config.bounds import match, port_range
+from ..bounds import match, port_range
 from ..config.config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from ..config.ranks import launched
 from ..environment import PREFIX, launcher_variables
@@ -231,8 +231,8 @@ def keygen(
     json: Json = False,
 ) -> int:
     """Writes NAME.key, which stays secret, and NAME.pub, a line for the allow-list of every peer."""
-    from ..bus.keys import generate
-    from ..config.ranks import key_of, ranks_of
+    from ..bus.keys import generate, key_of
+    from ..wire.ranks import ranks_of
 
     others = ranks_of(tp_size, pp_size)[1:]
     for path in (Path(name), *(key_of(Path(name), ranks) for ranks in others)):

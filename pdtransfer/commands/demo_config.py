@@ -8,12 +8,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..config.bounds import bound, card_of, match, power_of_two
+from ..bounds import bound, card_of, match, power_of_two
 from ..config.config import PAGE_SIZE_MAX, REFERENCE, Attention, HostLayout
-from ..config.ranks import SIZE_MAX, check_device, device_of, ranks_of
+from ..config.ranks import check_device, device_of
 from ..errors import ConfigError
 from ..transports.registry import TRANSPORTS, check_name
 from ..wire import Ranks
+from ..wire.ranks import SIZE_MAX, ranks_of
 
 
 def _help(text: str) -> Parameter:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..config.bounds import port_range
+from ..bounds import port_range
 from ..config.config import PrefillConfig
 from ..environment import complete_environment, pip_install
 from ..probe import KERNEL, Probe, Seen, State, missing, warn
@@ -84,7 +84,8 @@ def probes(transport_ports: Sequence[str] = ()) -> list[Probe]:
     """Returns all probes, of every transport as well, for daemons with these port ranges, by default the default."""
     ports = sorted({port_range("transport_ports", each) for each in transport_ports}) or [PrefillConfig().network.ports]
     own = (probe for each in TRANSPORTS.values() for probe in each.probes(ports))
-    return [*PROBES, *own, Probe("transport", network.transport)]
+    firewall = Probe("engine firewall", network.firewall, "nft list ruleset")
+    return [*PROBES, *own, firewall, Probe("transport", network.transport)]
 
 
 def _finding(probe: Probe, root: Path) -> Finding:

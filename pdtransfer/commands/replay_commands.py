@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..config.bounds import bound
+from ..bounds import bound
 from ..errors import ConfigError
 from ..fleet_model.fleet_model import FleetModel, FleetShape, modelled
 from ..fleet_model.rates import Rates

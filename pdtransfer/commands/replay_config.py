@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 from cyclopts import Parameter
 
-from ..config.bounds import bound, power_of_two
+from ..bounds import bound, power_of_two
 from ..config.config import PAGE_SIZE_MAX, SLOTS_MAX
 from ..errors import ConfigError
 from ..fleet_model.fleet_model import WORKERS_MAX, FleetShape

@@ -15,16 +15,16 @@ from typing import Annotated, ClassVar, Literal
 
 from cyclopts import Group, Parameter
 
+from ..bounds import bound, card_of, check_limits, match, port_range, power_of_two
 from ..bus.keys import Address, Endpoint, check_exposure, is_loopback
 from ..engine_api import EngineConfig, HiSparse, Push
 from ..environment import socket_directory
 from ..errors import ConfigError
+from ..firewall import FirewallMode, admit_networks
 from ..limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
-from ..transports.firewall import FirewallMode, admit_networks
 from ..transports.options import Network, Protocol
 from ..transports.registry import TRANSPORTS, check_name
 from ..wire import Ranks
-from .bounds import bound, card_of, check_limits, match, port_range, power_of_two
 from .ranks import FREE, check_advertise, check_device, check_ranks, device_of
 
 PAGE_SIZE_MAX = 65_536

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
+from ..bounds import match
 from ..bus.keys import Address, Endpoint, address_of, check_exposure, is_literal
 from ..environment import AGENT_STORE
 from ..errors import ConfigError
 from ..wire import KEY_LENGTH, Ranks
-from .bounds import match
+from ..wire.ranks import SIZE_MAX, place_of
 
-SIZE_MAX = 64  # along one axis
 FREE = {"bind": "tcp://127.0.0.1:0", "http": ""}  # what a follower listens on by default
-
-
-def label(ranks: Ranks) -> str:
-    """Returns a rank's place as part of a name."""
-    return f"pp{ranks.pp_rank}-tp{ranks.tp_rank}" if ranks.pp_size > 1 else f"tp{ranks.tp_rank}"
-
-
-def place_of(ranks: Ranks) -> int:
-    """Returns a rank's number in its group; 0 is the leader."""
-    return ranks.pp_rank * ranks.tp_size + ranks.tp_rank
-
-
-def ranks_of(tp_size: int, pp_size: int) -> list[Ranks]:
-    """Returns all ranks of a group, by number."""
-    return [Ranks(place % tp_size, tp_size, place // tp_size, pp_size) for place in range(tp_size * pp_size)]
-
-
-def key_of(leaders: Path, ranks: Ranks) -> Path:
-    """Returns the path of another rank's key, beside its leader's. Each rank is a peer with a key of its own."""
-    return leaders.with_name(f"{leaders.name.removesuffix('.key')}-{label(ranks)}.key")
 
 
 def device_of(device: str, ranks: Ranks) -> str:

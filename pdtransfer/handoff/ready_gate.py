@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from ..engine_api import Event
+from .events import Event
 
 
 class AllEvents:

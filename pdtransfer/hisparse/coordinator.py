@@ -13,8 +13,8 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine_api import Event
 from ..errors import CapacityError, LocalProtocolError
+from ..handoff.events import Event
 from ..handoff.slot_allocator import Extents, FreeExtents, slot_count, slots_of
 from ..handoff.states import step
 from .states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest, SparseRequestEvent

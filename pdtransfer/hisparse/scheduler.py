@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..engine_api import Event
 from ..errors import CapacityError, LocalProtocolError, WorldError
 from ..handoff.admission import Pace
+from ..handoff.events import Event
 from ..limits import Limits
 from .coordinator import Coordinator, Int64s, Placement
 from .states import SparseRequest

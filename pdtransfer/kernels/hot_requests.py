@@ -9,17 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engine_api import EngineConfig, Event, HiSparse, HotFigures
 from ..errors import CapacityError, ConfigError, WorldError
+from ..handoff.events import Event
 from ..hisparse.coordinator import Capacity, Coordinator, Placement
 from ..hisparse.scheduler import Scheduler, SparseTurn
+from ..hisparse.settings import HiSparse, HotFigures
 from ..layout.layout import Layout
+from ..wire import Ranks
 from .capture import Replayed
 from .hot_pool import HotPool
 from .pools import Pool
@@ -40,13 +43,25 @@ class HotShape:
     tokens_max: int  # of one request
 
 
+class TensorRanks(Protocol):
+    """The tensor-parallel ranks of one worker, as one of them sees them. All call `gather` in the same order."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
+        """Returns the parts of all ranks in the order of tp_rank; all have the same shape and dtype."""
+        ...
+
+
 def pool_slots(hisparse: HiSparse) -> int:
     """Slots of the device pool: the last one takes what no request has."""
     return hisparse.device_slots + 1
 
 
-def capacity_of(config: EngineConfig, hisparse: HiSparse, top: int) -> Capacity:
-    """The capacity for hot requests. Raises ConfigError if no long request could ever run."""
+def capacity_of(hisparse: HiSparse, top: int, *, rows: int, slots: int) -> Capacity:
+    """The capacity for hot requests: `rows` of them in one step, and `slots` tokens in the arena. Raises ConfigError if
+    no long request could ever run."""
     places = hisparse.hot_tokens
     if places < top:
         text = f"must be at least top_k {top}, the tokens of a request that a step reads"
@@ -57,8 +72,8 @@ def capacity_of(config: EngineConfig, hisparse: HiSparse, top: int) -> Capacity:
     if hisparse.dense_slots < 1:
         raise ConfigError(f"dense_slots = {hisparse.dense_slots}: at least 1")
     return Capacity(
-        rows=config.batch_max, logical_tokens=config.slots, device_slots=hisparse.device_slots, hot=places, top_k=top,
-        host_slots=config.slots,
+        rows=rows, logical_tokens=slots, device_slots=hisparse.device_slots, hot=places, top_k=top,
+        host_slots=slots,
     )  # fmt: skip
 
 
@@ -66,7 +81,7 @@ class HotRequests:
     """Offered rooms, which steps may run while they are `placed`."""
 
     def __init__(
-        self, config: EngineConfig, hisparse: HiSparse, capacity: Capacity, shape: HotShape, host: Pool,
+        self, group: TensorRanks, hisparse: HiSparse, capacity: Capacity, shape: HotShape, host: Pool,
         device: torch.device, spans: DeviceSpans,
     ) -> None:  # fmt: skip
         """`host` is the memory in which the requests' KV lands."""
@@ -88,7 +103,7 @@ class HotRequests:
         self._running: list[int] = []  # rooms of the current pass
         self._stepping: list[int] = []  # rooms of the current step
         self._after: Event | None = None  # its last backup
-        self._group, self._leads, self._rows = config.group, not config.group.ranks.tp_rank, capacity.rows
+        self._group, self._leads, self._rows = group, not group.ranks.tp_rank, capacity.rows
         self._retracts = self._steps = self._preloaded_bytes = 0
         self._counted = self._pool.counters()
         self.figures = HotFigures()

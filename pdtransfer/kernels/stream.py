@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..engine_api import Event, Spans
+from ..handoff.events import Event, Spans
 
 POLL_S = 0.00005
 PENDING_SPANS_MAX = 1_024  # a device that is never idle reports finished spans at this bound

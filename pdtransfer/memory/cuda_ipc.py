@@ -13,10 +13,10 @@ from typing import Literal
 
 import msgspec
 
-from ..engine_api import CardMemory
 from ..errors import TransportError, WorldError
 from ..kernels import card as cards
 from ..kernels import driver
+from ..memory.engine_pools import CardMemory
 from .arena_memory import ArenaMemory, Mapping, map_received
 
 _UUID_BYTES = 16

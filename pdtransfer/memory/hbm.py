@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ..engine_api import CardMemory
 from ..errors import PDTransferError, WorldError
 from ..kernels.card import card as card_of
 from ..kernels.pools import Pool
 from ..layout.layout import Layout
+from ..memory.engine_pools import CardMemory
 from . import arena_memory, cuda_ipc
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import os
 import weakref
 from contextlib import suppress
 
-from ..engine_api import SharedMemory
 from ..errors import WorldError
+from ..memory.engine_pools import SharedMemory
 from .available_memory import available_memory
 
 # fcntl has names for these from Python 3.13 on.

@@ -82,7 +82,7 @@ class DecodeNode:
         # To be verified, rows have to land where this process can read them: in the arena.
         self.transport = DecodeTransports(
             arena,
-            of_node(options or ArenaOptions(), settings.firewall, self._keep_line),
+            of_node(options or ArenaOptions(), settings.guard, self._keep_line),
             hbm_direct=not verify,
             lost=self._unoffered,
         )

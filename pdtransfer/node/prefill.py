@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 
 from ..bus.keys import AllowList
-from ..engine_api import Spans
 from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
 from ..handoff.effects import (
     FenceWriter,
@@ -28,6 +27,7 @@ from ..handoff.effects import (
     Unmap,
     Write,
 )
+from ..handoff.events import Spans
 from ..handoff.prefill.cells import Cell
 from ..handoff.prefill.sessions import PrefillSessions
 from ..handoff.ready_gate import ReadyGate
@@ -69,7 +69,7 @@ class PrefillNode:
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock.among_peers(settings.limits.ping_ms)
         self.transport = PrefillTransports(
             tuple(components),
-            of_node(writer or WriterOptions(), settings.firewall, self._keep_line),
+            of_node(writer or WriterOptions(), settings.guard, self._keep_line),
             spans=spans,
             lost=self._end_writer,
             broken=self._broken,

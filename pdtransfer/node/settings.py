@@ -15,7 +15,7 @@ from ..bus.limits import BusLimits
 from ..bus.sockets import LogThrottle
 from ..errors import Cause, RemoteProtocolError
 from ..limits import TOKENS_MAX, Limits
-from ..transports.firewall import Firewall
+from ..transports.port_guard import PortGuard
 from ..transports.select import place
 from ..wire import Holds, Identity, Member, Message, Ranks, Reject
 
@@ -47,7 +47,7 @@ class NodeSettings:
     group: tuple[Member, ...] | None = ()
     limits: Limits = field(default_factory=Limits)
     bus_limits: BusLimits = field(default_factory=BusLimits)
-    firewall: Firewall | None = None  # opens the ports of transports to peers with a session alone
+    guard: PortGuard | None = None  # opens the ports of transports to peers with a session alone
 
     def identity(
         self, role: Literal["prefill", "decode"], holds: tuple[Holds, ...] = (), transports: tuple[str, ...] = ("shm",)
@@ -70,10 +70,10 @@ class NodeSettings:
         bus = Bus(
             node=self.node, keys=self.keys, allowed=self.allowed, insecure=self.insecure, receive=receive,
             limits=self.bus_limits, refused=refused,
-            reached=self.firewall.moved if self.firewall is not None else lambda _: None,
+            reached=self.guard.moved if self.guard is not None else lambda _: None,
         )  # fmt: skip
-        if self.firewall is not None:
-            self.firewall.address_of = bus.address_of
+        if self.guard is not None:
+            self.guard.meet(bus.address_of)
         return bus
 
 

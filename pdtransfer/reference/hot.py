@@ -21,7 +21,7 @@ def reference_capacity(config: EngineConfig, hisparse: HiSparse, top: int) -> Ca
     """The capacity for hot requests. Raises ConfigError if no long request could ever run."""
     if not top:
         raise ConfigError("enable_hisparse: the model attends to all tokens: set the engine option top_k")
-    return capacity_of(config, hisparse, top)
+    return capacity_of(hisparse, top, rows=config.batch_max, slots=config.slots)
 
 
 class HotResidency:
@@ -39,7 +39,7 @@ class HotResidency:
         shape = HotShape(
             layout=layout, groups=groups, top=sizes.top_k, tokens_max=min(config.slots, sizes.context_tokens)
         )
-        self.requests = HotRequests(config, hisparse, capacity, shape, host, model.device, spans)
+        self.requests = HotRequests(config.group, hisparse, capacity, shape, host, model.device, spans)
         self._cache = Cache(self.requests.memory.view(torch.float32), layout, sizes, model.shard.kv_heads)
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..engine_api import Spans
+from ..handoff.events import Spans
 from .ended_request import RequestSpan
 
 SPANS_MAX = 1 << 18  # the latest spans of a process: some 60 MiB

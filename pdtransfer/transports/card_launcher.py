@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ..engine_api import Spans
 from ..errors import WorldError
+from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
 from ..kernels import lanes
 from ..kernels import push as pushing

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ..engine_api import Spans
 from ..errors import PDTransferError, WorldError
 from ..handoff.effects import Outcome, Write
+from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
 from ..kernels import checksum_copy
 from ..kernels.cancel import CancelWord

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from ..engine_api import Event
 from ..errors import WorldError
+from ..handoff.events import Event
 
 POLL_S = 0.0002  # between two queries of an event that has not fired
 

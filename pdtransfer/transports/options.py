@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from .firewall import Firewall
+    from .port_guard import PortGuard
 
 Protocol = Literal["tcp", "rdma"]
 
@@ -26,7 +26,7 @@ class Network:
     protocol: Protocol = "tcp"
     # Whether peers of this node are on its own host alone: auto then takes nothing that listens beyond it.
     loopback: bool = False
-    firewall: Firewall | None = None  # opens their ports to peers with a session alone; NodeSettings bring it
+    guard: PortGuard | None = None  # opens their ports to peers with a session alone; NodeSettings bring it
     keep_line: KeepLine | None = None  # on the loop's thread; a node brings it. None: hand-overs leave no line
     streams: int = 0  # parallel connections of a session, at most; 0: as this host's cores allow
 
@@ -55,7 +55,7 @@ class ArenaOptions:
 _Options = TypeVar("_Options", WriterOptions, ArenaOptions)
 
 
-def of_node(options: _Options, firewall: Firewall | None, keep_line: KeepLine) -> _Options:
-    """The same options, with this firewall before the ports of transports, and a place for the lines of sessions."""
-    network = options.network if firewall is None else replace(options.network, firewall=firewall)
+def of_node(options: _Options, guard: PortGuard | None, keep_line: KeepLine) -> _Options:
+    """The same options, with this guard before the ports of transports, and a place for the lines of sessions."""
+    network = options.network if guard is None else replace(options.network, guard=guard)
     return replace(options, network=replace(network, keep_line=keep_line))

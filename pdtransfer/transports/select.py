@@ -16,9 +16,9 @@ from functools import partial
 from msgspec.structs import replace
 
 from ..bus.keys import Address, is_loopback
-from ..engine_api import Spans
 from ..errors import ConfigError, TransportError
 from ..handoff.effects import Outcome, Write
+from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
@@ -56,7 +56,7 @@ def taken(transport: str, *, loopback: bool = False) -> tuple[str, ...]:
     return (transport,)
 
 
-def needs_no_firewall(transport: str, *, loopback: bool) -> str:
+def needs_no_guard(transport: str, *, loopback: bool) -> str:
     """Why a node of this setting opens no port that is to be closed to strangers; empty where it may open one."""
     wide = [name for name in TRANSPORTS if transport in ("auto", name) and _listens_everywhere(name)]
     usable = [name for name in wide if not TRANSPORTS[name].why_not()]
@@ -135,7 +135,7 @@ class DecodeTransports:
         }
         self._sessions: dict[int, ArenaTransport] = {}
         self._here, self._host, self._auto = place(), options.network.host, options.transport == "auto"
-        self._firewall = options.network.firewall
+        self._guard = options.network.guard
 
     @property
     def counts(self) -> dict[str, int]:
@@ -156,12 +156,12 @@ class DecodeTransports:
         if TRANSPORTS[name].any_host:
             if not (own := self._host):
                 own = await asyncio.get_running_loop().run_in_executor(None, own_address, endpoint)
-            elif self._firewall is not None and self._firewall.mode == "auto" and not self._firewall.networks:
+            elif self._guard is not None and self._guard.peers_only:
                 spared = await asyncio.get_running_loop().run_in_executor(None, elsewhere, endpoint, own)
             if session not in self._sessions:  # nothing would ever end what is begun for it
                 raise TransportError("the session has ended meanwhile")
-        if self._firewall is not None and _listens_everywhere(name):
-            self._firewall.expect(session, endpoint, spared=spared)
+        if self._guard is not None and _listens_everywhere(name):
+            self._guard.expect(session, endpoint, spared=spared)
         reach = await transport.offer(session, own)
         return reach if reach.transport == name else replace(reach, host=f"{name}{_NAME_END}{reach.host}")
 
@@ -176,8 +176,8 @@ class DecodeTransports:
         """Drops what is kept of a session that was proven quiet."""
         if (transport := self._sessions.pop(session, None)) is not None:
             transport.forget(session)
-            if self._firewall is not None:
-                self._firewall.forget(session)
+            if self._guard is not None:
+                self._guard.forget(session)
 
     async def close(self) -> None:
         """Stops handing over."""
@@ -206,7 +206,7 @@ class PrefillTransports:
         fenced; `broken` for a room whose event cannot be queried any more: its writes are held back until they are
         cancelled; `near` as Near says."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
-        self._firewall = options.network.firewall
+        self._guard = options.network.guard
         card = None if options.card is None else PoolCard(options.card, spans)
         self._make = {
             name: partial(TRANSPORTS[name].writer, components, options, card=card, lost=lost, near=near)
@@ -249,8 +249,8 @@ class PrefillTransports:
         if name not in self._made:
             self._made[name] = self._make[name]()
         transport = self._sessions[session] = self._made[name]
-        if self._firewall is not None and _listens_everywhere(name):
-            self._firewall.expect(session, peer)
+        if self._guard is not None and _listens_everywhere(name):
+            self._guard.expect(session, peer)
         try:
             bytes_ready = await transport.map(session, reach, components, more)
         except BaseException:
@@ -272,8 +272,8 @@ class PrefillTransports:
             transport.unmap(session)
 
     def _forget(self, session: int) -> None:
-        if self._firewall is not None:
-            self._firewall.forget(session)
+        if self._guard is not None:
+            self._guard.forget(session)
 
     def write(self, order: Write, done: WriteDone) -> None:
         """As WriterTransport.write, of a session that may be mapped no more, with a gate that may be closed."""

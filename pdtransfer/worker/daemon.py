@@ -25,6 +25,7 @@ from ..config.config import DecodeConfig, PrefillConfig
 from ..config.ranks import advertised
 from ..engine_api import DecodeEngine, EngineConfig, EngineDescription
 from ..errors import Cause, ConfigError, PDTransferError, WorldError, missing_extra
+from ..firewall import Firewall, admit_networks, firewall_for
 from ..kernels import native
 from ..kernels.card import card
 from ..limits import LOAD_MS
@@ -40,8 +41,7 @@ from ..process.signals import StopSignal, reload, reload_on_hangup
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
 from ..tracing.trace import recorded
-from ..transports.firewall import Firewall, admit_networks, firewall_for
-from ..transports.select import needs_no_firewall
+from ..transports.select import needs_no_guard
 from . import engine_thread
 from .decode_daemon import DecodeDaemon
 from .decode_rank import DecodeRank
@@ -79,7 +79,7 @@ def _settings(config: Config, card: EngineDescription, firewall: Firewall | None
         insecure=config.insecure,
         ranks=config.ranks,
         limits=config.limits,
-        firewall=firewall,
+        guard=firewall,
     )
 
 
@@ -251,7 +251,7 @@ async def _open_firewall(config: Config, shared: Shared) -> None:
     """Closes the ports of transports to all but peers, as the config says. Raises ConfigError where that has to be
     and cannot."""
     network = config.network
-    needless = needs_no_firewall(config.transport, loopback=network.loopback)
+    needless = needs_no_guard(config.transport, loopback=network.loopback)
     networks = admit_networks("firewall_admit", config.firewall_admit)
     firewall, why = await firewall_for(config.firewall, node=config.node, needless=needless, networks=networks)
     shared.firewall = firewall

@@ -17,10 +17,10 @@ import pytest
 
 from pdtransfer import environment
 from pdtransfer import probe as probes
+from pdtransfer.bounds import port_range
 from pdtransfer.bus.keys import Address
 from pdtransfer.commands import cli, doctor
 from pdtransfer.commands.probes import builds, cards, host, kernel, network
-from pdtransfer.config.bounds import port_range
 from pdtransfer.config.config import DecodeConfig, PrefillConfig
 from pdtransfer.kernels import UnusableError, private_directory
 from pdtransfer.kernels.compiled import KERNELS, _stem
@@ -383,15 +383,15 @@ def test_ports_of_recently_ended_engines_count_as_used(tmp_path: Path) -> None:
 def test_where_daemons_cannot_close_their_engines_ports_the_reason_and_the_mend_are_printed(
     reason: str, mend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake, "why_not", lambda: "")
-    monkeypatch.setattr(mooncake, "why_no_table", lambda: reason)
-    seen = mooncake.engine_firewall(Path("/"))
+    monkeypatch.setattr(network, "needs_no_guard", lambda *_args, **_kwargs: "")
+    monkeypatch.setattr(network, "why_no_table", lambda: reason)
+    seen = network.firewall(Path("/"))
     assert (seen.state, seen.mend) == ("warn", mend)
     assert reason.partition(":")[0] in seen.found
-    monkeypatch.setattr(mooncake, "why_no_table", lambda: "")
-    assert mooncake.engine_firewall(Path("/")).state == "ok"
-    monkeypatch.setattr(mooncake, "why_not", lambda: "mooncake is not installed, or not whole: pip install x")
-    assert "no engine runs here" in mooncake.engine_firewall(Path("/")).found
+    monkeypatch.setattr(network, "why_no_table", lambda: "")
+    assert network.firewall(Path("/")).state == "ok"
+    monkeypatch.setattr(network, "needs_no_guard", lambda *_args, **_kwargs: "transport auto opens no port here")
+    assert network.firewall(Path("/")).found == "not needed: transport auto opens no port here"
 
 
 def test_the_fix_reserves_engine_ports_beside_reserved_ones(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from pdtransfer.errors import TransportError
-from pdtransfer.transports.firewall import Firewall
-from pdtransfer.transports.firewall.ruleset import HostNetwork, admit_networks
-from pdtransfer.transports.firewall.table import strangers
+from pdtransfer.firewall import Firewall
+from pdtransfer.firewall.ruleset import HostNetwork, admit_networks
+from pdtransfer.firewall.table import strangers
 from tests.support.waiting import until
 
 OWN, PEER, OTHER, STRANGER, ADMITTED = (f"10.213.83.{last}" for last in (1, 2, 3, 7, 99))
@@ -56,7 +56,7 @@ async def main() -> dict[str, Any]:
     ended: list[str] = []
     with ExitStack() as stack:
         firewall = await Firewall.open("d.0_1", mode="on", networks=networks)
-        firewall.address_of = lambda peer: at.get(peer, "")
+        firewall.meet(lambda peer: at.get(peer, ""))
         listeners = [listen(stack) for _ in range(4)]
         (server, first), (_, second), (_, third), (_, free) = listeners
         for session, peer in enumerate(at):

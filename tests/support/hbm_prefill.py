@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import torch
 
+from pdtransfer.bounds import card_of
 from pdtransfer.client.clients import PrefillClient
-from pdtransfer.config.bounds import card_of
 from pdtransfer.handoff.effects import RoomDrained, RoomLeased
 from pdtransfer.layout.layout import Component
 from pdtransfer.transports.options import WriterOptions

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pdtransfer.bounds import card_of
 from pdtransfer.client.clients import DecodeClient
-from pdtransfer.config.bounds import card_of
 from pdtransfer.engine_api import HBM_ALIGNMENT
 from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from pdtransfer.kernels import card as cards

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
 
-from pdtransfer.config.bounds import card_of
+from pdtransfer.bounds import card_of
 from pdtransfer.kernels import driver
 from tests.two_gpu.matrix import Case
 

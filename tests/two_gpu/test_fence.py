@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdtransfer.config.bounds import card_of
+from pdtransfer.bounds import card_of
 from pdtransfer.kernels import card as cards
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm

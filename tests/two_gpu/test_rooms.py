@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.config.bounds import card_of
+from pdtransfer.bounds import card_of
 from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from tests.support.internals import node_of, sessions_of
 from tests.two_gpu.clients import Landed, Two, holds, two

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...bus.keys import address_of
-from ...config.ranks import SIZE_MAX
 from ...limits import PEERS_MAX
+from ...wire.ranks import SIZE_MAX
 from ..reachable import Reachable, RequestError
 
 SIZES = "attn_tp_size", "attn_cp_size", "dp_size", "pp_size"

@@ -115,7 +115,7 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
     if config.hisparse is not None:
         if not top:
             raise ConfigError("enable_hisparse: the model has no sparse index, so each step reads every token")
-        capacity_of(config, config.hisparse, top)
+        capacity_of(config.hisparse, top, rows=config.batch_max, slots=config.slots)
     dtype = _dtype(options.dtype, made)
     if options.weights == "random":
         torch.manual_seed(options.seed)

@@ -71,7 +71,11 @@ class CheckpointDecode:
         if hisparse is not None and options.kv_memory != "auto":
             text = "with enable_hisparse the KV is in dram, and that of dense requests in hbm"
             raise ConfigError(f"kv_memory = {options.kv_memory}: {text}")
-        self._capacity = None if hisparse is None else capacity_of(config, hisparse, checkpoint.top)
+        self._capacity = (
+            None
+            if hisparse is None
+            else capacity_of(hisparse, checkpoint.top, rows=config.batch_max, slots=config.slots)
+        )
         hbm = options.kv_memory == "hbm" or (options.kv_memory == "auto" and checkpoint.device.type == "cuda")
         self._description = describe(
             config, checkpoint.shapes, name=checkpoint.name, digest=checkpoint.digest,
@@ -157,7 +161,7 @@ class CheckpointDecode:
         )  # fmt: skip
         card = arena.get_device() if arena.is_cuda else None
         host = Pool(layout=landed.layout, address=arena.data_ptr(), card=card, host=arena.is_cuda)
-        self._hot = HotRequests(self._config, hisparse, capacity, shape, host, checkpoint.device, self._spans)
+        self._hot = HotRequests(self._config.group, hisparse, capacity, shape, host, checkpoint.device, self._spans)
         model = PagedModel(checkpoint, self._hot.memory, [near], index=self._model.rows)
         self._hot_steps = DecodeSteps(
             model, checkpoint.device, graphs=self._graphs, hot=self._hot, batch_max=capacity.rows, spans=self._spans

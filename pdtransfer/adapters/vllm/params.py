@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from ...bus.keys import Endpoint, address_of
 from ...client import room_id
-from ...config.ranks import SIZE_MAX, label, ranks_of
 from ...limits import PEERS_MAX
+from ...wire.ranks import SIZE_MAX, label, ranks_of
 from .. import bootstrap_rooms
 from ..reachable import Reachable, RequestError
 

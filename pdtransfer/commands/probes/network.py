@@ -11,11 +11,14 @@ from pathlib import Path
 
 from ...bus.keys import Address
 from ...config.config import DecodeConfig, PrefillConfig, RouterConfig
+from ...firewall import why_no_table
 from ...probe import Seen, names, ok, read, sockets, warn, within
 from ...transports.registry import TRANSPORTS
+from ...transports.select import needs_no_guard
 
 _SIOCGIFADDR = 0x8915
 _LISTEN = "0A"
+_RULES = "nft -f deploy/firewall.nft"
 _RDMA = "/sys/class/infiniband"
 _OWNER = "ss -ltnp shows the owner; or set another port"
 
@@ -107,3 +110,14 @@ def transport(root: Path) -> Seen:
         return warn(f"on this host {here}; to other hosts none ({what})", mend)
     note = ", unless RDMA is requested" if names(within(root, _RDMA)) else ""
     return ok(f"on this host {here}; to other hosts {far} over TCP{note}")
+
+
+def firewall(_root: Path) -> Seen:
+    """Whether this user's daemons can close their transports' ports to all but peers, tried with an empty table."""
+    if reason := needs_no_guard("auto", loopback=False):
+        return ok(f"not needed: {reason}")
+    if reason := why_no_table():
+        mends = "apt-get" in reason or "CAP_NET_ADMIN" in reason
+        text, mend = reason.rsplit(": ", 1) if mends else (reason, _RULES)
+        return warn(f"none by this user, so every host that reaches the ports reaches arenas: {text}", mend)
+    return ok("daemons of this user admit only peers with a session to their engines' ports")

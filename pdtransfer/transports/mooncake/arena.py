@@ -58,7 +58,7 @@ class MooncakeArena:
             check_host(host)
         except ConfigError as error:
             raise TransportError(str(error)) from None
-        if not self._warned and self._network.firewall is None:
+        if not self._warned and self._network.guard is None:
             text = "hosts that reach ports %d to %d of this host can read and write the arena: firewall them"
             log.warning(text, *self._network.ports)
             self._warned = True

@@ -13,7 +13,6 @@ from pathlib import Path
 from ...environment import child_environment, pip_install
 from ...limits import ENGINES_A_SESSION, ENGINES_MAX, Limits
 from ...probe import Probe, Seen, ok, read, sockets, warn, within
-from ..firewall import why_no_table
 from .settings import why_not
 
 _WHEELS = {  # wheels that provide the module `mooncake`, and what each is for
@@ -24,7 +23,6 @@ _WHEELS = {  # wheels that provide the module `mooncake`, and what each is for
 _INSTALL = pip_install("mooncake")
 _IMPORT_S = 30.0
 _PORT_MAX = 0xFFFF
-_RULES = "nft -f deploy/firewall.nft"
 
 
 def probes(ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
@@ -32,7 +30,6 @@ def probes(ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
     return (
         Probe("Mooncake", wheel, _INSTALL),
         Probe("engine ports", partial(engine_ports, ranges=ports), "sysctl net.ipv4.ip_local_port_range"),
-        Probe("engine firewall", engine_firewall, "nft list ruleset"),
     )
 
 
@@ -91,17 +88,6 @@ def engine_ports(root: Path, ranges: Sequence[tuple[int, int]]) -> Seen:
     if amiss:
         return warn("; ".join((found, *(text for text, _ in amiss))), "; ".join(mend for _, mend in amiss))
     return ok(found)
-
-
-def engine_firewall(_root: Path) -> Seen:
-    """Whether this user's daemons can close their engines' ports to all but peers, tried with an empty table."""
-    if reason := why_not():
-        return ok(f"not needed, no engine runs here: {reason.rpartition(': ')[0]}")
-    if reason := why_no_table():
-        mends = "apt-get" in reason or "CAP_NET_ADMIN" in reason
-        text, mend = reason.rsplit(": ", 1) if mends else (reason, _RULES)
-        return warn(f"none by this user, so every host that reaches the ports reaches arenas: {text}", mend)
-    return ok("daemons of this user admit only peers with a session to their engines' ports")
 
 
 def _room(first: int, last: int, taken: Iterable[int]) -> str:

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ...errors import TransportError
-from ..firewall import Firewall, Guarded
 from ..options import Network
+from ..port_guard import GuardedPorts, PortGuard
 from . import child
 from .settings import environment, why_not
 
@@ -40,7 +40,7 @@ class Sending:
 class EngineProcess:
     """A process of engines over `memory`, a memfd that it maps: one engine for each target of `sending`, or `engines`
     that receive, or as many of them as can be started. Made and used on the loop's thread; the process dies with it.
-    The network's firewall closes the ports to all but the session's peer before anything is served.
+    The network's guard closes the ports to all but the session's peer before anything is served.
 
     `received` gets packets of replies. `died` is called once, when the kernel reports that the process is gone: no
     thread of it runs any more, and it writes nothing that it had mapped.
@@ -68,8 +68,8 @@ class EngineProcess:
         self._listens: asyncio.Future[tuple[int, ...]] = self._loop.create_future()
         for each in (self._ready, self._listens):
             each.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps no caller waits
-        self._firewall, self._session = network.firewall, session
-        self._guarded: Guarded | None = None
+        self._guard, self._session = network.guard, session
+        self._guarded: GuardedPorts | None = None
         self.dead = False
         self.engines = engines if sending is None else len(sending.targets)  # perhaps fewer once it is ready
         with ExitStack() as undo:
@@ -85,7 +85,7 @@ class EngineProcess:
                         role = "sender"
                         more = sending.pool, sending.pool_bytes, sending.base, *sending.targets
                         passed += [sending.pool] if sending.pool >= 0 else []
-                    held = int(network.firewall is not None)
+                    held = int(network.guard is not None)
                     numbers = self.engines, memory, byte_count, base
                     # By its path: as a module it would import the package first.
                     command = [sys.executable, "-P", child.__file__, role, os.getpid(), theirs.fileno()]
@@ -111,8 +111,8 @@ class EngineProcess:
         """Waits until its engines listen, and returns their ports. Raises TransportError, and kills it, where none
         does."""
         try:
-            if self._firewall is not None:
-                await self._close_ports(self._firewall)
+            if self._guard is not None:
+                await self._close_ports(self._guard)
             return await asyncio.wait_for(asyncio.shield(self._ready), _READY_SECONDS)
         except TimeoutError:
             raise TransportError(f"the engine was not ready within {_READY_SECONDS:g} s{self.last_log()}") from None
@@ -125,9 +125,9 @@ class EngineProcess:
         """Whether its engines have reported that the memory is theirs."""
         return self._ready.done() and self._ready.exception() is None
 
-    async def _close_ports(self, firewall: Firewall) -> None:
+    async def _close_ports(self, guard: PortGuard) -> None:
         ports = await asyncio.wait_for(asyncio.shield(self._listens), _READY_SECONDS)
-        self._guarded = await firewall.guard(self._session, ports, self.kill)
+        self._guarded = await guard.guard(self._session, ports, self.kill)
         if self.dead:
             self._guarded.release()
         else:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ...bus.keys import AllowList
-from ...config.ranks import label, place_of
 from ...errors import Cause, RemoteProtocolError, WorldError
 from ...limits import TEXT_LENGTH_MAX
 from ...node import NodeSettings
@@ -43,6 +42,7 @@ from ...wire import (
     Welcome,
     negotiate,
 )
+from ...wire.ranks import label, place_of
 from ..engine_thread import Compute, Drop, Free, Generate, Order
 from .link import RankBus
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ... import __version__
-from ...bus.keys import Address, AllowList, KeyPair
+from ...bus.keys import Address, AllowList, KeyPair, key_of
 from ...bus.listening import address_bound, reserve
 from ...config.config import DecodeConfig, PrefillConfig
 from ...config.config_to_argv import config_to_argv
-from ...config.ranks import group_endpoint, key_of, label, ranks_of
+from ...config.ranks import group_endpoint
 from ...engine_api import EngineDescription
 from ...environment import led, rank_environment
 from ...errors import ConfigError, WorldError
@@ -31,6 +31,7 @@ from ...node import NodeSettings
 from ...process.signals import end_with_parent
 from ...threads import apart
 from ...wire import RankJoin, Setting
+from ...wire.ranks import label, ranks_of
 from .follower import GroupFollower
 from .leader import GroupLeader
 

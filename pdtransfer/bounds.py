@@ -6,8 +6,8 @@ import re
 from dataclasses import fields
 from typing import cast
 
-from ..errors import ConfigError
-from ..limits import LIMIT_BOUNDS, LIMIT_COUNT, LIMIT_MILLISECONDS, Limits
+from .errors import ConfigError
+from .limits import LIMIT_BOUNDS, LIMIT_COUNT, LIMIT_MILLISECONDS, Limits
 
 PORT_MAX = 0xFFFF
 

@@ -7,7 +7,7 @@ from ipaddress import ip_address
 import pytest
 
 from pdtransfer.errors import ConfigError
-from pdtransfer.transports.firewall.ruleset import (
+from pdtransfer.firewall.ruleset import (
     ADMIT_MAX,
     Admitted,
     admit_networks,
@@ -16,7 +16,7 @@ from pdtransfer.transports.firewall.ruleset import (
     removal_text,
     table_text,
 )
-from pdtransfer.transports.firewall.table import table_name
+from pdtransfer.firewall.table import table_name
 
 
 def test_the_table_closes_its_own_ports_alone_and_ends_with_its_process() -> None:

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from pdtransfer.errors import TransportError
+from pdtransfer.firewall import Firewall, Guarded
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports import select
-from pdtransfer.transports.firewall import Firewall, Guarded
 from pdtransfer.transports.mooncake.arena import MooncakeArena
 from pdtransfer.transports.mooncake.settings import why_not
 from pdtransfer.transports.options import Network
@@ -42,7 +42,7 @@ class Rules(Firewall):
 @asynccontextmanager
 async def arena_behind(rules: Rules) -> AsyncIterator[MooncakeArena]:
     memory = ArenaMemory.create(1 << 20, huge_pages="never")
-    owner = MooncakeArena(memory, Network(firewall=rules))
+    owner = MooncakeArena(memory, Network(guard=rules))
     try:
         yield owner
     finally:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pdtransfer.errors import ConfigError
-from pdtransfer.transports.firewall import Firewall, FirewallMode, firewall_for, table, why_no_table
+from pdtransfer.firewall import Firewall, FirewallMode, firewall_for, table, why_no_table
 from tests.support.guarded_ports import ADMITTED, OTHER, OWN6, PEER, PEER6, STRANGER, STRANGER6
 from tests.support.networks import APART, why_not_apart
 
@@ -79,7 +79,7 @@ def test_a_reason_is_one_line_with_what_mends_it(text: str, reason: str) -> None
 
 
 def test_a_process_without_the_capability_is_told_which_one_it_lacks() -> None:
-    dropped = "import sys; from pdtransfer.transports.firewall import why_no_table; print(why_no_table())"
+    dropped = "import sys; from pdtransfer.firewall import why_no_table; print(why_no_table())"
     command = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", sys.executable, "-c", dropped]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

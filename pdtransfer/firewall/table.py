@@ -18,8 +18,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, cast
 
-from ...environment import child_environment
-from ...errors import ConfigError, TransportError
+from ..environment import child_environment
+from ..errors import ConfigError, TransportError
 from . import child
 from .ruleset import (
     Admitted,
@@ -124,14 +124,14 @@ class Guarded:
 
 @dataclass(slots=True, eq=False)
 class Firewall:
-    """One node's table. `address_of` returns the address of a peer's connection, empty for none; the node sets it."""
+    """One node's table: a PortGuard."""
 
     table: str
     mode: FirewallMode = "auto"
     networks: tuple[HostNetwork, ...] = ()
-    address_of: Callable[[str], str] = lambda _: ""
     refused: list[str] = field(default_factory=list[str])  # hosts that the rules have turned away lately
     keeper: Keeper | None = None
+    _address_of: Callable[[str], str] = lambda _: ""
     _watched: int = -1  # the pidfd of the keeper
     _peers: dict[int, str] = field(default_factory=dict[int, str])  # by session
     _spared: dict[int, str] = field(default_factory=dict[int, str])
@@ -147,6 +147,15 @@ class Firewall:
         async with made._turn:
             await made._begin()
         return made
+
+    @property
+    def peers_only(self) -> bool:
+        """As PortGuard has it: `on` leaves nothing open, and networks that are admitted need no exception."""
+        return self.mode == "auto" and not self.networks
+
+    def meet(self, address_of: Callable[[str], str]) -> None:
+        """Takes the function that returns the address of a peer's connection, empty for none."""
+        self._address_of = address_of
 
     def expect(self, session: int, peer: str, *, spared: str = "") -> None:
         """The session is this peer's, and its engines are going to listen. `spared`: why they stay open to all."""
@@ -223,7 +232,7 @@ class Firewall:
         if self.keeper is None:
             await self._begin()
         try:
-            host = host_of(self.address_of(guarded.peer))
+            host = host_of(self._address_of(guarded.peer))
         except ValueError:
             text = f"firewall: {guarded.peer} has no connection whose address could be admitted"
             raise TransportError(text) from None

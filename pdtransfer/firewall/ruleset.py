@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
-from ...errors import ConfigError
+from ..errors import ConfigError
 
 ADMIT_MAX = 64  # networks that an operator may admit
 

@@ -1,0 +1,22 @@
+"""The ranks of one worker: their numbers and names."""
+
+from __future__ import annotations
+
+from .messages import Ranks
+
+SIZE_MAX = 64  # along one axis
+
+
+def label(ranks: Ranks) -> str:
+    """Returns a rank's place as part of a name."""
+    return f"pp{ranks.pp_rank}-tp{ranks.tp_rank}" if ranks.pp_size > 1 else f"tp{ranks.tp_rank}"
+
+
+def place_of(ranks: Ranks) -> int:
+    """Returns a rank's number in its group; 0 is the leader."""
+    return ranks.pp_rank * ranks.tp_size + ranks.tp_rank
+
+
+def ranks_of(tp_size: int, pp_size: int) -> list[Ranks]:
+    """Returns all ranks of a group, by number."""
+    return [Ranks(place % tp_size, tp_size, place // tp_size, pp_size) for place in range(tp_size * pp_size)]

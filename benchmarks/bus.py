@@ -124,7 +124,7 @@ async def _ask(endpoint: str, messages: int, in_flight: int, ours: KeyPair | Non
             answered()
 
     bus = Bus(node="ask", keys=ours, allowed=_only(theirs), receive=receive, refused=_refused)
-    peer = bus.dial(endpoint)
+    peer = bus.dial(endpoint, "prefill")
     bus.send(peer, Hello(VERSION, VERSION, Identity("ask", "decode", 1, Ranks(), "", b"", 1)))
     while not bus.send(peer, Ping(0)):  # noqa: ASYNC110 - the connection is made in another thread
         await asyncio.sleep(0.01)

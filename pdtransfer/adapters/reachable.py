@@ -27,8 +27,8 @@ class Reachable:
         except ConfigError as error:
             raise RequestError(str(error)) from None
         if self.allowed is not None:
-            if endpoint.server_key is None or self.allowed.name_of(endpoint.server_key) is None:
-                raise RequestError(f"endpoint {source!r}: its key is not on this engine's list of peers")
+            if why := self.allowed.why_not(endpoint.server_key or "", "prefill"):
+                raise RequestError(f"endpoint {source!r}: its key: {why}")
             return
         if endpoint.server_key is not None:
             raise RequestError(f"endpoint {source!r}: has a key, this engine has none: set key and allow")

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import zmq
 
-from ..errors import ConfigError, RemoteProtocolError, WorldError
+from ..errors import Cause, ConfigError, RemoteProtocolError, WorldError
 from ..limits import TEXT_LENGTH_MAX
 from ..threads import in_thread
-from ..wire import Hello, Message, Reject, decode, encode
+from ..wire import Hello, Message, Reject, Welcome, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import SOCKETS, Dialled, affordable_dials
 from .keys import Address, AllowList, Endpoint, KeyPair
@@ -36,6 +36,9 @@ class Bus:
     keys, only loopback may be bound, unless `insecure` is set. A later connection takes over a name; without
     `supersede`, only once the earlier one is gone. `reached` gets a peer's name whenever it has connected: its address
     may be another one.
+
+    With keys a peer is met in a role that the allow-list gives its key, else not at all: the role in the Hello of one
+    that dials, the role in which this node dials it. A Welcome in another role reaches `receive` as a Reject.
 
     Counters for metrics: `sent`, `received` (passed to `receive`), `refused` (breaches and messages out of turn),
     `dropped` (failed sends, and messages of muted or closed connections), `strangers` (refused handshakes).
@@ -108,27 +111,31 @@ class Bus:
         self._sweep = Sweep(Address.parse(bound).port_first)
         return bound
 
-    def dial(self, endpoint: str) -> str:
-        """Keeps a connection to `[KEY@]tcp://host:port` from now on; returns the peer's name, which is the same text.
+    def dial(self, endpoint: str, role: str) -> str:
+        """Keeps a connection to the peer of this role at `[KEY@]tcp://host:port` from now on; returns the peer's name,
+        which is the same text.
 
         Idempotent. Raises ConfigError for a malformed endpoint, or one that this node's keys do not allow. Raises
         WorldError at the limit of dialled endpoints, or of what the process's descriptors are enough for, unless one
         that was never reached can be evicted.
         """
-        if endpoint in self._dialled:
+        if (dialled := self._dialled.get(endpoint)) is not None:
+            if dialled.role != role:
+                raise ConfigError(f"endpoint {endpoint!r}: role: {role!r}, it is dialled as {dialled.role!r}")
             return endpoint
         key = Endpoint.parse(endpoint).server_key
         if self._allowed is None and key is not None:
             raise ConfigError(f"endpoint {endpoint!r}: key: this node has no key pair to authenticate with")
         if self._allowed is not None and key is None:
             raise ConfigError(f"endpoint {endpoint!r}: key: missing; with keys on, an endpoint is KEY@tcp://host:port")
-        if self._allowed is not None and key is not None and self._allowed.name_of(key) is None:
-            raise ConfigError(f"endpoint {endpoint!r}: key: not on the allow-list")
+        if self._allowed is not None and key is not None and (why := self._allowed.why_not(key, role)):
+            raise ConfigError(f"endpoint {endpoint!r}: key: {why}")
         dials_max = min(self._limits.dials_max, self._affordable_dials)
         if len(self._dialled) >= dials_max and not self._evict_unreachable():
             raise WorldError(f"endpoint {endpoint!r}: {len(self._dialled)} are dialled already, which is the limit")
         self._dialled[endpoint] = Dialled(
             endpoint,
+            role,
             self._on_dialled_frame,
             make_place=self._evict_unreachable,
             context=self._context,
@@ -207,8 +214,9 @@ class Bus:
     def allow(self, allowed: AllowList) -> list[str]:
         """Replaces the allow-list; returns the names of the peers that lost access.
 
-        A peer loses access when its key is removed, renamed, or listed with other roles. Peers that are not connected
-        are returned too, since they may still hold grants. Connections of removed keys are closed, and their unread
+        A peer that dialled this node loses access when its key is removed, renamed, or listed with other roles; one
+        that this node dialled, when its key may not have that role any more. Peers that are not connected are returned
+        too, since they may still hold grants. Connections of removed keys are closed, and their unread
         messages are dropped. A connection without a Hello is closed at its first message.
         """
         assert self._zap is not None, "a bus without keys knows no allow-list"
@@ -222,7 +230,7 @@ class Bus:
         revoked = sorted(self._known_names & changed)
         self._known_names -= changed
         for endpoint, dialled in list(self._dialled.items()):
-            if allowed.name_of(dialled.server_key or "") is None:
+            if allowed.why_not(dialled.server_key or "", dialled.role):
                 self.hang_up(endpoint)
                 revoked.append(endpoint)
         self._detach_all(set(revoked))
@@ -372,6 +380,11 @@ class Bus:
             # The connection is new, and another message overtook the Hello.
             dialled.send(dialled.hello)
             return
+        if type(message) is Welcome and (role := message.identity.role) != dialled.role:
+            # Its key may have the role in which it is dialled; in another one it is not met.
+            self.refused += 1
+            text = f"role: {dialled.name} has {role!r}, it is dialled as {dialled.role!r}"
+            message = Reject(0, Cause.REFUSED.value, (text,))
         self.received += 1
         self._receive(dialled.name, message)
 
@@ -381,13 +394,9 @@ class Bus:
 
     def _name(self, user: str, hello: Hello) -> str:
         if self._allowed is not None:
-            name = self._allowed.name_of(user)
-            if name is None:
-                raise RemoteProtocolError("Hello.identity.node", f"the key {user} is not on the allow-list")
-            if not self._allowed.allows_role(user, hello.identity.role):
-                text = f"{hello.identity.role!r}, the allow-list lets {name} be {sorted(self._allowed.roles[user])}"
-                raise RemoteProtocolError("Hello.identity.role", text)
-            return f"key:{name}"
+            if why := self._allowed.why_not(user, hello.identity.role):
+                raise RemoteProtocolError("Hello.identity.role", why)
+            return self.peer_name(user)
         node = hello.identity.node
         if not node.isprintable():
             raise RemoteProtocolError("Hello.identity.node", f"{node!r} cannot be printed")

@@ -51,7 +51,7 @@ def affordable_dials() -> int:
 
 
 class Dialled:
-    """Keeps a connection to one listener; `take` gets the first frame of each message.
+    """Keeps a connection to one listener, dialled as a peer of `role`; `take` gets the first frame of each message.
 
     `make_place` is called where no descriptor is left for its sockets, and returns whether some are being freed.
     Nothing is sent without a connection, so no stale message is delivered later. `hello`, once set, opens each
@@ -61,6 +61,7 @@ class Dialled:
     def __init__(
         self,
         name: str,
+        role: str,
         take: Callable[[Dialled, zmq.Frame], None],
         *,
         make_place: Callable[[], bool],
@@ -73,6 +74,7 @@ class Dialled:
         endpoint = Endpoint.parse(name)
         self._make_place = make_place
         self.name, self._address, self.server_key = name, Address.parse(endpoint.address), endpoint.server_key
+        self.role = role
         self._reached_again = reached
         self._take, self._context, self._loop, self._keys, self._limits = take, context, loop, keys, limits
         self.hello: bytes | None = None

@@ -89,9 +89,9 @@ def generate(path: str | Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """The peers that may connect to this node: `names` maps each public key to the peer's name.
+    """The peers of this node, whether it dials them or they dial it: `names` maps each public key to the peer's name.
 
-    `roles` maps a public key to the roles that the peer may claim; a key without an entry may claim any role.
+    `roles` maps a public key to the roles that the peer may have; a key without an entry may have any role.
     """
 
     names: Mapping[str, str]
@@ -105,10 +105,14 @@ class AllowList:
         """Returns the name and the roles listed for a public key."""
         return self.names.get(public), self.roles.get(public)
 
-    def allows_role(self, public: str, role: str) -> bool:
-        """Whether the peer with this listed key may claim the role."""
-        roles = self.roles.get(public)
-        return roles is None or role in roles
+    def why_not(self, public: str, role: str) -> str:
+        """Why this node may not meet the key's peer in that role, as dialler or as listener; empty where it may."""
+        name, roles = self.entry(public)
+        if name is None:
+            return "not on the allow-list"
+        if roles is not None and role not in roles:
+            return f"the allow-list lets {name} be {', '.join(sorted(roles))}, not {role}"
+        return ""
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

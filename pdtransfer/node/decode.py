@@ -111,7 +111,7 @@ class DecodeNode:
 
     def dial(self, source: str) -> None:
         """Opens a session with a prefill rank ahead of its first room. Raises as Bus.dial."""
-        self.bus.dial(source)
+        self.bus.dial(source, "prefill")
         self._run(self.core.dial(source, self._clock.now()))
 
     def introduce(self, sources: Sequence[str]) -> None:
@@ -127,7 +127,7 @@ class DecodeNode:
         now = self._clock.now()
         try:
             for source in request.sources:
-                self.bus.dial(source)
+                self.bus.dial(source, "prefill")
             effects = self.core.expect(request, now)
         except (LocalProtocolError, WorldError) as error:  # WorldError: this node can dial no more, others may
             cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
@@ -248,7 +248,7 @@ class DecodeNode:
 
     def _dial(self, peer: str) -> None:
         try:
-            self.bus.dial(peer)
+            self.bus.dial(peer, "prefill")
         except (ConfigError, WorldError) as error:
             cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
             self._run(self.core.undialled(peer, cause, str(error), self._clock.now()))

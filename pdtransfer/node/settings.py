@@ -27,7 +27,7 @@ Others = Callable[[str, Message], bool]
 PeerTimed = Callable[[str, str, float], None]
 """Gets a peer's name, the transport of the session with it, and a time in seconds by this process's clock."""
 
-REVOKED = "its key was revoked"
+REVOKED = "its key was revoked, or its role"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def workers_of(name: DnsName, places: Sequence[Place], *, allowed: AllowList | N
         address = address_of(place.host, place.port).replace("tcp", scheme, 1)
         if allowed is not None:
             label = place.host.partition(".")[0]
-            if (key := keys.get(label)) is None or not allowed.allows_role(key, name.role):
+            if (key := keys.get(label)) is None or allowed.why_not(key, name.role):
                 found.refused.append(f"{address}: the allow-list has no {name.role} of the name {label!r}")
                 continue
             address = f"{key}@{address}"

@@ -27,6 +27,7 @@ from ..errors import ArenaFullError, ConfigError, RemoteProtocolError
 from ..handoff.effects import Send
 from ..limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, TOKENS_MAX, WORKERS_MAX
 from ..node.core_driver import EffectRunner, LoopClock, Ticker
+from ..node.settings import revoked
 from ..process.ended_requests import recorded_ends
 from ..process.http import Health, HttpListener, application
 from ..process.setup import prepare
@@ -108,17 +109,18 @@ class Router:
 
     async def open(self) -> str:
         """Dials the workers and listens; returns host:port. Raises ConfigError or WorldError."""
-        for endpoint in self.routing.workers.by_peer:
-            self._bus.dial(endpoint)
+        for endpoint, role in self.roles().items():
+            self._bus.dial(endpoint, role)
         self._perform(self.routing.start(self._clock.now()))
         return await self._listener.open(self._config.listen, self._guard.tls)
 
     def allow(self, allowed: AllowList) -> None:
-        """Replaces the allow-list: disconnects workers that it no longer lists, and dials listed ones again."""
-        self._bus.allow(allowed)
-        for endpoint in self.routing.workers.by_peer:
+        """Replaces the allow-list: loses workers that it no longer lists in their role, and dials listed ones again."""
+        for endpoint in self._bus.allow(allowed):
+            self._receive(endpoint, revoked())
+        for endpoint, role in self.roles().items():
             with suppress(ConfigError):  # not on the list
-                self._bus.dial(endpoint)
+                self._bus.dial(endpoint, role)
 
     @property
     def reloads(self) -> tuple[Callable[[], None], ...]:
@@ -210,7 +212,7 @@ class Router:
 
     def add_worker(self, role: Role, address: str) -> None:
         """Dials a worker, or keeps one that was to leave. Raises ConfigError and WorldError."""
-        self._bus.dial(address)
+        self._bus.dial(address, role)
         self._perform(self.routing.add_worker(address, role, self._clock.now()))
 
     def drain_worker(self, address: str) -> None:

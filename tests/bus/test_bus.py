@@ -188,7 +188,7 @@ async def test_nothing_is_sent_to_a_listener_with_another_key_than_the_pinned_on
     p, d, other = pair(), pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p, "o": other}) as decode_node:
         bound = await prefill.bus.bind(ANY_PORT)
-        wrong, right = decode_node.bus.dial(f"{other.public}@{bound}"), f"{p.public}@{bound}"
+        wrong, right = decode_node.bus.dial(f"{other.public}@{bound}", "prefill"), f"{p.public}@{bound}"
         await decode_node.ping(await decode_node.meet(right, "d"), 1)
         assert not decode_node.bus.send(wrong, hello("d"))
 
@@ -198,19 +198,19 @@ async def test_only_endpoints_that_the_keys_allow_are_dialled() -> None:
     p, d, stranger = pair(), pair(), pair()
     async with Node("d", d, {"p": p}, replace(LIMITS, dials_max=1)) as keyed, Node("n") as keyless:
         with pytest.raises(ConfigError, match="key: missing"):
-            keyed.bus.dial("tcp://127.0.0.1:9")
+            keyed.bus.dial("tcp://127.0.0.1:9", "prefill")
         with pytest.raises(ConfigError, match="not on the allow-list"):
-            keyed.bus.dial(f"{stranger.public}@tcp://127.0.0.1:9")
+            keyed.bus.dial(f"{stranger.public}@tcp://127.0.0.1:9", "prefill")
         with pytest.raises(ConfigError, match="no key pair"):
-            keyless.bus.dial(f"{p.public}@tcp://127.0.0.1:9")
+            keyless.bus.dial(f"{p.public}@tcp://127.0.0.1:9", "prefill")
         with pytest.raises(ConfigError, match="is not tcp"):
-            keyless.bus.dial("inproc://zeromq.zap.01")
+            keyless.bus.dial("inproc://zeromq.zap.01", "prefill")
         endpoint = f"{p.public}@tcp://127.0.0.1:9"
-        assert keyed.bus.dial(endpoint) == keyed.bus.dial(endpoint) == endpoint
+        assert keyed.bus.dial(endpoint, "prefill") == keyed.bus.dial(endpoint, "prefill") == endpoint
         with pytest.raises(WorldError, match="limit"):
-            keyed.bus.dial(f"{p.public}@tcp://127.0.0.1:10")
+            keyed.bus.dial(f"{p.public}@tcp://127.0.0.1:10", "prefill")
         keyed.bus.hang_up(endpoint)
-        keyed.bus.dial(f"{p.public}@tcp://127.0.0.1:10")
+        keyed.bus.dial(f"{p.public}@tcp://127.0.0.1:10", "prefill")
 
 
 @on_loop

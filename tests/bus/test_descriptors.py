@@ -23,7 +23,7 @@ async def test_dead_endpoints_leave_descriptors_for_a_living_one(monkeypatch: py
         for port in range(1, 81):
             while True:
                 try:
-                    bus.dial(f"tcp://127.0.0.1:{port}")
+                    bus.dial(f"tcp://127.0.0.1:{port}", "prefill")
                     break
                 except WorldError:
                     await until(lambda: any(each.unreachable for each in dialled_by(bus).values()))
@@ -35,10 +35,10 @@ async def test_dead_endpoints_leave_descriptors_for_a_living_one(monkeypatch: py
 async def test_an_endpoint_without_descriptors_takes_those_of_one_that_was_never_reached() -> None:
     async with Node("p") as prefill, Node("d", limits=replace(LIMITS, redial_ms=60_000)) as decode_node:
         bus, bound = decode_node.bus, await prefill.bus.bind(ANY_PORT)
-        nowhere = bus.dial("tcp://127.0.0.1:1")
+        nowhere = bus.dial("tcp://127.0.0.1:1", "prefill")
         await until(lambda: dialled_by(bus)[nowhere].unreachable)
         with no_descriptors():
-            peer = bus.dial(bound)
+            peer = bus.dial(bound, "prefill")
             await until(lambda: list(dialled_by(bus)) == [peer])
         bus.send(peer, hello("d"))
         await decode_node.ping(peer, 1)

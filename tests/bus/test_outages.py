@@ -90,7 +90,7 @@ async def test_an_endpoint_that_refused_us_is_dialled_until_it_accepts(
     else:
         bound = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
     async with Node("d", d, {"p": p}) as decode_node:
-        peer = decode_node.bus.dial(f"{p.public}@{bound}")
+        peer = decode_node.bus.dial(f"{p.public}@{bound}", "prefill")
         assert not decode_node.bus.send(peer, hello("d"))
         if at_first == "does not list us":
             await until(lambda: unlisted.bus.strangers > 0)
@@ -127,7 +127,7 @@ async def test_the_log_gives_the_reason_for_a_missing_connection(
         elif listener == "has no keys":
             keyless = context.socket(zmq.ROUTER)
             bound = f"tcp://127.0.0.1:{keyless.bind_to_random_port('tcp://127.0.0.1')}"
-        node.bus.dial(f"{p.public}@{bound}")
+        node.bus.dial(f"{p.public}@{bound}", "prefill")
         # A first attempt may be closed before its handshake.
         await until(lambda: text in caplog.text)
         assert f"no connection to {p.public}@{bound}: " in caplog.text
@@ -139,7 +139,7 @@ async def test_an_outage_is_logged_a_bounded_number_of_times(caplog: pytest.LogC
         listener = Node("p")
         bound = await listener.bus.bind(ANY_PORT)
         await listener.bus.close()
-        dialled = dialled_by(decode_node.bus)[decode_node.bus.dial(bound)]
+        dialled = dialled_by(decode_node.bus)[decode_node.bus.dial(bound, "prefill")]
         await until(lambda: dialled._attempt > 5)
         assert caplog.text.count("no connection") == 2  # after the first two waits
         async with Node("p") as listener:
@@ -152,7 +152,7 @@ async def test_an_outage_is_logged_a_bounded_number_of_times(caplog: pytest.LogC
 @on_loop
 async def test_nothing_is_dialled_after_hanging_up(caplog: pytest.LogCaptureFixture) -> None:
     async with Node("d", limits=replace(LIMITS, redial_ms=20, redial_ms_max=40)) as decode_node:
-        peer = decode_node.bus.dial("tcp://127.0.0.1:9")
+        peer = decode_node.bus.dial("tcp://127.0.0.1:9", "prefill")
         dialled = dialled_by(decode_node.bus)[peer]
         await asyncio.sleep(0.01)
         decode_node.bus.hang_up(peer)
@@ -197,8 +197,8 @@ async def test_descriptors_and_threads_return_after_close() -> None:
     async def life() -> None:
         async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
             peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind(ANY_PORT)}", "d")
-            decode_node.bus.dial(f"{p.public}@tcp://127.0.0.1:9")
-            decode_node.bus.dial(f"{p.public}@tcp://localhost:9")
+            decode_node.bus.dial(f"{p.public}@tcp://127.0.0.1:9", "prefill")
+            decode_node.bus.dial(f"{p.public}@tcp://localhost:9", "prefill")
             await decode_node.ping(peer, 1)
             await asyncio.sleep(0.25)  # the unreachable endpoints are dialled again
             decode_node.bus.hang_up(peer)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import itertools
 import select
 import socket
 import threading
@@ -1082,20 +1081,7 @@ def test_who_is_taken_off_a_clients_allow_list_loses_its_rooms_and_is_met_again_
         pair.until(lambda: (pair.prefill_said if side == "prefill" else pair.decode_said)(1, RoomFailed))
         client.allow(known[side])
         pair.prefill.abort(1)
-        rooms = itertools.count(2)
-
-        def lands() -> bool:
-            room = next(rooms)
-            pair.decode.expect(room, tokens=16, sources=source)
-            pair.send(room, 16)
-            pair.until(lambda: pair.decode_said(room, RoomReady) or pair.decode_said(room, RoomFailed))
-            if pair.decode_said(room, RoomReady) is None:
-                pair.prefill.abort(room)
-                return False
-            return True
-
-        while not lands():  # decode dials again after some seconds
-            time.sleep(0.1)
+        pair.serves_again(source)
 
 
 def test_a_client_without_keys_has_no_allow_list_to_change(pair: Pair) -> None:

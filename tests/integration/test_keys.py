@@ -122,17 +122,21 @@ def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(
     keyed(case)
 
 
-def test_a_prefill_whose_key_decode_revokes_serves_it_no_more_until_it_is_listed_again(keyed: Running) -> None:
+@pytest.mark.parametrize("role", ["", "decode", "router"])
+def test_a_prefill_whose_key_or_role_decode_revokes_serves_it_no_more_until_it_is_listed_again(
+    keyed: Running, role: str
+) -> None:
     async def case(site: Site) -> None:
         allow, log = site.configs["decode-0"].allow, site.log(site.decode)
         before = allow.read_text()
         await site.served()
+        prefill = next(line for line in before.splitlines(keepends=True) if "prefill-0" in line)
         try:
-            allow.write_text("".join(line for line in before.splitlines(keepends=True) if "prefill-0" not in line))
+            allow.write_text(before.replace(prefill, f"{prefill.strip()} {role}\n" if role else ""))
             site.decode.process.send_signal(signal.SIGHUP)
 
             async def revoked() -> bool:
-                return "its key was revoked" in site.log(site.decode)[len(log) :]
+                return "its key was revoked, or its role" in site.log(site.decode)[len(log) :]
 
             await until(revoked, "the prefill is refused")
             answer = await site.complete("does it work")
@@ -145,6 +149,37 @@ def test_a_prefill_whose_key_decode_revokes_serves_it_no_more_until_it_is_listed
             return (await site.complete("does it work")).status == 200
 
         await until(served, "it is listed again")
+        await site.settled()
+
+    keyed(case)
+
+
+@pytest.mark.parametrize(
+    ("worker", "role"), [("prefill-0", "decode"), ("prefill-0", "router"), ("decode-0", "prefill")]
+)
+def test_a_worker_whose_role_the_router_revokes_is_lost_until_it_is_back(
+    keyed: Running, worker: str, role: str
+) -> None:
+    async def case(site: Site) -> None:
+        allow = site.configs["router"].allow
+        before = allow.read_text()
+        await site.served()
+        line = next(line for line in before.splitlines() if worker in line)
+
+        async def usable(expected: bool) -> bool:
+            health = await (await site.http.get("/health")).json()
+            workers = {each["node"]: each["usable"] for each in health["workers"] if each["node"]}
+            return workers.get(worker, False) == expected
+
+        try:
+            allow.write_text(before.replace(line, f"{line} {role}"))
+            site.router.process.send_signal(signal.SIGHUP)
+            await until(lambda: usable(False), "the worker is lost")
+        finally:
+            allow.write_text(before)
+            site.router.process.send_signal(signal.SIGHUP)
+        await until(lambda: usable(True), "it is back")
+        await site.served()
         await site.settled()
 
     keyed(case)

@@ -63,9 +63,9 @@ class Node:
     async def __aexit__(self, *_: object) -> None:
         await self.bus.close()
 
-    async def meet(self, endpoint: str, name: str) -> str:
+    async def meet(self, endpoint: str, name: str, role: str = "prefill") -> str:
         """Dials and says Hello, once; the peer's name when it went out."""
-        peer = self.bus.dial(endpoint)
+        peer = self.bus.dial(endpoint, role)
         assert not self.bus.send(peer, hello(name)), "it goes out with the connection"
         await until(lambda: dialled_by(self.bus)[peer].connected)
         return peer

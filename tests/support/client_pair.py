@@ -6,6 +6,7 @@ arena holds canaries, and is compared whole with what it should hold.
 
 from __future__ import annotations
 
+import itertools
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -108,6 +109,17 @@ class Pair:
         self.prefill.push(room, pages, rows=(0, tokens))
         self.prefill.finish(room, aux=b"aux of %d" % room)
         return pages
+
+    def serves_again(self, sources: list[str]) -> None:
+        """Sends rooms until one lands: decode greets a peer that it may meet again after some seconds."""
+        for room in itertools.count(1_000):
+            self.decode.expect(room, tokens=16, sources=sources)
+            self.send(room, 16)
+            self.until(lambda room=room: self.decode_said(room, RoomReady) or self.decode_said(room, RoomFailed))
+            if self.decode_said(room, RoomReady) is not None:
+                return
+            self.prefill.abort(room)
+            time.sleep(0.1)
 
     @property
     def arena(self) -> np.ndarray:

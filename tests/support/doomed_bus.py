@@ -107,7 +107,7 @@ async def main(settings: dict[str, Any]) -> None:
         limits=replace(BusLimits(), naming_ms=500, redial_ms=60_000, redial_ms_max=60_000, unread_frames_max=1 << 20),
     )  # fmt: skip
     if settings["dials"]:
-        node.send(node.dial(settings["dials"]), hello("doomed"))
+        node.send(node.dial(settings["dials"], "prefill"), hello("doomed"))
     else:
         say(step="bound", endpoint=await node.bind("tcp://127.0.0.1:0"))
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read) if keys else await asyncio.sleep(60)

@@ -34,7 +34,7 @@ class GroupFollower:
         Returns None when `stop`, or the leader's end, comes first. Raises ConfigError when the leader refuses this
         rank, WorldError when the leader is lost.
         """
-        self.bus.bus.dial(self.endpoint)
+        self.bus.bus.dial(self.endpoint, self.bus.identity.role)
         self.bus.bus.send(self.endpoint, Hello(VERSION, VERSION, self.bus.identity))
         waits = [asyncio.ensure_future(each.wait()) for each in (stop, self.over)]
         try:

@@ -17,6 +17,7 @@ from ...bus.keys import AllowList
 from ...errors import RemoteProtocolError
 from ...node import NodeSettings
 from ...node.core_driver import LoopClock, Ticker
+from ...node.settings import REVOKED
 from ...wire import (
     Hello,
     Message,
@@ -102,7 +103,7 @@ class RankBus:
     def allow(self, allowed: AllowList) -> None:
         """Replaces the allow-list."""
         for peer in self.bus.allow(allowed):
-            self.lose(peer, "its key was revoked")
+            self.lose(peer, REVOKED)
 
     def lose(self, peer: str, why: str) -> None:
         """Gives the link up. Idempotent."""

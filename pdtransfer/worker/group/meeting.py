@@ -300,7 +300,7 @@ def _check_listed(config: Config, key: Path, who: str) -> None:
     assert config.allowed is not None
     public = KeyPair.read(key).public
     allowed = AllowList.read(config.allowed)
-    if allowed.name_of(public) is None or not allowed.allows_role(public, config.role):
+    if allowed.why_not(public, config.role):
         text = f"the ranks of a worker list each other: add the line of {key.with_suffix('.pub')}"
         raise ConfigError(f"allow = '{config.allowed}': {who} is not on it as {config.role}; {text}")
 

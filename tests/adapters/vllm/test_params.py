@@ -157,8 +157,8 @@ def test_with_keys_only_listed_peers_are_dialled() -> None:
     assert parse(given, listed) == ReceiveFrom("p0/cmpl-1", (f"{two}@{ports[1]}",))
     for wrong, text in (
         (far | {"remote_engine_id": "p1"}, "remote_engine_id: 'p1' is not on this engine's list of peers"),
-        (far | {"remote_endpoints": [f"{other}@{ports[0]}"]}, "its key is not on this engine's list"),
-        (far | {"remote_endpoints": [ports[0]]}, "its key is not on this engine's list"),
+        (far | {"remote_endpoints": [f"{other}@{ports[0]}"]}, "its key: not on the allow-list"),
+        (far | {"remote_endpoints": [ports[0]]}, "its key: not on the allow-list"),
     ):
         with pytest.raises(RequestError) as caught:
             parse(wrong, listed)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
+from pdtransfer.bus import Bus
 from pdtransfer.bus.keys import AllowList, KeyPair, generate
 from pdtransfer.bus.listening import reserve
 from pdtransfer.errors import ConfigError, RemoteProtocolError
@@ -17,6 +18,7 @@ from pdtransfer.node import NodeSettings
 from pdtransfer.wire import (
     Begin,
     Hello,
+    Identity,
     Message,
     RankBound,
     RankDrained,
@@ -234,7 +236,7 @@ async def test_a_key_that_is_not_listed_or_not_for_this_role_cannot_join(tmp_pat
     stop = asyncio.Event()
     joining = asyncio.ensure_future(stranger.join(stop))
     router = Follower(endpoint, keyed(tmp_path, "r", l="decode"))
-    with pytest.raises(ConfigError, match="'decode', the allow-list lets r be"):
+    with pytest.raises(ConfigError, match="the allow-list lets r be router, not decode"):
         await router.join(asyncio.Event())
     assert not leader.followers
     follower = Follower(endpoint, keyed(tmp_path, "f", l="decode"))
@@ -260,9 +262,48 @@ async def test_a_rank_whose_key_is_revoked_is_lost(tmp_path: Path) -> None:
     leader.meet(1)
     await joining
     leader.allow(AllowList.parse("", source="allow"))
-    assert leader.why == "rank tp1 (f) of this worker is lost: its key was revoked"
+    assert leader.why == "rank tp1 (f) of this worker is lost: its key was revoked, or its role"
     await follower.close()
     await leader.close()
+
+
+@pytest.mark.parametrize("role", ["prefill", "router"])
+@on_loop
+async def test_a_rank_dials_and_keeps_no_leader_whose_key_is_listed_in_another_role(tmp_path: Path, role: str) -> None:
+    leader = Leader()
+    settings = keyed(tmp_path, "l", f="decode")
+    assert settings.keys is not None
+    endpoint = f"{settings.keys.public}@{await leader.listen(settings)}"
+    wary = Follower(endpoint, keyed(tmp_path, "f", l=role))
+    with pytest.raises(ConfigError, match=f"the allow-list lets l be {role}, not decode"):
+        await wary.join(asyncio.Event())
+    await wary.close()
+    follower = Follower(endpoint, keyed(tmp_path, "f", l="decode"))
+    joining = asyncio.ensure_future(follower.join(asyncio.Event()))
+    await leader.joined()
+    leader.meet(1)
+    await joining
+    allowed = keyed(tmp_path, "f", l=role).allowed
+    assert allowed is not None
+    follower.allow(allowed)
+    await follower.lost.wait()
+    assert follower.why == "its key was revoked, or its role"
+    await follower.close()
+    await leader.close()
+
+
+@pytest.mark.parametrize("role", ["prefill", "router"])
+@on_loop
+async def test_a_leader_that_answers_in_another_role_is_not_joined(role: str) -> None:
+    listener = Bus(
+        node="l", keys=None, allowed=None, refused=lambda *_: None,
+        receive=lambda peer, _: listener.send(peer, Welcome(1, Identity("l", role, 1, Ranks(), "m", b"w", 1))),
+    )  # fmt: skip
+    follower = Follower(await listener.bind("tcp://127.0.0.1:0"))
+    with pytest.raises(ConfigError, match=f"the leader refuses this rank: role: .* has '{role}', it is dialled as"):
+        await follower.join(asyncio.Event())
+    await follower.close()
+    await listener.close()
 
 
 @pytest.mark.parametrize(

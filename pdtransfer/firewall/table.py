@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, cast
 
+from ..disconnect import disconnect
 from ..environment import child_environment
 from ..errors import ConfigError, TransportError
 from . import child
@@ -77,7 +78,7 @@ class Keeper:
 
     def end(self) -> None:
         """Ends the process, and the table with it."""
-        self._pipe.close()
+        disconnect(self._pipe)
         try:
             self.process.wait(_ANSWER_S)
         except subprocess.TimeoutExpired:

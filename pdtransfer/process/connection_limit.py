@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
+from ..disconnect import LentSocket
+
 WAIT_S = 20.0  # a connection without a complete request for this long is closed
 UNREAD_WAITS_MAX = 3  # so many times as long where the client is still to read an answer
 
@@ -84,8 +86,10 @@ class _LimitedConnection(asyncio.Protocol):
     def __init__(self, doors: ConnectionLimiter, behind: asyncio.Protocol) -> None:
         self._doors, self._behind = doors, behind
         self._transport: asyncio.BaseTransport | None = None
+        self._socket: LentSocket | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._socket = LentSocket(transport.get_extra_info("socket").fileno())
         if self._doors.came(transport):
             self._transport = transport
             self._behind.connection_made(transport)
@@ -93,6 +97,9 @@ class _LimitedConnection(asyncio.Protocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Over TLS the socket may be closed by now: its client has read the end that TLS has itself."""
+        if self._socket is not None:
+            self._socket.shut_down()
         if self._transport is not None:
             self._doors.left(self._transport)
             self._behind.connection_lost(exc)

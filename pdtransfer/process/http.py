@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from ..disconnect import LentSocket
 from ..errors import WorldError
 from ..limits import HTTP_CONNECTIONS_MAX
 from .connection_limit import ConnectionLimiter
@@ -111,6 +112,8 @@ class HttpListener:
     async def close(self) -> None:
         """Stops accepting connections and closes the open ones."""
         if self._server is not None:
+            for listening in self._server.sockets:
+                LentSocket(listening.fileno()).shut_down()
             self._server.close()
         if self._handshakes is not None:
             self._handshakes.close()

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 Protocol = Literal["tcp", "rdma"]
 
 KeepLine = Callable[[int, socket.socket], None]
-"""Gets a session, and the connection over which its arena was handed over: it is the session's line, or is closed."""
+"""Gets a session, and the connection over which its arena was handed over: it is the session's line, or is closed.
+Where it raises, its caller closes the connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

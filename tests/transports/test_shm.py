@@ -211,6 +211,20 @@ async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: ArenaMemory, d
 
 
 @on_loop
+async def test_a_token_of_which_one_byte_is_another_is_refused(arena: ArenaMemory, directory: Path) -> None:
+    """Whichever byte: a comparison of a part of it would let a guess of that part in."""
+    owner = ShmArena(arena, directory=directory)
+    reach = await owner.offer(WRITER)
+    for place in range(len(reach.token)):
+        token = bytearray(reach.token)
+        token[place] ^= 1
+        with pytest.raises(TransportError, match="refused the token"):
+            await receive(msgspec.structs.replace(reach, token=bytes(token)), WRITER, seconds=60)
+    os.close(await receive(reach, WRITER, seconds=60))
+    await owner.close()
+
+
+@on_loop
 async def test_an_old_or_a_revoked_token_is_refused(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     old, new = await owner.offer(WRITER), await owner.offer(WRITER)
@@ -286,6 +300,69 @@ async def test_the_connection_of_a_hand_over_becomes_the_line_of_its_session(
     line.close()
     kept[0][1].close()
     await owner.close()
+
+
+@on_loop
+async def test_a_line_that_the_writer_cannot_keep_leaves_no_descriptor_and_no_lock(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    def keep_line(session: int, _: socket.socket) -> None:
+        raise RuntimeError(f"no line for {session}")
+
+    before = open_files()
+    owner = ShmArena(arena, directory=directory, keep_line=lambda *_: None)
+    reach = await owner.offer(WRITER)
+    with pytest.raises(RuntimeError, match="no line for 7"):
+        await receive(reach, WRITER, seconds=60, keep_line=keep_line)
+    assert owner.quiet(WRITER), "the lock went with the descriptor"
+    await owner.close()
+    assert open_files() == before
+
+
+@on_loop
+async def test_a_line_that_the_owner_cannot_keep_is_closed(arena: ArenaMemory, directory: Path) -> None:
+    kept, faults = list[socket.socket](), list[object]()
+
+    def keep_line(_: int, line: socket.socket) -> None:
+        kept.append(line)  # so that no garbage collection closes it
+        raise RuntimeError("no line")
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context.get("exception")))
+    owner = ShmArena(arena, directory=directory, keep_line=keep_line)
+    peer, _ = await asked(owner, await owner.offer(WRITER))
+    await handover.readable(peer)
+    peer.send(OPENING)
+    assert len(await said(peer)) == 16, "the reply, and the end"
+    assert [str(fault) for fault in faults] == ["no line"]
+    assert kept[0].fileno() < 0
+    peer.close()
+    await owner.close()
+
+
+@on_loop
+async def test_a_hand_over_ends_although_a_forked_child_has_its_descriptors(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    """A child has what os.dup makes here: another descriptor of the same connection, or of the listener."""
+    owner = ShmArena(arena, directory=directory)
+    wrong = msgspec.structs.replace(await owner.offer(WRITER), token=bytes(32))
+    peer = connected(wrong)
+    await until(lambda: owner._listener._connections)
+    (connection,) = owner._listener._connections.values()
+    inherited = [os.dup(connection.socket.fileno()), os.dup(owner._listener._socket.fileno())]
+    peer.sendall(handover._REQUEST.pack(handover._MAGIC, WRITER, wrong.token))
+    async with asyncio.timeout(10):
+        assert await said(peer) == b"", "the refusal"
+    waiting = connected(wrong)  # it is not accepted before the listener ends
+    await owner.close()
+    async with asyncio.timeout(10):
+        assert await said(waiting) == b""
+    with pytest.raises(OSError, match=r"refused|No such file"):
+        connected(wrong)
+    for descriptor in inherited:
+        os.close(descriptor)
+    for socket_ in (peer, waiting):
+        socket_.close()
 
 
 @pytest.mark.parametrize("shown", [b"pdt-lime", b"GET / HTTP/1.1"])

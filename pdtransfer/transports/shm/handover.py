@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...bus.line import OPENING
+from ...disconnect import disconnect
 from ...errors import TransportError
 from ...wire import Reach
 from ..options import KeepLine
@@ -106,7 +107,7 @@ class HandoverListener:
             self._short = False
             accepted.setblocking(False)
             if _uid_of(accepted) not in self._uids:
-                accepted.close()
+                disconnect(accepted)
                 continue
             if len(self._connections) >= self._connections_max:
                 self._drop(next(iter(self._connections)))
@@ -144,8 +145,11 @@ class HandoverListener:
         if bytes(connection.shown) != OPENING or self._keep_line is None:
             self._drop(number)
             return
-        self._release(number)
-        self._keep_line(session, connection.socket)
+        with ExitStack() as undo:
+            line = self._release(number)
+            undo.callback(disconnect, line)
+            self._keep_line(session, line)
+            undo.pop_all()
 
     def _answer(self, connection: _Connection) -> bool:
         """Whether it has the descriptor now."""
@@ -172,7 +176,7 @@ class HandoverListener:
         return True
 
     def _drop(self, number: int) -> None:
-        self._release(number).close()
+        disconnect(self._release(number))
 
     def _release(self, number: int) -> socket.socket:
         connection = self._connections.pop(number)
@@ -188,10 +192,18 @@ class HandoverListener:
             self._resume.cancel()
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
-            self._socket.close()
+            self._refuse_waiting()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
+
+    def _refuse_waiting(self) -> None:
+        """Ends the listener, and then the connections that wait in its backlog."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            while True:
+                disconnect(self._socket.accept()[0])
+        self._socket.close()
 
 
 def _bound(directory: Path | None) -> tuple[socket.socket, Path | None]:
@@ -256,24 +268,28 @@ async def receive(
 ) -> int:
     """Receives the arena's descriptor, which the caller closes. Raises TransportError, also after `seconds`.
 
-    The token is sent only to an owner that runs as one of `uids`, by default this user or root. `keep_line` gets the
-    connection, which is closed without it.
+    The token is sent only to an owner that runs as one of `uids`, by default this user or root. `keep_line` takes the
+    connection over, which is closed without it.
     """
     _check_reachable(reach)
     if uids is None:
         uids = frozenset((0, os.geteuid()))
     try:
         with ExitStack() as undo:
-            peer = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            undo.callback(disconnect, peer)
             async with asyncio.timeout(seconds):
                 await _connect(peer, reach.address)
                 if (uid := _uid_of(peer)) not in uids:
                     raise TransportError(f"{reach.address} belongs to user {uid}, not to one of {sorted(uids)}")
                 peer.sendall(_REQUEST.pack(_MAGIC, session, reach.token))
                 fd = await _answer(peer, reach)
-            if keep_line is not None:
-                undo.pop_all()
+            undo.callback(os.close, fd)
+            if keep_line is None:
+                disconnect(peer)
+            else:
                 keep_line(session, peer)
+            undo.pop_all()
             return fd
     except TimeoutError:
         raise TransportError(f"{reach.address}: no answer within {seconds:g} s") from None

@@ -23,6 +23,7 @@ from ...bus.listening import address_bound, reserve
 from ...config.config import DecodeConfig, PrefillConfig
 from ...config.config_to_argv import config_to_argv
 from ...config.ranks import group_endpoint
+from ...disconnect import disconnect
 from ...engine_api import EngineDescription
 from ...environment import led, rank_environment
 from ...errors import ConfigError, WorldError
@@ -123,7 +124,7 @@ async def started(config: Config) -> AsyncGenerator[StartedRanks | None]:
         await ranks.start(rank_configs(config, key + address_bound(listener).removeprefix("tcp://")))
         yield ranks
     finally:
-        listener.close()
+        disconnect(listener)
         await ranks.end(0.0)
 
 

@@ -1,22 +1,26 @@
 """The bus: exchanges messages with peers that are identified by key, or on loopback by the name in their Hello.
 
-The peers of a listener share one ROUTER socket; every dialled endpoint has a DEALER socket of its own. Nothing here
-waits. A message that cannot be sent (full queue, lost connection) is dropped and counted; the protocol repeats it.
+The peers of a listener share one ROUTER socket; every dialled endpoint has a DEALER socket of its own. A session over
+shared memory may have a line beside them. What a peer has sent by its lines is received before what it sends by ZMQ
+after that, whatever either says. Nothing here waits. A message that cannot be sent (full queue, lost connection) is
+dropped and counted; the protocol repeats it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 from collections.abc import Callable
 
 import zmq
 
+from ..disconnect import disconnect
 from ..errors import Cause, ConfigError, RemoteProtocolError, WorldError
 from ..limits import TEXT_LENGTH_MAX
 from ..threads import in_thread
-from ..wire import Hello, Message, Reject, Welcome, decode, encode
+from ..wire import Goodbye, Hello, Message, Reject, Welcome, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import SOCKETS, Dialled, affordable_dials
 from .keys import Address, AllowList, Endpoint, KeyPair
@@ -25,6 +29,8 @@ from .line import GRANT_MESSAGES, SessionLine
 from .listening import address_bound, reserve
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, address_of_frame, open_socket
 from .zap import DOMAIN, Authenticator
+
+log = logging.getLogger(__name__)
 
 
 class Bus:
@@ -70,7 +76,7 @@ class Bus:
         self._router_drain: Drain | None = None
         self._connections = Connections(self._limits, supersede=supersede)
         self._dialled: dict[str, Dialled] = {}
-        self._lines: dict[int, SessionLine] = {}  # by session
+        self._lines: dict[str, dict[int, SessionLine]] = {}  # by peer and session
         self._known_names: set[str] = set()  # names on the allow-list that have sent a Hello, connected or not
         self._sweep: Sweep | None = None
         self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
@@ -166,31 +172,37 @@ class Bus:
         return unreachable is not None
 
     def send(self, peer: str, message: Message) -> bool:
-        """Sends a message; returns whether it was queued. Messages to one peer stay in order, but for those that go by
-        a line, whose order is their own. Never blocks or raises.
+        """Sends a message; returns whether it was queued. Messages to one peer stay in order, but for one that goes by
+        ZMQ: it may be received after what goes by a line later. Never blocks or raises.
 
         Returns False where the peer is not connected or does not read. A Hello to a dialled peer is stored, and opens
         every later connection.
         """
         if isinstance(message, GRANT_MESSAGES):
-            line = self._lines.get(message.session)
-            if line is not None and line.peer == peer and line.send(encode(message)):
+            line = self._lines.get(peer, {}).get(message.session)
+            if line is not None and line.send(encode(message)):
                 self.sent += 1
                 return True
-        elif type(message) is Reject:
-            self.detach(message.session)  # it ends the session; what still comes by its line would cost more Rejects
+        elif type(message) is Reject:  # it ends the session; what still comes by its line would cost more Rejects
+            if (line := self._lines.get(peer, {}).get(message.session)) is not None:
+                self._drop(line)
+        elif type(message) is Goodbye:
+            self._detach_all({peer})
+        frame = encode(message)
+        if type(message) is Hello and (dialled := self._dialled.get(peer)) is not None:
+            dialled.hello = frame
+        sent = self._send(peer, frame)
+        if type(message) is Reject and (route := self._connections.route_of(peer)) is not None:
+            self._connections.rejected(route, self._loop.time())
+        return sent
+
+    def _send(self, peer: str, frame: bytes) -> bool:
+        """Sends a frame by ZMQ; returns whether it was queued."""
         sent = False
-        dialled = self._dialled.get(peer)
-        route = self._connections.route_of(peer)
-        if dialled is not None:
-            frame = encode(message)
-            if type(message) is Hello:
-                dialled.hello = frame
+        if (dialled := self._dialled.get(peer)) is not None:
             sent = dialled.send(frame)
-        elif route is not None:
-            sent = self._route(route, encode(message))
-            if type(message) is Reject:
-                self._connections.rejected(route, self._loop.time())
+        elif (route := self._connections.route_of(peer)) is not None:
+            sent = self._route(route, frame)
         if sent:
             self.sent += 1
         else:
@@ -199,17 +211,34 @@ class Bus:
 
     def attach(self, peer: str, session: int, socket: socket.socket, *, greeted: bool) -> None:
         """Takes over a socket as the line of a session with this peer, until `detach`, `hang_up`, or its own end.
-        `greeted` as SessionLine has it."""
+        `greeted` as SessionLine has it. There are no more lines than endpoints may be dialled: beyond that, or on an
+        error, the socket is closed."""
         self.detach(session)
-        self._lines[session] = SessionLine(
-            socket, peer=peer, session=session, greeted=greeted,
-            take=self._on_line_frame, ended=self._on_line_end, limits=self._limits,
-        )  # fmt: skip
+        if sum(map(len, self._lines.values())) >= self._affordable_dials:
+            disconnect(socket)
+            return
+        try:
+            line = SessionLine(
+                socket, peer=peer, session=session, greeted=greeted,
+                take=self._on_line_frame, ended=self._on_line_end, limits=self._limits,
+            )  # fmt: skip
+        except OSError as error:
+            log.warning("session %#x has no line, and its messages go by ZMQ: %s", session, error.strerror)
+        else:
+            self._lines.setdefault(peer, {})[session] = line
 
     def detach(self, session: int) -> None:
         """Closes the line of a session: its messages go by ZMQ from now on. Idempotent."""
-        if (line := self._lines.pop(session, None)) is not None:
-            line.close()
+        for lines in list(self._lines.values()):
+            if (line := lines.get(session)) is not None:
+                self._drop(line)
+
+    def read_lines(self, peer: str | None = None) -> None:
+        """Receives what this peer, or every peer, has sent by lines until now: it counts before what comes by ZMQ, and
+        before what the clock says of the peer."""
+        lines = [self._lines.get(peer, {})] if peer is not None else list(self._lines.values())
+        for line in [line for of_peer in lines for line in of_peer.values()]:
+            line.read_now()
 
     def allow(self, allowed: AllowList) -> list[str]:
         """Replaces the allow-list; returns the names of the peers that lost access.
@@ -250,7 +279,7 @@ class Bus:
     async def close(self) -> None:
         """Closes all connections once queued messages have left, or after linger_ms. Idempotent."""
         self._auditing.cancel()
-        self._detach_all({line.peer for line in self._lines.values()})
+        self._detach_all(set(self._lines))
         for dialled in self._dialled.values():
             dialled.close()
         self._dialled.clear()
@@ -301,8 +330,7 @@ class Bus:
             self._refuse(connection, frame, error, now)
             return
         connection.last_message_at = now
-        self.received += 1
-        self._receive(connection.name, message)
+        self._pass_on(connection.name, message)
 
     def _tcp_of(self, frame: zmq.Frame) -> TcpConnection | None:
         return TcpConnection.of_frame(frame, curve=self._keys is not None)
@@ -346,22 +374,32 @@ class Bus:
                 text = f"{message.session:#x}, on the line of {line.session:#x}"
                 raise RemoteProtocolError(f"{type(message).__name__}.session", text)
         except RemoteProtocolError as error:
-            line.close()
             self._on_line_end(line, error)
             return
         self.received += 1
         self._receive(line.peer, message)
 
     def _on_line_end(self, line: SessionLine, error: RemoteProtocolError | None) -> None:
-        if self._lines.get(line.session) is line:
-            del self._lines[line.session]
+        self._drop(line)
         if error is not None:
             self.refused += 1
             self._on_refused(line.peer, error)
 
+    def _drop(self, line: SessionLine) -> None:
+        """Closes a line; the frame that it has sent the beginning of goes by ZMQ."""
+        lines = self._lines.get(line.peer, {})
+        if lines.get(line.session) is line:
+            del lines[line.session]
+            if not lines:
+                del self._lines[line.peer]
+        line.close()
+        unfinished, line.unfinished = line.unfinished, b""
+        if unfinished:
+            self._send(line.peer, unfinished)
+
     def _detach_all(self, peers: set[str]) -> None:
-        for session in [session for session, line in self._lines.items() if line.peer in peers]:
-            self.detach(session)
+        for line in [line for peer in peers for line in self._lines.get(peer, {}).values()]:
+            self._drop(line)
 
     def _on_dialled_frame(self, dialled: Dialled, frame: zmq.Frame) -> None:
         now = self._loop.time()
@@ -385,8 +423,14 @@ class Bus:
             self.refused += 1
             text = f"role: {dialled.name} has {role!r}, it is dialled as {dialled.role!r}"
             message = Reject(0, Cause.REFUSED.value, (text,))
+        self._pass_on(dialled.name, message)
+
+    def _pass_on(self, peer: str, message: Message) -> None:
+        """A message of ZMQ: what the peer had sent by a line before it comes first."""
+        if peer in self._lines:
+            self.read_lines(peer)
         self.received += 1
-        self._receive(dialled.name, message)
+        self._receive(peer, message)
 
     def peer_name(self, name: str) -> str:
         """Returns the name that `receive` uses for a dialling peer, from its key, its listed name, or its node."""

@@ -24,7 +24,7 @@ from .limits import BusLimits
 from .sockets import NOBLOCK, Drain, Frames, TcpConnection, open_socket, resolve
 
 SOCKETS = 3  # for one endpoint: a DEALER and both ends of its monitor
-_DESCRIPTORS = SOCKETS + 1  # and its connection
+_DESCRIPTORS = SOCKETS + 2  # and its connection, and the line of its session
 _SHARE = 0.75  # of the process's descriptors, for all dialled endpoints
 
 _ERRORS = {

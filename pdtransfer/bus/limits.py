@@ -16,6 +16,9 @@ class BusLimits:
     turn_messages: int = 16  # read from one socket in a row, so that other tasks of the loop are served between
     turn_bytes: int = 4 << 20  # read from one socket in a row: a large frame takes longer to decode
     line_bytes_max: int = 16 << 10  # of a frame on a session's line; a longer one goes by ZMQ
+    line_queue_bytes: int = 256 << 10  # on a line, sent and not yet read, as the kernel counts them
+    line_queue_frames: int = 1_024  # the same in frames, each of which costs the kernel 768 bytes; and as many received
+    line_unread_ms: int = 500  # a line whose peer has left something unread for this long takes nothing more
     send_queue: int = 1_024  # messages queued for one peer; beyond it send() returns False, and the protocol repeats
     unread_bytes_max: int = 256 << 20  # of one connection: beyond it the connection is closed
     unread_frames_max: int = 65_536  # the same, estimated from its mean frame: what a loop drops in a tenth of a second

@@ -42,10 +42,17 @@ class LoopClock:
 
 
 class Ticker:
-    """Calls `tick` when the core's next time has come by `clock`, which no other core uses."""
+    """Calls `tick` when the core's next time has come by `clock`, which no other core uses; before that `receive`,
+    which passes on what has arrived: a message that is there counts before the lack of it."""
 
-    def __init__(self, next_tick: Callable[[], float | None], tick: Callable[[], None], clock: LoopClock) -> None:
-        self._next_tick, self._tick, self._clock = next_tick, tick, clock
+    def __init__(
+        self,
+        next_tick: Callable[[], float | None],
+        tick: Callable[[], None],
+        clock: LoopClock,
+        receive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._next_tick, self._tick, self._clock, self._receive = next_tick, tick, clock, receive
         self._armed: asyncio.Handle | None = None
         self._when = 0.0
 
@@ -66,6 +73,7 @@ class Ticker:
 
     def _fire(self) -> None:
         self._armed = None
+        self._receive()
         self._tick()
         if self._armed is None:
             self._clock.due = None

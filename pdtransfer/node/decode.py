@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..bus.keys import AllowList
+from ..disconnect import disconnect
 from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
 from ..handoff.decode.records import LeaseEntry
 from ..handoff.decode.room_request import RoomRequest
@@ -105,7 +106,9 @@ class DecodeNode:
         self._verifier = Verifier(arena.mapping.address) if verify else None
         self._lifter = HbmCopier(arena, arena.hbm) if arena.hbm is not None else None
         self.bus = settings.bus(self.receive)
-        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
+        ticker = Ticker(
+            core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock, self.bus.read_lines
+        )
         self._run: EffectRunner[DecodeEffect] = EffectRunner(self._perform, ticker)
         self._events = EventQueue(self._never_quiet)
 
@@ -286,7 +289,7 @@ class DecodeNode:
     def _keep_line(self, session: int, line: socket.socket) -> None:
         known = self.core.prefill_peers.sessions.get(session)
         if known is None or known.state not in (SessionState.REGISTERING, SessionState.UP):
-            line.close()
+            disconnect(line)
         else:
             self.bus.attach(known.peer, session, line, greeted=True)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 
 from ..bus.keys import AllowList
+from ..disconnect import disconnect
 from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
 from ..handoff.effects import (
     FenceWriter,
@@ -83,7 +84,9 @@ class PrefillNode:
         self._silence_s = settings.limits.silence_ms / 1e3
         self.condemned: Callable[[], None] = lambda: None
         self.bus = settings.bus(self.receive)
-        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
+        ticker = Ticker(
+            core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock, self.bus.read_lines
+        )
         self._run: EffectRunner[PrefillEffect] = EffectRunner(self._perform, ticker)
         self._events = EventQueue(self._broken)
         self._gates: dict[int, ReadyGate] = {}  # of each room's latest cell
@@ -216,7 +219,7 @@ class PrefillNode:
 
     def _keep_line(self, session: int, line: socket.socket) -> None:
         if (known := self.core.sessions.get(session)) is None:
-            line.close()
+            disconnect(line)
         else:
             self.bus.attach(known.peer, session, line, greeted=False)
 

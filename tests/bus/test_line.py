@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from struct import pack
 
 import pytest
 
+from pdtransfer.bus import dialled
 from pdtransfer.bus.line import OPENING, SessionLine
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.wire import Abort, Grant, Granted, Landed, Part, Ping, Reject, Released, encode
+from pdtransfer.wire import Abort, Goodbye, Grant, Granted, Landed, Message, Part, Ping, Reject, Released, encode
 from tests.support.bus_peers import ANY_PORT, LIMITS, Node
 from tests.support.internals import lines_of
 from tests.support.waiting import on_loop, until
@@ -26,13 +29,13 @@ class Ends:
     """One line over a socket pair, whose other end the test holds."""
 
     def __init__(self, *, greeted: bool = True, broken: int = 0, **limits: int) -> None:
-        ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.theirs.setblocking(False)
         self.taken: list[bytes] = []
         self.ended: list[RemoteProtocolError | None] = []
         self._broken = broken
         self.line = SessionLine(
-            ours, peer="p", session=SESSION, greeted=greeted, take=self._take,
+            self.ours, peer="p", session=SESSION, greeted=greeted, take=self._take,
             ended=lambda _, error: self.ended.append(error), limits=replace(LIMITS, **limits),
         )  # fmt: skip
 
@@ -146,6 +149,104 @@ async def test_a_line_whose_peer_does_not_read_takes_no_more_and_cuts_no_frame()
     ends.line.close()
 
 
+def narrow(ends: Ends) -> None:
+    """Lets the kernel take a part of a frame: its least buffer for what is sent holds about 2 KiB a piece."""
+    ends.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
+@on_loop
+async def test_a_frame_that_the_kernel_takes_a_part_of_arrives_whole_and_nothing_comes_between() -> None:
+    ends = Ends()
+    narrow(ends)
+    frames = [bytes([number]) * LIMITS.line_bytes_max for number in range(3)]
+    heard = b""
+    for frame in frames:
+        assert ends.line.send(frame)
+        assert ends.line.unfinished == frame, "the kernel has taken a part of it"
+        assert not ends.line.send(b"between")
+
+        def read() -> bool:
+            nonlocal heard
+            heard += ends.heard()
+            return not ends.line.unfinished
+
+        await until(read)
+    heard += ends.heard()
+    assert heard == OPENING + b"".join(pack("<I", len(frame)) + frame for frame in frames)
+    ends.line.close()
+
+
+@on_loop
+async def test_a_line_that_ends_within_a_frame_names_it() -> None:
+    ends = Ends()
+    narrow(ends)
+    assert ends.line.send(b"x" * LIMITS.line_bytes_max)
+    ends.theirs.close()
+    await until(lambda: ends.ended)
+    assert ends.ended == [None]
+    assert ends.line.unfinished == b"x" * LIMITS.line_bytes_max
+    assert not ends.line.send(b"y")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@on_loop
+async def test_a_line_that_nobody_reads_takes_nothing_more(reads: bool) -> None:
+    """As one that its peer has closed where a forked child still holds it: it would swallow what is sent."""
+    ends = Ends(line_unread_ms=50)
+    for _ in range(10):
+        if reads:
+            ends.heard()
+        assert ends.line.send(b"read") or not reads
+        await asyncio.sleep(0.02)
+    assert ends.line.send(b"more") is reads
+    ends.heard()
+    assert ends.line.send(b"again"), "it was read"
+    ends.line.close()
+
+
+@on_loop
+async def test_a_closed_line_ends_although_a_forked_child_has_its_descriptor() -> None:
+    """A child has what os.dup makes here: another descriptor of the same connection."""
+    ends = Ends()
+    inherited = os.dup(ends.ours.fileno())
+    ends.line.send(b"the last")
+    ends.line.close()
+    assert ends.heard() == OPENING + pack("<I", 8) + b"the last"
+    assert ends.theirs.recv(1) == b"", "the end"
+    with pytest.raises(BrokenPipeError):
+        ends.theirs.send(b"x")
+    os.close(inherited)
+
+
+@on_loop
+async def test_what_has_been_sent_is_read_at_once_and_within_a_bound() -> None:
+    ends = Ends(line_queue_frames=100)
+    ends.say(*[b"x"] * 90)
+    ends.line.read_now()
+    assert len(ends.taken) == 90
+    ends.say(*[b"x"] * 90)
+    for _ in range(3):
+        ends.line.read_now()
+    assert len(ends.taken) == 100, "the loop has not turned since"
+    await until(lambda: len(ends.taken) == 180)
+    ends.line.close()
+    ends.line.read_now()
+
+
+@on_loop
+async def test_what_is_read_at_once_and_not_taken_yet_is_bounded() -> None:
+    """A peer that sends without end, by the line and by ZMQ, makes nobody hold more than twice what a line holds."""
+    ends = Ends(line_queue_frames=1)
+    for _ in range(200):
+        with suppress(BlockingIOError):
+            ends.theirs.send((pack("<I", 4) + b"full") * 8_192)
+        ends.line.read_now()
+    assert len(ends.taken) == 1
+    assert len(ends.line._received) <= 2 * LIMITS.line_queue_bytes
+    ends.line.close()
+    ends.line.read_now()
+
+
 # On a bus
 
 
@@ -219,11 +320,74 @@ async def test_a_breach_ends_the_line_and_messages_go_by_zmq(said: bytes, field:
         assert lines_of(decode_node.bus) == {}
 
 
-@pytest.mark.parametrize("way", ["detach", "hang_up", "close", "reject"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("last", [Goodbye(7, "shutdown"), Reject(SESSION, "shutdown", ()), Ping(1)])
+@on_loop
+async def test_what_a_peer_has_sent_by_a_line_comes_before_what_it_sends_by_zmq(last: Message, side: str) -> None:
+    """However many frames a turn of the loop takes of a line, and however late that turn comes."""
+    async with joined() as (prefill, decode_node, peer):
+        sender, to, receiver, source = (prefill, "node:d", decode_node, peer)
+        if side == "decode":
+            sender, to, receiver, source = decode_node, peer, prefill, "node:d"
+        sent = [
+            Landed(SESSION, number, 1, b"", b"") if side == "prefill" else Released(SESSION, number)
+            for number in range(1, 61)
+        ]
+        for message in (*sent, last):
+            assert sender.bus.send(to, message)
+        time.sleep(0.2)  # noqa: ASYNC251 - the I/O threads carry the last one meanwhile, and the loop reads nothing
+        await until(lambda: (source, last) in receiver.heard)
+        assert receiver.heard == [(source, message) for message in (*sent, last)]
+
+
+@on_loop
+async def test_a_frame_that_a_line_has_begun_goes_by_zmq_when_the_line_ends() -> None:
+    async with joined() as (prefill, decode_node, peer):
+        line = lines_of(prefill.bus)[SESSION]
+        line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        large = Landed(SESSION, 1, 4_096, bytes(LIMITS.line_bytes_max - 100), b"")
+        assert prefill.bus.send("node:d", large)
+        assert line.unfinished
+        assert prefill.bus.send("node:d", Goodbye(7, "shutdown"))
+        await until(lambda: len(decode_node.heard) == 2)
+        assert decode_node.heard == [(peer, large), (peer, Goodbye(7, "shutdown"))]
+
+
+@on_loop
+async def test_a_reject_of_another_peers_session_ends_no_line() -> None:
+    async with joined() as (prefill, _, __):
+        prefill.bus.send("node:x", Reject(SESSION, "breach", ()))
+        assert list(lines_of(prefill.bus)) == [SESSION]
+
+
+@on_loop
+async def test_there_are_no_more_lines_than_the_processs_descriptors_are_enough_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dialled.resource, "getrlimit", lambda _: (64, 64))
+    async with Node("p") as prefill:
+        theirs: list[socket.socket] = []
+        for session in range(1, 21):
+            line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            theirs.append(other)
+            prefill.bus.attach(f"node:d{session % 3}", session, line, greeted=False)
+        assert list(lines_of(prefill.bus)) == [*range(1, 10)]
+        assert [each.recv(100) for each in theirs[9:]] == [b""] * 11, "these go by ZMQ"
+        prefill.bus.detach(4)
+        line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        prefill.bus.attach("node:d", 30, line, greeted=False)
+        assert other.recv(100) == OPENING, "a place was free"
+        for each in (*theirs, other):
+            each.close()
+
+
+@pytest.mark.parametrize("way", ["detach", "hang_up", "close", "reject", "goodbye"])
 @on_loop
 async def test_a_line_ends_with_its_session_its_peer_and_its_bus(way: str) -> None:
     async with joined() as (prefill, decode_node, peer):
         match way:
+            case "goodbye":
+                decode_node.bus.send(peer, Goodbye(7, "shutdown"))
             case "detach":
                 decode_node.bus.detach(SESSION)
             case "hang_up":

@@ -34,7 +34,7 @@ from pdtransfer.transports.options import WriterOptions
 from pdtransfer.transports.shm import writer
 from tests.support.bus_peers import pair as keys
 from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
-from tests.support.internals import core_of
+from tests.support.internals import core_of, lines_of, node_of
 from tests.support.layout_tensors import Pool, mha, mla
 from tests.support.processes import open_files
 from tests.support.waiting import PATIENCE_S, on_loop, wait_for
@@ -830,6 +830,32 @@ def test_close_ends_rooms_under_way_on_both_sides_and_gives_everything_back() ->
     gc.collect()
     assert open_files() == before
     assert {thread for thread in threading.enumerate() if thread.name.startswith("pdtransfer")} <= threads
+
+
+def test_rooms_that_have_landed_are_ready_although_prefill_leaves_before_decode_has_read_it(pair: Pair) -> None:
+    """Landed goes by the session's line, and Goodbye by ZMQ: more than a turn of decode's loop reads of a line."""
+    pair.expect(1, 10)
+    pair.send(1, 10)
+    pair.ready(1)
+    pair.decode.release(1)
+    rooms, held = range(2, 42), threading.Event()
+    for room in rooms:
+        pair.expect(room, 4)
+        pair.prefill.open(room, tokens=4)
+    pair.until(lambda: all(pair.prefill_said(room, RoomLeased) for room in rooms))
+    assert lines_of(node_of(pair.prefill).bus), "the session has a line"
+    node_of(pair.decode).bus._loop.call_soon_threadsafe(held.wait, PATIENCE_S)
+    try:
+        for room in rooms:
+            pair.prefill.push(room, pair.pages(room, 4), rows=(0, 4))
+            pair.prefill.finish(room, aux=b"")
+        pair.until(lambda: all(pair.prefill_said(room, RoomDrained) for room in rooms))
+        assert not any(pair.prefill_said(room, RoomFailed) for room in rooms)
+        pair.prefill.close()
+    finally:
+        held.set()
+    for room in rooms:
+        pair.ready(room)
 
 
 def test_prefills_close_waits_for_writes_and_decode_hears_of_it(gate: Gate) -> None:

@@ -160,6 +160,25 @@ async def test_a_node_that_stood_still_calls_no_peer_silent() -> None:
         await it.ready(1)
 
 
+@on_loop
+async def test_what_has_come_by_a_line_counts_before_its_senders_silence() -> None:
+    """As of a loop that was held up: the time is over, and what came in time was not received yet."""
+    async with nodes(limits=replace(LIMITS, ping_ms=60_000, silence_ms=120_000)) as it:
+        it.expect(1)
+        await until(lambda: it.decode.core.rooms[1].state is DecodeRoom.LANDING and lines_of(it.decode.bus))
+        await until(lambda: all(line._open for line in lines_of(it.prefill.bus).values()))
+        for line in lines_of(it.decode.bus).values():
+            asyncio.get_running_loop().remove_reader(line._socket)
+        it.send(1)
+        await until(lambda: any(isinstance(told, RoomLanded) for told in it.told_p))
+        assert it.told_d == []
+        peers = it.decode.core.prefill_peers
+        peers.peers[it.endpoint].liveness.last_seen -= 200.0
+        peers.timers.set(("alive", it.endpoint, 0), 0.0)
+        it.decode._run.ticker._fire()
+        assert [type(told) for told in it.told_d] == [RoomReady]
+
+
 # Performer
 
 

@@ -36,7 +36,7 @@ def route_of(bus: Bus, peer: str) -> bytes | None:
 
 def lines_of(bus: Bus) -> dict[int, Any]:
     """Its lines, by session."""
-    return bus._lines
+    return dict(sorted((session, line) for lines in bus._lines.values() for session, line in lines.items()))
 
 
 def dialled_by(bus: Bus) -> dict[str, Any]:

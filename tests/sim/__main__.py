@@ -1,6 +1,6 @@
 """Runs the simulator by hand: each seed is a world of its own, and any failure is replayed by its seed alone.
 
-python -m tests.sim --seeds 100000 --jobs 4      many seeds, in four processes
+python -m tests.sim --seeds 100000 --jobs 4      many seeds, of every kind in turn, in four processes
 python -m tests.sim --rooms 1000000 --jobs 2     as many as it takes for so many rooms; says now and then how far it is
 python -m tests.sim --seed 7 --trace             one seed, with every message and event
 python -m tests.sim --mutant NAME                how many seeds of its kind a planted bug takes to be caught
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from .mutants import MUTANTS
-from .profile import KINDS, MORE_KINDS, draw
+from .profile import KINDS, draw
 from .world import Violation, World
 
 PROGRESS_S = 60.0
@@ -76,13 +76,14 @@ def run(seeds: Iterable[int], *, kind: str | None = None, trace: bool = False, r
         world = World(seed, draw(seed, kind))
         world.trace = [] if trace else None
         tally.seeds += 1
+        tally.seen[f"worlds of kind {world.profile.name}"] += 1
         try:
             with _bounded(SEED_CPU_S_MAX):
                 tally.seen += world.run()
         except Exception as error:  # noqa: BLE001 -- every one is a finding
             what = str(error) if isinstance(error, Violation) else traceback.format_exc()
-            of_kind = "" if kind is None else f" --kind {kind}"
-            command = f"python -m tests.sim --seed {seed}{of_kind} --trace{replay}"
+            # With its kind: which one a seed draws changes whenever a kind is added.
+            command = f"python -m tests.sim --seed {seed} --kind {world.profile.name} --trace{replay}"
             tally.failure = f"seed {seed} ({world.profile.name}): {what}\nreplay: {command}"
         if world.trace:
             print("\n".join(world.trace))
@@ -108,7 +109,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (default 1000)")
     parser.add_argument("--rooms", type=int, help="run until so many rooms were simulated, whatever --seeds says")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more seeds after so long")
-    parser.add_argument("--kind", choices=(*KINDS, *MORE_KINDS), help="worlds of this kind only (default: all in turn)")
+    parser.add_argument("--kind", choices=KINDS, help="worlds of this kind only (default: all of them in turn)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (default 1)")
     parser.add_argument("--go-on", action="store_true", help="run on after a failure; each is printed with its seed")

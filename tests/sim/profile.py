@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
-    "shared", "growing", "checked", "groups", "leaving", "sparse",
+    "shared", "growing", "checked", "groups", "leaving", "sparse", "apart", "placed", "led", "hasty", "waiting",
+    "strangers",
 )  # fmt: skip
-MORE_KINDS = ("apart", "placed", "led", "hasty", "waiting", "strangers")  # that no seed has by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

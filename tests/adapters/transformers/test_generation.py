@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
 
 import torch
+from numpy.typing import NDArray
 
 from pdtransfer.adapters.transformers.factory import generate_many
 from pdtransfer.adapters.transformers.steps import first_highest
@@ -23,7 +24,11 @@ from tests.support import checkpoints
 from tests.support.checkpoints import FAMILIES, WINDOW, Handoff, generated, prompts, request
 
 TOKENS = 30
-LOGITS_DIFFERENCE_MAX = 0.05  # in bfloat16, of the logits' size: their mean over several tokens
+# Two runs in bfloat16 that add up in another order round as much as each other, and neither is the reference: float32
+# is. Twice the error of transformers' own run is one bit of bfloat16's eight; a wrong row, or rows of fewer bits, cost
+# several. Of each token's error the median, since in either run a token near a tie may get other experts, on any
+# processor.
+BFLOAT16_ERROR_MAX = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +98,9 @@ def test_kv_in_the_memory_of_a_device_generates_the_same(directories: dict[str, 
     assert handoff.tokens[1] == generated(directory, one.prompt, TOKENS)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3"])
-def test_in_bfloat16_logits_are_close_to_those_of_transformers(directories: dict[str, Path], family: str) -> None:
-    directory = made(directories, family)
-    prompt = prompts()[-1]
+def bfloat16_errors(directory: Path, prompt: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far the logits of eight tokens in bfloat16 are from those in float32, of their size: of a hand-off, and of
+    transformers' own model over the same tokens."""
     handoff = Handoff.of(directory, prefill={}, decode={}, dtype="bfloat16")
     seen: list[torch.Tensor] = []
     model = handoff.decode._checkpoint.model
@@ -106,12 +110,24 @@ def test_in_bfloat16_logits_are_close_to_those_of_transformers(directories: dict
     handoff.run()
     whole = torch.as_tensor(np.concatenate((prompt, handoff.tokens[1]))[None])
     with torch.inference_mode():
-        expected = checkpoints.model(directory, torch.bfloat16)(whole).logits[0].float()
-    expected = expected[len(prompt) : len(prompt) + 8]
+        exact, rounded = (
+            checkpoints.model(directory, dtype)(whole).logits[0, len(prompt) : len(prompt) + 8].float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
     found = torch.stack(seen)
-    assert found.shape == expected.shape
-    difference = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(difference.mean()) < LOGITS_DIFFERENCE_MAX, difference
+    assert found.shape == exact.shape
+    ours, theirs = ((logits - exact).norm(dim=-1) / exact.norm(dim=-1) for logits in (found, rounded))
+    return ours, theirs
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3"])
+def test_in_bfloat16_logits_are_as_close_to_float32_as_those_of_transformers(
+    directories: dict[str, Path], family: str
+) -> None:
+    directory = made(directories, family)
+    errors = [bfloat16_errors(directory, prompts(seed)[-1]) for seed in (1, 2, 3)]
+    ours, theirs = (float(torch.cat(each).median()) for each in zip(*errors, strict=True))
+    assert 0 < ours < BFLOAT16_ERROR_MAX * theirs
 
 
 def test_of_equal_logits_the_first_is_picked_whoever_is_in_the_batch(directories: dict[str, Path]) -> None:

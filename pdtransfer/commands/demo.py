@@ -377,12 +377,10 @@ def hot_report(
     """Returns HiSparse's part of the report.
 
     `figures` are sums over `ranks` decode ranks, by metric. Ranks of a group swap in the same tokens, each its own
-    heads. `staged_bytes` moved at admission beyond what was decided: 0 where nothing goes by way of other memory.
+    heads.
     """
     hits, misses = (figures.get(f"pdtransfer_hot_{name}", 0) for name in ("hits", "misses"))
-    others = ("swapped_bytes", "retracts", "index_copies")
-    planned = ("preloaded_bytes", "index_copied_bytes", "dense_copied_bytes")
-    moved = figures.get("pdtransfer_admission_bytes", 0)
+    others = ("swapped_bytes", "preloaded_bytes", "retracts", "index_copies")
     return {
         "hot_tokens": hot_tokens,
         "longer_than_hot": sum(answer.prompt_tokens > hot_tokens for answer in answers),
@@ -390,7 +388,6 @@ def hot_report(
         "hot_hits": hits,
         "hot_misses": misses,
         "hit_rate": round(hits / (hits + misses), 4) if hits + misses else None,
-        "staged_bytes": moved - sum(figures.get(f"pdtransfer_{name}", 0) for name in planned),
     } | {name: figures.get(f"pdtransfer_{name}", 0) for name in others}
 
 
@@ -399,7 +396,7 @@ def succeeded(report: dict[str, Any]) -> bool:
 
     A mismatch is a failure even if every answer is identical: the room failed, and a second prefill hid it.
     """
-    wrong = ("slots_leaked", "grants_mismatched", "staged_bytes")
+    wrong = ("slots_leaked", "grants_mismatched")
     verified = report.get("grants_verified", report["requests"]) >= report["requests"]
     return report["all_identical"] and verified and not any(report.get(name) for name in wrong)
 
@@ -462,6 +459,5 @@ def _hot(report: dict[str, Any]) -> str:
     return (
         f"\n{report['longer_than_hot']} prompts are longer than the {report['hot_tokens']} tokens that the device "
         f"holds of each: {found}, {where}{report['hot_misses']:,} swapped in, {report['swapped_bytes'] / 1e6:,.1f} MB; "
-        f"{report['retracts']} retracts, {report['staged_bytes']:,} bytes staged, "
-        f"{report['index_copies']} index copies"
+        f"{report['retracts']} retracts, {report['index_copies']} index copies"
     )

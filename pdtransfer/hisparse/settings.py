@@ -32,5 +32,5 @@ class HotFigures:
     misses: int = 0
     swapped_bytes: int = 0  # copied from the arena, for misses
     preloaded_bytes: int = 0  # of requests that were placed whole, by the scheduler's decisions
-    admission_bytes: int = 0  # that moved at admission, by the copies' own count: more than preloaded_bytes is staging
+    admission_bytes: int = 0  # written by the copies that place requests, each copy counted
     retracts: int = 0

@@ -224,7 +224,7 @@ class HotPool:
         return torch.cuda.current_stream(self.device.card).cuda_stream
 
     def _admit(self, target: Pool, source: Pool, target_slots: Any, source_slots: Any, rows: int) -> None:
-        """Every copy of an admission, so that one by way of other memory counts twice."""
+        """Copies rows of a request that is placed, and counts them."""
         kv_copy(target, source, target_slots, source_slots, rows, stream=self._stream)
         self.admission_bytes += rows * target.layout.row_bytes
 

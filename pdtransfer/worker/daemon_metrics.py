@@ -113,7 +113,7 @@ class DecodeMetrics(Collector):
         if hot is not None:
             yield from _hot(hot)
         moved = self._node.lifted_bytes + (hot.admission_bytes if hot is not None else 0)
-        text = "Copied between landing and the first step, by the copies' own count"
+        text = "Written by the copies between landing and the first step: preloaded, and copied up from DRAM"
         yield CounterMetricFamily("pdtransfer_admission_bytes", text, moved)
         yield from _bus(self._node.bus)
 

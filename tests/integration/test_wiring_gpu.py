@@ -135,7 +135,7 @@ def test_a_demo_that_decodes_from_hot_tokens_is_identical_on_a_card(attention: s
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    assert (report["identical"], report["slots_leaked"], report["staged_bytes"]) == (8, 0, 0), report
+    assert (report["identical"], report["slots_leaked"]) == (8, 0), report
     assert report["hot_misses"] > 0
 
 

@@ -28,7 +28,9 @@ def kv_of(memory, layout, slots):
 def textbook(model, ids):
     """What the cache should hold by (kind, layer), and the last row's logits: each dense, of the same weights, in
     float32 and in bfloat16, as `near` takes it."""
-    (exact, logits), (rounded, rounded_logits) = (_dense(model, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    (exact, logits), (rounded, rounded_logits) = (
+        _dense(model, ids, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
     return {key: (exact[key], rounded[key]) for key in exact}, (logits, rounded_logits)
 
 

@@ -26,6 +26,7 @@ from tests.support import checkpoints
 from tests.support.checkpoint_ranks import generated_by_ranks, workers
 from tests.support.checkpoints import TOP_K, Handoff, generated, prompts, request
 from tests.support.fleets import LIMITS, Answer, Running, Site, running
+from tests.support.page_table import WatchedMemory, touched_at_picks
 from tests.support.replays import Replays
 
 HOT = TOP_K + 8
@@ -72,6 +73,24 @@ def test_hot_tokens_generate_those_of_transformers_beside_dense_requests(directo
     assert figures.retracts > 0
     assert figures.admission_bytes == figures.preloaded_bytes > 0
     assert (figures.running, figures.waiting) == (0, 0)
+
+
+def test_nothing_of_the_arena_is_read_before_the_first_pick(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = create(checkpoints.config(directory, "prefill"))
+    theirs: Any = create(checkpoints.config(directory, "decode", hisparse=hisparse(), page_size=16))
+    arena, hbm = WatchedMemory(theirs.card.memory_bytes), np.full(theirs.card.hbm_bytes, 0xFF, np.uint8)
+    arena.bytes[:] = 0xFF
+    theirs.attach(arena.bytes.data, hbm=hbm.data)
+    made = Handoff.between(ours, theirs, arena.bytes, hbm)
+    one = request(0, prompts(7, (150,))[0], TOKENS, sparse=True, ignore_eos=True)
+    aux = made.computed(one)
+    made.copy(one)
+    arena.forget()
+    touched = touched_at_picks(arena, monkeypatch)
+    theirs.admit(one, made.slots[one.room], aux)
+    made.run()
+    assert touched[0] == 0 < touched[1], "by what the first pick has brought"
+    assert made.tokens[0] == generated(directory, one.prompt, TOKENS, ignore_eos=True)
 
 
 def test_a_request_longer_than_its_places_loses_tokens_and_gets_them_again(directory: Path) -> None:

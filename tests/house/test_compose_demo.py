@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -95,13 +96,30 @@ def test_an_image_that_cannot_be_built_is_wrong_but_for_want_of_the_network(
 
 @pytest.mark.parametrize(
     ("variables", "wrong"),
-    [({"MIB": "121"}, "the router image has 121 MiB"), ({"OTHER_PACKAGES": "1"}, "other packages than its locks")],
+    [
+        ({"MIB": "149"}, "the router image has 149 MiB: more than 148"),
+        ({"OTHER_PACKAGES": "1"}, "other packages than its locks"),
+    ],
 )
 def test_an_image_that_is_too_large_or_has_packages_that_are_not_locked_is_wrong(
     tried: Path, variables: dict[str, str], wrong: str
 ) -> None:
     status, said = demo(tried, variables, docker=DOCKER.format(build="exit 0"), docker_compose="exit 0")
     assert (status, wrong in said) == (1, True), said
+
+
+def test_an_images_limit_lies_between_what_it_has_and_what_any_part_would_add_that_it_leaves_out() -> None:
+    script = (REPO / "tools" / "compose-demo").read_text()
+    figures = (REPO / "docs" / "figures" / "images.md").read_text()
+    (spare,) = re.findall(r"^mib_spare=(\d+)$", script, re.MULTILINE)
+    limits = dict(re.findall(r'^build (\w+) "\$\w+" (\d+) ', script, re.MULTILINE))
+    measured = re.findall(r"^\| `(\w+)` \| .*? \| (\d+) MiB \|", figures, re.MULTILINE)
+    assert limits == dict(measured)
+    left_out = figures.partition("What the worker's leaves out")[2].partition("Debian's base")[0]
+    parts = [int(mib) for mib in re.findall(r" \| (\d+) \|$", left_out, re.MULTILINE)]
+    (mooncake,) = re.findall(r"^\| Mooncake's engine.*? \| +\| ([\d.]+) \|$", figures, re.MULTILINE)
+    assert len(parts) == 6
+    assert int(spare) < min(*parts, float(mooncake))
 
 
 def test_a_connection_that_broke_and_was_made_again_is_not_why_a_build_fails(tried: Path) -> None:

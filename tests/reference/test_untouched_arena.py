@@ -1,4 +1,4 @@
-"""From landing to the first pick nothing reads a HiSparse request's KV, by whatever path: the page table would show it."""
+"""From landing to the first pick nothing reads a HiSparse request's KV, by whatever path: the page table shows it."""
 
 from __future__ import annotations
 

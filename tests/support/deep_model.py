@@ -75,8 +75,8 @@ def _dense(model, ids, dtype):
     return held, (norm(x[-1:]) @ model._head.to(dtype))[0]
 
 
-# In bfloat16 no two processors round alike, and float32 is the reference: what is computed may be twice as far from it as
-# the same model is in plain bfloat16, which is one bit of eight.
+# In bfloat16 no two processors round alike, and float32 is the reference: what is computed may be twice as far from it
+# as the same model is in plain bfloat16, which is one bit of eight.
 ERROR_MAX = 2.0
 
 

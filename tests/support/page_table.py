@@ -1,7 +1,7 @@
-"""What this process has read or written of a memory, by the kernel's page table: no path around it, whichever code asks.
+"""The bytes of a memory that this process has read or written, by the kernel's page table: no path leads around it.
 
-Each page that any thread, kernel or copy of this process touches gets an entry. The kernel enters up to 64 KiB around it
-as well, so a count is exact only where it is 0.
+Each page that any thread or copy of this process touches gets an entry. The kernel enters up to 64 KiB around it as
+well, so a count is exact only where it is 0.
 """
 
 from __future__ import annotations

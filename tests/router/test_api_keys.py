@@ -23,7 +23,7 @@ from pdtransfer.process.http import Health, HttpListener, application, requests_
 from pdtransfer.process.request_lines import fields_of
 from pdtransfer.process.signals import reload_on_hangup
 from pdtransfer.process.tls import ServerTls
-from pdtransfer.router.api_keys import ApiKeys, KeyLimitError
+from pdtransfer.router.api_keys import ApiKey, ApiKeys, KeyLimitError
 from pdtransfer.router.router import Router
 from pdtransfer.router.servers.server_router import ServerRouter
 from pdtransfer.tracing.ended_request import EndedRequests
@@ -158,6 +158,41 @@ def test_a_rate_lets_a_second_of_requests_through_at_once_and_says_when_to_come_
     assert 400 <= refused.value.retry_ms <= 501
     with key.use(100.0 + refused.value.retry_ms / 1e3):
         pass
+
+
+def used(key: ApiKey, now: float, times: int) -> int:
+    """How many of so many requests at once the key's limits let through."""
+    passed = 0
+    for _ in range(times):
+        try:
+            with key.use(now):
+                passed += 1
+        except KeyLimitError:
+            pass
+    return passed
+
+
+def test_however_long_a_key_was_idle_a_second_of_requests_comes_at_once() -> None:
+    for rate, burst in (("4", 4), ("0.5", 1)):
+        key = keys_of(f"{A} rate={rate}").find(f"Bearer {A}")
+        assert key is not None
+        for now in (10.0, 3_600.0, 1e7):
+            assert used(key, now, 20) == burst, (rate, now)
+
+
+def test_a_clock_that_goes_back_takes_no_request_away() -> None:
+    key = keys_of(f"{A} rate=4").find(f"Bearer {A}")
+    assert key is not None
+    assert used(key, 100.0, 2) == 2
+    assert used(key, 40.0, 5) == 2
+
+
+def test_a_request_that_raises_is_not_open_any_more() -> None:
+    key = keys_of(f"{A} open=1").find(f"Bearer {A}")
+    assert key is not None
+    with pytest.raises(OSError, match="the client left"), key.use(1.0):
+        raise OSError("the client left")
+    assert used(key, 1.0, 3) == 3
 
 
 @pytest.mark.parametrize("engine", ["pdtransfer", "vllm", "sglang"])

@@ -370,6 +370,21 @@ async def test_without_its_token_the_admin_api_does_nothing(token: Path) -> None
 
 
 @on_loop
+async def test_the_admin_token_is_compared_as_a_whole(token: Path) -> None:
+    """Each beginning of it, each byte changed, and what goes on after it."""
+    parts = [TOKEN[:count] for count in range(len(TOKEN))]
+    changed = [TOKEN[:at] + chr(ord(TOKEN[at]) ^ 1) + TOKEN[at + 1 :] for at in range(len(TOKEN))]
+    others = [f"Bearer {each}" for each in (*parts, *changed, TOKEN + "x", TOKEN + " x", TOKEN * 2)]
+    headers = [*others, "bearer " + TOKEN, "", *("Bearer"[:count] for count in range(7))]
+    async with administered(token) as (it, url):
+        for header in headers:
+            async with it.http.get(url + "/workers", headers={"Authorization": header}) as answer:
+                assert answer.status == 401, header
+        async with it.http.get(url + "/workers", headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
+            assert answer.status == 200
+
+
+@on_loop
 async def test_a_wrong_change_is_refused_with_its_field(token: Path) -> None:
     bearer = {"Authorization": f"Bearer {TOKEN}"}
     async with administered(token) as (it, url):

@@ -133,6 +133,7 @@ def test_an_answer_is_what_decode_takes() -> None:
         (PUSH | {"remote_endpoints": "tcp://127.0.0.1:1"}, "remote_endpoints: not a list of 1 to 256 endpoints"),
         (PUSH | {"remote_endpoints": []}, "remote_endpoints: not a list"),
         (PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1"] * 257}, "remote_endpoints: not a list"),
+        (PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1"] * 2}, "remote_endpoints: one is there twice"),
         (PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1", 2]}, "remote_endpoints[1]: a int, not a text"),
         (PUSH | {"remote_endpoints": ["ipc:///tmp/x"]}, "is not tcp://host:port"),
         (PUSH | {"remote_endpoints": [f"{'a' * 40}@tcp://127.0.0.1:1"]}, "endpoint"),

@@ -141,6 +141,7 @@ def test_a_request_that_generates_on_gives_its_window_up_before_its_blocks_are_r
     made.orders(new("a", [[1, 2, 3]], 40))
     assert made.orders(more("a", None, 1, 40)).quiesce == []
     assert made.orders(more("a", None, 1, 51)).quiesce == ["a"]
+    assert made.orders(more("a", None, 1, 52)) == Orders(), "its blocks are others' by now"
     assert made.on_finished(request, STOPPED) == (False, None)
 
 

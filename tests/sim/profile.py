@@ -160,7 +160,7 @@ def draw(seed: int, kind: str | None = None) -> Profile:
                 opens_late=0.1, deadline=(2.0, 8.0),
             )  # fmt: skip
         case _:
-            return _FURTHER[kind](base, rng)
+            return FURTHER[kind](base, rng)
 
 
 def _shared(base: Profile, rng: random.Random) -> Profile:
@@ -314,7 +314,7 @@ def _sparse(base: Profile, rng: random.Random) -> Profile:
     )  # fmt: skip
 
 
-_FURTHER = {
+FURTHER = {
     "shared": _shared,
     "growing": _growing,
     "apart": _apart,

@@ -205,7 +205,7 @@ def test_without_a_kind_every_kind_is_drawn_and_a_replay_names_it(
     monkeypatch.setattr(sys, "argv", ["sim", "--seeds", str(2 * len(KINDS))])
     assert main() == 0
     printed = capsys.readouterr().out
-    known = {*KINDS, *profile._FURTHER, *(mutant.kind for mutant in MUTANTS.values())}
+    known = {*KINDS, *profile.FURTHER, *(mutant.kind for mutant in MUTANTS.values())}
     assert {kind for kind in known if f"2 worlds of kind {kind}" in printed} == known
     for seed in range(len(KINDS)):
         assert profile.draw(seed) == profile.draw(seed, KINDS[seed]), "which a failure's command names"

@@ -675,9 +675,10 @@ async def test_an_owner_that_never_answers_costs_a_bounded_time(directory: Path,
 @on_loop
 async def test_a_directory_that_others_may_enter_is_refused(arena: ArenaMemory, directory: Path) -> None:
     os.mkdir(directory)
-    os.chmod(directory, 0o755)
-    with pytest.raises(TransportError, match=r"drwxr-xr-x.*must be drwx------"):
-        ShmArena(arena, directory=directory)
+    for mode, shown in ((0o755, "drwxr-xr-x"), (0o710, "drwx--x---"), (0o720, "drwx-w----"), (0o701, "drwx-----x")):
+        os.chmod(directory, mode)
+        with pytest.raises(TransportError, match=rf"{shown}.*must be drwx------"):
+            ShmArena(arena, directory=directory)
     os.chmod(directory, 0o700)
     owner = ShmArena(arena, directory=directory)
     await owner.close()

@@ -19,7 +19,7 @@ from pdtransfer.bus.connections import Connections, TurnedAwayError
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
-from pdtransfer.wire import Grant, Hello, Message, Part, Ping, Pong, Reject, decode, encode
+from pdtransfer.wire import Grant, Granted, Hello, Message, Part, Ping, Pong, Reject, decode, encode
 from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, pair
 from tests.support.internals import connections_of, dialled_by, route_of
 from tests.support.waiting import on_loop, until
@@ -480,6 +480,32 @@ async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(
         back = Raw(context, bound, keys=v, server=p.public)
         back.say(hello("v"), Ping(8))
         assert await back.hear() == Pong(8)
+
+
+@on_loop
+async def test_a_revoked_key_loses_the_lines_of_its_sessions_and_no_other_does(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    """The bus closes them itself: a line has no key that could be looked up later."""
+    p, v, g = pair(), pair(), pair()
+    async with Node("p", p, {"villain": v, "good": g}) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        lines: dict[str, tcp.socket] = {}
+        for session, (name, keys) in enumerate({"villain": v, "good": g}.items(), 1):
+            peer = Raw(context, bound, keys=keys, server=p.public)
+            peer.say(hello(name), Ping(1))
+            assert await peer.hear() == Pong(1)
+            ours, lines[name] = tcp.socketpair(tcp.AF_UNIX, tcp.SOCK_STREAM)
+            prefill.bus.attach(f"key:{name}", session, ours, greeted=True)
+            assert prefill.bus.send(f"key:{name}", Granted(session, 1))
+        prefill.bus.allow(AllowList({g.public: "good"}))
+        assert not prefill.bus.send("key:villain", Granted(1, 2))
+        assert prefill.bus.send("key:good", Granted(2, 2))
+        lines["villain"].settimeout(10.0)
+        while lines["villain"].recv(1 << 16):
+            pass  # up to its end
+        for line in lines.values():
+            line.close()
 
 
 @on_loop

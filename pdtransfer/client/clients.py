@@ -333,9 +333,10 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             self._states[room] = KVPoll.TRANSFERRING
         self._port.to_loop(lambda: self._node.finish(room, aux=aux, after=after))
 
-    def abort(self, room: int) -> None:
-        """Gives the room up. RoomFailed follows, then RoomDrained: only then may its pages be reused."""
-        self._port.to_loop(lambda: self._node.abort(room))
+    def abort(self, room: int, detail: str = "") -> None:
+        """Gives the room up, also one that was never opened; `detail` tells decode why. RoomFailed follows for an open
+        one, then RoomDrained: only then may its pages be reused."""
+        self._port.to_loop(lambda: self._node.abort(room, detail=detail))
 
     def poll(self) -> list[PrefillEvent]:
         """The events since the last call, oldest first; never waits."""
@@ -461,6 +462,12 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         )  # fmt: skip
         self._port.to_loop(lambda: self._node.expect(request))
 
+    def withdraw(self, room: int, *, sources: Sequence[str], detail: str = "") -> None:
+        """Tells the prefill ranks at `sources` that this client will not expect a room that they may have open: it
+        fails there, also if it is opened later. `detail` tells why. No event follows. A room that is expected is left
+        alone: `abort` gives it up."""
+        self._port.to_loop(lambda: self._node.withdraw(room, sources, detail))
+
     def release(self, room: int, *, after: Event | None = None) -> None:
         """Returns the slots of a room that is ready, once `after` has fired: the engine must not touch them afterwards.
         Idempotent."""
@@ -468,12 +475,13 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
             self._end(room)
         self._port.to_loop(lambda: self._node.release(room, after=after))
 
-    def abort(self, room: int) -> None:
-        """Gives up a room that is not ready. RoomFailed follows at once; its slots return when no write can reach them.
+    def abort(self, room: int, detail: str = "") -> None:
+        """Gives up a room that is not ready; `detail` tells prefill why. RoomFailed follows at once; its slots return
+        when no write can reach them.
 
         If RoomReady was already on its way, the room has to be released like any other.
         """
-        self._port.to_loop(lambda: self._node.abort(room))
+        self._port.to_loop(lambda: self._node.abort(room, detail=detail))
 
     def poll(self) -> list[DecodeEvent]:
         """The events since the last call, oldest first; never waits."""

@@ -203,7 +203,8 @@ class FenceWriter(Struct, frozen=True):
 
 
 class RoomAsked(Struct, frozen=True):
-    """A decode rank granted slots to a room that is not open yet; reported with the first Grant that waits for it."""
+    """A decode rank granted slots to a room that is not open yet; reported with the first Grant that waits for it. Or
+    it gave such a room up before its Grant: then there are no `tokens`, and the room fails as soon as it is opened."""
 
     room: int
     tokens: int
@@ -241,7 +242,7 @@ DecodeEffect: TypeAlias = (
 )  # fmt: skip
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | RoomAsked | RoomLeased | RoomLanded | RoomFailed
-    | RoomDrained
+    | RoomDrained | PeerRefused
 )  # fmt: skip
 
 DecodeEvent: TypeAlias = RoomReady | RoomFailed | RoomDrained

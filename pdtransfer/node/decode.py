@@ -137,6 +137,7 @@ class DecodeNode:
             self._tell(RoomFailed(request.room, cause, str(error)))
             if request.placed is not None:
                 self._tell(RoomDrained(request.room))
+            self.withdraw(request.room, request.sources, f"{cause.value}: {error}")
             return
         self._run(effects)
 
@@ -160,6 +161,10 @@ class DecodeNode:
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives up a room that is not READY."""
         self._run(self.core.abort(room, self._clock.now(), cause, detail))
+
+    def withdraw(self, room: int, sources: Sequence[str], detail: str) -> None:
+        """Tells prefill ranks that a room will not be expected here."""
+        self._run(self.core.withdraw(room, sources, detail, self._clock.now()))
 
     def unusable(self) -> list[tuple[str, str]]:
         """The dialled prefill ranks that no room can be expected from now, each with the reason."""

@@ -16,6 +16,7 @@ from ..handoff.effects import (
     FenceWriter,
     Map,
     Outcome,
+    PeerRefused,
     PrefillEffect,
     PrefillEvent,
     RoomAsked,
@@ -201,6 +202,8 @@ class PrefillNode:
                 self.transport.write(effect, self._wrote)
             case RoomAsked() | RoomLeased() | RoomLanded() | RoomFailed():
                 self._tell(effect)
+            case PeerRefused(_, detail):
+                log.warning("%s", detail)
             case RoomDrained():
                 self._events.forget(effect.room)
                 self._gates.pop(effect.room, None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal
 
 from ..bus import Bus
@@ -14,10 +15,10 @@ from ..bus.keys import AllowList, KeyPair
 from ..bus.limits import BusLimits
 from ..bus.sockets import LogThrottle
 from ..errors import Cause, RemoteProtocolError
-from ..limits import TOKENS_MAX, Limits
+from ..limits import FACTS_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX, TOKENS_MAX, Limits
 from ..transports.port_guard import PortGuard
 from ..transports.select import place
-from ..wire import Holds, Identity, Member, Message, Ranks, Reject
+from ..wire import Fact, Holds, Identity, Member, Message, Ranks, Reject
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +34,13 @@ REVOKED = "its key was revoked, or its role"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """The identity of a node among its peers, and what it allows them. Peers pair only if `model` and `weights` are
-    equal. Without `keys` and `allowed` a node serves loopback alone, unless it is `insecure`."""
+    equal. If `weights` are not, each side names the `facts` that differ. Without `keys` and `allowed` a node serves
+    loopback alone, unless it is `insecure`."""
 
     node: str  # a name that no other node of the fleet has; at most 128 letters, digits, '.', '_', '-'
     model: str  # at most 128 characters
     weights: bytes  # a digest of the weights, at most 64 bytes: equal weights, equal digest
+    facts: Mapping[str, str] = field(default_factory=dict[str, str])  # what stands behind it, at most FACTS_MAX
     context_tokens: int = 0  # of a prompt and its answer at most, for routers; 0: not said
     keys: KeyPair | None = None  # this node's own; they need an allow-list as well
     allowed: AllowList | None = None  # the peers that may connect
@@ -57,6 +60,10 @@ class NodeSettings:
             self.node, role, secrets.randbits(64), self.ranks, self.model, self.weights, self.limits.window,
             holds=holds, group=self.group or (), transports=transports, place=place(),
             context_tokens=min(self.context_tokens, TOKENS_MAX),
+            facts=tuple([
+                Fact(name[:NAME_LENGTH_MAX], value[:TEXT_LENGTH_MAX])
+                for name, value in islice(self.facts.items(), FACTS_MAX)
+            ]),
         )  # fmt: skip
 
     def bus(self, receive: Callable[[str, Message], None]) -> Bus:

@@ -25,6 +25,7 @@ from .messages import Cancel as Cancel
 from .messages import Drained as Drained
 from .messages import End as End
 from .messages import Ended as Ended
+from .messages import Fact as Fact
 from .messages import Failed as Failed
 from .messages import Goodbye as Goodbye
 from .messages import Grant as Grant
@@ -65,4 +66,5 @@ from .messages import Tokens as Tokens
 from .messages import TokensAcked as TokensAcked
 from .messages import Unusable as Unusable
 from .messages import Welcome as Welcome
+from .messages import Withdrawn as Withdrawn
 from .messages import WorkerFigures as WorkerFigures

@@ -18,6 +18,7 @@ from ..limits import (
     AUX_BYTES_MAX,
     COMPONENTS_MAX,
     DIGEST_BYTES_MAX,
+    FACTS_MAX,
     FIELDS_MAX,
     FRAME_BYTES_MAX,
     HANDLE_BYTES_MAX,
@@ -35,6 +36,7 @@ from ..limits import (
     TRACEPARENT_LENGTH,
     TRANSPORTS_MAX,
     UNUSABLE_MAX,
+    WITHDRAWN_MAX,
 )
 
 VERSION = 1
@@ -131,6 +133,13 @@ class Member(Struct, array_like=True, frozen=True):
     endpoint: Address  # where it is dialled; empty where nobody has to
 
 
+class Fact(Struct, array_like=True, frozen=True):
+    """One of the facts that `weights` is a digest of, or that help a person to tell two engines apart."""
+
+    name: Name  # what it is, such as block_size
+    value: Text  # what it is at this node
+
+
 class Identity(Struct, array_like=True, frozen=True):
     """Who a node says it is: what Hello and Welcome carry."""
 
@@ -150,6 +159,15 @@ class Identity(Struct, array_like=True, frozen=True):
     place: Address = ""  # boot id, network and mount namespace, user: where equal, shm reaches; empty: not said
     # Of a daemon: tokens of a prompt and its answer together, at most; 0: not said. Since v1.4.
     context_tokens: TokenCount = 0
+    # What stands behind `weights`, by name: where these differ, the facts that differ are named. Since v1.5.
+    facts: Annotated[tuple[Fact, ...], Meta(max_length=FACTS_MAX)] = ()
+
+
+class Withdrawn(Struct, array_like=True, frozen=True):
+    """A room that decode gives up before it has a session to grant it on."""
+
+    room: Id64  # it fails at prefill, also if it is opened later
+    detail: Text  # why, for a person
 
 
 class Hello(_Wire, frozen=True):
@@ -159,6 +177,8 @@ class Hello(_Wire, frozen=True):
     version_min: Count16  # the lowest version that the dialler speaks
     version_max: Count16  # the highest
     identity: Identity  # who dials
+    # Decode: rooms that this prefill may have open, and that it will not get a Grant of. Since v1.5.
+    withdrawn: Annotated[tuple[Withdrawn, ...], Meta(max_length=WITHDRAWN_MAX)] = ()
 
 
 class Welcome(_Wire, frozen=True):
@@ -283,6 +303,7 @@ class Abort(_Wire, frozen=True):
     session: Id64  # Register's
     grant: GrantNumber  # its Grant need not have arrived, nor been sent
     room: Id64 = 0  # the Grant's; it fails at prefill, also if it is opened later; 0: not named
+    detail: Text = ""  # why the room has ended at decode, for a person. Since v1.5.
 
 
 class Drained(_Wire, frozen=True):

@@ -719,7 +719,10 @@ async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.Log
             await until(lambda room=room: len(told) == room)
         assert all(failed.cause is Cause.REFUSED and "'another'" in failed.detail for failed in told)
         lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        assert lines == [f"{endpoint} refuses (refused): model: d has 'another', p 'm'"]
+        line = "model: d has 'another', p 'm'"
+        assert lines == [f"node:d is refused: {line}", f"{endpoint} refuses (refused): {line}"], (
+            "prefill's and decode's"
+        )
     finally:
         await decode_node.close()
         await prefill.close()

@@ -10,11 +10,12 @@ _PLACE = "3f1c6d1e-8f0b-4d0e-9c53-0d4f5f1f9a77 net:[4026531840] mnt:[4026531841]
 _PREFILL = [
     "prefill-0", "prefill", 0xFFEEDDCCBBAA9988, [1, 2, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
     [["latent", 0, 2, 0, 1, 1, 2]], _LED, ["shm", "mooncake"], _PLACE, 131072,
+    [["block_size", "16"], ["kv_dtype", "bfloat16"]],
 ]  # fmt: skip
 _DECODE = [
     "decode-0", "decode", 0x0123456789ABCDEF, [0, 1, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
     [["latent", 0, 2, 0, 1, 0, 1]], [["decode-0", ""], ["decode-1", ""]],
-    ["mooncake"], _PLACE, 131072,
+    ["mooncake"], _PLACE, 131072, [["block_size", "32"]],
 ]  # fmt: skip
 _KEY = "bB<^>b]T&ncT)k#p?RRdw@gKR9<g&@=K7ynK0gc5"  # a Z85 key may hold an @ itself: it ends by length
 _TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -35,7 +36,7 @@ _HBM = [*_REACH, bytes(range(128, 192)), 9437184 - (1 << 20), 1 << 20]
 _PART = [0, 0, 1000, bytes.fromhex("00000000e8030000")]
 
 SPECIMENS: dict[str, list[Any]] = {
-    "Hello": [1, 1, 1, 1, _DECODE],
+    "Hello": [1, 1, 1, 1, _DECODE, [[_ROOM, "refused: block_size: prefill-0 has '16', decode-0 '32'"]]],
     "Welcome": [1, 2, 1, _PREFILL],
     "Reject": [1, 3, _SESSION, "refused", ["model: demo-gqa, this side has demo-mla"]],
     "Register": [1, 4, _SESSION, [_COMPONENT], _HBM, True],
@@ -45,7 +46,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "Landed": [1, 8, _SESSION, 1, 2304000, b"first token and the like", bytes(range(8))],
     "Released": [1, 9, _SESSION, 1],
     "Failed": [1, 10, _SESSION, 1, "engine", "the model ran out of pages", True],
-    "Abort": [1, 11, _SESSION, 1, _ROOM],
+    "Abort": [1, 11, _SESSION, 1, _ROOM, "deadline: not ready in time"],
     "Drained": [1, 12, _SESSION, 1],
     "Begin": [
         1, 13, _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from ...errors import Cause
 from ...layout.layout import Component
-from ...limits import PART_EXTENTS_MAX, Limits
+from ...limits import PART_EXTENTS_MAX, TEXT_LENGTH_MAX, Limits
 from ...wire import Abort, Grant, Part, Released, pack_extents
 from ..effects import DecodeEffect, Send
 from ..prefix import PrefixCache, prefix_rows
@@ -46,12 +47,12 @@ class Leases:
         lease.holding.claims += 1
         self.repeat(lease, now)
 
-    def withdraw(self, room_id: int, session: SessionRecord, now: float) -> None:
+    def withdraw(self, room_id: int, session: SessionRecord, detail: str, now: float) -> None:
         """Tells a writer that a room will never be granted: uses up a number for its Abort, and leases nothing."""
         message = Grant(session.id, session.next_grant, room_id, 0, 0, (), send_aux=False, time_left_ms=0)
         nothing = self._cache.arena.allocate([0] * len(self._cache.arena.components))
         assert nothing is not None
-        self.abort(self._number(session, message, nothing, now), now)
+        self.abort(self._number(session, message, nothing, now), detail, now)
 
     @staticmethod
     def _number(session: SessionRecord, message: Grant, holding: Holding, deadline: float) -> LeaseEntry:
@@ -74,7 +75,7 @@ class Leases:
                 return  # The session's repeated Reject covers it.
             if (now - lease.aborted) * 1e3 >= self._limits.silence_ms:
                 self._condemn(lease)
-            self._out(Send(session.peer, Abort(session.id, number, lease.message.room)))
+            self._out(Send(session.peer, Abort(session.id, number, lease.message.room, lease.detail)))
         lease.repeat_ms = backoff_ms(lease.repeat_ms, self._limits.resend_ms, self._limits.resend_ms_max)
         self._peers.timers.set(("lease", session.id, number), now + lease.repeat_ms / 1e3)
 
@@ -90,10 +91,11 @@ class Leases:
             if lease.state is Lease.GRANTED and not lease.repeat_ms:
                 self.repeat(lease, now)
 
-    def abort(self, lease: LeaseEntry, now: float) -> None:
-        """The room does not need the lease: Abort repeats until a proof. After silence_ms without one it is
-        quarantined."""
+    def abort(self, lease: LeaseEntry, detail: str, now: float) -> None:
+        """The room does not need the lease, for the reason in `detail`: Abort repeats until a proof. After silence_ms
+        without one it is quarantined."""
         if lease.state is Lease.GRANTED:
+            lease.detail = detail[:TEXT_LENGTH_MAX]
             lease.state = step(LEASE, lease.state, LeaseEvent.ABORT)
             lease.repeat_ms, lease.aborted = 0, now
             self.repeat(lease, now)
@@ -140,6 +142,13 @@ class Leases:
         if count == max(sign, 0):  # its first lease came, or its last one went
             self.quarantined_bytes += sign * lease.holding.bytes
         self._peers.peers[lease.session.peer].quarantined_bytes += sign * lease.holding.bytes
+
+
+def reason_of(cause: Cause, detail: str) -> str:
+    """Why a room has ended, as a writer of it is told."""
+    if cause is Cause.ABORTED:
+        return detail  # Abort says the rest
+    return f"{cause.value}: {detail}" if detail else cause.value
 
 
 _GRANT_BYTES = 256  # upper bound of a Grant's frame without its parts

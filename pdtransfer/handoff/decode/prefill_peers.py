@@ -12,8 +12,22 @@ from collections.abc import Callable
 from ...errors import Cause, RemoteProtocolError
 from ...layout.layout import Component
 from ...limits import TEXT_LENGTH_MAX, Limits
-from ...wire import VERSION, Goodbye, Hello, Identity, Ping, Pong, Reach, Register, Registered, Reject, Welcome
+from ...wire import (
+    VERSION,
+    Goodbye,
+    Hello,
+    Identity,
+    Ping,
+    Pong,
+    Reach,
+    Register,
+    Registered,
+    Reject,
+    Welcome,
+    Withdrawn,
+)
 from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, PeerRefused, Send
+from ..identity_check import differences
 from ..liveness import HELLO_WANTED, Liveness
 from ..sharing import share_of, wrong_fields
 from ..states import SESSION, SessionEvent, SessionState, step
@@ -39,10 +53,12 @@ class PrefillPeers:
         lost: Callable[[SessionRecord, Cause, str, float], None],
         unreachable: Callable[[PeerRecord, Cause, str, float], None],
         quiet: Callable[[SessionRecord], None],
+        withdrawn: Callable[[str, float], tuple[Withdrawn, ...]],
     ) -> None:
         self.identity, self._components, self._limits, self._mint, self._out = identity, components, limits, mint, out
         self._enable_hisparse = enable_hisparse
         self._up, self._lost, self._unreachable, self._quiet = up, lost, unreachable, quiet
+        self._withdrawn = withdrawn
         self.peers: dict[str, PeerRecord] = {}
         self.sessions: dict[int, SessionRecord] = {}  # condemned ones too, until they are proven quiet
         self.timers: Timers[TimerKey] = Timers()
@@ -142,20 +158,12 @@ class PrefillPeers:
         theirs, ours = message.identity, self.identity
         if ("hello", name, 0) not in self.timers or peer.liveness.late(theirs.incarnation, now):
             return  # Unsolicited, or a late message of a dead process.
-        differences = [
-            f"{field}: {name} has {there!r}, this node {here!r}"
-            for field, there, here in (
-                ("version", message.version, VERSION),
-                ("role", theirs.role, "prefill"),
-                ("model", theirs.model, ours.model),
-                ("weights", theirs.weights.hex(), ours.weights.hex()),
-            )
-            if there != here
-        ]
-        wrong = wrong_fields(theirs, ours, self._components)
-        differences += [f"{field}: {name} has {text}" for field, text in wrong]
-        if differences:
-            self._refuse(peer, Cause.REFUSED, "; ".join(differences), now)
+        lines = differences(theirs, ours, role="prefill")
+        if message.version != VERSION:
+            lines.append(f"version: {theirs.node} has {message.version}, {ours.node} {VERSION}")
+        lines += [f"{field}: {theirs.node} has {text}" for field, text in wrong_fields(theirs, ours, self._components)]
+        if lines:
+            self._refuse(peer, Cause.REFUSED, f"{name} is refused: " + "; ".join(lines), now)
             return
         if peer.liveness.restarted(theirs.incarnation, now):
             if peer.session is not None:
@@ -335,6 +343,11 @@ class PrefillPeers:
         else:
             self.timers.set(("hello", peer.name, 0), when)
 
+    def greet_soon(self, peer: PeerRecord, now: float) -> None:
+        """Sends the Hello that is due at the slowest pace now, or as soon as resend_ms after the latest allows."""
+        self.timers.clear(("hello", peer.name, 0))
+        self._greet(peer, now)
+
     def _greet_later(self, peer: PeerRecord, now: float) -> None:
         """Sends Hello at the slowest pace."""
         peer.liveness.hello_ms = self._limits.resend_ms_max
@@ -343,7 +356,8 @@ class PrefillPeers:
     def _hello(self, peer: PeerRecord, now: float) -> None:
         peer.greeted = now
         self.timers.set(("hello", peer.name, 0), now + peer.liveness.next_hello_ms() / 1e3)
-        self._out(Send(peer.name, Hello(VERSION, VERSION, self.identity)))
+        withdrawn = self._withdrawn(peer.name, now) if peer.refusal is not None else ()
+        self._out(Send(peer.name, Hello(VERSION, VERSION, self.identity, withdrawn)))
 
     def _refuse(self, peer: PeerRecord, cause: Cause, text: str, now: float) -> None:
         """Fails the peer's rooms. A fitting process may replace it, so Hello repeats at the slowest pace."""

@@ -28,6 +28,7 @@ class LeaseEntry:
     state: Lease = Lease.GRANTED
     granted: bool = False
     aborted: float = 0.0  # when Abort was first sent
+    detail: str = ""  # and why
     repeat_ms: int = 0
 
     kv_bytes: int = field(init=False)  # that the writer has to write

@@ -30,7 +30,7 @@ from ..effects import DecodeEffect, Dial, PeerRefused, RoomDrained, RoomFailed, 
 from ..prefix import PrefixCache
 from ..slot_allocator import SlotAllocator
 from ..states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, SessionState, step
-from .leases import Leases, fits_a_grant
+from .leases import Leases, fits_a_grant, reason_of
 from .post_landing import PostLanding, PrefixPublish
 from .prefill_peers import PrefillPeers
 from .records import LeaseEntry, PeerRecord, RoomRecord, SessionRecord
@@ -65,12 +65,12 @@ class DecodeSessions:
         self.draining = False
         self._out: list[DecodeEffect] = []
         self.window_slots = WindowSlots(Coverage(self.arena.components, limits.sessions_max))
-        self.withdrawals = Withdrawals(limits.rooms_max, limits.room_deadline_ms / 1e3)
+        self.withdrawals = withdrawals = Withdrawals(limits.rooms_max, limits.room_deadline_ms / 1e3)
         self.prefill_peers = PrefillPeers(
             identity, tuple(components), limits, mint, self._out.append,
             enable_hisparse=enable_hisparse,
             up=lambda peer: self._connect(peer.name), lost=self._session_lost, unreachable=self._peer_unreachable,
-            quiet=lambda session: self.leases.quiet(session),  # noqa: PLW0108 -- `leases` is made below: each needs the other
+            quiet=self._quiet, withdrawn=withdrawals.in_hello,
         )  # fmt: skip
         self.room_groups = RoomGroups(self.prefill_peers)
         self.leases = Leases(self.prefill_peers, self.cache, limits, self._out.append)
@@ -104,7 +104,7 @@ class DecodeSessions:
         )
         if refused is not None:
             self._out += [refused] if request.placed is None else [refused, RoomDrained(room.id)]
-            self.withdrawals.add(room, now)
+            self.withdrawals.add(room, reason_of(refused.cause, refused.detail), now)
             if not self.draining:  # they are told on a session, which there may be none of yet
                 for name in room.sources:
                     self.prefill_peers.redial(name, now)
@@ -139,6 +139,16 @@ class DecodeSessions:
         room = self.rooms.get(room_id)
         if room is not None and room.state is not DecodeRoom.READY:
             self._fail(room, cause, detail, now)
+        return self._effects(now)
+
+    def withdraw(self, room_id: int, sources: Sequence[str], detail: str, now: float) -> list[DecodeEffect]:
+        """Tells the prefill ranks at `sources` that this node will not expect a room that they may have open. A room
+        that it expects already is left alone."""
+        if room_id not in self.rooms and not self.draining:
+            for name in sources:
+                self.withdrawals.put(name, room_id, detail, now)
+                self._out.append(Dial(name))
+                self.prefill_peers.redial(name, now)
         return self._effects(now)
 
     def drain(self) -> None:
@@ -329,18 +339,20 @@ class DecodeSessions:
                 self.admission.enqueue(room.id, room.demand)
 
     def _withdraw(self, now: float) -> None:
-        """Tells sources of the rooms that were given up before their Grant, in window slots that no room waits for."""
+        """Tells sources of the rooms that were given up before their Grant: by Abort, in window slots that no room
+        waits for, or where there can be no session, by Hello."""
         for name in self.withdrawals.sources:
             peer = self.prefill_peers.peers.get(name)
+            if peer is not None and peer.refusal is not None and peer.session is None and self.withdrawals.is_new(name):
+                self.prefill_peers.greet_soon(peer, now)
             while peer is not None and peer.up is not None and peer.up.has_window_slot:
                 taken = self.withdrawals.take(name, now)
                 if taken is None:
                     break
-                room_id, until, whole_group = taken
-                self.leases.withdraw(room_id, peer.up, now)
-                for member in (self.prefill_peers.group_of(name) or ()) if whole_group else ():
+                self.leases.withdraw(taken.room, peer.up, taken.detail, now)
+                for member in (self.prefill_peers.group_of(name) or ()) if taken.whole_group else ():
                     if member != name:
-                        self.withdrawals.put(member, room_id, now, until=until)
+                        self.withdrawals.put(member, taken.room, taken.detail, now, until=taken.until)
                         self._out.append(Dial(member))
                         self.prefill_peers.redial(member, now)
 
@@ -409,10 +421,11 @@ class DecodeSessions:
             self.admission.landed(room.demand, room.holding)
         self.post_landing.stop(room)
         self._out.append(RoomFailed(room.id, cause, detail[:TEXT_LENGTH_MAX]))
+        reason = reason_of(cause, detail)
         for lease in room.leases:
-            self.leases.abort(lease, now)
+            self.leases.abort(lease, reason, now)
         self._close(room)
-        self.withdrawals.add(room, now)
+        self.withdrawals.add(room, reason, now)
         for source in room.sources:
             self._connect(source)
 
@@ -433,7 +446,10 @@ class DecodeSessions:
         if session.state is SessionState.FENCING and cause is not Cause.PEER_RESTARTED:
             for lease in session.leases.values():
                 if not lease.granted:  # neither its Grant nor its Abort may have arrived, and none is repeated
-                    self.withdrawals.put(session.peer, lease.message.room, now)
+                    self.withdrawals.put(session.peer, lease.message.room, reason_of(cause, detail), now)
+
+    def _quiet(self, session: SessionRecord) -> None:
+        self.leases.quiet(session)
 
     def _peer_unreachable(self, peer: PeerRecord, cause: Cause, detail: str, now: float) -> None:
         for room in [*self.window_slots.waiting_at(peer.name), *self.room_groups.waiting_at(peer.name)]:

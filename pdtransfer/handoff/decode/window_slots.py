@@ -4,11 +4,16 @@ check of their sources."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ...errors import Cause
 from ...layout.layout import Component
+from ...limits import TEXT_LENGTH_MAX, WITHDRAWN_MAX
+from ...wire import Withdrawn
 from ..sharing import uncovered
 from .records import RoomRecord, SessionRecord
+
+HELLOS = 3  # that name a room: ZeroMQ loses one where a connection is made anew
 
 
 class Coverage:
@@ -98,6 +103,17 @@ class WindowSlots:
         return room, Cause.REFUSED, gap
 
 
+@dataclass(slots=True)
+class Withdrawal:
+    """One room that was given up, for one source."""
+
+    room: int
+    detail: str  # why, for a person
+    until: float  # when nobody waits for it any more
+    whole_group: bool  # it is for all ranks that the source leads
+    hellos: int = 0  # that have named it, to a source that refuses this node or is refused
+
+
 class Withdrawals:
     """Rooms that were given up before their Grant, oldest first, until each source that may have them open is told.
 
@@ -107,7 +123,7 @@ class Withdrawals:
 
     def __init__(self, kept_max: int, kept_s: float) -> None:
         self._kept_max, self._kept_s = kept_max, kept_s
-        self._waiting: dict[str, dict[int, tuple[float, bool]]] = {}  # by source and room; none is empty
+        self._waiting: dict[str, dict[int, Withdrawal]] = {}  # by source and room; none is empty
         self._count = 0
 
     def __bool__(self) -> bool:
@@ -118,45 +134,60 @@ class Withdrawals:
         """The sources that are to be told of a room."""
         return list(self._waiting)
 
-    def add(self, room: RoomRecord, now: float) -> None:
+    def add(self, room: RoomRecord, detail: str, now: float) -> None:
         """Adds a room that has failed, for those of its sources that have no Grant of it."""
         granted = {lease.session.peer for lease in room.leases}
         for source in room.sources:
             if source not in granted:
-                self.put(source, room.id, now, until=room.deadline, whole_group=room.sources == room.leaders)
+                whole_group = room.sources == room.leaders
+                self.put(source, room.id, detail, now, until=room.deadline, whole_group=whole_group)
 
-    def put(self, source: str, room_id: int, now: float, *, until: float = 0.0, whole_group: bool = False) -> None:
+    def put(
+        self, source: str, room_id: int, detail: str, now: float, *, until: float = 0.0, whole_group: bool = False
+    ) -> None:
         """Adds a room for one source, or for the whole group of ranks that this source leads."""
         waiting = self._waiting.setdefault(source, {})
         if room_id not in waiting:
             self._count += 1
-        waiting[room_id] = max(until, now + self._kept_s), whole_group
+        waiting[room_id] = Withdrawal(room_id, detail[:TEXT_LENGTH_MAX], max(until, now + self._kept_s), whole_group)
         if self._count > self._kept_max:
             self._pop(source)
 
     def drop(self, room: RoomRecord) -> None:
         """The room is expected again: its sources are not told that it was given up."""
         for source in room.sources:
-            if (waiting := self._waiting.get(source)) is not None and room.id in waiting:
-                del waiting[room.id]
-                self._count -= 1
-                if not waiting:
-                    del self._waiting[source]
+            if room.id in self._waiting.get(source, ()):
+                self._remove(source, room.id)
 
-    def take(self, source: str, now: float) -> tuple[int, float, bool] | None:
-        """Removes a room of which this source is to be told, and returns it with the time until which it is kept, and
-        with whether the source's whole group is to be told; None for none."""
+    def take(self, source: str, now: float) -> Withdrawal | None:
+        """Removes a room of which this source is to be told, and returns it; None for none."""
         while source in self._waiting:
             taken = self._pop(source)
-            if now < taken[1]:
+            if now < taken.until:
                 return taken
         return None
 
-    def _pop(self, source: str) -> tuple[int, float, bool]:
+    def is_new(self, source: str) -> bool:
+        """Whether no Hello to this source has named one of its rooms yet."""
+        return any(not each.hellos for each in self._waiting.get(source, {}).values())
+
+    def in_hello(self, source: str, now: float) -> tuple[Withdrawn, ...]:
+        """The rooms that the next Hello to this source names. Nothing acknowledges them, so each is in several."""
+        waiting = self._waiting.get(source, {})
+        named = sorted(waiting.values(), key=lambda each: each.hellos)[:WITHDRAWN_MAX]
+        for each in named:
+            each.hellos += 1
+        for each in [each for each in waiting.values() if each.hellos >= HELLOS or now >= each.until]:
+            self._remove(source, each.room)
+        return tuple([Withdrawn(each.room, each.detail) for each in named])
+
+    def _pop(self, source: str) -> Withdrawal:
+        return self._remove(source, next(iter(self._waiting[source])))
+
+    def _remove(self, source: str, room_id: int) -> Withdrawal:
         waiting = self._waiting[source]
-        first = next(iter(waiting))
-        until, whole_group = waiting.pop(first)
+        removed = waiting.pop(room_id)
         self._count -= 1
         if not waiting:
             del self._waiting[source]
-        return first, until, whole_group
+        return removed

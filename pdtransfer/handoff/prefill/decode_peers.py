@@ -34,7 +34,8 @@ from ...wire import (
     negotiate,
 )
 from ..component_variants import repeated
-from ..effects import Map, PrefillEffect, Send, Unmap
+from ..effects import Map, PeerRefused, PrefillEffect, Send, Unmap
+from ..identity_check import differences
 from ..liveness import Liveness
 from ..sharing import pair_share
 from ..states import WRITER, WriterEvent, WriterState, step
@@ -72,11 +73,13 @@ class DecodePeers:
         *,
         on_grant_message: Callable[[WriterSession, Grant | Abort | Released, float], None],
         closed: Callable[[WriterSession, Cause, str, float], None],
+        withdraw: Callable[[int, str, str, float], None],
         group_is_known: bool,
     ) -> None:
         self.identity, self._components, self._limits = identity, components, limits
         self._timers, self._out, self._on_grant_message, self._closed = timers, out, on_grant_message, closed
-        self._group_is_known = group_is_known
+        self._withdraw, self._group_is_known = withdraw, group_is_known
+        self._refusals: dict[str, str] = {}  # what was reported of peers that do not fit, the oldest first
         self.peers: dict[str, DecodePeer] = {}
         self.sessions: dict[int, WriterSession] = {}  # closed ones too, until they are over
 
@@ -206,17 +209,11 @@ class DecodePeers:
                 for session in self._open_of(name):
                     self.close(session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
         version = negotiate(ours=(VERSION, VERSION), theirs=(message.version_min, message.version_max))
-        differences = [
-            f"{field}: {theirs.node} has {there!r}, {ours.node} {here!r}"
-            for field, there, here in (
-                ("role", theirs.role, "decode"),
-                ("model", theirs.model, ours.model),
-                ("weights", theirs.weights.hex(), ours.weights.hex()),
-            )
-            if there != here
-        ]
-        if differences:
-            self._reject(name, 0, Cause.REFUSED, *differences)
+        if theirs.role == "decode":  # also of a node that does not fit: nothing else tells that its rooms are over
+            for room in message.withdrawn:
+                self._withdraw(room.room, name, room.detail, now)
+        if lines := differences(theirs, ours, role="decode"):
+            self._refuse(name, 0, lines)
             return
         if peer is None:
             if len(self.peers) >= self._limits.sessions_max:
@@ -244,9 +241,8 @@ class DecodePeers:
             self._open(peer, message, now)
 
     def _open(self, peer: DecodePeer, message: Register, now: float) -> None:
-        differences = self._differences(message)
-        if differences:
-            self._reject(peer.name, message.session, Cause.REFUSED, *differences[:FIELDS_MAX])
+        if lines := self._differences(message):
+            self._refuse(peer.name, message.session, lines)
             return
         if self._full(peer.name):
             for other in self._open_of(peer.name):
@@ -254,6 +250,7 @@ class DecodePeers:
         if full := self._full(peer.name):
             self._reject(peer.name, message.session, Cause.FULL, full)
             return
+        self._refusals.pop(peer.name, None)
         session = WriterSession(message.session, peer.name, message.components, message.reach, peer.window)
         self.sessions[session.id] = session
         if session.components:
@@ -329,6 +326,16 @@ class DecodePeers:
         del self.sessions[session.id]
         if session.components:
             self._out(Unmap(session.id))
+
+    def _refuse(self, name: str, session_id: int, lines: list[str]) -> None:
+        """Rejects a peer that does not fit, and reports it, once until something else is wrong with it or it fits."""
+        self._reject(name, session_id, Cause.REFUSED, *lines[:FIELDS_MAX])
+        text = f"{name} is refused: " + "; ".join(lines)
+        if self._refusals.pop(name, None) != text:
+            self._out(PeerRefused(name, text))
+        self._refusals[name] = text
+        if len(self._refusals) > self._limits.sessions_max:
+            del self._refusals[next(iter(self._refusals))]
 
     def _reject(self, name: str, session_id: int, cause: Cause, *lines: str) -> None:
         self._out(Send(name, Reject(session_id, cause.value, tuple(line[:TEXT_LENGTH_MAX] for line in lines))))

@@ -49,13 +49,15 @@ class PrefillSessions:
         self.rooms: dict[int, OpenRoom] = {}  # not ended, or ended with writes in flight
         self._waiting: dict[int, dict[WriterGrant, None]] = {}  # grants by room, which is not open yet
         self._ended: dict[int, tuple[Cause, str]] = {}  # of the latest rooms, whose late grants must not wait
-        self._withdrawn: dict[int, dict[str, None]] = {}  # the latest rooms that decode gave up before `open`, by whom
+        # The latest rooms that decode gave up before `open`: by whom, and why.
+        self._withdrawn: dict[int, dict[str, str]] = {}
         self.draining = False
         self._timers: Timers[TimerKey] = Timers()
         self._out: list[PrefillEffect] = []
         self.decode_peers = DecodePeers(
             identity, self._components, limits, self._timers, self._out.append,
-            on_grant_message=self._on_grant_message, closed=self._session_closed, group_is_known=group_is_known,
+            on_grant_message=self._on_grant_message, closed=self._session_closed, withdraw=self._withdraw_ungranted,
+            group_is_known=group_is_known,
         )  # fmt: skip
         self._grant_ends = GrantEnds(limits, self._timers, self._out.append)
 
@@ -103,8 +105,8 @@ class PrefillSessions:
         room = OpenRoom(room_id, tokens, grants, None if peers is None else frozenset(peers), deadline)
         self.rooms[room_id] = room
         self._timers.set(("room", room_id, 0), deadline)
-        for peer in self._withdrawn.pop(room_id, ()):
-            self._withdraw(room_id, peer, now)
+        for peer, detail in self._withdrawn.pop(room_id, {}).items():
+            self._withdraw(room_id, peer, detail, now)
         for grant in list(self._waiting.get(room_id, ())):
             self._attach(grant, room, now)
         return self._effects()
@@ -263,10 +265,10 @@ class PrefillSessions:
         elif isinstance(message, Grant):
             self._grant(session, message, now)
         elif number in session.grants:
-            self._abort(session.grants[number], now)
+            self._abort(session.grants[number], message.detail, now)
         else:
             self._grant_ends.refuse(session, number, now)
-            self._withdraw(message.room, session.peer, now)
+            self._withdraw_ungranted(message.room, session.peer, message.detail, now)
 
     def _grant(self, session: WriterSession, message: Grant, now: float) -> None:
         grant = session.grants.get(message.grant)
@@ -295,21 +297,29 @@ class PrefillSessions:
             self._waiting.setdefault(room_id, {})[grant] = None
             self._timers.set(("grant", grant.session.id, grant.number), grant.deadline)
 
-    def _abort(self, grant: WriterGrant, now: float) -> None:
+    def _abort(self, grant: WriterGrant, detail: str, now: float) -> None:
         self._stop_waiting(grant)
         self._grant_ends.abort(grant, now)
         if grant.room is not None:
-            self._withdraw(grant.room, grant.session.peer, now)
+            self._withdraw(grant.room, grant.session.peer, detail, now)
 
-    def _withdraw(self, room_id: int, peer: str, now: float) -> None:
+    def _withdraw_ungranted(self, room_id: int, peer: str, detail: str, now: float) -> None:
+        """A decode node gives up a room that it has granted nothing for. The engine may know its request by a room that
+        it opens only when asked."""
+        known = room_id in self._withdrawn
+        self._withdraw(room_id, peer, detail, now)
+        if not known and room_id in self._withdrawn:
+            self._out.append(RoomAsked(room_id, 0, 0))
+
+    def _withdraw(self, room_id: int, peer: str, detail: str, now: float) -> None:
         """A decode node gives up a room: the room fails if that node has granted for it or still may, now or once it is
         opened."""
         room = self.rooms.get(room_id)
         if room is not None:
             if any(grant.session.peer == peer for grant in room.grants) or (room.admits(peer) and not room.leased):
-                self._fail(room, Cause.ABORTED, f"{peer} aborted it", now)
+                self._fail(room, Cause.ABORTED, f"{peer} gave it up: {detail}" if detail else f"{peer} gave it up", now)
         elif room_id and room_id not in self._ended:
-            self._withdrawn.setdefault(room_id, {})[peer] = None
+            self._withdrawn.setdefault(room_id, {})[peer] = detail
             if len(self._withdrawn) > self._limits.rooms_max:
                 del self._withdrawn[next(iter(self._withdrawn))]
 
@@ -364,7 +374,7 @@ class PrefillSessions:
         self._stop_waiting(grant)
         self._grant_ends.fail(grant, cause, detail, now)
         if waits and grant.room is not None:
-            self._withdraw(grant.room, grant.session.peer, now)
+            self._withdraw(grant.room, grant.session.peer, f"{cause.value}: {detail}", now)
         room = self._room_of(grant)
         if room is not None:
             self._fail(room, cause, detail, now)

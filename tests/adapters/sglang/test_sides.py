@@ -169,7 +169,7 @@ def test_decode_gives_up_before_prefill_has_heard_and_asks_again() -> None:
         wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
         made.begin(7)
         made.until(7, KVPoll.FAILED, made.prefill)
-        assert "d0 aborted it" in made.prefill[0].states[7][-1].reason
+        assert "d0 gave it up" in made.prefill[0].states[7][-1].reason
         made.meet(7, [8])
         made.push(7, [5], aux=AUX)
         made.until(7, KVPoll.SUCCESS)
@@ -197,7 +197,7 @@ def test_decode_gives_up_and_prefill_fails(pushed: bool) -> None:
             made.push(7, [5])
         made.decode[0].side.give_up(7)
         made.until(7, KVPoll.FAILED, made.prefill)
-        assert "d0 aborted it" in made.prefill[0].states[7][-1].reason
+        assert "d0 gave it up" in made.prefill[0].states[7][-1].reason
         wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
         assert 7 not in made.decode[0].states  # SGLang knows what it gave up
         made.hand_over(8, source=[5, 2], target=[1, 8])  # its pages are free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -40,6 +41,7 @@ from pdtransfer.wire import (
     Registered,
     Reject,
     Released,
+    Withdrawn,
     unpack_extents,
 )
 from tests.sim.pools import LAYERS, ROW
@@ -225,7 +227,9 @@ def test_one_ranks_failure_fails_the_room_and_aborts_the_other() -> None:
     first, second = two_ranks(end)
     effects = end.hear(Failed(first.session, first.grant, "engine", "out of luck", quiescent=True))
     assert failure(effects) == (1, Cause.ENGINE)
-    assert sent(effects, Abort) == [Abort(second.session, second.grant, 1)], "the first has ended already"
+    assert sent(effects, Abort) == [Abort(second.session, second.grant, 1, f"engine: {P}: out of luck")], (
+        "the first has ended already"
+    )
 
 
 def test_slots_are_free_when_the_last_rank_has_drained() -> None:
@@ -333,7 +337,8 @@ def test_a_room_that_reaches_its_deadline_before_its_grant_is_aborted_as_well() 
     end.expect(2, 16, deadline=0.1)
     effects = end.tick(0.11)
     assert failure(effects) == (2, Cause.DEADLINE)
-    assert sent(effects, Abort) == [Abort(first.session, first.grant + 1, 2)]
+    detail = "deadline: not ready in time, still queued"
+    assert sent(effects, Abort) == [Abort(first.session, first.grant + 1, 2, detail)]
 
 
 def test_a_room_that_is_refused_at_once_is_aborted_on_a_session_that_is_made_for_it() -> None:
@@ -843,17 +848,17 @@ def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace() -> None:
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        ({"model": "other"}, "model: tcp://p0 has 'other', this node 'm'"),
-        ({"weights": b"\x01"}, "weights: tcp://p0 has '01', this node '77'"),
-        ({"ranks": Ranks(4, 2)}, "ranks.tp_rank: tcp://p0 has 4, of 2"),
-        ({"holds": 2 * KV}, "holds[1].component: tcp://p0 has 'kv' a second time"),
+        ({"model": "other"}, "model: p0 has 'other', d0 'm'"),
+        ({"weights": b"\x01"}, "weights: p0 has '01', d0 '77'"),
+        ({"ranks": Ranks(4, 2)}, "ranks.tp_rank: p0 has 4, of 2"),
+        ({"holds": 2 * KV}, "holds[1].component: p0 has 'kv' a second time"),
         (
             {"holds": (Holds("kv", 0, 9, 0, 1),)},
-            "holds[0].layer_end: tcp://p0 has layers 0..8 of 'kv', which has 0..2",
+            "holds[0].layer_end: p0 has layers 0..8 of 'kv', which has 0..2",
         ),
         (
             {"holds": (Holds("kv", 0, LAYERS, 0, 1, 0, 256),)},
-            "holds[0].replicas: tcp://p0 has 256, of 1 tensor-parallel ranks",
+            "holds[0].replicas: p0 has 256, of 1 tensor-parallel ranks",
         ),
     ],
 )
@@ -864,11 +869,44 @@ def test_a_peer_that_does_not_fit_is_refused_with_both_values_until_another_take
     assert sent(end.expect(1), Hello)
     effects = end.hear(end.welcome(**wrong))
     (failed,) = of(effects, RoomFailed)
-    assert (failed.cause, failed.detail) == (Cause.REFUSED, named)
+    assert (failed.cause, failed.detail) == (Cause.REFUSED, f"{P} is refused: {named}")
     assert of(end.hear(end.welcome(**wrong)), PeerRefused) == [], "said once"
     end.tick(1.0)
     assert of(end.hear(end.welcome(incarnation=2)), Offer)
     assert end.expect(2) == []
+
+
+def test_rooms_of_a_peer_that_refuses_this_node_are_named_to_it_in_three_hellos_of_at_most_64() -> None:
+    """Without a session no Abort can name them."""
+    end = DecodeEnd()
+    no = Reject(0, "refused", ("block_size: d0 has '32', p0 '16'",))
+    for room in range(1, 101):
+        end.expect(room)
+    end.hear(no)
+    named = list[tuple[Withdrawn, ...]]()
+    for _ in range(100):
+        for hello in sent(end.tick(0.1), Hello):
+            named.append(hello.withdrawn)
+            end.hear(no)
+    assert [len(each) for each in named[:2]] == [64, 64]
+    assert {each.room for each in named[0] + named[1]} == set(range(1, 101)), "each within two Hellos"
+    assert Counter(each.room for rooms in named for each in rooms) == dict.fromkeys(range(1, 101), 3)
+    assert named[0][0].detail == f"refused: {P} refuses (refused): block_size: d0 has '32', p0 '16'"
+    assert named[-1] == ()
+    assert not end.core.withdrawals
+
+
+def test_a_room_of_a_peer_that_does_not_fit_is_told_within_resend_ms() -> None:
+    """The next Hello would be due at the slowest pace, seconds later."""
+    end = DecodeEnd()
+    end.expect(1)
+    end.hear(Reject(0, "refused", ()))
+    end.tick(5.0)
+    end.hear(Reject(0, "refused", ()))
+    effects = end.expect(2)
+    assert failure(effects) == (2, Cause.REFUSED)
+    hellos = sent([*effects, *end.tick(0.1)], Hello)
+    assert 2 in [each.room for hello in hellos for each in hello.withdrawn]
 
 
 @pytest.mark.parametrize(("word", "cause"), [("refused", Cause.REFUSED), ("transfer", Cause.TRANSFER)])

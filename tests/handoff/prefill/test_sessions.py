@@ -13,6 +13,7 @@ from pdtransfer.handoff.effects import (
     FenceWriter,
     Map,
     Outcome,
+    PeerRefused,
     RoomAsked,
     RoomDrained,
     RoomFailed,
@@ -32,6 +33,7 @@ from pdtransfer.wire import (
     Failed,
     Goodbye,
     Granted,
+    Hello,
     Landed,
     Member,
     Ping,
@@ -40,6 +42,7 @@ from pdtransfer.wire import (
     Reject,
     Released,
     Welcome,
+    Withdrawn,
 )
 from tests.sim.pools import LAYERS, ROW, components
 from tests.support.session_ends import (
@@ -376,6 +379,42 @@ def test_a_room_that_is_opened_after_its_grant_has_failed_fails_at_once() -> Non
     effects = end.open(1)
     assert failure(effects) == (1, Cause.ABORTED)
     assert of(effects, RoomDrained) == [RoomDrained(1)]
+
+
+def test_a_node_that_does_not_fit_can_still_give_its_rooms_up() -> None:
+    end = PrefillEnd()
+    end.open(1)
+    hello = end.hello(weights=b"x")
+    rooms = Withdrawn(1, "refused: weights"), Withdrawn(2, "")
+    effects = end.hear(msgspec.structs.replace(hello, withdrawn=rooms))
+    assert refusal(effects) == "weights: d0 has '78', p0 '77'"
+    assert of(effects, RoomFailed) == [RoomFailed(1, Cause.ABORTED, f"{D} gave it up: refused: weights")]
+    assert of(effects, RoomDrained) == [RoomDrained(1)]
+    assert of(effects, RoomAsked) == [RoomAsked(2, 0, 0)]
+    assert of(effects, PeerRefused) == [PeerRefused(D, f"{D} is refused: weights: d0 has '78', p0 '77'")]
+    again = end.hear(msgspec.structs.replace(hello, withdrawn=rooms))
+    assert [type(each) for each in again] == [Send], "said once"
+    assert failure(end.open(2)) == (2, Cause.ABORTED)
+
+
+def test_a_room_that_is_for_others_is_not_given_up_by_a_hello() -> None:
+    end = PrefillEnd()
+    end.open(1, peers=(D2,))
+    end.hear(msgspec.structs.replace(end.hello(weights=b"x"), withdrawn=(Withdrawn(1, ""),)))
+    assert 1 in end.core.rooms
+    router = Hello(1, 1, identity("d0", "router"), (Withdrawn(1, ""),))
+    end.hear(router, peer=D2)
+    assert 1 in end.core.rooms, "only a decode node expects rooms"
+
+
+def test_of_peers_that_do_not_fit_those_that_fit_again_are_reported_anew() -> None:
+    end = PrefillEnd()
+    for _ in range(2):
+        assert len(of(end.hear(end.hello(weights=b"x")), PeerRefused)) == 1
+        assert len(of(end.hear(end.hello(weights=b"y")), PeerRefused)) == 1
+    assert of(end.hear(end.hello(weights=b"y")), PeerRefused) == []
+    end.up()
+    assert len(of(end.hear(end.hello(weights=b"y")), PeerRefused)) == 1
 
 
 def test_grants_of_a_room_that_its_engine_gave_up_before_opening_fail_at_once() -> None:

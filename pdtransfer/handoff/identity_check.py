@@ -1,0 +1,46 @@
+"""Whether two nodes fit: what their identities must have in common, and a line for each field that differs.
+
+The digest `weights` decides. Where both nodes name the facts behind it, those that differ are named in its place.
+"""
+
+from __future__ import annotations
+
+from ..limits import TEXT_LENGTH_MAX
+from ..wire import Identity
+
+_VALUE_LENGTH_MAX = 96  # of a fact in a line that has two
+
+
+def differences(theirs: Identity, ours: Identity, *, role: str) -> list[str]:
+    """A line for each field in which a peer differs from this node, with both values; empty where the two fit. The peer
+    must have `role`."""
+    lines: list[str] = []
+    if theirs.role != role:
+        lines.append(_line("role", theirs, theirs.role, ours, role))
+    if theirs.model != ours.model:
+        lines.append(_line("model", theirs, theirs.model, ours, ours.model))
+    if theirs.weights != ours.weights:
+        lines += _facts(theirs, ours) or [_line("weights", theirs, theirs.weights.hex(), ours, ours.weights.hex())]
+    return lines
+
+
+def _facts(theirs: Identity, ours: Identity) -> list[str]:
+    """A line for each fact that differs; none where one of the two names no facts, or all are equal."""
+    if not theirs.facts or not ours.facts:
+        return []
+    there, here = ({fact.name: fact.value for fact in each.facts} for each in (theirs, ours))
+    return [
+        _line(name, theirs, there.get(name), ours, here.get(name))
+        for name in dict.fromkeys([*here, *there])
+        if there.get(name) != here.get(name)
+    ]
+
+
+def _line(name: str, theirs: Identity, there: str | None, ours: Identity, here: str | None) -> str:
+    return f"{name}: {theirs.node} has {_value(there)}, {ours.node} {_value(here)}"[:TEXT_LENGTH_MAX]
+
+
+def _value(value: str | None) -> str:
+    if value is None:
+        return "nothing"
+    return repr(value if len(value) <= _VALUE_LENGTH_MAX else value[:_VALUE_LENGTH_MAX] + "...")

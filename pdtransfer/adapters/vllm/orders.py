@@ -71,8 +71,7 @@ class Chunk:
 class Receive:
     """Decode: a room lands in the blocks of a request, one slot a block and group; -1 where a block does not cross.
 
-    A request that needs nothing, or has ended before it got blocks, is not `awaited`: its room lands without a byte, so
-    that prefill need not wait for it.
+    A request that needs nothing is not `awaited`: its room lands without a byte, so that prefill need not wait for it.
     """
 
     request_id: str
@@ -82,6 +81,16 @@ class Receive:
     prefix: int  # tokens that the engine has
     slots: tuple[tuple[int, ...], ...]
     awaited: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """A room that this engine will not have (any more). Decode: the ranks at `sources` fail it. Without `sources`,
+    prefill: it fails here, and decode's Grants of it do. The request may be known to the worker, or may not."""
+
+    request_id: str
+    room: int
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,7 @@ class Orders:
     receives: list[Receive] = field(default_factory=list[Receive])
     refusals: list[Refuse] = field(default_factory=list[Refuse])
     aborts: list[str] = field(default_factory=list[str])
+    withdrawals: list[Withdraw] = field(default_factory=list[Withdraw])
     chunks: list[Chunk] = field(default_factory=list[Chunk])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ...bus.keys import Endpoint, address_of
@@ -33,13 +33,21 @@ class SendTo:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Prefill: an earlier request's KV will not be asked for. This request itself is not handed over."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReceiveFrom:
     """Decode: the request's KV comes from the prefill ranks at `sources`, in the room of `label`, or of a number that
-    SGLang knows the request by."""
+    SGLang knows the request by. `client_id` is what its proxy calls it, empty if not known."""
 
     label: str
     sources: tuple[str, ...]
     bootstrap_room: int | None = None
+    client_id: str = field(default="", compare=False)  # for logs
 
     def room(self, request_id: str) -> int:
         """The room of the request of this engine."""
@@ -48,7 +56,7 @@ class ReceiveFrom:
         return bootstrap_rooms.room_of(self.bootstrap_room, room_id(request_id))
 
 
-def parse(params: Any, reachable: Reachable, request_id: str = "") -> SendTo | ReceiveFrom | None:
+def parse(params: Any, reachable: Reachable, request_id: str = "") -> SendTo | ReceiveFrom | GiveUp | None:
     """The hand-off that the request of this engine asks for; None for one without. Raises RequestError."""
     if params is None:
         return None
@@ -62,17 +70,19 @@ def parse(params: Any, reachable: Reachable, request_id: str = "") -> SendTo | R
     if sends:
         return SendTo(transfer_id)
     if not receives:
-        return None
+        given_up = _text(params, "abort_transfer_id")
+        return None if given_up is None else GiveUp(given_up)
+    client_id = _text(params, "remote_request_id") or ""
     mode = _text(params, "transfer_mode")
     if mode not in (None, "push"):
         raise RequestError(f"transfer_mode: {mode!r}, not 'push': the prefill engine has another connector")
     if params.get("bootstrap_room") is not None:
         number = _bootstrap_room(params["bootstrap_room"])
-        return ReceiveFrom(f"bootstrap_room {number}", _sources(params, reachable), number)
+        return ReceiveFrom(f"bootstrap_room {number}", _sources(params, reachable), number, client_id)
     if transfer_id is None:
         engine_id, remote = _required_text(params, "remote_engine_id"), _required_text(params, "remote_request_id")
         transfer_id = own_label(engine_id, _known_to_both(remote, request_id))
-    return ReceiveFrom(transfer_id, _sources(params, reachable))
+    return ReceiveFrom(transfer_id, _sources(params, reachable), client_id=client_id)
 
 
 def own_label(engine_id: str, request_id: str) -> str:

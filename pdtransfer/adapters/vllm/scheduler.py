@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol, cast
 
+from ...client import room_id
 from ..reachable import Reachable, RequestError
-from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, slots_of
-from .params import ReceiveFrom, SendTo, answer, own_label, parse, shared_id
+from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw, slots_of
+from .params import GiveUp, ReceiveFrom, SendTo, answer, own_label, parse, shared_id
 
 log = logging.getLogger(__name__)
+
+_GIVEN_UP = "FINISHED_ABORTED", "FINISHED_ERROR"  # of RequestStatus: nobody wants the request any more
 
 BlockTable = Sequence[Sequence[int]]  # by group
 
@@ -89,6 +92,7 @@ class _Receive:
     tokens: int
     source: ReceiveFrom | None
     state: _LoadState = _LoadState.WANTED
+    declined: bool = False  # its room lands without a byte
     prompt: Sequence[int] | None = None
     behind: _Receive | None = None  # of the same prompt and label, whose load serves this one as well
 
@@ -138,6 +142,11 @@ class SchedulerSide:
                     self._sends[name] = _Send(tokens, transfer_id, self._id_for_peers(name))
                 else:
                     log.info("request %s: not handed over, %s is, as transfer_id %s", name, first, transfer_id)
+            case GiveUp(transfer_id):
+                first = _first(self._sent, transfer_id, name)  # a request that comes later is not handed over
+                if (send := self._sends.get(first)) is not None:
+                    send.lost = True
+                self._orders.withdrawals.append(Withdraw(first, room_id(transfer_id)))
             case ReceiveFrom(label):
                 made = self._receives[name] = _Receive(tokens, wanted, prompt=request.prompt_token_ids)
                 if (first := _first(self._received, label, name)) != name:
@@ -203,23 +212,28 @@ class SchedulerSide:
     @property
     def has_word_for_peers(self) -> bool:
         """Whether a peer waits for the next orders, although no request here may need a step."""
-        return bool(self._orders.receives)
+        return bool(self._orders.receives or self._orders.aborts or self._orders.withdrawals)
 
     def on_finished(self, request: VLLMRequest, status: str) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended, with the RequestStatus of this name. Returns whether its blocks stay until the workers
         report it, and what the client gets."""
         name = request.request_id
         if (received := self._receives.pop(name, None)) is not None:
-            if received.state is _LoadState.WANTED:
-                self._decline(name, received)
-            elif received.state is _LoadState.ORDERED:
+            if received.state is _LoadState.WANTED and received.source is not None:
+                # It may be one that vLLM makes of a request that its server has refused, with another id.
+                source, client_id = received.source, received.source.client_id
+                shown = name if client_id in name else f"{client_id} ({name})"
+                self._orders.withdrawals.append(Withdraw(shown, source.room(name), source.sources))
+            elif received.state is _LoadState.ORDERED or (received.declined and status in _GIVEN_UP):
                 self._orders.aborts.append(name)  # the workers know whether there is still something to give up
             received.state = _LoadState.NONE
             return False, None
         send = self._sends.pop(name, None)
         if send is None or not send.opened:
+            if send is not None and not send.lost:
+                self._orders.withdrawals.append(Withdraw(name, room_id(self._label(send))))
             return False, None
-        if not send.complete or status in ("FINISHED_ABORTED", "FINISHED_ERROR"):
+        if not send.complete or status in _GIVEN_UP:
             self._orders.aborts.append(name)
             return True, None
         return True, answer(
@@ -232,14 +246,18 @@ class SchedulerSide:
         shared = shared_id(name)
         return shared if shared is not None and _first(self._shared, shared, name) == name else name
 
+    def _label(self, send: _Send) -> str:
+        return send.transfer_id or own_label(self._engine_id, send.request_id)
+
     def _received_tokens(self, tokens: int) -> int:
         """How many of a prompt vLLM takes for received: not the last one, unless a block begins with it. vLLM would not
         have allocated that block yet, and it has a row of the room."""
         return tokens if any((tokens - 1) % group.block_size == 0 for group in self._groups) else tokens - 1
 
-    def _check_role(self, wanted: SendTo | ReceiveFrom | None) -> None:
-        if isinstance(wanted, SendTo) and not self._can_send:
-            raise RequestError("do_remote_decode: true, and this engine's kv_role is kv_consumer")
+    def _check_role(self, wanted: SendTo | ReceiveFrom | GiveUp | None) -> None:
+        if isinstance(wanted, SendTo | GiveUp) and not self._can_send:
+            field = "do_remote_decode: true" if isinstance(wanted, SendTo) else "abort_transfer_id"
+            raise RequestError(f"{field}, and this engine's kv_role is kv_consumer")
         if isinstance(wanted, ReceiveFrom) and not self._can_receive:
             raise RequestError("do_remote_prefill: true, and this engine's kv_role is kv_producer")
 
@@ -253,7 +271,7 @@ class SchedulerSide:
         known.state = _LoadState.NONE
         if known.source is None:
             return
-        source = known.source
+        known.declined, source = True, known.source
         none = tuple((-1,) * group.rows(known.tokens) for group in self._groups)
         self._orders.receives.append(
             Receive(name, source.room(name), source.sources, known.tokens, known.tokens, none, awaited=False)
@@ -289,8 +307,7 @@ class SchedulerSide:
         if not send.opened:
             send.opened = True
             send.ordered = [group.first_row(send.tokens - 1) for group in self._groups]
-            label = send.transfer_id or own_label(self._engine_id, send.request_id)
-            made.opens.append(Open(name, label, send.tokens))
+            made.opens.append(Open(name, self._label(send), send.tokens))
         send.complete = after >= send.tokens
         rows: list[Rows] = []
         for at, group in enumerate(self._groups):

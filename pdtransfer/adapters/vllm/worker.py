@@ -29,7 +29,7 @@ from ...client import (
 )
 from ...handoff.cell_sizes import is_full
 from . import figures
-from .orders import Chunk, Open, Orders, Receive, Refuse
+from .orders import Chunk, Open, Orders, Receive, Refuse, Withdraw
 from .pools import Pools
 
 log = logging.getLogger(__name__)
@@ -134,6 +134,8 @@ class WorkerSide:
             self._refuse(refusal)
         for request_id in orders.aborts:
             self._abort(request_id)
+        for withdrawal in orders.withdrawals:
+            self._withdraw(withdrawal)
         self._chunks = list(orders.chunks)
         self._cells = [
             _Cell(chunk, rows.group, held.rows_of(rows.first, rows.end), held.pages(rows.blocks))
@@ -248,12 +250,21 @@ class WorkerSide:
     def _abort(self, request_id: str) -> None:
         if (sending := self._sending.get(request_id)) is not None and not sending.drained:
             assert self._prefill is not None
-            self._prefill.abort(sending.room)
+            self._prefill.abort(sending.room, f"request {request_id} was given up")
         receiving = self._receiving.get(request_id)
-        if receiving is not None and receiving.awaited:
+        if receiving is not None:
             assert self._decode is not None
             receiving.aborted = True
-            self._decode.abort(receiving.room)
+            self._decode.abort(receiving.room, f"request {request_id} was given up")
+
+    def _withdraw(self, order: Withdraw) -> None:
+        detail = f"request {order.request_id} was given up"
+        if not order.sources:
+            if self._prefill is not None:
+                self._prefill.abort(order.room, detail)
+        elif self._decode is not None:
+            log.info("request %s: has ended before its KV was asked for, which prefill is told", order.request_id)
+            self._decode.withdraw(order.room, sources=order.sources, detail=detail)
 
     def _compute(self, key: tuple[int, int], event: Callable[[], Event | None]) -> None:
         """Adds a layer to the cells of its component, and pushes those that are large enough."""

@@ -10,7 +10,7 @@ import pytest
 
 from pdtransfer.adapters.reachable import Reachable
 from pdtransfer.adapters.vllm import scheduler
-from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.params import ReceiveFrom, parse
 from pdtransfer.adapters.vllm.scheduler import BlockTable, SchedulerSide
 from pdtransfer.client import room_id
@@ -212,7 +212,7 @@ def test_a_bounded_number_of_labels_is_remembered(monkeypatch: pytest.MonkeyPatc
         made.on_finished(begun(made, 40, RECEIVES | {"transfer_id": name}, f"d{at}"), ABORTED)
     steps = [made.orders(new(f"p{at}", [[7, 3, 5]], 40)) for at in range(len(names))]
     assert [len(each.opens) for each in steps] == [1, 1, 1, 1, 0]
-    assert len(steps[0].receives) == 4
+    assert len(steps[0].withdrawals) == 4
 
 
 def test_a_request_that_ends_before_its_prompt_is_computed_fails_its_room() -> None:
@@ -246,7 +246,37 @@ def test_prefill_that_is_given_up_fails_its_room(steps: int, keeps: bool) -> Non
     for step in (new("a", [[7, 3]], 24), more("a", [[5]], 16, 24))[:steps]:
         made.orders(step)
     assert made.on_finished(request, ABORTED) == (keeps, None)
-    assert made.orders(Step()).aborts == ["a"] * keeps
+    assert made.has_word_for_peers, "decode is told now, whether a request here needs a step or not"
+    expected = Orders(aborts=["a"]) if keeps else Orders(withdrawals=[Withdraw("a", room_id("p0/a"))])
+    assert made.orders(Step()) == expected
+
+
+def test_a_hand_off_that_its_proxy_gives_up_fails_also_if_its_request_has_ended_or_comes_later() -> None:
+    made = side()
+    named = {"transfer_id": "xfer"}
+    given_up = {"abort_transfer_id": "xfer"}
+    withdrawn = [Withdraw("a", room_id("xfer"))]
+    request = begun(made, 40, SENDS | named)
+    made.orders(new("a", [[7, 3, 5]], 40))
+    assert made.on_finished(request, STOPPED)[0]
+    begun(made, 1, given_up, "b")
+    assert made.has_word_for_peers
+    assert made.orders(new("b", [[1]], 1)) == Orders(withdrawals=withdrawn)
+
+    made = side()
+    request = begun(made, 40, SENDS | named)
+    made.orders(new("a", [[7, 3]], 24))
+    begun(made, 1, given_up, "b")
+    assert made.orders(more("a", [[5]], 16, 24)) == Orders(withdrawals=withdrawn), "nothing more leaves"
+    assert made.on_finished(request, ABORTED) == (True, None)
+    assert made.orders(Step()).aborts == ["a"]
+
+    made = side()
+    begun(made, 1, given_up, "b")
+    assert made.orders(Step()) == Orders(withdrawals=[Withdraw("b", room_id("xfer"))])
+    request = begun(made, 40, SENDS | named)
+    assert made.orders(new("a", [[7, 3, 5]], 40)) == Orders()
+    assert made.on_finished(request, STOPPED) == (False, None)
 
 
 @pytest.mark.parametrize("params", [SENDS | {"transfer_id": 3}, {"do_remote_decode": "yes"}])
@@ -343,19 +373,29 @@ def test_a_windows_lost_blocks_and_blocks_behind_the_prompt_are_no_slots() -> No
     assert made.orders(Step()).receives[0].slots == ((7, 3, 5), (-1, 4, 6))
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_what_decode_does_not_need_prefill_need_not_keep(ends: bool) -> None:
-    """The request ended before it had blocks, or its blocks were all here."""
+@pytest.mark.parametrize("status", [STOPPED, ABORTED])
+def test_what_decode_does_not_need_prefill_need_not_keep(status: str) -> None:
+    """If the request is given up meanwhile, prefill may never begin."""
     made = side()
     request = begun(made, 40, RECEIVES)
-    if ends:
-        assert made.on_finished(request, ABORTED) == (False, None)
-    else:
-        made.on_blocks(request, [[7, 3, 5]], 0)
+    made.on_blocks(request, [[7, 3, 5]], 0)
     assert made.has_word_for_peers
     assert made.orders(Step()) == Orders(
         receives=[Receive("a", room_id("p0/x"), ADDRESS, 40, 40, ((-1, -1, -1),), awaited=False)]
     )
+    assert made.on_finished(request, status) == (False, None)
+    assert made.orders(Step()) == Orders(aborts=["a"] * (status == ABORTED))
+
+
+@pytest.mark.parametrize(("name", "shown"), [("cmpl-x-0", "cmpl-x-0"), ("f00d", "x (f00d)")])
+def test_a_request_that_ends_before_it_has_blocks_is_withdrawn_at_prefill(name: str, shown: str) -> None:
+    """Its client has left, or vLLM's server has refused it: then it is another request, of one token, under an id of
+    its own. Prefill took the Grant of that one token for a breach."""
+    made = side()
+    request = begun(made, 1, RECEIVES, name)
+    assert made.on_finished(request, ABORTED) == (False, None)
+    assert made.has_word_for_peers
+    assert made.orders(Step()) == Orders(withdrawals=[Withdraw(shown, room_id("p0/x"), ADDRESS)])
 
 
 def test_wrong_parameters_of_decode_fail_its_load_alone() -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import permutations
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,14 +17,17 @@ import torch
 
 from pdtransfer.adapters.heads import Heads
 from pdtransfer.adapters.vllm import figures, worker
-from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.client import (
     ArenaMemory,
+    Cause,
     DecodeClient,
     NodeSettings,
     PrefillClient,
+    RoomDrained,
+    RoomFailed,
     WriterOptions,
     room_id,
 )
@@ -382,14 +385,78 @@ def test_a_request_may_end_in_the_step_that_gave_it_blocks(site: Site) -> None:
     assert site.figures["rooms"] == {"failed": 1}
 
 
-def test_a_notice_is_not_given_up(site: Site) -> None:
-    """It lands without a byte, which is what prefill waits for."""
+def test_a_notice_whose_request_is_given_up_does_not_wait_for_prefill(site: Site) -> None:
+    """Which may have refused the request, and never begins."""
     notice = site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)
-    site.decode.begin(Orders(receives=[notice], aborts=["d"]))
+    site.decode.begin(Orders(receives=[notice]))
+    site.decode.begin(Orders(aborts=["d"]))
+    site.until(lambda: site.figures["causes"] == {"aborted": 1})
     site.send("p", "room", 40, [7, 3, 5])
     site.poll(("p",))
     site.until(lambda: site.sent.sent == {"p"})
-    assert site.figures["causes"] == {}
+    assert site.figures["causes"] == {"aborted": 2}
+
+
+@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+def test_a_room_that_decode_withdraws_frees_prefills_blocks(
+    order: str, site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    withdrawal = Withdraw("x (f00d)", room_id("room"), (site.endpoint,))
+    if order == "decode first":
+        site.decode.begin(Orders(withdrawals=[withdrawal]))
+    site.send("p", "room", 40, [7, 3, 5])
+    site.poll(("p",))
+    if order == "prefill first":
+        site.decode.begin(Orders(withdrawals=[withdrawal]))
+    site.until(lambda: site.sent.sent == {"p"})
+    assert site.figures["causes"] == {"aborted": 1}
+    assert "request p: its KV was not handed over: aborted: node:d gave it up: request x (f00d) was given up" in [
+        each.getMessage() for each in caplog.records
+    ]
+
+
+def test_a_room_that_prefill_withdraws_fails_decodes_load(site: Site) -> None:
+    """Of a request that had not begun, and of one that has ended and waits for decode."""
+    site.prefill.begin(Orders(withdrawals=[Withdraw("p", room_id("never"))]))
+    site.decode.begin(Orders(receives=[site.receive("d", "never", 40, [4, 9, 2])]))
+    site.until(lambda: site.received.failed == site.received.received == {"d"})
+    site.send("q", "waits", 40, [7, 3, 5])
+    site.poll(("q",))
+    site.prefill.begin(Orders(withdrawals=[Withdraw("q", room_id("waits"))]))
+    site.until(lambda: site.sent.sent == {"q"})
+
+
+class ToldLater:
+    """A decode client that says what the test has it say."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def expect(self, *_: Any, **__: Any) -> None:
+        """Takes the room."""
+
+    def poll(self) -> list[Any]:
+        told, self.events = self.events, []
+        return told
+
+
+def test_a_failed_load_is_received_only_once_nobody_can_write_its_blocks() -> None:
+    """vLLM gives the blocks of a request that is received to others. A writer that is only slow would write them."""
+    client = ToldLater()
+    cache = np.zeros(SHAPE, np.float32)
+    side = WorkerSide(
+        pools=described(cache, cache.ctypes.data, ONE, "blocks"),
+        prefill=None,
+        decode=cast("Any", client),
+        time_left_s=20.0,
+    )
+    side.begin(Orders(receives=[Receive("d", 7, ("tcp://127.0.0.1:1",), 40, 0, ((4, 9, 2),))]))
+    client.events = [RoomFailed(7, Cause.DEADLINE, "not ready in time")]
+    failed = side.results(())
+    assert (failed.failed, failed.failed_blocks, failed.received) == ({"d"}, {4, 9, 2}, set())
+    assert side.results(()) == Results()
+    client.events = [RoomDrained(7)]
+    assert side.results(()) == Results(received={"d"})
 
 
 def test_a_notice_that_fails_fails_no_load(site: Site, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,11 @@ class FakeSglang(FakeVllm):
     key: str = ""
 
     def routes(self, app: web.Application) -> None:
-        app.add_routes([web.get("/server_info", self._info)])
+        app.add_routes([web.get("/server_info", self._info), web.post("/abort_request", self._abort)])
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.given_up.append((await request.json())["rid"])
+        return web.Response()
 
     async def _info(self, request: web.Request) -> web.Response:
         self.told += 1

@@ -70,6 +70,7 @@ class FakeVllm:
     mute: bool = False
     pieces: list[str] = field(default_factory=lambda: PIECES)
     seen: list[Seen] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)  # transfers that it was told to give up
     sent: int = 0  # bytes of streams
     url: str = ""
 
@@ -115,6 +116,9 @@ class FakeVllm:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         seen = Seen(request.path, json.loads(raw), raw, request.headers)
+        if (given_up := seen.kv.get("abort_transfer_id")) is not None:
+            self.given_up.append(given_up)
+            return web.json_response({"id": "cmpl-2", "choices": [{"text": "x"}]})
         self.seen.append(seen)
         try:
             response = await self.reply(request, seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -9,6 +10,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from ..completions import BadRequestError
+from ..pool_worker import Role
 from .server_request import ServerRequest
 
 ONE = Raw(b"1")
@@ -51,6 +53,19 @@ class Dialect(Protocol):
     def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
         """Returns the body for a decode server; without an identity it computes the prompt itself."""
         ...
+
+    def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
+        """Returns what tells a server of this role that nobody waits for an attempt any more, which closing its
+        connection may do late or not at all; None where there is nothing to tell."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOrder:
+    """A POST that a server gets beside its requests."""
+
+    path: str
+    body: bytes
 
 
 class _VllmAnswer(Struct):
@@ -109,6 +124,17 @@ class VllmDialect:
         return msgspec.json.encode(request.fields | {"kv_transfer_params": {"transfer_mode": "push"} | identity | own})
 
 
+    def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
+        """A prefill server that has answered keeps the KV for decode. Its connector learns of it by the parameters of a
+        request, of one token."""
+        del request
+        if role != "prefill":
+            return None
+        params = {"abort_transfer_id": _transfer_id(transfer)}
+        order = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+        return ServerOrder("/v1/completions", msgspec.json.encode(order))
+
+
 def _transfer_id(transfer: bytes) -> str:
     return f"pdtransfer-{transfer.hex()}"
 
@@ -161,11 +187,23 @@ class SglangDialect:
     def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
         """The whole body: SGLang's prefill ends by itself when it has sampled a token."""
         fields = {name: value for name, value in request.fields.items() if name != "stream_options"}
-        return msgspec.json.encode(fields | {"stream": FALSE} | _room(transfer, identity))
+        return msgspec.json.encode(_named(request, transfer) | fields | {"stream": FALSE} | _room(transfer, identity))
 
     def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
         """The whole body, and the room."""
-        return msgspec.json.encode(request.fields | _room(transfer, identity))
+        return msgspec.json.encode(_named(request, transfer) | request.fields | _room(transfer, identity))
+
+    def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
+        """SGLang looks every few seconds whether the client of a request is there."""
+        del role
+        if "rid" in request.fields:
+            return None  # the client's own name, which others may have as well
+        return ServerOrder("/abort_request", msgspec.json.encode(_named(request, transfer)))
+
+
+def _named(request: ServerRequest, transfer: bytes) -> dict[str, object]:
+    """SGLang's name of a request, in its log: X-Request-Id, and what tells attempts apart."""
+    return {"rid": f"{request.request_id}-{transfer[:4].hex()}"}
 
 
 def _choices(told: object) -> object:

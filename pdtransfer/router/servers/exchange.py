@@ -9,10 +9,10 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from ...errors import Cause, WorldError
 from ...limits import HTTP_BODY_BYTES_MAX, Limits
 from ..router_effects import STATUSES
-from .dialects import Dialect, ServerIdentity
+from .dialects import Dialect, ServerIdentity, ServerOrder
 from .server_pool import Server, ServerPair
 from .server_request import ServerRequest
 
@@ -95,6 +95,7 @@ class Answer:
     def __init__(self, upstream: Upstream, server: Server, response: aiohttp.ClientResponse, first: bytes) -> None:
         self._upstream, self._server, self._response = upstream, server, response
         self.first = first
+        self.given_up: Callable[[], None] = lambda: None  # tells both servers
         self.prefill: asyncio.Task[ServerIdentity | None] | None = None  # may still be under way
         self.status, self.headers = response.status, end_to_end(response.headers)
         self.length = response.content_length
@@ -114,10 +115,14 @@ class Answer:
             return await self._response.content.readany()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Closes the connection, which cancels decode's request unless it has ended; with `cancel` prefill's too."""
+        """Closes the connection, which cancels decode's request unless it has ended; with `cancel` prefill's too. If
+        decode may not have its KV, both are told."""
         self._response.close()
-        if cancel and self.prefill is not None:
-            self.prefill.cancel()
+        if not cancel or self.prefill is None:
+            return
+        if self.status >= 400 or not self.prefill.done():
+            self.given_up()
+        self.prefill.cancel()
 
 
 class Upstream:
@@ -131,6 +136,7 @@ class Upstream:
         self._stopped = False
         self._waits: dict[Server, set[asyncio.Timeout]] = {}
         self._prefills: set[asyncio.Task[ServerIdentity | None]] = set()
+        self._orders: set[asyncio.Task[None]] = set()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.silence_ms / 1e3),
@@ -140,7 +146,9 @@ class Upstream:
         )
 
     async def close(self) -> None:
-        """Closes all connections; what `stop` has not ended fails."""
+        """Closes all connections; what `stop` has not ended fails. Servers are still told what was given up."""
+        if self._orders:
+            await asyncio.wait(self._orders, timeout=self._limits.silence_ms / 1e3)
         await self._session.close()
 
     async def probe(self, server: Server) -> str:
@@ -207,10 +215,18 @@ class Upstream:
         """
         transfer = secrets.token_bytes(16)
         identity = pair.prefill.identity
+        orders = [(each, self._dialect.given_up(each.role, request, transfer)) for each in (pair.prefill, pair.decode)]
         if identity is None and self._dialect.info_path is not None:
             identity = await self._learn(pair.prefill, self._dialect.info_path, headers)
         prefill = self._start_prefill(pair.prefill, request, transfer, identity, headers)
         decode: asyncio.Task[Answer] | None = None
+
+        def given_up() -> None:
+            for (server, order), task in zip(orders, (prefill, decode), strict=True):
+                # A server that failed, or refused the request, has nothing of it.
+                if order is not None and task is not None and not (task.done() and _failed(task)):
+                    self._spawn(self._tell(server, order, request, headers))
+
         try:
             identity = identity or await prefill
             decode = asyncio.create_task(self._decode(pair, request, transfer, identity, headers))
@@ -221,14 +237,39 @@ class Upstream:
                     text = f"{pair.prefill.url}: is another process than before"
                     raise AttemptFailedError(text, Cause.PEER_RESTARTED, ())
             answer = await decode
-            answer.prefill = prefill
+            answer.prefill, answer.given_up = prefill, given_up
         except BaseException:
+            given_up()
             prefill.cancel()
             if decode is not None:
                 decode.add_done_callback(_close_answer)
                 decode.cancel()
             raise
         return answer
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+
+    async def _tell(
+        self, server: Server, order: ServerOrder, request: ServerRequest, headers: Mapping[str, str]
+    ) -> None:
+        """Tells a server that a request was given up. One that cannot be told waits for its own deadline."""
+        headers = {**headers, "Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(self._limits.silence_ms / 1e3),
+                self._session.post(
+                    server.url + order.path, data=order.body, headers=headers, allow_redirects=False
+                ) as response,
+            ):
+                log.info("request %s: %s is told that it was given up", request.request_id, server.url)
+                if response.status != 200:
+                    log.warning("request %s: %s answers %d to that", request.request_id, server.url, response.status)
+        except (aiohttp.ClientError, OSError) as error:  # OSError: TimeoutError as well
+            text = _reason(error) or "no answer in time"
+            log.warning("request %s: %s is not told that it was given up: %s", request.request_id, server.url, text)
 
     async def _learn(self, server: Server, path: str, headers: Mapping[str, str]) -> ServerIdentity:
         """Asks a prefill server for its identity, and keeps it. Raises AttemptFailedError."""
@@ -354,6 +395,11 @@ def _first_error(event: bytes) -> WholeAnswer | None:
     except msgspec.MsgspecError:  # it is none
         return None
     return WholeAnswer(status, {"Content-Type": "application/json"}, body)
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    """Of a task that has ended."""
+    return not task.cancelled() and task.exception() is not None
 
 
 def _close_answer(task: asyncio.Task[Answer]) -> None:

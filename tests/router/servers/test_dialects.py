@@ -89,7 +89,7 @@ def test_the_bootstrap_server_is_beside_the_prefill_server(url: str, mode: str, 
 def test_both_sides_get_the_body_and_the_same_room_of_63_bits() -> None:
     body = {"prompt": "a", "max_tokens": 9, "min_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
     made = request(SGLANG, body)
-    room = AT | {"bootstrap_room": 0xF0F1F2F3F4F5F6F7 >> 1}
+    room = AT | {"bootstrap_room": 0xF0F1F2F3F4F5F6F7 >> 1, "rid": "r-f0f1f2f3"}
     assert json.loads(SGLANG.decode_body(made, TRANSFER, AT)) == body | room
     del body["stream_options"]
     assert json.loads(SGLANG.prefill_body(made, TRANSFER, AT)) == body | room | {"stream": False}
@@ -103,7 +103,25 @@ def test_a_client_cannot_name_anothers_room() -> None:
         "decode_tp_size": 3, "routed_dp_rank": 1, "data_parallel_rank": 1, "disagg_prefill_dp_rank": 1,
     }  # fmt: skip
     made = request(SGLANG, {"prompt": "a"} | own)
-    assert json.loads(SGLANG.decode_body(made, TRANSFER, AT)).keys() == {"prompt", *AT, "bootstrap_room"}
+    assert json.loads(SGLANG.decode_body(made, TRANSFER, AT)).keys() == {"prompt", *AT, "bootstrap_room", "rid"}
+
+
+def test_a_request_that_is_given_up_is_named_as_its_servers_know_it() -> None:
+    made = request(SGLANG, {"prompt": "a"})
+    for role in ("prefill", "decode"):
+        order = SGLANG.given_up(role, made, TRANSFER)
+        assert order is not None
+        assert (order.path, json.loads(order.body)) == ("/abort_request", {"rid": "r-f0f1f2f3"})
+    of_client = request(SGLANG, {"prompt": "a", "rid": "mine"})
+    assert json.loads(SGLANG.decode_body(of_client, TRANSFER, AT))["rid"] == "mine"
+    assert SGLANG.given_up("prefill", of_client, TRANSFER) is None, "another client may have called its request so"
+
+    made = request(VLLM, {"prompt": "a"})
+    sent = json.loads(VLLM.prefill_body(made, TRANSFER, None))["kv_transfer_params"]["transfer_id"]
+    order = VLLM.given_up("prefill", made, TRANSFER)
+    assert order is not None
+    assert json.loads(order.body)["kv_transfer_params"] == {"abort_transfer_id": sent}
+    assert VLLM.given_up("decode", made, TRANSFER) is None, "closing its connection is enough"
 
 
 @pytest.mark.parametrize(

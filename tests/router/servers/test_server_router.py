@@ -174,6 +174,48 @@ def test_a_client_that_leaves_cancels_both(stream: bool) -> None:
     run_on_loop(case)
 
 
+@pytest.mark.parametrize("how", ["400", "500", "its client leaves", "refuses"])
+def test_a_prefill_that_has_answered_is_told_where_decode_does_not_take_its_kv(how: str) -> None:
+    """Its request is over for its HTTP server: closing the connection would be no word to anybody."""
+
+    async def case() -> None:
+        async with server_site() as it:
+            await it.meet()
+            prefill, decode = it.prefill[0], it.decode[0]
+            decode.gate.clear()
+            if how == "refuses":
+                it.router.upstream.probe = lambda _: asyncio.Event().wait()
+                await asyncio.sleep(0.1)
+                await decode.close()
+            elif how in {"400", "500"}:
+                decode.status, decode.answer = int(how), {"error": {"message": "no", "code": int(how)}}
+            task = asyncio.create_task(it.post())
+            if how == "its client leaves":
+                await until(lambda: prefill.seen and prefill.seen[0].answered and decode.seen)
+                task.cancel()
+            await until(lambda: prefill.seen and prefill.given_up == [prefill.seen[0].kv["transfer_id"]])
+            if how != "its client leaves":
+                assert (await task)[0] in (400, 500, 503)
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_what_decode_has_taken_is_not_given_up() -> None:
+    async with server_site() as it:
+        await it.meet()
+        assert (await it.post())[0] == 200
+        it.decode[0].more.clear()
+        async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            await until(lambda: it.prefill[0].seen[1].answered)
+            await until(lambda: not it.router.pool.prefill[0].unfinished)
+            response.close()
+        await until(lambda: it.decode[0].seen[1].left)
+        await it.router.upstream.close()
+        assert it.prefill[0].given_up == []
+
+
 @on_loop
 async def test_a_client_that_leaves_within_a_stream_cancels_decode() -> None:
     async with server_site() as it:

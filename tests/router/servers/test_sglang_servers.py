@@ -34,7 +34,7 @@ async def test_both_servers_are_asked_at_once_with_one_room_from_the_first_reque
         [[at_prefill], [at_decode]] = rooms(it)
         assert at_prefill == at_decode != 1
         own = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": at_prefill}
-        body = {"model": "m", "prompt": "once", "max_tokens": 9, "min_tokens": 3}
+        body = {"model": "m", "prompt": "once", "max_tokens": 9, "min_tokens": 3, "rid": decode.seen[0].body["rid"]}
         assert decode.seen[0].body == body | own
         assert prefill.seen[0].body == body | own | {"stream": False}
         assert (await it.post())[0] == 200
@@ -117,6 +117,20 @@ async def test_servers_with_a_key_are_asked_as_the_client() -> None:
         it.prefill[0].key = "Bearer k"
         assert (await it.post())[0] == 401
         assert (await it.post(headers={"Authorization": "Bearer k"}))[0] == 200
+
+
+@on_loop
+async def test_a_client_that_leaves_has_both_told_by_the_name_that_they_know() -> None:
+    """SGLang looks every four seconds whether the client of a request is there."""
+    async with server_site(of=FakeSglang) as it:
+        for each in it.servers:
+            each.gate.clear()
+        task = asyncio.create_task(it.post(headers={"X-Request-Id": "r1"}))
+        await until(lambda: all(each.seen for each in it.servers))
+        task.cancel()
+        await until(lambda: all(each.given_up == [each.seen[0].body["rid"]] for each in it.servers))
+        assert it.prefill[0].given_up[0].startswith("r1-")
+        assert it.prefill[0].given_up == it.decode[0].given_up
 
 
 @on_loop

@@ -6,6 +6,7 @@ numbers in both caches.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ _SHAPE = (  # of a model's configuration: what makes its keys and values
     "n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
 )  # fmt: skip
 _LATENT = "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+_SHOWN = {"cache": "kv_dtype", "cache_dtype": "kv_cache_dtype", "attention": "attention_backend"}
 _ROPE = "rope_parameters", "rope_scaling"  # by newer and by older configurations
 
 
@@ -37,6 +39,22 @@ def model_facts(config: Mapping[str, Any], *, dtype: object, cache: object, quan
         "cache": dtype_name(cache),
         "quantization": None if quantization is None else str(quantization),
     }
+
+
+def named_facts(facts: Mapping[str, Any], **others: object) -> dict[str, str]:
+    """Facts as peers show them where they differ: by the name of each number, and by what users call it. `others` stand
+    behind them, whether they are digested or not."""
+    named: dict[str, str] = {}
+    _flatten({name: value for name, value in facts.items() if name not in others} | others, "", named)
+    return {_SHOWN.get(name, name): value for name, value in named.items()}
+
+
+def _flatten(facts: Mapping[str, Any], prefix: str, named: dict[str, str]) -> None:
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            _flatten(value, "" if name == "model" else f"{prefix}{name}.", named)  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            named[prefix + name] = value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def model_name(name: str, cache: object) -> str:

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[refe
 
 import torch
 
-from pdtransfer.adapters.model_facts import model_facts, model_name
+from pdtransfer.adapters.model_facts import model_facts, model_name, named_facts
 from pdtransfer.client import weights_digest
 
 LLAMA: dict[str, Any] = {
@@ -71,3 +71,13 @@ def test_dtypes_and_quantization_count() -> None:
 def test_a_name_shows_how_the_cache_is_stored() -> None:
     assert model_name("org/model", torch.bfloat16) == "org/model (KV bfloat16)"
     assert len(model_name("x" * 500, "float32")) < 128
+
+
+def test_peers_see_facts_by_the_names_that_users_know() -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 1e4, "sliding_window": None}
+    facts = model_facts(config, dtype="torch.float32", cache="torch.bfloat16", quantization=None)
+    assert named_facts(facts, block_size="16", attention="A/B") == {
+        "hidden_size": "64", "num_attention_heads": "4", "head_dim": "16", "rope.rope_theta": "10000.0",
+        "rope.rope_type": "default", "dtype": "float32", "kv_dtype": "bfloat16", "quantization": "null",
+        "block_size": "16", "attention_backend": "A/B",
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.sglang_bridge import Bridge, prefill_server
+from tests.support.sglang_engine import RefusedError
 from tests.support.vllm_engine import Checkpoints, VllmEngine, prompts
 from tests.support.vllm_pair import VllmPair, settles, transfer
 
@@ -83,7 +85,7 @@ def test_a_client_that_leaves_costs_no_block(bridge: Pair) -> None:
     ("options", "field"),
     [
         ({"dtype": "bfloat16"}, "model: "),
-        ({"kv_transfer_config": receives(rows="blocks")}, "weights: "),
+        ({"kv_transfer_config": receives(rows="blocks")}, "rows: d-"),
     ],
     ids=["dtype", "blocks"],
 )
@@ -95,7 +97,14 @@ def test_an_engine_that_does_not_fit_is_refused_and_computes_itself(
     with VllmEngine(model, tmp_path / "decode.log", **given) as decode:
         decode.ready()
         asked = prompts(100, 200)
-        added = [decode.add(prompt, tokens=TOKENS, kv_transfer_params=pair.receives(pair.room())) for prompt in asked]
+        rooms = [pair.room() for _ in asked]
+        began = time.monotonic()
+        sent = pair.begin_prefill(asked, rooms)
+        added = Bridge(pair.prefill, decode).begin_decode(asked, rooms, tokens=TOKENS)
+        for each in sent:  # SGLang would wait for minutes
+            with pytest.raises(RefusedError, match=field):
+                each.result(30.0)
+        assert time.monotonic() - began < 30.0
         made = [decode.generated(each).tokens for each in added]
         assert made == decode.generate(asked, tokens=TOKENS)
         assert decode.metrics(ROOMS) == {f"{ROOMS} failed": 2}

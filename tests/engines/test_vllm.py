@@ -58,6 +58,12 @@ def rooms(engine: VllmEngine) -> dict[str, float]:
     return {name.split()[1]: value for name, value in found.items()}
 
 
+def failures(engine: VllmEngine) -> dict[str, float]:
+    """Hand-offs of an engine that failed, by their cause."""
+    found = engine.metrics("vllm:pdtransfer_failures_total")
+    return {name.split()[1]: value for name, value in found.items()}
+
+
 def received_tokens(engine: VllmEngine) -> float:
     """By vLLM's own count."""
     return engine.metrics("vllm:external_prefix_cache_hits")["vllm:external_prefix_cache_hits_total"]
@@ -263,7 +269,8 @@ def test_decode_gives_up_while_prefill_computes(llama: Family) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_prefill_is_given_up(llama: Family, steps: int) -> None:
-    """Before its first step, and between its chunks. Decode's load fails, which ends the request."""
+    """Before its first step, and between its chunks. Decode's load fails, which ends the request, long before the
+    limit of either side."""
     pair, _ = llama
     [prompt], label = prompts(700, seed=9 + steps), pair.label()
     pair.prefill.hold()
@@ -272,15 +279,14 @@ def test_prefill_is_given_up(llama: Family, steps: int) -> None:
     pair.prefill.step(steps)
     pair.prefill.abort(f"gone-{steps}")
     pair.prefill.resume()
-    # Of a request that prefill never began, decode learns by its own limit.
-    seconds = TIME_LEFT_S / 2 if steps else 2 * TIME_LEFT_S
-    assert pair.decode.generated(received, seconds=seconds).finish_reason == "error"
+    assert pair.decode.generated(received, seconds=TIME_LEFT_S / 2).finish_reason == "error"
     pair.settles()
 
 
 def test_decode_ends_before_it_has_blocks(llama: Family) -> None:
     """What prefill has kept for it is free at once."""
     pair, _ = llama
+    before = failures(pair.prefill)
     [prompt] = prompts(300, seed=12)
     params = pair.prefilled(prompt)
     assert pair.prefill.state()["requests"] == 1
@@ -288,6 +294,26 @@ def test_decode_ends_before_it_has_blocks(llama: Family) -> None:
     pair.decode.add(prompt, tokens=TOKENS, kv_transfer_params=params, request="never")
     pair.decode.abort("never")
     pair.decode.resume()
+    settles(lambda: pair.prefill.state()["requests"], 0, seconds=TIME_LEFT_S / 2)
+    pair.settles()
+    assert {cause: count - before.get(cause, 0) for cause, count in failures(pair.prefill).items()} == {
+        cause: float(cause == "aborted") for cause in failures(pair.prefill)
+    }
+    assert re.search(
+        r"handed over: aborted: .* gave it up: request .*never.* was given up", pair.prefill.log.read_text()
+    )
+
+
+def test_a_hand_off_that_its_proxy_gives_up_costs_no_block(llama: Family) -> None:
+    """Its request has ended, and decode was never asked."""
+    pair, _ = llama
+    [prompt], label = prompts(300, seed=29), pair.label()
+    pair.prefill.generated(pair.begin_prefill(prompt, label))
+    assert pair.prefill.state()["requests"] == 1
+    pair.prefill.generated(pair.prefill.add([1], tokens=1, kv_transfer_params={"abort_transfer_id": label}))
+    settles(lambda: pair.prefill.state()["requests"], 0, seconds=TIME_LEFT_S / 2)
+    received = pair.begin_decode(prompt, label, tokens=TOKENS)
+    assert pair.decode.generated(received, seconds=TIME_LEFT_S / 2).finish_reason == "error"
     pair.settles()
 
 
@@ -514,24 +540,28 @@ def test_engines_that_do_not_fit_are_refused_with_both_values(
     pair, single = llama
     with ExitStack() as stack:
 
-        def start(name: str, model: str, dtype: str) -> VllmEngine:
-            receives = transfer("kv_consumer", time_left_s=TIME_LEFT_S)
-            path = checkpoints.path(model)
-            return stack.enter_context(
-                VllmEngine(path, tmp_path / f"{name}.log", dtype=dtype, kv_transfer_config=receives, **CHUNKS)
-            )
+        def start(name: str, dtype: str, **more: Any) -> VllmEngine:
+            options = CHUNKS | more | {"kv_transfer_config": transfer("kv_consumer", time_left_s=TIME_LEFT_S)}
+            path = checkpoints.path("llama")
+            return stack.enter_context(VllmEngine(path, tmp_path / f"{name}.log", dtype=dtype, **options))
 
-        other_dtype, other_model = start("dtype", "llama", "bfloat16"), start("model", "qwen3", "float32")
-        [prompt, fine] = prompts(200, 150, seed=18)
-        for engine, names in (
-            (other_dtype, ("llama (KV float32)", "llama (KV bfloat16)")),
-            (other_model, ("llama (KV float32)", "qwen3 (KV float32)")),
+        other_name = start("name", "bfloat16", served_model_name="another")
+        other_size = start("size", "float32", block_size=64)
+        prompt, fine = prompts(200, 150, seed=18)
+        for engine, line in (
+            (other_name, r"model: d-\S+ has 'another \(KV bfloat16\)', p-\S+ '\S*llama \(KV float32\)'"),
+            (other_size, r"refused: block_size: d-\S+ has '64', p-\S+ '128'$"),
         ):
             blocks = engine.ready()["blocks"] - 1
             made = VllmPair(pair.prefill, engine, identity=pair.identity)
-            assert engine.generated(made.begin_decode(prompt, made.label(), tokens=1)).finish_reason == "error"
+            label = made.label()
+            pair.prefill.generated(made.begin_prefill(prompt, label))
+            assert engine.generated(made.begin_decode(prompt, label, tokens=1)).finish_reason == "error"
             assert engine.state() == {"free_blocks": blocks, "requests": 0}
-            said = engine.log.read_text()
-            assert all(name in said for name in names), engine.said()
+            settles(lambda: pair.prefill.state()["requests"], 0, seconds=TIME_LEFT_S / 2)
+            assert re.search(line.replace("refused: ", r"\(refused\): "), engine.log.read_text(), re.MULTILINE), (
+                engine.said()
+            )
+            assert re.search(line, pair.prefill.log.read_text(), re.MULTILINE), pair.prefill.said()
         assert pair.serial(fine, tokens=TOKENS).tokens == single.generate([fine], tokens=TOKENS)[0]
         pair.settles()

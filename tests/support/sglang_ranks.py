@@ -154,6 +154,7 @@ def slots_of(pages: Any, page_size: int) -> np.ndarray:
 def world(
     *, prefill_tp: int = 1, prefill_dp: int = 1, decode_tp: int = 1, prefill_page: int = 4, decode_page: int = 4,
     states: Sequence[str] = (), latent: bool = False, host: bool = False, copied_up: bool = False, seed: int = 1,
+    decode_weights: bytes = b"w",
 ) -> Iterator[World]:  # fmt: skip
     """Engines of so many tensor parallel ranks, and so many of prefill; with `host`, decode has a host pool beside its
     pool."""
@@ -196,8 +197,8 @@ def world(
             if host_pool is not None:
                 components += described_of(host_pool, ranks, latent, place).components
             client = stack.enter_context(DecodeClient(
-                NodeSettings(node=f"d{at}", ranks=ranks, **options), components, arena, engine_slots=True,
-                prefix_cache=False, enable_hisparse=host, verify=True,
+                NodeSettings(node=f"d{at}", ranks=ranks, **options | {"weights": decode_weights}), components, arena,
+                engine_slots=True, prefix_cache=False, enable_hisparse=host, verify=True,
             ))  # fmt: skip
             aux: dict[int, bytes] = {}
             side = ReceivingSide(client, described, Uses(99), put_aux=aux.__setitem__, aux_bytes=128, time_left_s=600.0)

@@ -91,9 +91,9 @@ class VllmPair:
             settles(lambda engine=engine: engine.state(), expected)
 
 
-def settles(state: Callable[[], Any], expected: Any) -> None:
+def settles(state: Callable[[], Any], expected: Any, *, seconds: float = SETTLES_S) -> None:
     """Waits until the state is this one."""
-    deadline = time.monotonic() + SETTLES_S
+    deadline = time.monotonic() + seconds
     while (found := state()) != expected:
         assert time.monotonic() < deadline, f"{found}, expected {expected}"
         time.sleep(0.05)

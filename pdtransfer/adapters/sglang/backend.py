@@ -13,8 +13,10 @@ import re
 import secrets
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 
+import sglang
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import (
@@ -33,7 +35,7 @@ from ...layout.layout import DTYPE_BYTES
 from ...wire import Ranks
 from ..cache_memory import CacheMemory, Extent
 from ..heads import Heads
-from ..model_facts import dtype_name, model_facts, model_name
+from ..model_facts import dtype_name, model_facts, model_name, named_facts
 from ..reachable import Reachable, RequestError
 from ..settings import Settings
 from . import hooks
@@ -156,7 +158,7 @@ class Manager(CommonKVManager):
 
     def _announce(self, where: str, components: Any) -> None:
         text = ", ".join(f"{each.name} {each.layout.row_bytes} B a row" for each in components)
-        log.info("pdtransfer %s: %s; peers need equal facts: %s", where, text, self._facts())
+        log.info("pdtransfer %s: %s; peers need equal facts: %s", where, text, self._shown_facts())
 
     def _number(self) -> int:
         """The number of this rank among those of this host that share the settings."""
@@ -169,8 +171,8 @@ class Manager(CommonKVManager):
         name = self._settings.model or str(self.server_args.served_model_name or self.server_args.model_path)
         return NodeSettings(
             node=f"{role}-{host}-{os.getpid()}", model=model_name(name, self._cache_dtype),
-            weights=weights_digest(self._facts()), keys=keys, allowed=allowed, insecure=self._settings.insecure,
-            ranks=self._ranks,
+            weights=weights_digest(self._facts()), facts=self._shown_facts(), keys=keys, allowed=allowed,
+            insecure=self._settings.insecure, ranks=self._ranks,
         )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:
@@ -180,6 +182,10 @@ class Manager(CommonKVManager):
             config.hf_text_config.to_dict(), dtype=config.dtype, cache=self._cache_dtype,
             quantization=config.quantization,
         )  # fmt: skip
+
+    def _shown_facts(self) -> dict[str, str]:
+        """The same by the names that peers see where one differs."""
+        return named_facts(self._facts(), rows="tokens", engine=f"SGLang {sglang.__version__}")
 
     @property
     def _cache_dtype(self) -> str:
@@ -327,6 +333,7 @@ class Receiver(CommonKVReceiver):
     """Decode: a request."""
 
     kv_mgr: Manager
+    _asked = False  # or told prefill that it will not
 
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
@@ -358,6 +365,7 @@ class Receiver(CommonKVReceiver):
         if self.bootstrap_infos is None:
             return
         assert aux_index is not None
+        self._asked = True
         try:
             self.kv_mgr.receiving.expect(
                 self.bootstrap_room, kv_indices, prefix=decode_prefix_len or 0, states=state_indices or [],
@@ -365,8 +373,10 @@ class Receiver(CommonKVReceiver):
                 host=destination == KVTransferDestination.HOST,
             )  # fmt: skip
         except (LocalProtocolError, RequestError) as error:
+            self._asked = False
             self.kv_mgr.record_failure(self.bootstrap_room, f"its hand-off is refused: {error}")
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self._withdraw(str(error))
         self.init_time = time.time()
 
     def abort(self) -> None:
@@ -378,6 +388,16 @@ class Receiver(CommonKVReceiver):
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """SGLang has given the request up, or its time is over."""
         self.kv_mgr.receiving.give_up(self.bootstrap_room)
+        self._withdraw("SGLang gave it up")
+
+    def _withdraw(self, why: str) -> None:
+        """Prefill does not wait for a request that decode has not asked for, and will not."""
+        if self._asked or self.bootstrap_infos is None:
+            return
+        self._asked = True
+        with suppress(RequestError):
+            sources = self.kv_mgr.sources_of(self.bootstrap_infos)
+            self.kv_mgr.receiving.withdraw(self.bootstrap_room, sources, why)
 
     def is_abort_release_safe(self) -> bool:
         """Whether nobody can write its pages any more."""

@@ -80,7 +80,12 @@ class ReceivingSide:
     def give_up(self, bootstrap_room: int) -> None:
         """SGLang does not want the request any more. Idempotent."""
         if (room := self._current.pop(bootstrap_room, None)) is not None:
-            self._client.abort(room)
+            self._client.abort(room, f"bootstrap_room {bootstrap_room} was given up")
+
+    def withdraw(self, bootstrap_room: int, sources: Sequence[str], why: str) -> None:
+        """SGLang does not want a request that was not expected yet: it fails at the prefill ranks at `sources`."""
+        room = self._uses.room(bootstrap_room)
+        self._client.withdraw(room, sources=sources, detail=f"bootstrap_room {bootstrap_room}: {why}")
 
     def is_drained(self, bootstrap_room: int) -> bool:
         """Whether nobody can write the pages of a request any more."""

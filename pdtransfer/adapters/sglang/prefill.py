@@ -129,7 +129,7 @@ class SendingSide:
         if self._rooms.pop(sent.room, None) is None:
             return
         if not sent.pushed:
-            self._client.abort(sent.room)
+            self._client.abort(sent.room, f"bootstrap_room {bootstrap_room} was given up")
         elif not self._client.quiesce(sent.room, QUIESCE_S):
             # What is read from now on is of a room that has failed: nobody uses it.
             log.error("room %d: its pages are still read after %s s, and are reused", bootstrap_room, QUIESCE_S)
@@ -161,7 +161,7 @@ class SendingSide:
         """Decode asked after the request was given up."""
         with suppress(LocalProtocolError):
             self._client.open(room, tokens=None, grants=None, time_left_s=self._time_left_s)
-            self._client.abort(room)
+            self._client.abort(room, "its request was given up before")
 
     def _push(
         self, sent: Sent, part: CachePart, first: int, slots: NDArray[np.int64], after: Event | None, *, last: bool

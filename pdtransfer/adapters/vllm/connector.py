@@ -78,6 +78,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._listening: Listening | None = None
         self._failed_blocks: set[int] = set()
+        self._facts: dict[str, str] = {}
         self._pooled: AbstractContextManager | None = None
         self._on_card = False
         parallel = vllm_config.parallel_config
@@ -130,6 +131,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             facts = dialect.facts_of(self._vllm_config, kv_caches, self._groups)
         else:
             facts = dialect.facts_of_model(self._vllm_config, kv_caches)
+        self._facts = dialect.shown_facts(self._vllm_config, kv_caches, facts, self._settings.rows)
         described = components(self._memory.base(extent), "dram")
         prefill = decode = None
         copied_up = False
@@ -148,7 +150,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._listening.endpoint if self._listening else "no listener",
             sum(each.of_block * each.component.layout.row_bytes for each in described.rows), len(described.rows),
             self._settings.rows,
-            "nowhere" if decode is None else "in host memory first" if copied_up else "in vLLM's KV cache", facts,
+            "nowhere" if decode is None else "in host memory first" if copied_up else "in vLLM's KV cache", self._facts,
         )  # fmt: skip
 
     def _node(self, role: str, ranks: Ranks, facts: dict[str, Any]) -> NodeSettings:
@@ -156,8 +158,9 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         engine = re.sub(r"[^A-Za-z0-9._-]", "-", str(self._kv_transfer_config.engine_id))[:90]
         return NodeSettings(
             node=f"{role}-{engine}-{ranks.pp_rank}-{ranks.tp_rank}",
-            model=model_name(self._settings.model or str(self._vllm_config.model_config.model), facts["cache"]),
-            weights=weights_digest(facts), keys=keys, allowed=allowed, insecure=self._settings.insecure, ranks=ranks,
+            model=model_name(self._settings.model or dialect.served_name(self._vllm_config), facts["cache"]),
+            weights=weights_digest(facts), facts=self._facts, keys=keys, allowed=allowed,
+            insecure=self._settings.insecure, ranks=ranks,
         )  # fmt: skip
 
     def _prefill_client(self, described: Pools, extent: Extent, ranks: Ranks, facts: dict[str, Any]) -> PrefillClient:

@@ -11,13 +11,14 @@ import platform
 from typing import Any
 
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
 from ...errors import ConfigError
 from ...wire import Ranks
-from ..model_facts import dtype_name, model_facts
+from ..model_facts import dtype_name, model_facts, named_facts
 from . import token_rows
 from .orders import KVGroup
 from .token_rows import Kinds
@@ -133,6 +134,27 @@ def facts_of_model(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
     return model_facts(
         model.hf_text_config.to_dict(), dtype=model.dtype, cache=_cache_dtype(views), quantization=model.quantization
     )
+
+
+def shown_facts(vllm_config: Any, views: dict[str, Any], facts: dict[str, Any], rows: str) -> dict[str, str]:
+    """Facts by the names that peers see where one differs; those of the model in any case, since a digest of its
+    configuration tells nothing."""
+    of_model = facts_of_model(vllm_config, views)
+    by_group = list(zip(*facts.get("groups", ()), strict=True))
+    sizes = {
+        name: "/".join(map(str, dict.fromkeys(values)))
+        for name, values in zip(("block_size", "window", "attention_chunk"), by_group, strict=False)
+    }
+    others = {name: value for name, value in facts.items() if name not in ("groups", "attention")} | sizes
+    if "attention" in facts:
+        others["attention"] = "/".join(facts["attention"])
+    return named_facts(of_model, **others, rows=rows, engine=f"vLLM {vllm.__version__}")
+
+
+def served_name(vllm_config: Any) -> str:
+    """What clients call the model, as other engines compare it: by default its name or path."""
+    name = getattr(vllm_config.model_config, "served_model_name", None) or vllm_config.model_config.model
+    return str(name[0] if isinstance(name, list) else name)
 
 
 def kinds_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Kinds]:

@@ -123,7 +123,6 @@ class VllmDialect:
         }
         return msgspec.json.encode(request.fields | {"kv_transfer_params": {"transfer_mode": "push"} | identity | own})
 
-
     def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
         """A prefill server that has answered keeps the KV for decode. Its connector learns of it by the parameters of a
         request, of one token."""

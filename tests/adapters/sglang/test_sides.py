@@ -183,10 +183,37 @@ def test_prefill_gives_up_before_decode_asks_and_decode_does_not_wait() -> None:
         made.prefill[0].side.give_up(7)
         made.expect(7, [1, 8])
         wait_for(lambda: made.prefill[0].turn() or made.decode[0].state(7) is KVPoll.FAILED)
-        assert made.decode[0].states[7][-1].reason == f"aborted: {made.sources[0]}: aborted"
+        reason = f"aborted: {made.sources[0]}: its request was given up before"
+        assert made.decode[0].states[7][-1].reason == reason
         wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
         made.hand_over(7, source=[5, 2], target=[1, 8])
         assert landed(made, [5, 2], [1, 8], 8)
+
+
+@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+def test_a_request_that_decode_gives_up_before_it_has_pages_fails_at_prefill(order: str) -> None:
+    """Prefill would wait for decode's pages until SGLang's own limit, which is minutes."""
+    with world() as made:
+        if order == "prefill first":
+            made.begin(7)
+        made.decode[0].side.withdraw(7, made.sources, "SGLang gave it up")
+        if order == "decode first":
+            wait_for(lambda: made.prefill[0].turn() or made.prefill[0].side._meetings._asked)
+            made.begin(7)
+        made.until(7, KVPoll.FAILED, made.prefill)
+        assert made.prefill[0].states[7][-1].reason.endswith("gave it up: bootstrap_room 7: SGLang gave it up")
+        made.hand_over(7, source=[5, 2], target=[1, 8])
+
+
+def test_a_request_whose_engines_do_not_fit_fails_on_both_sides() -> None:
+    """Prefill never meets a Grant of it, and SGLang's limit for that is minutes."""
+    with world(decode_weights=b"x") as made:
+        made.begin(7)
+        made.expect(7, [1, 8])
+        made.until(7, KVPoll.FAILED, made.prefill)
+        made.until(7, KVPoll.FAILED, made.decode)
+        for side in (made.prefill, made.decode):
+            assert "weights: d0 has '78'" in side[0].states[7][-1].reason
 
 
 @pytest.mark.parametrize("pushed", [False, True])
@@ -211,7 +238,8 @@ def test_prefill_gives_up_and_decode_fails(pushed: bool) -> None:
             made.push(7, [5])
         made.prefill[0].side.give_up(7)
         made.until(7, KVPoll.FAILED, made.decode)
-        assert made.decode[0].states[7][-1].reason == f"aborted: {made.sources[0]}: aborted"
+        why = "aborted" if pushed else "bootstrap_room 7 was given up"
+        assert made.decode[0].states[7][-1].reason == f"aborted: {made.sources[0]}: {why}"
         wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
         made.push(7, [2], first_page=1, aux=AUX)  # a chunk that was under way
         assert made.prefill[0].state(7) is KVPoll.WAITING_FOR_INPUT  # nothing more is reported

@@ -90,6 +90,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
                 [group for group, _ in self._groups], engine_id=transfer.engine_id,
                 tp_size=parallel.tensor_parallel_size, sends=self._sends, receives=self._receives,
                 reachable=Reachable(allowed, self._settings.insecure),
+                block_bytes=dialect.block_bytes(kv_cache_config, self._groups, parallel.tensor_parallel_size),
             )  # fmt: skip
             return
         self._memory = CacheMemory(dialect.sizes_of(kv_cache_config))
@@ -144,6 +145,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerSide(
             pools=described, prefill=prefill, decode=decode, time_left_s=self._settings.time_left_s,
             copied_up=copied_up,
+            recomputes=getattr(self._kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
         )  # fmt: skip
         log.info(
             "pdtransfer: %s; %d bytes a block in %d groups, which cross by %s; lands %s; peers need equal facts: %s",
@@ -303,6 +305,11 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The orders of a step."""
         return OrdersMetadata(self._side.orders(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers report of loads: the answer of a request says whether its KV was received."""
+        failed = getattr(connector_output, "failed_recving", None) or ()
+        self._side.on_failed_loads(failed, getattr(connector_output, "invalid_block_ids", None) or ())
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to run a step for a peer's sake: prefill keeps blocks that nobody here needs."""

@@ -66,6 +66,12 @@ def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
     return made
 
 
+def block_bytes(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> list[int]:
+    """The bytes of a block of each group, of all ranks together; ranks that share heads count them all."""
+    specs = kv_cache_config.kv_cache_groups
+    return [specs[group.index].kv_cache_spec.page_size_bytes * len(names) * tp_size for group, names in groups]
+
+
 def _kind(index: int, spec: Any) -> str:
     name = type(spec).__name__
     if name not in _SPECS:

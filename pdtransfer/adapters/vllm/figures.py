@@ -7,13 +7,17 @@ from typing import Any
 
 SECONDS_MAX = 4_096  # observations of one interval; a histogram of more has the same shape
 
+OTHERS = "others"
+REFUSALS_MAX = 16  # texts of one interval that tell why a peer does not fit
+
 Data = dict[str, Any]
-"""rooms: {end: count}, causes: {cause: count}, bytes: {direction: count}, copied_up_bytes: count, seconds: [float]."""
+"""rooms: {end: count}, causes: {cause: count}, bytes: {direction: count}, refusals: {text: count}, copied_up_bytes:
+count, computed: count, seconds: [float]."""
 
 
 def empty() -> Data:
     """Nothing was counted."""
-    return {"rooms": {}, "causes": {}, "bytes": {}, "copied_up_bytes": 0, "seconds": []}
+    return {"rooms": {}, "causes": {}, "bytes": {}, "refusals": {}, "copied_up_bytes": 0, "computed": 0, "seconds": []}
 
 
 def is_empty(data: Mapping[str, Any]) -> bool:
@@ -23,15 +27,18 @@ def is_empty(data: Mapping[str, Any]) -> bool:
 
 def count(data: Data, name: str, label: str, amount: int = 1) -> None:
     """Adds to one label of a counter."""
+    if name == "refusals" and label not in data[name] and len(data[name]) >= REFUSALS_MAX:
+        label = OTHERS
     data[name][label] = data[name].get(label, 0) + amount
 
 
 def add(data: Data, more: Mapping[str, Any]) -> None:
     """Adds another rank's, or a later interval's."""
-    for name in ("rooms", "causes", "bytes"):
+    for name in ("rooms", "causes", "bytes", "refusals"):
         for label, amount in more[name].items():
             count(data, name, label, amount)
-    data["copied_up_bytes"] += more["copied_up_bytes"]
+    for name in ("copied_up_bytes", "computed"):
+        data[name] += more[name]
     data["seconds"] = (data["seconds"] + more["seconds"])[:SECONDS_MAX]
 
 
@@ -39,6 +46,8 @@ def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
     """What vLLM logs of an interval."""
     made: dict[str, int | float] = {f"rooms {end}": amount for end, amount in sorted(data["rooms"].items())}
     made |= {f"MB {direction}": round(amount / 1e6, 3) for direction, amount in sorted(data["bytes"].items())}
+    if data["computed"]:
+        made["prompts computed here"] = data["computed"]
     if seconds := sorted(data["seconds"]):
         made["p50 transfer ms"] = round(seconds[len(seconds) // 2] * 1e3, 3)
         made["max transfer ms"] = round(seconds[-1] * 1e3, 3)

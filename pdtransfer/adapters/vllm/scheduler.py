@@ -93,6 +93,9 @@ class _Receive:
     source: ReceiveFrom | None
     state: _LoadState = _LoadState.WANTED
     declined: bool = False  # its room lands without a byte
+    kv_bytes: int = 0  # that were asked for, of all ranks
+    blocks: frozenset[int] = frozenset()  # that they were to land in
+    failed: bool = False  # its KV was asked for, or could not be, and has not come
     prompt: Sequence[int] | None = None
     behind: _Receive | None = None  # of the same prompt and label, whose load serves this one as well
 
@@ -112,7 +115,10 @@ class SchedulerSide:
         sends: bool,
         receives: bool,
         reachable: Reachable | None = None,
+        block_bytes: Sequence[int] = (),
     ) -> None:
+        """`block_bytes` are the bytes of a block of each group, of all ranks together."""
+        self._block_bytes = tuple(block_bytes) or (0,) * len(groups)
         self._groups, self._engine_id, self._tp_size = tuple(groups), engine_id, tp_size
         self._can_send, self._can_receive = sends, receives
         self._reachable = reachable or Reachable()
@@ -187,10 +193,16 @@ class SchedulerSide:
         known.state = _LoadState.ORDERED
         prefix = self._received_tokens(known.tokens) - external_tokens
         slots = tuple(slots_of(blocks[group.index], group.rows(known.tokens)) for group in self._groups)
+        landing = [
+            [slot for slot in own[prefix // group.block_size :] if slot >= 0]
+            for group, own in zip(self._groups, slots, strict=True)
+        ]
         if known.source is None:
-            expected = slots[0][prefix // self._groups[0].block_size :]
-            self._orders.refusals.append(Refuse(name, tuple(slot for slot in expected if slot >= 0)))
+            known.failed = True
+            self._orders.refusals.append(Refuse(name, tuple(landing[0])))
             return
+        known.blocks = frozenset(landing[0])
+        known.kv_bytes = sum(size * len(own) for size, own in zip(self._block_bytes, landing, strict=True))
         self._orders.receives.append(
             Receive(name, known.source.room(name), known.source.sources, known.tokens, prefix, slots)
         )
@@ -208,6 +220,11 @@ class SchedulerSide:
             if (send := self._sends.get(name)) is not None and not send.lost:
                 self._order_chunk(name, send, computed[name], computed[name] + count, made)
         return made
+
+    def on_failed_loads(self, requests: Collection[str], blocks: Collection[int]) -> None:
+        """Loads have failed: of these requests, or into these blocks where vLLM knows no requests."""
+        for name, known in self._receives.items() if requests or blocks else ():
+            known.failed |= name in requests or not known.blocks.isdisjoint(blocks)
 
     @property
     def has_word_for_peers(self) -> bool:
@@ -227,6 +244,8 @@ class SchedulerSide:
             elif received.state is _LoadState.ORDERED or (received.declined and status in _GIVEN_UP):
                 self._orders.aborts.append(name)  # the workers know whether there is still something to give up
             received.state = _LoadState.NONE
+            if received.kv_bytes or received.failed or received.declined:
+                return False, {"kv_bytes": 0 if received.failed else received.kv_bytes, "kv_lost": received.failed}
             return False, None
         send = self._sends.pop(name, None)
         if send is None or not send.opened:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from . import figures
 
+_WHYS_MAX = 64
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 
 
@@ -53,6 +54,15 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._rooms = counter("vllm:pdtransfer_rooms", "Hand-offs on one rank, by how they ended.", "end")
         self._failures = counter("vllm:pdtransfer_failures", "Hand-offs that failed, by their root cause.", "cause")
         self._bytes = counter("vllm:pdtransfer_bytes", "Bytes of KV that crossed.", "direction")
+        self._computed = counter(
+            "vllm:pdtransfer_computed", "Requests whose hand-off failed, so that decode computed their prompt itself."
+        )
+        self._refusals = counter(
+            "vllm:pdtransfer_refusals",
+            "Hand-offs that failed since the engines do not fit, by what differs.",
+            "why",
+        )
+        self._whys: set[str] = set()
         self._copied = counter("vllm:pdtransfer_copied_up_bytes", "Bytes copied from host memory to the KV cache.")
         self._seconds = self._histogram_cls(
             name="vllm:pdtransfer_transfer_seconds", buckets=_SECONDS, labelnames=labelnames,
@@ -65,6 +75,12 @@ class TransferMetrics(KVConnectorPromMetrics):
         for metric, name in ((self._rooms, "rooms"), (self._failures, "causes"), (self._bytes, "bytes")):
             for label, amount in transfer_stats_data[name].items():
                 metric.labels(*labels, label).inc(amount)
+        for why, amount in transfer_stats_data["refusals"].items():
+            if why not in self._whys and len(self._whys) >= _WHYS_MAX:
+                why = figures.OTHERS  # noqa: PLW2901 -- texts of peers: each one of them is a series
+            self._whys.add(why)
+            self._refusals.labels(*labels, why).inc(amount)
+        self._computed.labels(*labels).inc(transfer_stats_data["computed"])
         self._copied.labels(*labels).inc(transfer_stats_data["copied_up_bytes"])
         for seconds in transfer_stats_data["seconds"]:
             self._seconds.labels(*labels).observe(seconds)

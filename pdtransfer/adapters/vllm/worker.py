@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,7 +37,33 @@ log = logging.getLogger(__name__)
 
 # Smallest cell of a large chunk: each one takes the interpreter from the thread that launches the model's kernels.
 CELL_BYTES_MIN = 64 << 20
+WHY_LENGTH_MAX = 256  # of a label
+SHARE_MAX = 0.1  # of requests that decode may compute itself before that is a warning
+SHARE_OF, SHARE_OF_MIN = 100, 10  # requests that are looked at, and fewest of them
+SHARE_PAUSE_S = 60.0  # between two warnings
 QUIESCE_S = 30.0  # that a step waits for writes in flight whose blocks are about to be reused
+
+
+class ComputedShare:
+    """How many of the latest requests decode computed itself, though their KV was to come from a peer. Each of them
+    costs what a prefill engine was there for, and answers its client all the same: so it is said."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._latest: deque[bool] = deque(maxlen=SHARE_OF)
+        self._said = float("-inf")
+
+    def add(self, why: str) -> str | None:
+        """A request ended: `why` its prompt was computed here, empty if its KV has landed. Returns a warning where one
+        is due."""
+        self._latest.append(bool(why))
+        computed, count = sum(self._latest), len(self._latest)
+        if not why or count < SHARE_OF_MIN or computed <= SHARE_MAX * count:
+            return None
+        if (now := self._clock()) - self._said < SHARE_PAUSE_S:
+            return None
+        self._said = now
+        return f"{computed} of the last {count} requests were computed here, since their KV was not received: {why}"
 
 
 @dataclass(slots=True)
@@ -85,7 +112,8 @@ class WorkerSide:
     """Carries out orders on one rank.
 
     `pools` describe the KV cache: what becomes of blocks, and after which layer's name each layer is complete.
-    `copied_up` tells that what lands is copied once more to vLLM's memory.
+    `copied_up` tells that what lands is copied once more to vLLM's memory, `recomputes` that vLLM computes a prompt
+    itself whose load has failed.
     """
 
     def __init__(
@@ -96,11 +124,13 @@ class WorkerSide:
         decode: DecodeClient | None,
         time_left_s: float,
         copied_up: bool = False,
+        recomputes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rows, self._layers, self._complete_after = pools.rows, pools.layers, pools.complete_after
         self._prefill, self._decode = prefill, decode
         self._time_left_s, self._copied_up, self._clock = time_left_s, copied_up, clock
+        self._recomputes, self._share = recomputes, ComputedShare(clock)
         self._sending: dict[str, _SentRoom] = {}
         self._receiving: dict[str, _ReceivedRoom] = {}
         self._sent_rooms: dict[int, str] = {}
@@ -244,7 +274,7 @@ class WorkerSide:
 
     def _refuse(self, order: Refuse) -> None:
         self._count_failure(Cause.REFUSED)
-        self._fail_load(order.request_id, order.blocks)
+        self._fail_load(order.request_id, order.blocks, "its parameters are wrong")
         self._results.received.add(order.request_id)
 
     def _abort(self, request_id: str) -> None:
@@ -316,6 +346,8 @@ class WorkerSide:
         match event:
             case RoomReady(room):
                 request_id = self._received_rooms[room]
+                if self._receiving[request_id].awaited:
+                    self._share.add("")
                 figures.count(self._data, "rooms", "received")
                 figures.count(self._data, "bytes", "received", event.kv_bytes)
                 if self._copied_up:
@@ -330,8 +362,10 @@ class WorkerSide:
                     "request %s: its KV was not received: %s: %s", request_id, cause.value, detail,
                 )  # fmt: skip
                 self._count_failure(cause)
+                if cause is Cause.REFUSED:
+                    figures.count(self._data, "refusals", detail[:WHY_LENGTH_MAX])
                 if receiving.awaited and not receiving.aborted:
-                    self._fail_load(request_id, receiving.blocks)
+                    self._fail_load(request_id, receiving.blocks, f"{cause.value}: {detail}")
             case RoomDrained(room):
                 request_id = self._received_rooms.pop(room)
                 if self._receiving.pop(request_id).awaited:
@@ -339,9 +373,14 @@ class WorkerSide:
             case _:
                 pass
 
-    def _fail_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
+    def _fail_load(self, request_id: str, blocks: tuple[int, ...], why: str) -> None:
         self._results.failed.add(request_id)
         self._results.failed_blocks.update(blocks)
+        if self._recomputes:
+            self._data["computed"] += 1
+            log.info("request %s: its prompt is computed here", request_id)
+            if (text := self._share.add(why)) is not None:
+                log.warning("%s", text)
 
     def _count_failure(self, cause: Cause) -> None:
         figures.count(self._data, "rooms", "failed")

@@ -64,7 +64,10 @@ def more(name: str, blocks: BlockTable | None, count: int, computed: int, **othe
 
 
 def side(*groups: KVGroup, **roles: bool) -> SchedulerSide:
-    made = SchedulerSide(groups or (KVGroup(0, 16),), engine_id="p0", **{"sends": True, "receives": True} | roles)
+    found = groups or (KVGroup(0, 16),)
+    made = SchedulerSide(
+        found, engine_id="p0", block_bytes=[1_000] * len(found), **{"sends": True, "receives": True} | roles
+    )
     made.endpoints = ADDRESS
     return made
 
@@ -299,8 +302,23 @@ def test_a_request_waits_for_what_its_own_cache_lacks() -> None:
     assert made.matched_tokens(request, 0) == 0, "it is asked for once"
     made.on_blocks(request, [[7, 3, 5]], 0)
     assert made.orders(Step()).receives == [Receive("a", room_id("p0/x"), ADDRESS, 40, 16, ((7, 3, 5),))]
-    assert made.on_finished(request, STOPPED) == (False, None)
+    assert made.on_finished(request, STOPPED) == (False, {"kv_bytes": 2_000, "kv_lost": False})
     assert made.orders(Step()) == Orders()
+
+
+@pytest.mark.parametrize(("requests", "blocks"), [({"a"}, ()), ((), {5})], ids=["by request", "by block"])
+def test_an_answer_tells_that_its_kv_was_not_received(requests: Collection[str], blocks: Collection[int]) -> None:
+    made = side()
+    lost, fine = begun(made, 40, RECEIVES), begun(made, 40, RECEIVES | {"remote_request_id": "y"}, "b")
+    for request, table in ((lost, [[7, 3, 5]]), (fine, [[8, 2, 1]])):
+        made.on_blocks(request, table, 39)
+    made.orders(Step())
+    made.on_failed_loads((), ())
+    made.on_failed_loads(requests, blocks)
+    for request in (lost, fine):
+        made.on_blocks(request, [[7, 3, 5]], 0)
+    assert made.on_finished(lost, STOPPED) == (False, {"kv_bytes": 0, "kv_lost": True})
+    assert made.on_finished(fine, STOPPED) == (False, {"kv_bytes": 3_000, "kv_lost": False})
 
 
 def test_a_load_that_is_given_up_is_aborted() -> None:
@@ -308,7 +326,7 @@ def test_a_load_that_is_given_up_is_aborted() -> None:
     request = begun(made, 40, RECEIVES)
     made.on_blocks(request, [[7, 3, 5]], 39)
     made.orders(Step())
-    assert made.on_finished(request, ABORTED) == (False, None)
+    assert not made.on_finished(request, ABORTED)[0]
     assert made.orders(Step()) == Orders(aborts=["a"])
 
 
@@ -383,7 +401,7 @@ def test_what_decode_does_not_need_prefill_need_not_keep(status: str) -> None:
     assert made.orders(Step()) == Orders(
         receives=[Receive("a", room_id("p0/x"), ADDRESS, 40, 40, ((-1, -1, -1),), awaited=False)]
     )
-    assert made.on_finished(request, status) == (False, None)
+    assert made.on_finished(request, status) == (False, {"kv_bytes": 0, "kv_lost": False})
     assert made.orders(Step()) == Orders(aborts=["a"] * (status == ABORTED))
 
 

@@ -28,6 +28,7 @@ from pdtransfer.client import (
     PrefillClient,
     RoomDrained,
     RoomFailed,
+    RoomReady,
     WriterOptions,
     room_id,
 )
@@ -604,3 +605,48 @@ def test_figures_of_ranks_and_intervals_add_up() -> None:
     assert figures.summary(one) == {"rooms sent": 3, "p50 transfer ms": 250.0, "max transfer ms": 500.0}
     assert figures.is_empty(figures.empty())
     assert not figures.is_empty(one)
+
+
+def test_prompts_that_decode_computes_itself_are_counted_and_a_tenth_of_them_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client, now = ToldLater(), [0.0]
+    cache = np.zeros(SHAPE, np.float32)
+    side = WorkerSide(
+        pools=described(cache, cache.ctypes.data, ONE, "blocks"), prefill=None, decode=cast("Any", client),
+        time_left_s=20.0, recomputes=True, clock=lambda: now[0],
+    )  # fmt: skip
+
+    def ends(room: int, event: Any) -> None:
+        side.begin(Orders(receives=[Receive(f"d{room}", room, ("tcp://127.0.0.1:1",), 40, 0, ((4, 9, 2),))]))
+        client.events = [event, RoomDrained(room)]
+        side.results(())
+
+    def warnings() -> list[str]:
+        texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        return [text for text in texts if "were computed here" in text]
+
+    for room in range(18):
+        ends(room, RoomReady(room, {}, b"", 960))
+    for room in (18, 19):
+        ends(room, RoomFailed(room, Cause.REFUSED, "block_size: d has '32', p '16'"))
+    assert warnings() == [], "2 of 20 are a tenth"
+    ends(20, RoomFailed(20, Cause.REFUSED, "block_size: d has '32', p '16'"))
+    text = "3 of the last 21 requests were computed here, since their KV was not received: "
+    assert warnings() == [text + "refused: block_size: d has '32', p '16'"]
+    ends(21, RoomFailed(21, Cause.DEADLINE, "late"))
+    assert len(warnings()) == 1, "once a minute"
+    now[0] = 61.0
+    ends(22, RoomFailed(22, Cause.DEADLINE, "late"))
+    assert len(warnings()) == 2
+    data = side.take_figures()
+    assert data is not None
+    assert (data["computed"], data["refusals"]) == (5, {"block_size: d has '32', p '16'": 3})
+
+
+def test_texts_of_refusals_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "REFUSALS_MAX", 2)
+    data = figures.empty()
+    for why in ("a", "b", "c", "a", "d"):
+        figures.count(data, "refusals", why)
+    assert data["refusals"] == {"a": 2, "b": 1, "others": 2}

@@ -383,6 +383,10 @@ class RouterConfig(NodeConfig):
     enable_resume: Annotated[
         bool, _help("Default of requests without this field: go on with their answer elsewhere if its decode is lost.")
     ] = False
+    without_prefill: Annotated[
+        Literal["serve", "refuse"],
+        _help("With engine vllm and no healthy prefill server: have decode compute prompts itself, or answer 503."),
+    ] = "refuse"
     api_keys: Annotated[
         Path | None, _help("Clients need a key of this file: one a line, with an optional name, open=N and rate=N.")
     ] = None
@@ -406,6 +410,8 @@ class RouterConfig(NodeConfig):
             for each in fields(self):
                 if each.name in _OF_DAEMONS and (value := getattr(self, each.name)) != each.default:
                     raise ConfigError(f"{each.name} = {str(value)!r}: has no effect with engine {self.engine}")
+        if self.without_prefill == "serve" and self.engine != "vllm":
+            raise ConfigError(f"without_prefill = 'serve': only with engine vllm, engine is {self.engine}")
         if self.admin:
             self._check_bind("admin", self.admin)
         if bool(self.admin) != (self.admin_token is not None):

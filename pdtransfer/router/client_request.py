@@ -67,6 +67,8 @@ class ClientRequest:
     resumptions: int = 0
     prefill: str = ""
     decode: str = ""
+    kv_bytes: int | None = None  # as a server's answer says, where there are no rooms; None: it does not say
+    kv_lost: bool = False  # and decode computed the prompt instead
     rooms: list[int] = field(default_factory=list[int])
     _attempts: dict[int, RoomAttempt] = field(default_factory=dict[int, RoomAttempt])  # by the core's request id
     _ended: list[EndedRequest] = field(default_factory=list[EndedRequest])  # rooms
@@ -182,11 +184,11 @@ class ClientRequest:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=None if None in cached or not cached else sum(each or 0 for each in cached),
             tokens=sum(each.tokens for each in self._ended),
-            kv_bytes=sum(each.kv_bytes for each in self._ended),
+            kv_bytes=sum(each.kv_bytes or 0 for each in self._ended) if self._ended else self.kv_bytes,
             reason=last.reason if last is not None and self.cause is None else "",
             cause=self.cause,
             status=self.status,
-            detail=self.detail,
+            detail=self.detail or ("decode computed the prompt: its KV was not received" if self.kv_lost else ""),
             retried=self.retried,
             resumptions=self.resumptions,
             stream=self.stream,

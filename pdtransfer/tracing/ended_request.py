@@ -82,7 +82,7 @@ class EndedRequest:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None  # of these: they did not cross
     tokens: int = 0  # generated
-    kv_bytes: int = 0  # prefill: written; decode: landed; router: as decode reports
+    kv_bytes: int | None = 0  # prefill: written; decode: landed; router: as decode reports
     reason: str = ""  # of a success: "stop", "length", or "done" at prefill
     cause: Cause | None = None  # of a failure
     status: int | None = None  # scope "request": of the answer; 499 for a client that left

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import aiohttp
 from aiohttp import web
@@ -70,6 +70,9 @@ class FakeVllm:
     mute: bool = False
     pieces: list[str] = field(default_factory=lambda: PIECES)
     seen: list[Seen] = field(default_factory=list)
+    counted: str = ""  # its metrics
+    tells: bool = False  # decode's answers say whether their KV was received
+    lost: bool = False  # and say that it was not
     given_up: list[str] = field(default_factory=list)  # transfers that it was told to give up
     sent: int = 0  # bytes of streams
     url: str = ""
@@ -83,6 +86,7 @@ class FakeVllm:
     async def open(self, port: int = 0) -> str:
         app = web.Application(client_max_size=1 << 30)
         app.add_routes([web.get("/health", self._health), web.get("/v1/models", self._models)])
+        app.add_routes([web.get("/metrics", self._metrics)])
         app.add_routes([web.post(path, self._generate) for path in DIALECTS[self.speaks].paths])
         self.routes(app)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
@@ -107,6 +111,9 @@ class FakeVllm:
         if self.mute:
             await asyncio.Event().wait()
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.counted)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -163,6 +170,8 @@ class FakeVllm:
                 "remote_request_id": "cmpl-1", "transfer_id": seen.kv["transfer_id"],
                 "remote_prefill_cached_tokens": len(self.seen),  # as vLLM adds it: of the one request
             }  # fmt: skip
+        elif self.tells and seen.kv.get("do_remote_prefill"):
+            answer["kv_transfer_params"] = {"kv_bytes": 0 if self.lost else 4_096, "kv_lost": self.lost}
         return web.json_response(answer, headers={"X-Vllm": "yes"})
 
     async def _stream(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
@@ -238,14 +247,19 @@ class ServerSite:
 
 @asynccontextmanager
 async def server_site(
-    *, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS, of: type[FakeVllm] = FakeVllm
+    *, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS, of: type[FakeVllm] = FakeVllm, **more: Any
 ) -> AsyncIterator[ServerSite]:
     landings = Landings()
     fakes = [of("prefill", landings, f"p{i}") for i in range(prefill)]
     fakes += [of("decode", landings, f"d{i}") for i in range(decode)]
     urls = [await fake.open() for fake in fakes]
     config = RouterConfig(
-        engine=of.speaks, listen="127.0.0.1:0", prefill=(*urls[:prefill],), decode=(*urls[prefill:],), limits=limits
+        engine=of.speaks,
+        listen="127.0.0.1:0",
+        prefill=(*urls[:prefill],),
+        decode=(*urls[prefill:],),
+        limits=limits,
+        **more,
     )
     ended, records = EndedRequests(), list[EndedRequest]()
     ended.subscribe(records.append)

@@ -14,9 +14,9 @@ import secrets
 import socket
 import time
 from contextlib import suppress
+from importlib.metadata import version
 from typing import Any
 
-import sglang
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import (
@@ -185,7 +185,7 @@ class Manager(CommonKVManager):
 
     def _shown_facts(self) -> dict[str, str]:
         """The same by the names that peers see where one differs."""
-        return named_facts(self._facts(), rows="tokens", engine=f"SGLang {sglang.__version__}")
+        return named_facts(self._facts(), rows="tokens", engine=f"SGLang {version('sglang')}")
 
     @property
     def _cache_dtype(self) -> str:

@@ -38,6 +38,11 @@ class Dialect(Protocol):
         """Where a prefill server tells its identity; None where each of its answers does."""
         ...
 
+    @property
+    def metrics_path(self) -> str | None:
+        """Where a decode server counts its hand-offs (hand_offs.py); None where it does not."""
+        ...
+
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
         """Returns the identity of the prefill server at `url` by what it answered, None where it hands nothing over."""
         ...
@@ -86,6 +91,7 @@ class VllmDialect:
     paths = ("/v1/completions", "/v1/chat/completions")
     reserved = frozenset({"kv_transfer_params"})
     info_path = None
+    metrics_path = "/metrics"
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
         """Of the returned kv_transfer_params those that belong to the process; vLLM adds others."""
@@ -161,6 +167,7 @@ class SglangDialect:
         "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank",
     })  # fmt: skip
     info_path = "/server_info"
+    metrics_path = None
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
         """The bootstrap server runs beside the prefill server, on a port of its own."""

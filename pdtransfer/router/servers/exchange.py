@@ -22,6 +22,7 @@ from ...errors import Cause, WorldError
 from ...limits import HTTP_BODY_BYTES_MAX, Limits
 from ..router_effects import STATUSES
 from .dialects import Dialect, ServerIdentity, ServerOrder
+from .hand_offs import METRICS_BYTES_MAX, HandOffs, hand_offs_of
 from .server_pool import Server, ServerPair
 from .server_request import ServerRequest
 
@@ -162,6 +163,26 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             return _reason(error) or f"/health has not answered within {self._limits.silence_ms} ms"
 
+    async def hand_offs(self, server: Server) -> HandOffs | None:
+        """Asks a decode server how many prompts it received, and how many it computed itself; None where it does not
+        say."""
+        if self._dialect.metrics_path is None:
+            return None
+        try:
+            async with (
+                asyncio.timeout(self._limits.silence_ms / 1e3),
+                self._session.get(server.url + self._dialect.metrics_path, allow_redirects=False) as response,
+            ):
+                text = bytearray()
+                async for piece in response.content.iter_any():
+                    text += piece
+                    if len(text) > METRICS_BYTES_MAX:
+                        return None
+                return hand_offs_of(bytes(text)) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError) as error:
+            log.debug("%s: %s", server.url, error)
+            return None
+
     def lose(self, server: Server) -> None:
         """Ends all waits for a server that has been down for too long."""
         now = asyncio.get_running_loop().time()
@@ -214,6 +235,8 @@ class Upstream:
         AttemptFailedError. Then, and when it is cancelled, both connections are closed.
         """
         transfer = secrets.token_bytes(16)
+        if pair.prefill is None:
+            return await self._decode(pair, request, transfer, None, headers)
         identity = pair.prefill.identity
         orders = [(each, self._dialect.given_up(each.role, request, transfer)) for each in (pair.prefill, pair.decode)]
         if identity is None and self._dialect.info_path is not None:
@@ -338,16 +361,17 @@ class Upstream:
     ) -> Answer:
         """Posts decode's part; returns its answer from the first bytes on. Raises AttemptFailedError."""
         server = pair.decode
+        blamed = (server,) if pair.prefill is None else (pair.prefill, server)
         async with self.waiting(server):
             body = self._dialect.decode_body(request, transfer, identity)
             response = await self._post(server, request, body, headers)
             try:
                 if response.status >= 500 or response.status == 429:
                     # Decode may fail for what prefill did or did not write: either may be at fault.
-                    raise _refused((pair.prefill, server), await self._whole(server, response))
+                    raise _refused(blamed, await self._whole(server, response))
                 answer = Answer(self, server, response, await response.content.readany())
                 if answer.streams and (failed := _first_error(await answer.first_event())) is not None:
-                    raise _refused((pair.prefill, server), failed)
+                    raise _refused(blamed, failed)
             except BaseException:
                 response.close()
                 raise

@@ -10,6 +10,7 @@ from ...handoff.prefix import KnownPrefixes
 from ...limits import Limits
 from ..pool_worker import Departure, NoPair, Role
 from .dialects import ServerIdentity
+from .hand_offs import HandOffs
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,7 @@ class Server:
     down_since: float = 0.0  # while `why` is set, in seconds
     identity: ServerIdentity | None = None  # of a prefill server, by what it last told
     departure: Departure = Departure.STAYS
+    hand_offs: HandOffs | None = None  # of a decode server, by its metrics
     unfinished: int = 0  # requests that it has not answered in full
     sent: int = 0  # requests since the start
 
@@ -48,17 +50,20 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class ServerPair:
-    """The two servers of one attempt."""
+    """The two servers of one attempt; without a prefill server decode computes the prompt."""
 
-    prefill: Server
+    prefill: Server | None
     decode: Server
 
 
 class ServerPool:
     """All servers of one router."""
 
-    def __init__(self, prefill: Iterable[str], decode: Iterable[str], limits: Limits) -> None:
-        self._limits = limits
+    def __init__(
+        self, prefill: Iterable[str], decode: Iterable[str], limits: Limits, *, without_prefill: bool = False
+    ) -> None:
+        """`without_prefill`: decode may serve while there is no healthy prefill server."""
+        self._limits, self._without_prefill = limits, without_prefill
         self.prefill = [self._new(url, "prefill") for url in prefill]
         self.decode = [self._new(url, "decode") for url in decode]
 
@@ -69,8 +74,13 @@ class ServerPool:
 
     @property
     def usable(self) -> bool:
-        """Whether there is a pair of healthy servers."""
-        return all(any(each.usable for each in role) for role in (self.prefill, self.decode))
+        """Whether there is a pair of healthy servers, or a decode server that may serve alone."""
+        return any(each.usable for each in self.decode) and (self._without_prefill or not self.lacks_prefill)
+
+    @property
+    def lacks_prefill(self) -> bool:
+        """Whether no prefill server is healthy."""
+        return not any(each.usable for each in self.prefill)
 
     def _new(self, url: str, role: Role) -> Server:
         return Server(url, role, KnownPrefixes(self._limits.prefix_keys_max))
@@ -114,6 +124,11 @@ class ServerPool:
         return bool(server.why) and now - server.down_since >= self._limits.room_deadline_ms / 1e3
 
     @property
+    def serves_alone(self) -> bool:
+        """Whether decode computes the prompts of new requests itself, for want of a prefill server."""
+        return self.usable and self.lacks_prefill
+
+    @property
     def places(self) -> bool:
         """Whether a prompt's blocks matter: there is a choice to make, and prefixes have weight."""
         return self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1
@@ -124,17 +139,18 @@ class ServerPool:
         A prompt whose blocks a server all knows counts as `prefix_weight` open requests less, a part of them as that
         part. Servers in `avoid` come last.
         """
-        chosen: list[Server] = []
+        chosen: dict[str, Server] = {}
         for role, servers in (("prefill", self.prefill), ("decode", self.decode)):
             healthy = [each for each in servers if each.usable]
-            if not healthy:
+            if healthy:
+                chosen[role] = min(healthy, key=lambda each: (each in avoid, self._cost(each, keys), each.sent))
+            elif role == "decode" or not self._without_prefill:
                 whys = "; ".join(f"{each.url}: {each.why_not}" for each in servers) or "none is named"
                 return NoPair(f"no {role} server is healthy: {whys}", None)
-            chosen.append(min(healthy, key=lambda each: (each in avoid, self._cost(each, keys), each.sent)))
-        for each in chosen:
+        for each in chosen.values():
             each.known.learn(keys)
             each.sent += 1
-        return ServerPair(*chosen)
+        return ServerPair(chosen.get("prefill"), chosen["decode"])
 
     def _cost(self, server: Server, keys: Sequence[bytes]) -> float:
         known = server.known.count(keys) / len(keys) if keys else 0.0

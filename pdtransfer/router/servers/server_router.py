@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 from aiohttp import web
 
@@ -27,6 +28,7 @@ from ..status import FleetStatus, WorkerStatus
 from ..status_http import StatusPages
 from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
+from .hand_offs import ANSWER_TAIL_BYTES, ComputedShare, received_of
 from .server_metrics import ServerMetrics
 from .server_pool import Server, ServerPair, ServerPool
 from .server_request import ServerRequest, parse_request
@@ -34,6 +36,7 @@ from .server_request import ServerRequest, parse_request
 log = logging.getLogger(__name__)
 
 EVENT_END = b"\n\n"
+METRICS_S = 5.0  # between two looks at what a decode server counts
 FORWARDED = ("Authorization", "traceparent", "tracestate")  # headers of a client that servers get
 
 
@@ -43,7 +46,10 @@ class ServerRouter:
     def __init__(self, config: RouterConfig, ended: EndedRequests | None = None) -> None:
         """`ended` gets a record of each request to generate at its end."""
         self._config, self._limits, self._ended = config, config.limits, ended or EndedRequests()
-        self.pool = ServerPool(config.prefill, config.decode, config.limits)
+        self.pool = ServerPool(
+            config.prefill, config.decode, config.limits, without_prefill=config.without_prefill == "serve"
+        )
+        self._alone = False  # decode serves without prefill, as was last logged
         self._dialect = DIALECTS[config.engine]
         self.upstream = Upstream(self._dialect, config.limits, self._report)
         self.open_requests = OpenRequests(config.limits)
@@ -110,9 +116,13 @@ class ServerRouter:
         self._polls[server.url] = asyncio.create_task(self._poll(server))
 
     async def _poll(self, server: Server) -> None:
-        loop = asyncio.get_running_loop()
+        loop, share, asked = asyncio.get_running_loop(), ComputedShare(), float("-inf")
         while not self.pool.left(server):
             self._report(server, await self.upstream.probe(server))
+            if server.role == "decode" and not server.why and loop.time() - asked >= METRICS_S:
+                asked, server.hand_offs = loop.time(), await self.upstream.hand_offs(server)
+                if server.hand_offs is not None and (text := share.take(server.hand_offs)) is not None:
+                    log.warning("decode %s: %s", server.url, text)
             if self.pool.overdue(server, loop.time()):
                 self.upstream.lose(server)
             await asyncio.sleep(self._limits.ping_ms / 1e3)
@@ -126,6 +136,12 @@ class ServerRouter:
             log.warning("%s %s is left out: %s", server.role, server.url, why)
         else:
             log.info("%s %s is healthy", server.role, server.url)
+        if (alone := self.pool.serves_alone) != self._alone:
+            self._alone = alone
+            if alone:
+                log.warning("no prefill server is healthy: decode computes the prompts (without_prefill: serve)")
+            else:
+                log.info("decode serves without prefill no more")
 
     def _health(self) -> Health:
         servers = [
@@ -136,11 +152,14 @@ class ServerRouter:
                 "why": each.why_not or None,
                 "unfinished": each.unfinished,
                 "identity": each.identity,
+                "hand_offs": None if each.hand_offs is None else asdict(each.hand_offs),
             }
             for each in self.pool.all
         ]
         draining = self.open_requests.draining
-        return Health(self.pool.usable and not draining, {"draining": draining, "servers": servers})
+        return Health(self.pool.usable and not draining, {
+            "draining": draining, "without_prefill": self.pool.serves_alone, "servers": servers,
+        })  # fmt: skip
 
     def _fleet_status(self) -> FleetStatus:
         return fleet_status(
@@ -222,8 +241,9 @@ class ServerRouter:
             if pair in tried:
                 break
             client.retried = attempt > 0
-            client.prefill, client.decode = pair.prefill.url, pair.decode.url
+            client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.url, pair.decode.url
             self.metrics.retries += attempt > 0
+            self.metrics.served_alone += pair.prefill is None
             with pair.decode.serving():
                 try:
                     answer = await self.upstream.dispatch(pair, request, headers)
@@ -249,20 +269,23 @@ class ServerRouter:
         """Passes an answer on as it comes. One that is cut off ends with an error event, or with its connection."""
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
         response.content_length = answer.length
-        piece, end, complete = answer.first, EVENT_END, False
+        piece, end, complete = answer.first, b"", False
         try:
             await response.prepare(http)
             while piece:
                 await self._write(response, piece)
-                end = (end + piece)[-len(EVENT_END) :]
+                end = (end + piece[-ANSWER_TAIL_BYTES:])[-ANSWER_TAIL_BYTES:]
                 piece = await answer.more()
             await response.write_eof()
             complete = answer.status < 400
             client.answered(answer.status)
+            if not answer.streams and (received := received_of(end)) is not None:
+                client.kv_bytes, client.kv_lost = received.kv_bytes, received.kv_lost
+                self.metrics.computed += received.kv_lost
         except AttemptFailedError as failed:
             client.answered(failed.status, failed.cause, f"cut off: {failed}")
             self.metrics.cut_answers += 1
-            if answer.streams and end == EVENT_END:
+            if answer.streams and (not end or end.endswith(EVENT_END)):
                 event = error(failed.status, str(failed), code=failed.cause.value)
                 await self._write(response, b"data: " + event + EVENT_END)
                 await response.write_eof()

@@ -201,6 +201,49 @@ def test_a_prefill_that_has_answered_is_told_where_decode_does_not_take_its_kv(h
 
 
 @on_loop
+async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+
+    async def shown(it: ServerSite) -> tuple[int, bool, str]:
+        async with it.http.get(it.url + "/health") as response:
+            health = await response.json()
+        async with it.http.get(it.url + "/metrics") as response:
+            (line,) = [
+                each for each in (await response.text()).splitlines() if each.startswith("pdtransfer_without_prefill ")
+            ]
+        return response.status and (200 if it.router.pool.usable else 503), health["without_prefill"], line[-3:]
+
+    async with server_site(without_prefill="serve") as it:
+        await it.meet()
+        assert await shown(it) == (200, False, "0.0")
+        it.prefill[0].healthy = False
+        await until(lambda: it.router.pool.serves_alone)
+        assert await shown(it) == (200, True, "1.0")
+        status, answer, _ = await it.post()
+        assert (status, answer["server"]) == (200, "d0")
+        assert texts(await it.stream()) == PIECES
+        assert not it.prefill[0].seen
+        assert all("kv_transfer_params" not in each.body for each in it.decode[0].seen)
+        assert (it.ended[-1].prefill, it.ended[-1].decode) == ("", it.decode[0].url)
+        assert it.router.metrics.served_alone == 2
+        it.prefill[0].healthy = True
+        await until(lambda: not it.router.pool.serves_alone)
+        assert (await it.post())[0] == 200
+        assert it.prefill[0].seen
+    lines = [each.getMessage() for each in caplog.records]
+    assert "no prefill server is healthy: decode computes the prompts (without_prefill: serve)" in lines
+    assert "decode serves without prefill no more" in lines
+
+    async with server_site() as it:  # by default it refuses
+        it.prefill[0].healthy = False
+        await until(lambda: not it.router.pool.usable)
+        assert not it.router.pool.serves_alone
+        assert (await it.post())[0] == 503
+
+
+@on_loop
 async def test_what_decode_has_taken_is_not_given_up() -> None:
     async with server_site() as it:
         await it.meet()

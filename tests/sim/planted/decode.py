@@ -213,16 +213,16 @@ def place_kept_by_a_failed_room(patch: Patch) -> None:
 
 def given_up_before_its_grant_untold(patch: Patch) -> None:
     """Prefill is told nothing of a room that fails before its Grant."""
-    patch(Withdrawals, "add", lambda self, room, now: None)
+    patch(Withdrawals, "add", lambda self, room, detail, now: None)
 
 
 def given_up_at_its_deadline_untold(patch: Patch) -> None:
     """Prefill is told nothing of a room whose deadline at decode is over: its own may be later."""
     add = Withdrawals.add
 
-    def silent(self: Withdrawals, room: Any, now: float) -> None:
+    def silent(self: Withdrawals, room: Any, detail: str, now: float) -> None:
         if now < room.deadline:
-            add(self, room, now)
+            add(self, room, detail, now)
 
     patch(Withdrawals, "add", silent)
 
@@ -259,9 +259,9 @@ def other_ranks_granted_on(patch: Patch) -> None:
     """When one rank fails a room, the grants of the others are left as they are."""
     abort = Leases.abort
 
-    def lone(self: Leases, lease: LeaseEntry, now: float) -> None:
+    def lone(self: Leases, lease: LeaseEntry, detail: str, now: float) -> None:
         if len(lease.holding.extents) and lease.message.send_aux:
-            abort(self, lease, now)
+            abort(self, lease, detail, now)
 
     patch(Leases, "abort", lone)
 

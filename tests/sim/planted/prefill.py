@@ -172,9 +172,9 @@ def given_up_before_open_forgotten(patch: Patch) -> None:
     """A room that decode gives up before it is open waits for another Grant."""
     withdraw = PrefillSessions._withdraw
 
-    def forgetful(self: PrefillSessions, room_id: int, peer: str, now: float) -> None:
+    def forgetful(self: PrefillSessions, room_id: int, peer: str, detail: str, now: float) -> None:
         if room_id in self.rooms:
-            withdraw(self, room_id, peer, now)
+            withdraw(self, room_id, peer, detail, now)
 
     patch(PrefillSessions, "_withdraw", forgetful)
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import LocalProtocolError
 from ..layout.geometry import Int64s, bounds_of
 from .card import CudaEvent, card
-from .hot_tables import HotTables, kernel_view, newest_slots
+from .hot_tables import HotTables, filled, newest_slots
 from .kv_copy import PlannedCopy, kv_copy
 from .pool_hooks import Fired, LayerFence
 from .pools import Pool
@@ -45,9 +45,9 @@ class HotPool:
 
     Arguments of a step: `lengths` int32 (requests,) is each request's tokens before the step, which computes position
     `lengths[i]`. `rows` int32 (requests,) are distinct rows. `real` int32 (1,) is the number of requests that are not
-    padding; a row of -1 is padding, too. int64 arrays are copied to int32. On a card all arrays are in its memory, and
-    all work is queued on torch's current stream. A graph may capture `swap_in`, `newest` and `store`, which neither
-    allocate nor wait.
+    padding; a row of -1 is padding, too. int64 arrays are copied to int32. Without a card results are numpy arrays, and
+    torch is not imported. On a card all arrays are tensors in its memory, and all work is queued on torch's current
+    stream. A graph may capture `swap_in`, `newest` and `store`, which neither allocate nor wait.
 
     A position outside its request or without a slot gets slot -1 and adds to the row's `refused`, int32 (rows,), which
     `start` zeroes. The engine reads `refused` once a step and ends the requests whose rows are not zero. Such a
@@ -62,8 +62,6 @@ class HotPool:
         step reads at most `top` positions of a request. `newest` returns the device slot `spare` for a request without
         a slot. Raises LocalProtocolError, with both values, for sizes that do not match, and if the device cannot reach
         the host pool."""
-        import torch
-
         if min(rows, hot, top, tokens_max) < 1:
             raise LocalProtocolError(f"rows {rows}, hot {hot}, top {top}, tokens_max {tokens_max}: one is below 1")
         if hot < top:
@@ -80,12 +78,12 @@ class HotPool:
         self.host, self.device, self.hot, self.top, self._spare = host, device, hot, top, spare
         self._tables = HotTables(device.card, groups=len(groups), rows=rows, hot=hot, tokens_max=tokens_max)
 
-        def zeros(*shape: int, dtype: Any = torch.int32) -> Any:
-            return torch.zeros(shape, dtype=dtype, device=self._tables.device)
+        def zeros(*shape: int) -> Any:
+            return filled(device.card, shape, 0)
 
         self.refused = self._tables.refused
         self._slots, self._sources, self._targets = (zeros(rows * top) for _ in range(3))
-        self._counts, self._tally = zeros(5), zeros(len(groups), 2, dtype=torch.int64)
+        self._counts, self._tally = zeros(5), filled(device.card, (len(groups), 2), 0, "int64")
         self._positions, self._small = zeros(rows * top), zeros(3, rows)
         self._newest, self._stored = zeros(2, rows), zeros(2, rows)
         self._groups = [
@@ -93,13 +91,13 @@ class HotPool:
                 self._tables.of(at),
                 PlannedCopy(
                     device.layers(layers.start, layers.stop), host.layers(layers.start, layers.stop),
-                    kernel_view(self._targets), kernel_view(self._sources), counts=kernel_view(self._counts),
+                    self._targets, self._sources, counts=self._counts,
                 ),
                 device.layout.row_bytes_of(layers.start, layers.stop),
             )
             for at, layers in enumerate(groups)
         ]  # fmt: skip
-        self._store = PlannedCopy(host, device, kernel_view(self._stored[1]), kernel_view(self._stored[0]))
+        self._store = PlannedCopy(host, device, self._stored[1], self._stored[0])
         self.admission_bytes = 0  # that copies of `start` wrote, to whatever memory
 
     # Start and stop of a request
@@ -121,7 +119,7 @@ class HotPool:
         self._tables.begin(row, host_slots, device_slots, direct=fits, stream=self._stream)
         if fits:
             tables = self._tables.hot_slots, self._tables.host_slots
-            targets, sources = (kernel_view(table[row, :tokens]) for table in tables)
+            targets, sources = (table[row, :tokens] for table in tables)
             self._admit(self.device, self.host, targets, sources, tokens)
 
     def stop(self, row: int) -> None:
@@ -149,14 +147,11 @@ class HotPool:
         `bring` must follow before any other call of a step.
         """
         requests, top = self._check_step(positions, lengths, rows)
-        slots = self._slots[: requests * top].view(requests, top)
-        plan = SwapPlan(
-            slots=kernel_view(slots), sources=kernel_view(self._sources), targets=kernel_view(self._targets),
-            counts=kernel_view(self._counts),
-        )  # fmt: skip
+        slots = self._slots[: requests * top].reshape(requests, top)
+        plan = SwapPlan(slots=slots, sources=self._sources, targets=self._targets, counts=self._counts)
         positions = self._as_int32(positions, self._positions)
         lengths, rows = self._as_int32(lengths, self._small[0]), self._as_int32(rows, self._small[1])
-        totals = SwapCounts(refused=kernel_view(self.refused), tally=kernel_view(self._tally[group]))
+        totals = SwapCounts(refused=self.refused, tally=self._tally[group])
         swap_plan(
             self._groups[group].buffers, positions, lengths, rows, plan,
             real=self._real(real), totals=totals, bring=self._groups[group].copy, stream=self._stream,
@@ -165,7 +160,7 @@ class HotPool:
 
     def bring(self, group: int) -> None:
         """The second half: copies the rows that the last plan, of this group, has listed."""
-        self._groups[group].copy.queue(self._slots.numel(), stream=self._stream)
+        self._groups[group].copy.queue(len(self._slots), stream=self._stream)
 
     def newest(self, rows: Any, lengths: Any, *, real: Any = None) -> Any:
         """Device slots int32 (requests,) for each request's token of this step, in all layers.
@@ -202,11 +197,11 @@ class HotPool:
             self._slots, self._sources, self._targets, self._counts, self._tally, self._positions, self._small,
             self._newest, self._stored,
         )  # fmt: skip
-        return self._tables.bytes + sum(each.numel() * each.element_size() for each in tensors)
+        return self._tables.bytes + sum(each.nbytes for each in tensors)
 
     def counters(self) -> Counters:
         """Reads the counters. Waits for the card."""
-        tally: Any = self._tally.cpu().numpy()
+        tally: Any = self._tally if self.device.card is None else self._tally.cpu().numpy()
         swapped = sum(int(misses) * group.row_bytes for misses, group in zip(tally[:, 1], self._groups, strict=True))
         return Counters(hits=int(tally[:, 0].sum()), misses=int(tally[:, 1].sum()), swapped_bytes=swapped)
 
@@ -232,9 +227,9 @@ class HotPool:
         count = self._check_rows(positions, rows)
         device, host = out[0, :count], out[1, :count]
         newest_slots(
-            self._groups[0].buffers, kernel_view(self._tables.own_slots), self._as_int32(positions, self._small[0]),
-            self._as_int32(rows, self._small[1]), device=kernel_view(device), host=kernel_view(host),
-            refused=kernel_view(self.refused), spare=self._spare, real=self._real(real), stream=self._stream,
+            self._groups[0].buffers, self._tables.own_slots, self._as_int32(positions, self._small[0]),
+            self._as_int32(rows, self._small[1]), device=device, host=host, refused=self.refused, spare=self._spare,
+            real=self._real(real), stream=self._stream,
         )  # fmt: skip
         return device
 
@@ -243,12 +238,14 @@ class HotPool:
 
     def _as_int32(self, array: Any, buffer: Any) -> Any:
         """The array as the kernels take it, copied to `buffer` unless it is contiguous int32 on the device."""
+        if self.device.card is None:
+            return np.ascontiguousarray(array, np.int32)
         import torch
 
         tensor: Any = torch.as_tensor(array)
         if tensor.dtype == torch.int32 and tensor.is_contiguous() and tensor.device == buffer.device:
-            return kernel_view(tensor)
-        return kernel_view(buffer[: tensor.numel()].view(tensor.shape).copy_(tensor))
+            return tensor
+        return buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
     def _check_start(
         self, row: int, host_slots: Int64s, tokens: int, device_slots: Int64s, preload: bool | None

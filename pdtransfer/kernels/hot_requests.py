@@ -9,12 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ..errors import CapacityError, ConfigError, WorldError
 from ..handoff.events import Event
@@ -23,10 +21,13 @@ from ..hisparse.scheduler import Scheduler, SparseTurn
 from ..hisparse.settings import HiSparse, HotFigures
 from ..layout.layout import Layout
 from ..wire import Ranks
-from .capture import Replayed
 from .hot_pool import HotPool
+from .pool_hooks import LayerFence
 from .pools import Pool
-from .stream import POLL_S, DeviceSpans, Download, span_of, upload
+from .stream import POLL_S, DeviceSpans, Download, span_of
+
+if TYPE_CHECKING:
+    import torch
 
 _FIGURES_STEPS = 16
 
@@ -77,23 +78,42 @@ def capacity_of(hisparse: HiSparse, top: int, *, rows: int, slots: int) -> Capac
     )  # fmt: skip
 
 
+class HotRowStep(Protocol):
+    """The device's work for a step of hot rooms: `begin`, then `place` for each group of layers, and `back_up`, which
+    may come first. Arrays are numpy's, or tensors."""
+
+    def begin(self, rows: Sequence[int], lengths: Sequence[int], count: int = 0) -> Any:
+        """Device slots int32 (requests,) of the newest tokens, for requests in `rows` with `lengths` tokens, filled up
+        to `count` requests with the first one."""
+        ...
+
+    def place(self, group: int, picks: Any) -> Any:
+        """Device slots int32 of the picks (requests, at most top), with -1 for -1. Valid until the next call."""
+        ...
+
+    def back_up(self) -> LayerFence:
+        """Copies the newest rows to the host pool. Returns the event of its end."""
+        ...
+
+
 class HotRequests:
     """Offered rooms, which steps may run while they are `placed`."""
 
     def __init__(
         self, group: TensorRanks, hisparse: HiSparse, capacity: Capacity, shape: HotShape, host: Pool,
-        device: torch.device, spans: DeviceSpans,
+        device: torch.device | None, spans: DeviceSpans,
     ) -> None:  # fmt: skip
-        """`host` is the memory in which the requests' KV lands."""
+        """`host` is the memory in which the requests' KV lands. With a `device` of torch's, arrays are its tensors;
+        with None they are numpy's, and torch is not imported."""
         self._spans, self._row_bytes = spans, shape.layout.row_bytes
         self._leaders = [group.start for group in shape.groups]
-        self.memory = torch.zeros(shape.layout.end, dtype=torch.uint8, device=device)
+        self.memory, address = _memory(shape.layout.end, device)
         self._pool = HotPool(
-            host, Pool(layout=shape.layout, address=self.memory.data_ptr(), card=host.card), groups=shape.groups,
+            host, Pool(layout=shape.layout, address=address, card=host.card), groups=shape.groups,
             rows=capacity.rows, hot=capacity.hot, top=shape.top, tokens_max=shape.tokens_max,
             spare=pool_slots(hisparse) - 1,
         )  # fmt: skip
-        self._step = HotStep(self._pool, device, rows=capacity.rows, groups=len(shape.groups), top=shape.top)
+        self._step = _step(self._pool, device, rows=capacity.rows, groups=len(shape.groups), top=shape.top)
         # The daemon enforces the queue's bound; a room that it admits meanwhile must not fail here.
         most = hisparse.limits.hisparse_queue_max + capacity.rows
         limits = replace(hisparse.limits, hisparse_queue_max=most)
@@ -139,7 +159,7 @@ class HotRequests:
         if not self._leads:
             self._follow(running)
 
-    def begin(self, rooms: Sequence[int], positions: Sequence[int], count: int = 0) -> Tensor:
+    def begin(self, rooms: Sequence[int], positions: Sequence[int], count: int = 0) -> Any:
         """Begins a pass over these rooms, which computes one token of each. With `count`, it is filled up to as many
         with the first room once more. Returns the device slots for these tokens' rows in all layers, int32 (rooms,); if
         filled up, in memory that is the same in each pass.
@@ -147,7 +167,7 @@ class HotRequests:
         self._running = list(rooms)
         return self._step.begin([self._placed[room].row for room in rooms], positions, count)
 
-    def place(self, group: int, picks: Tensor) -> Tensor:
+    def place(self, group: int, picks: Any) -> Any:
         """Finds the positions that an index has picked, (rooms, at most top) with -1 for none, for a group's layers.
 
         Returns their device slots int32 of that shape: with -1 for none, and for a position that makes its room one of
@@ -158,7 +178,7 @@ class HotRequests:
             return self._step.place(group, picks)
 
     def back_up(self) -> None:
-        """Called after each pass: stores its rooms' new rows in the arena."""
+        """Called in each pass once its rooms' new rows are written: stores these in the arena."""
         self._after = self._step.back_up()
         self._stepping += self._running
 
@@ -176,7 +196,9 @@ class HotRequests:
         found = np.full((2, self._rows), -1, np.int64)
         rooms = sorted(self._placed)
         found[0, : len(rooms)] = rooms
-        found[1, : len(rooms)] = Download(self._pool.refused).get().numpy()[[self._placed[room].row for room in rooms]]
+        refused: Any = self._pool.refused
+        counts = refused if self._pool.device.card is None else Download(refused).get().numpy()
+        found[1, : len(rooms)] = counts[[self._placed[room].row for room in rooms]]
         for rank, other in enumerate(self._group.gather(found)):
             if not np.array_equal(other, found):
                 raise WorldError(f"rank {rank} runs other HiSparse requests, or refused other ones")
@@ -245,61 +267,41 @@ class HotRequests:
             self._pool.stop(placement.row)
 
 
-class HotStep:
-    """The device's work for a step of hot rooms: `begin`, then `place` for each group of layers, then `back_up`.
+class HostStep:
+    """The HotRowStep whose arrays are numpy's, with a pool of this process."""
 
-    Each piece is captured in a graph once and replayed. Its shapes are constant, padded to the number of rows. In a
-    capture of the whole step the pieces are queued one by one.
-    """
+    def __init__(self, pool: HotPool) -> None:
+        self._pool, self._like = pool, np.zeros(0, np.int64)
+        self._rows = self._lengths = np.zeros(0, np.int32)
 
-    def __init__(self, pool: HotPool, device: torch.device, *, rows: int, groups: int, top: int) -> None:
-        self._pool, self._row_count = pool, rows
-        self._host = torch.zeros(3 * rows + 1, dtype=torch.int32)
-        self._host[:rows] = -1
-        inputs = self._inputs = self._host.to(device)
-        # Replayed graphs read these. `like` has the request that each one of a filled up pass repeats.
-        own, lengths, real = inputs[:rows], inputs[rows : 2 * rows], inputs[-1:]
-        self._like = inputs[2 * rows : -1]
-        self._newest_filled = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._picks = torch.full((rows, top), -1, dtype=torch.int32, device=device)
-        self._newest = Replayed(lambda: pool.newest(own, lengths, real=real), device)
-        self._store = Replayed(lambda: pool.store(own, lengths, real=real), device)
-        self._swap_in = [
-            Replayed(lambda group=group: pool.swap_in(group, self._picks, lengths, own, real=real), device)
-            for group in range(groups)
-        ]
-        self._requests, self._filled = 0, False
+    def begin(self, rows: Sequence[int], lengths: Sequence[int], count: int = 0) -> NDArray[np.int32]:
+        self._rows, self._lengths = np.array(rows, np.int32), np.array(lengths, np.int32)
+        # Which request each one of a filled up pass repeats.
+        self._like = np.concatenate((np.arange(len(rows)), np.zeros(max(0, count - len(rows)), np.int64)))
+        return self._pool.newest(self._rows, self._lengths)[self._like]
 
-    def begin(self, rows: Sequence[int], lengths: Sequence[int], count: int = 0) -> Tensor:
-        """Device slots int32 (requests,) of the newest tokens, for requests in `rows` with `lengths` tokens, filled up
-        to `count` requests with the first one."""
-        self._requests, self._filled = max(count, len(rows)), bool(count)
-        table, most, real = self._host.numpy(), self._row_count, len(rows)
-        table[:most], table[most:-1], table[-1] = -1, 0, real
-        table[:real], table[most : most + real] = rows, lengths
-        table[2 * most : 2 * most + real] = range(real)
-        self._inputs.copy_(upload(self._host, self._inputs.device))
-        newest = _tensor(self._newest())
-        if self._filled:
-            newest = torch.index_select(newest, 0, self._like, out=self._newest_filled)
-        return newest[: self._requests]
+    def place(self, group: int, picks: NDArray[Any]) -> NDArray[np.int32]:
+        own = picks[: len(self._rows)]
+        return self._pool.swap_in(group, own, self._lengths, self._rows)[self._like]
 
-    def place(self, group: int, picks: Tensor) -> Tensor:
-        """Device slots int32 of the picks (requests, at most top), with -1 for -1. Valid until the next call."""
-        width = picks.shape[1]
-        self._picks[: self._requests, :width] = picks
-        self._picks[: self._requests, width:] = -1
-        slots = _tensor(self._swap_in[group]())
-        if self._filled:
-            slots = torch.index_select(slots, 0, self._like)
-        return slots[: self._requests, :width]
-
-    def back_up(self) -> Event:
-        """Copies the newest rows to the host pool. Returns the event of its end."""
-        self._store()
-        return self._pool.fence()
+    def back_up(self) -> LayerFence:
+        return self._pool.back_up(self._rows, self._lengths)
 
 
-def _tensor(array: Tensor | NDArray[np.int32]) -> Tensor:
-    """The pool returns numpy arrays on the CPU."""
-    return torch.as_tensor(array)
+def _memory(byte_count: int, device: torch.device | None) -> tuple[Any, int]:
+    """Zeroed bytes of the device, and their address there."""
+    if device is None:
+        memory = np.zeros(byte_count, np.uint8)
+        return memory, memory.ctypes.data
+    import torch
+
+    tensor = torch.zeros(byte_count, dtype=torch.uint8, device=device)
+    return tensor, tensor.data_ptr()
+
+
+def _step(pool: HotPool, device: torch.device | None, *, rows: int, groups: int, top: int) -> HotRowStep:
+    if device is None:
+        return HostStep(pool)
+    from .hot_step import HotStep
+
+    return HotStep(pool, device, rows=rows, groups=groups, top=top)

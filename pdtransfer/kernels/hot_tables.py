@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,29 +21,26 @@ _NEWEST_THREADS = 128
 
 
 class HotTables:
-    """int32 tensors: `hot_slots` (rows, hot), `host_slots` (rows, tokens_max) and `own_slots` (rows,) for all groups;
-    `held` and `order` (groups, rows, hot) for each group. A free row is -1 everywhere.
+    """int32 arrays of numpy, or tensors on a card: `hot_slots` (rows, hot), `host_slots` (rows, tokens_max) and
+    `own_slots` (rows,) for all groups; `held` and `order` (groups, rows, hot) for each group. A free row is -1
+    everywhere.
 
     Rows are written in the stream's order from pinned memory of their own. `begin` waits only if the row's previous
     launch has not ended.
     """
 
     def __init__(self, ordinal: int | None, *, groups: int, rows: int, hot: int, tokens_max: int) -> None:
-        import torch
-
-        self.device = torch.device("cpu") if ordinal is None else torch.device("cuda", ordinal)
         self.tokens_max = tokens_max
 
         def empty(*shape: int) -> Any:
-            return torch.full(shape, -1, dtype=torch.int32, device=self.device)
+            return filled(ordinal, shape, -1)
 
         self.hot_slots, self.host_slots, self.own_slots = empty(rows, hot), empty(rows, tokens_max), empty(rows)
         self.held, self.order = empty(groups, rows, hot), empty(groups, rows, hot)
-        self.refused = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self.refused = filled(ordinal, (rows,), 0)
         self._rows = HotRows(
-            host_slots=kernel_view(self.host_slots), hot_slots=kernel_view(self.hot_slots),
-            own_slots=kernel_view(self.own_slots), held=kernel_view(self.held), order=kernel_view(self.order),
-            refused=kernel_view(self.refused),
+            host_slots=self.host_slots, hot_slots=self.hot_slots, own_slots=self.own_slots, held=self.held,
+            order=self.order, refused=self.refused,
         )  # fmt: skip
         width = tokens_max + hot
         self._events: list[CudaEvent] = []
@@ -62,7 +59,7 @@ class HotTables:
     def bytes(self) -> int:
         """The tables' size in the device's memory."""
         tables = self.hot_slots, self.host_slots, self.own_slots, self.held, self.order, self.refused
-        return sum(table.numel() * table.element_size() for table in tables)
+        return sum(table.nbytes for table in tables)
 
     @property
     def rows(self) -> int:
@@ -107,6 +104,15 @@ class HotTables:
             self._used.discard(row)
             source: Any = self._device_address or self._input[row]
             self._rows.assign(row, source, host_count=0, places=0, own=-1, direct=False, stream=stream)
+
+
+def filled(ordinal: int | None, shape: tuple[int, ...], value: int, kind: Literal["int32", "int64"] = "int32") -> Any:
+    """An array full of a value: numpy's, or a tensor in the memory of card `ordinal`."""
+    if ordinal is None:
+        return np.full(shape, value, kind)
+    import torch
+
+    return torch.full(shape, value, dtype=getattr(torch, kind), device=torch.device("cuda", ordinal))
 
 
 def kernel_view(array: Any) -> Any:

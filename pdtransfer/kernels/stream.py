@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ..handoff.events import Event, Spans
+
+if TYPE_CHECKING:  # an engine without torch takes its spans here
+    import torch
+    from torch import Tensor
 
 POLL_S = 0.00005
 PENDING_SPANS_MAX = 1_024  # a device that is never idle reports finished spans at this bound
@@ -36,6 +37,8 @@ class Download:
         self._event: torch.cuda.Event | None = None
         self._tensor = x
         if x.is_cuda:
+            import torch
+
             self._tensor = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
             self._tensor.copy_(x, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -77,11 +80,11 @@ class CapturedSpan(NamedTuple):
 class DeviceSpans:
     """Times spans with marks in the device's stream, and reports them once the device has passed them.
 
-    Does nothing if `spans` is None.
+    Does nothing if `spans` is None. Without a device, and on the CPU, the marks are times of this process.
     """
 
-    def __init__(self, spans: Spans | None, device: torch.device) -> None:
-        self._report, self._on_card = spans, device.type == "cuda"
+    def __init__(self, spans: Spans | None, device: torch.device | None) -> None:
+        self._report, self._on_card = spans, device is not None and device.type == "cuda"
         self._anchor: _Anchor = (0.0, 0.0)
         self._pending: deque[tuple[str, str, int, int, int, _Anchor, _Mark, _Mark]] = deque()
         self._captured: list[CapturedSpan] | None = None  # spans of the graph that is being captured
@@ -96,7 +99,7 @@ class DeviceSpans:
         if self._report is None:
             return
         mark = self._mark()
-        if isinstance(mark, torch.cuda.Event):
+        if not isinstance(mark, int | float):
             mark.synchronize()
         self._anchor = mark, time.monotonic()
 
@@ -135,7 +138,7 @@ class DeviceSpans:
         """Reports all spans that the device has passed."""
         while self._report is not None and self._pending:
             lane, name, room, layer, byte_count, anchor, begin, end = self._pending[0]
-            if isinstance(end, torch.cuda.Event) and not end.query():
+            if not isinstance(end, int | float) and not end.query():
                 return
             times = _seconds(anchor, begin), _seconds(anchor, end)
             self._report(lane, name, *times, room=room, layer=layer, byte_count=byte_count)
@@ -144,6 +147,8 @@ class DeviceSpans:
     def _mark(self) -> _Mark:
         if not self._on_card:
             return time.monotonic()
+        import torch
+
         event = torch.cuda.Event(enable_timing=True, external=self._captured is not None)
         event.record()
         return event
@@ -151,7 +156,7 @@ class DeviceSpans:
 
 def _seconds(anchor: _Anchor, mark: _Mark) -> float:
     """The time of a passed mark, in seconds of CLOCK_MONOTONIC."""
-    if isinstance(mark, torch.cuda.Event):
-        assert isinstance(anchor[0], torch.cuda.Event)
+    if not isinstance(mark, int | float):
+        assert not isinstance(anchor[0], int | float)
         return anchor[1] + anchor[0].elapsed_time(mark) / 1e3
     return mark

@@ -341,7 +341,7 @@ WAITS_INSIDE_THE_DRIVER = {
     ("reference.indexer.IndexCache.digest", "cpu"): "once a request, when it has ended",
     ("reference.indexer.IndexCache.__init__", "to"): "at the start",
     ("reference.architecture.Weights.draw.normal", "as_tensor"): "at the start",
-    ("kernels.hot_requests.HotStep.__init__", "to"): "at the start",
+    ("kernels.hot_step.HotStep.__init__", "to"): "at the start",
     ("reference.numerics.Rope.__init__", "to"): "at the start",
     ("reference.numerics.first_product", "synchronize"): "at the start",
     ("reference.prefill.ReferencePrefill.__init__", "synchronize"): "at the start",

@@ -129,7 +129,7 @@ class World:
                 window = self.random.integers(1, length + 1)
                 picked[request] = length - 1 - self.random.integers(0, window, top)
                 picked[request, self.random.random(top) < 0.1] = -1
-            slots = self.pool.swap_in(at, self.there(picked, dtype), given[1], given[0], real=real).cpu().numpy()
+            slots = _looked_at(self.pool.swap_in(at, self.there(picked, dtype), given[1], given[0], real=real))
             self.device.look()
             assert (slots[len(rows) :] == -1).all()
             for request, row in enumerate(rows):
@@ -142,7 +142,7 @@ class World:
 
     def grow(self, rows: Sequence[int], given: Any, real: Any) -> None:
         """Each request gets a token, as an engine would write it, and it is backed up."""
-        slots = self.pool.newest(*given, real=real).cpu().numpy()[: len(rows)]
+        slots = _looked_at(self.pool.newest(*given, real=real))[: len(rows)]
         fresh = np.arange(self.next_token, self.next_token + len(rows))
         self.next_token += len(rows)
         for row, slot in zip(rows, slots.tolist(), strict=True):
@@ -172,6 +172,11 @@ class World:
         self.pool.close()
         self.host.close()
         self.device.close()
+
+
+def _looked_at(array: Any) -> Any:
+    """A pool's array, which is a tensor on a card, as numpy's."""
+    return torch.as_tensor(array).cpu().numpy()
 
 
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]

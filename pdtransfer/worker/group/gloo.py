@@ -59,11 +59,12 @@ class Gloo:
             self._all = _ring(self._store, "all", own, place, tp_size * self.ranks.pp_size)
 
     def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
-        own = _torch.from_numpy(np.ascontiguousarray(part))
+        part = np.ascontiguousarray(part)
+        own = _torch.from_numpy(part.reshape(-1).view(np.uint8))  # gloo does not know every dtype of numpy's
         parts = [torch.empty_like(own) for _ in range(self.ranks.tp_size)]
         with _ranks_that_may_be_gone():
             self._stage.allgather([parts], [own]).wait()
-        return [each.numpy() for each in parts]
+        return [each.numpy().view(part.dtype).reshape(part.shape) for each in parts]
 
     def hand_on(self, hidden: NDArray[np.float32]) -> None:
         copied = _torch.from_numpy(hidden.copy())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,3 +43,17 @@ def test_a_stage_that_hands_on_to_one_that_was_killed_hears_that_it_is_gone() ->
 
     with pytest.raises(WorldError, match="a rank of this worker is gone"):
         hand_on()
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.int64, np.uint64, np.bool_, np.dtype([("id", "<u4"), ("value", "<f4")])]
+)
+def test_parts_of_any_dtype_are_gathered(dtype: Any) -> None:
+    gloo, listening = Gloo(Ranks()), Gloo.store_socket(HOST)
+    gloo.meet(HOST, listening.getsockname()[1], HOST, listening)
+    part = np.frombuffer(np.random.default_rng(0).bytes(np.dtype(dtype).itemsize * 6), np.uint8)
+    part = (part & 1 if dtype is np.bool_ else part).view(dtype).reshape(2, 3)
+    (found,) = gloo.gather(part.T)
+    assert found.dtype == part.dtype
+    assert found.tobytes() == np.ascontiguousarray(part.T).tobytes()
+    assert found.shape == (3, 2)

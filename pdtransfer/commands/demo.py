@@ -28,7 +28,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..config.config import REFERENCE, DecodeConfig, PrefillConfig, RouterConfig
+from ..config.config import REFERENCE, STAMP, DecodeConfig, PrefillConfig, RouterConfig
 from ..environment import pip_install
 from ..errors import ConfigError, PDTransferError, WorldError
 from ..kernels import driver
@@ -71,7 +71,7 @@ def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) ->
     With `router`, the URL of a running one, it starts nothing; `metrics` is host:port of each decode rank.
     """
     extra, package = ("reference", "torch") if config.model == REFERENCE else ("transformers", "transformers")
-    if find_spec(package) is None:
+    if config.model != STAMP and find_spec(package) is None:
         raise ConfigError(f"the demo's engine needs {package}: {pip_install(extra)}")
     for number in config.cards:
         if number is not None:

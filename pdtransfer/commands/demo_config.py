@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ..bounds import bound, card_of, match, power_of_two
-from ..config.config import PAGE_SIZE_MAX, REFERENCE, Attention, HostLayout
+from ..config.config import BUILT_IN, PAGE_SIZE_MAX, REFERENCE, STAMP, Attention, HostLayout
 from ..config.ranks import check_device, device_of
 from ..errors import ConfigError
 from ..transports.registry import TRANSPORTS, check_name
@@ -26,11 +26,12 @@ class DemoConfig:
     """A router, prefill and decode workers, and prompts whose answers are compared with a single process."""
 
     model: Annotated[
-        str, _help("What answers: the directory of a Hugging Face checkpoint, or reference: random weights.")
+        str,
+        _help("What answers: a Hugging Face checkpoint's directory, reference: random weights, or stamp: digests."),
     ] = REFERENCE
     requests: Annotated[int | None, _help("Prompts to send; by default 32, or each question to a checkpoint.")] = None
     concurrency: Annotated[int, _help("Concurrent requests.")] = 32
-    prompt_bytes_max: Annotated[int, _help("The reference model's prompts have 1 to this many bytes.")] = 8_192
+    prompt_bytes_max: Annotated[int, _help("Prompts have 1 to this many bytes, but for a checkpoint's.")] = 8_192
     shared_prefix: Annotated[int, _help("Bytes of a common prefix; the first prompt is sent ahead.")] = 0
     max_tokens: Annotated[int, _help("Tokens to generate for each.")] = 32
     seed: Annotated[int, _help("Determines the prompts.")] = 0
@@ -68,8 +69,8 @@ class DemoConfig:
         bound("seed", self.seed, 0, (1 << 63) - 1)
         bound("prefill", self.prefill, 1, 64)
         bound("decode", self.decode, 1, 64)
-        if self.model != REFERENCE and (self.hisparse or max(self.prefill_tp, self.prefill_pp, self.decode_tp) > 1):
-            raise ConfigError("hisparse, prefill_tp, prefill_pp and decode_tp are for the reference model")
+        if self.model not in BUILT_IN and (self.hisparse or max(self.prefill_tp, self.prefill_pp, self.decode_tp) > 1):
+            raise ConfigError(f"hisparse, prefill_tp, prefill_pp and decode_tp are for {REFERENCE} and {STAMP} alone")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
         for name in ("prefill_tp", "prefill_pp", "decode_tp"):

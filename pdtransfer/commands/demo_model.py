@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config.config import CHECKPOINT_ENGINE, REFERENCE, REFERENCE_ENGINE
+from ..config.config import BUILT_IN, CHECKPOINT_ENGINE, STAMP
 from ..config.ranks import device_of
 from ..engine_api import EngineConfig
 from ..router.model_text import load_text
@@ -36,16 +36,17 @@ QUESTIONS = (
 )
 CONTEXT_TOKENS = 16_384  # the reference model's default; a longer prompt raises it
 TOP_K = 64  # with --hisparse: tokens that a step reads of a request
-REQUESTS = 32  # of the reference model
+KV_HEADS = 4  # of the stamp engine, with the attention gqa
+REQUESTS = 32  # of a model whose prompts are bytes
 SLOTS_MIN = 32_768  # of the single process
 
 
 class DemoModel:
-    """The reference model, whose prompts are bytes, or a checkpoint, which is asked questions. Raises ConfigError for a
+    """A model whose prompts are bytes, or a checkpoint, which is asked questions. Raises ConfigError for a
     checkpoint without a tokenizer."""
 
     def __init__(self, config: DemoConfig) -> None:
-        self._config, self.speaks = config, config.model != REFERENCE
+        self._config, self.speaks = config, config.model not in BUILT_IN
         self._text = load_text(config.model)
         self.path = "/v1/chat/completions" if self.speaks else "/v1/completions"
 
@@ -85,6 +86,7 @@ class DemoModel:
             longest = config.shared_prefix + config.prompt_bytes_max + config.max_tokens
             own = {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
             own |= {"top_k": str(TOP_K)} if config.hisparse else {}
+            own |= {"kv_heads": str(KV_HEADS)} if config.model == STAMP and config.attention == "gqa" else {}
         return own | {name: value for name, _, value in (option.partition("=") for option in config.engine_option)}
 
     def generate(self, prompts: Sequence[str]) -> list[dict[str, str]]:
@@ -97,7 +99,7 @@ class DemoModel:
             host_layout="layer_first", device=device_of(demo.devices[1], Ranks()), options=options,
         )  # fmt: skip
         sampling = Sampling(max_tokens=demo.max_tokens, ignore_eos=not self.speaks)
-        engine, _, _ = (CHECKPOINT_ENGINE if self.speaks else REFERENCE_ENGINE).partition(":")
+        engine, _, _ = BUILT_IN.get(demo.model, CHECKPOINT_ENGINE).partition(":")
         made = import_module(engine).generate_many(config, [(each, sampling) for each in ids])
         names = ("tokens_digest", "logits_digest", "kv_digest")
         return [{name: getattr(outcome, name).hex() for name in names} for outcome in made]

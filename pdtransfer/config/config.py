@@ -31,8 +31,9 @@ PAGE_SIZE_MAX = 65_536
 SLOTS_MAX = 1 << 32  # slots are u32 on the wire
 SOCKET_DIRECTORY_LENGTH_MAX = 72  # the whole path of a Unix socket has at most 107 bytes
 
-REFERENCE = "reference"  # the model that needs no checkpoint
+REFERENCE, STAMP = "reference", "stamp"  # models that need no checkpoint; their ids are bytes
 REFERENCE_ENGINE, CHECKPOINT_ENGINE = "pdtransfer.reference.factory:create", "pdtransfer.adapters.transformers:create"
+BUILT_IN = {REFERENCE: REFERENCE_ENGINE, STAMP: "pdtransfer.stamp.factory:create"}  # engines by model
 _FACTORY = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"  # of an engine
 
 Attention = Literal["mla", "gqa"]
@@ -120,9 +121,9 @@ class WorkerConfig(NodeConfig):
         tuple[str, ...], _help("Address or network that is admitted to them besides; may be repeated.")
     ] = ()
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for none.")] = ""
-    model: Annotated[str, _help("What is served: the directory of a Hugging Face checkpoint, or reference.")] = (
-        REFERENCE
-    )
+    model: Annotated[
+        str, _help("What is served: the directory of a Hugging Face checkpoint, reference, or stamp, without torch.")
+    ] = REFERENCE
     engine: Annotated[
         str, _help("The engine's factory, module:attribute; by default that of the reference model, or of checkpoints.")
     ] = REFERENCE_ENGINE
@@ -150,7 +151,7 @@ class WorkerConfig(NodeConfig):
             self._check_bind("http", self.http)
         match("engine", self.engine, _FACTORY, "module:attribute")
         if not self.model:
-            raise ConfigError("model = '': must be the directory of a checkpoint, or reference")
+            raise ConfigError("model = '': must be the directory of a checkpoint, reference or stamp")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
         check_name(self.transport)
@@ -211,13 +212,13 @@ class WorkerConfig(NodeConfig):
     @property
     def factory(self) -> str:
         """The engine's factory."""
-        return CHECKPOINT_ENGINE if self.engine == REFERENCE_ENGINE and self.model != REFERENCE else self.engine
+        return BUILT_IN.get(self.model, CHECKPOINT_ENGINE) if self.engine == REFERENCE_ENGINE else self.engine
 
     @property
     def engine_options(self) -> dict[str, str]:
         """`engine_option` as a mapping, and a checkpoint's directory as `model`; the last value of a name counts."""
         given = {name: value for name, _, value in (option.partition("=") for option in self.engine_option)}
-        return given if self.model == REFERENCE else given | {"model": self.model}
+        return given if self.model in BUILT_IN else given | {"model": self.model}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +376,8 @@ class RouterConfig(NodeConfig):
     admin: Annotated[str, _help("Where workers are added, drained and removed at run time; empty for nowhere.")] = ""
     admin_token: Annotated[Path | None, _help("The file of the token that the admin API asks for.")] = None
     model: Annotated[
-        str, _help("Whose tokenizer and chat template: a checkpoint's directory, or reference, whose ids are bytes.")
+        str,
+        _help("Whose tokenizer and chat template: a checkpoint's directory; bytes are the ids of reference and stamp."),
     ] = REFERENCE
     enable_hisparse: Annotated[bool, _help("Default of requests without this field: keep their KV in host memory.")] = (
         False

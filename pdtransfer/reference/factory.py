@@ -5,14 +5,14 @@ Tests compare disaggregated runs with `generate_many`, which runs the same prefi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine_api import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
+from ..engine_api import DecodeEngine, EngineConfig, PrefillEngine
+from ..stamp.generation import Generation, generated
 from ..wire import Sampling
 from .architecture import EngineOptions, Options
 from .decode import ReferenceDecode
@@ -41,17 +41,6 @@ def engine_of(config: EngineConfig, options: EngineOptions, model: Transformer) 
             return ReferenceDecode(config, options, model)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """One request's outcome, with digests of its tokens, logits and KV."""
-
-    tokens: tuple[int, ...]
-    reason: str  # "stop" or "length"
-    tokens_digest: bytes
-    logits_digest: bytes
-    kv_digest: bytes
-
-
 def generate(config: EngineConfig, prompt: NDArray[np.int64], sampling: Sampling) -> Generation:
     """Runs one request in this process. Raises ValueError for an invalid request or one that does not fit."""
     return generate_many(config, [(prompt, sampling)])[0]
@@ -62,35 +51,7 @@ def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int6
 
     Only `attention`, `options` and `device` of `config` affect the outcomes.
     """
-    prefill, decode = _alone(config)
-    rooms = [Request(room=at, prompt=prompt, sampling=sampling) for at, (prompt, sampling) in enumerate(requests)]
-    waiting = deque(rooms)
-    slots: dict[int, dict[str, NDArray[np.int64]]] = {}
-    tokens: list[list[int]] = [[] for _ in requests]
-    outcomes: dict[int, Generation] = {}
-    while len(outcomes) < len(requests):
-        while waiting:
-            own = prefill.admit_with_growth(waiting[0], waiting[0].sampling.max_tokens)
-            if own is None:
-                break
-            slots[waiting.popleft().room] = own
-        for event in prefill.step() or decode.step():
-            match event:
-                case Prefilled(room=room, aux=aux):
-                    decode.admit(rooms[room], slots.pop(room), aux)
-                case Token(room=room, id=token):
-                    tokens[room].append(token)
-                case Finished(room=room):
-                    prefill.free(room)
-                    outcomes[room] = Generation(
-                        tokens=tuple(tokens[room]), reason=event.reason, tokens_digest=event.tokens_digest,
-                        logits_digest=event.logits_digest, kv_digest=event.kv_digest,
-                    )  # fmt: skip
-                case Broken(room=room, detail=detail):
-                    raise RuntimeError(f"request {room}: {detail}")
-                case _:
-                    pass
-    return [outcomes[at] for at in range(len(requests))]
+    return generated(*_alone(config), requests)
 
 
 def _alone(config: EngineConfig) -> tuple[ReferencePrefill | HybridPrefill, DecodeEngine]:

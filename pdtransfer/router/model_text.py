@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from ..config.config import REFERENCE
+from ..config.config import BUILT_IN
 from ..environment import pip_install
 from ..errors import ConfigError
 from .text import BytesText, TextCodec
@@ -15,9 +15,9 @@ MODEL_TEXT = "pdtransfer.adapters.transformers.text"
 
 
 def load_text(model: str) -> TextCodec:
-    """The tokenizer of a checkpoint directory, or that of the reference model. Raises ConfigError for one that cannot
-    be used."""
-    if model == REFERENCE:
+    """The tokenizer of a checkpoint directory, or bytes, for the models that need none. Raises ConfigError for a
+    tokenizer that cannot be used."""
+    if model in BUILT_IN:
         return BytesText()
     try:
         module = import_module(MODEL_TEXT)

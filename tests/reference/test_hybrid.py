@@ -15,23 +15,17 @@ import torch
 from pdtransfer.engine_api import (
     Alone,
     Broken,
-    Computed,
     EngineConfig,
     Finished,
     HiSparse,
-    Prefilled,
     Request,
-    SharedMemory,
     Token,
 )
 from pdtransfer.errors import ConfigError
-from pdtransfer.kernels import copy
-from pdtransfer.layout.layout import slots_of_rows
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
-from pdtransfer.layout.pairing import pair
-from pdtransfer.layout.plan import plan
 from pdtransfer.reference.factory import create, generate_many
 from pdtransfer.wire import Ranks, Sampling
+from tests.support.component_pair import ComponentPair
 
 OPTIONS = {"pools": "deepseek_v4", "requests": "4", "window_tokens": "48"}
 LENGTHS = (1, 5, 47, 48, 130, 300)
@@ -43,57 +37,6 @@ def config(role: Any = "decode", **more: Any) -> EngineConfig:
     options = OPTIONS | more.pop("options", {})
     given = {"slots": 4_096, "page_size": 64, "chunk_tokens": 100, "host_layout": "layer_first"} | more
     return EngineConfig(role=role, options=options, **given)
-
-
-class Pair:
-    """A prefill and a decode engine, and a copy of each cell between them."""
-
-    def __init__(self, source: EngineConfig, target: EngineConfig) -> None:
-        self.prefill: Any = create(source)
-        self.decode: Any = create(target)
-        made = self.decode.card
-        self.memories = {"dram": np.zeros(made.memory_bytes, np.uint8), "hbm": np.zeros(made.hbm_bytes, np.uint8)}
-        hbm = {"hbm": memoryview(self.memories["hbm"])} if made.hbm_bytes else {}
-        self.decode.attach(memoryview(self.memories["dram"]), **hbm)
-        self._source = {each.name: each for each in self.prefill.card.components}
-        self.target = {each.name: each for each in made.components}
-        self._next = dict.fromkeys(self.target, 0)
-        self.slots: dict[int, dict[str, Any]] = {}
-
-    def land(self, request: Request) -> bytes:
-        """Prefills the prompt into decode's memories. Returns the aux."""
-        assert self.prefill.admit(request)
-        tokens = len(request.prompt) + request.sampling.max_tokens
-        rows = {name: each.rows(tokens) for name, each in self.target.items()}
-        self.slots[request.room] = {name: self._next[name] + np.arange(count) for name, count in rows.items()}
-        for name, count in rows.items():
-            self._next[name] += count
-        while True:
-            for event in self.prefill.step():
-                if isinstance(event, Prefilled):
-                    self.prefill.free(request.room)
-                    return event.aux
-                self._copy(event)
-
-    def hand_over(self, request: Request) -> None:
-        aux = self.land(request)
-        self.decode.admit(request, self.slots[request.room], aux)
-
-    def _copy(self, cell: Computed) -> None:
-        source, target = self._source[cell.component], self.target[cell.component]
-        slots = slots_of_rows(cell.pages, source.layout.page_size, cell.rows, skip=cell.skip)
-        work = plan(pair(source.layout, target.layout), slots, self.slots[cell.room][cell.component][slice(*cell.rows)])
-        assert isinstance(self.prefill.pool, SharedMemory)
-        pool = np.frombuffer(self.prefill.pool.view, np.uint8)
-        copy(work, pool.ctypes.data, self.memories[target.memory].ctypes.data)
-
-    def run(self) -> dict[int, list[Any]]:
-        """Decode's events by room, until nothing is left."""
-        events: dict[int, list[Any]] = {}
-        while not self.decode.idle:
-            for event in self.decode.step():
-                events.setdefault(event.room, []).append(event)
-        return events
 
 
 def requests() -> list[Request]:
@@ -110,7 +53,7 @@ def expected() -> Any:
 def test_answers_digests_and_rows_are_a_single_processs(expected: Any, host_layout: str, page_tokens: str) -> None:
     index = "hbm" if page_tokens == "64" else "dram"
     options = {"page_tokens": page_tokens, "index_memory": index, "requests": "8"}
-    both = Pair(config("prefill"), config(host_layout=host_layout, options=options))
+    both = ComponentPair(create(config("prefill")), create(config(host_layout=host_layout, options=options)))
     for request in requests():
         both.hand_over(request)
     events = both.run()
@@ -126,7 +69,7 @@ def test_answers_digests_and_rows_are_a_single_processs(expected: Any, host_layo
 
 @pytest.mark.parametrize("name", ["c4", "c128", "window", "c4_state", "index_state", "c128_state", "index"])
 def test_a_byte_that_did_not_arrive_breaks_its_room_alone_and_names_the_component(expected: Any, name: str) -> None:
-    both = Pair(config("prefill"), config(options={"requests": "8"}))
+    both = ComponentPair(create(config("prefill")), create(config(options={"requests": "8"})))
     for request in requests()[-2:]:
         both.hand_over(request)
     component = both.target[name]
@@ -140,7 +83,7 @@ def test_a_byte_that_did_not_arrive_breaks_its_room_alone_and_names_the_componen
 
 
 def test_a_row_that_changes_while_the_room_decodes_changes_its_digests(expected: Any) -> None:
-    both = Pair(config("prefill"), config(host_layout="page_first"))
+    both = ComponentPair(create(config("prefill")), create(config(host_layout="page_first")))
     both.hand_over(requests()[4])
     both.decode.step()
     window = both.target["window"]
@@ -196,7 +139,7 @@ def test_what_makes_no_pools_is_refused_with_its_name(role: str, more: dict[str,
 
 
 def test_an_aux_of_another_engine_or_prompt_is_refused() -> None:
-    both = Pair(config("prefill"), config())
+    both = ComponentPair(create(config("prefill")), create(config()))
     request = requests()[1]
     aux, slots = both.land(request), both.slots[1]
     for wrong, text in ((b"\x90", "aux of 1 bytes"), (b"", "aux of 0 bytes")):

@@ -8,7 +8,7 @@ import numpy as np
 
 from pdtransfer.engine_api import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
 from pdtransfer.layout.layout import Layout, expand_pages
-from pdtransfer.reference.factory import Generation, create
+from pdtransfer.stamp.generation import Generation
 from pdtransfer.wire import Sampling
 
 SMALL = {"layers": "2"}  # every mechanism is there with two layers
@@ -19,6 +19,13 @@ def config(role="prefill", *, attention="mla", slots=2048, page_size=16, host_la
     return EngineConfig(
         role=role, attention=attention, slots=slots, page_size=page_size, host_layout=host_layout, **more
     )
+
+
+def create(made: EngineConfig):
+    """The reference engine, where a test names no other; torch is imported with it."""
+    from pdtransfer.reference.factory import create
+
+    return create(made)
 
 
 def request(room, prompt, max_tokens=6, sparse=False, **sampling):

@@ -314,6 +314,9 @@ def test_what_is_full_of_blocks_in_use_leaves_the_rest_private() -> None:
     one = cache(blocks_max=2)
     first = landed(one, [1] * 24)
     assert len(first.blocks) == len(one) == 2
+    second = landed(one, [2] * 24)
+    assert (len(second.blocks), len(one)) == (0, 2), "the first room's are in use"
+    one.drop(second)
     one.drop(first)
     assert (one.arena.free[0].free_slots, one.free_slots[0]) == (64, 80)
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pdtransfer.errors import LocalProtocolError
 from pdtransfer.handoff.slot_allocator import Extents, ExtentSet, FreeExtents, SlotAllocator, cut, slots_below, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS, host_layout
@@ -136,9 +137,9 @@ def test_what_is_no_extent_of_the_arena_cannot_be_freed(outside: tuple[int, int]
 # Holdings
 
 
-def component(name: str, slots: int, page: int) -> Component:
+def component(name: str, slots: int, page: int, base: int = 0) -> Component:
     return Component(
-        name, "dram", 1, Span(), Layout((Plane(0, "latent", "int64", 0, 1, 0, 8 * page, 8, 8),), page, slots)
+        name, "dram", 1, Span(), Layout((Plane(0, "latent", "int64", 0, 1, base, 8 * page, 8, 8),), page, slots)
     )
 
 
@@ -150,6 +151,13 @@ def test_components_are_leased_together_or_not_at_all() -> None:
     assert [free.free_slots for free in arena.free] == [54, 0]
     assert arena.allocate([1, 1]) is None
     assert arena.allocate([1, 0]) is not None
+
+
+def test_what_is_backed_with_memory_stays_so_whatever_is_reported_later() -> None:
+    arena = SlotAllocator([component("kv", 64, 1)], bytes_ready=0)
+    arena.grow(256)
+    arena.grow(128)
+    assert (arena.bytes_ready, arena.free[0].ready) == (256, 32)
 
 
 def test_what_fits_an_empty_arena_counts_whole_pages() -> None:
@@ -288,3 +296,30 @@ def test_slots_may_be_had_once_they_are_ready_and_join_those_before() -> None:
     assert (free.free_slots, free.largest) == (SLOTS - GRANULE, SLOTS - GRANULE)
     free.free(held)
     assert free.largest == SLOTS
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [((8, 4), (10, 2)), ((4, 1), (4, 1)), ((0, 1), (33, 1)), ((0, 33),), ((40, 1),), ((31, 2),)],
+    ids=["some twice", "one slot twice", "one that is taken", "more than are free", "outside", "partly taken"],
+)
+def test_exactly_the_chosen_slots_are_taken_or_none(wrong: tuple[tuple[int, int], ...]) -> None:
+    free = FreeExtents(40)
+    assert free.take(extents((32, 8)))
+    assert not free.take(extents(*wrong))
+    assert (free.free_slots, free.largest) == (32, 32)
+    assert free.take(extents((30, 2), (0, 1)))
+    assert (free.free_slots, free.largest) == (29, 29)
+
+
+def test_slots_of_a_room_that_cannot_be_placed_are_all_free_again() -> None:
+    """The second component's are taken already: those of the first come back, and no room is told that it drained."""
+    arena = SlotAllocator([component("kv", 32, 1), component("window", 16, 1, base=256)], engine_slots=True)
+    held = arena.place(1, (extents((0, 8)), extents((4, 4))))
+    with pytest.raises(LocalProtocolError, match="some of 'window' belong to a room that has not drained"):
+        arena.place(2, (extents((8, 8)), extents((0, 8))))
+    assert [each.free_slots for each in arena.free] == [24, 12]
+    assert arena.drop(held)
+    assert arena.drained == [1]
+    assert arena.drop(arena.place(2, (extents((8, 8)), extents((0, 8)))))
+    assert [each.free_slots for each in arena.free] == [32, 16]

@@ -117,6 +117,17 @@ def test_misplaced_and_missing_rows_change_the_tokens(name: str, spoil: Any) -> 
         assert landed.generate()[0] != tokens, plane
 
 
+@pytest.mark.parametrize("name", ["mla", "gqa"])
+def test_two_tokens_whose_rows_are_exchanged_in_every_plane_change_the_tokens(name: str) -> None:
+    landed = Landed(OPTIONS[name])
+    tokens, _ = landed.generate()
+    landed.restore()
+    layout, slots = landed.pair.target["kv"].layout, landed.pair.slots[1]["kv"][:12]
+    for number, plane in enumerate(layout.planes):
+        swapped_rows(landed.pair.memories["dram"], layout.address(number, slots)[:, None] + np.arange(plane.row_bytes))
+    assert landed.generate()[0] != tokens
+
+
 def test_the_kv_of_another_prompt_gives_other_tokens() -> None:
     landed = Landed(OPTIONS["mla"])
     tokens, _ = landed.generate()

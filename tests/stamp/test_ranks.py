@@ -62,15 +62,16 @@ def test_stages_offer_their_layers_in_cells_of_that_many() -> None:
     assert [cell.layers for cell in sources[1].cells[0]] == [(2, 3), (3, 4), (4, 5)]
 
 
-def test_replicas_that_differ_in_one_bit_spoil_the_tokens() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_replicas_that_differ_in_one_bit_spoil_the_tokens(rank: int) -> None:
     sources, targets = prefills(1, factory=create), decodes(2, factory=create)
     asked = prompts(7, LENGTHS)[2:3]
     one = request(0, asked[0], max_tokens=TOKENS)
     sources[0].run(one)
     for target in targets:
         target.admit(one, sources[0])
-    row = targets[1].layout.address(0, int(targets[1].slots[0][3]))
-    targets[1].memory.view(np.uint32)[row // 4] ^= 1
+    row = targets[rank].layout.address(0, int(targets[rank].slots[0][3]))
+    targets[rank].memory.view(np.uint32)[row // 4] ^= 1
     together([target.run for target in targets])
     (wanted,) = expected({"layers": "2"}, asked)
     assert targets[0].outcome(0) == targets[1].outcome(0)

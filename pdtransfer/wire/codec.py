@@ -166,6 +166,10 @@ def display(value: object) -> str:
             return f"{len(value)} bytes"
         case list():
             return f"an array of {len(cast('list[object]', value))}"
+        case dict():
+            return f"an object of {len(cast('dict[object, object]', value))}"
+        case int() if value.bit_length() > 64:  # Python refuses to write very long ones
+            return f"an integer of {value.bit_length()} bits"
         case _:
             return repr(value)
 

@@ -66,6 +66,7 @@ class FakeVllm:
     answer: dict | None = None
     dies: str = ""
     first_error: int = 0
+    port: object = 7000  # what prefill returns of its process
     healthy: bool = True
     mute: bool = False
     pieces: list[str] = field(default_factory=lambda: PIECES)
@@ -166,7 +167,7 @@ class FakeVllm:
         if self.connector and seen.kv.get("do_remote_decode"):
             answer["kv_transfer_params"] = {
                 "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine,
-                "remote_host": "127.0.0.1", "remote_port": 7000, "tp_size": 2, "transfer_mode": "push",
+                "remote_host": "127.0.0.1", "remote_port": self.port, "tp_size": 2, "transfer_mode": "push",
                 "remote_request_id": "cmpl-1", "transfer_id": seen.kv["transfer_id"],
                 "remote_prefill_cached_tokens": len(self.seen),  # as vLLM adds it: of the one request
             }  # fmt: skip

@@ -42,7 +42,7 @@ from . import hooks
 from .changes import Change
 from .decode import ReceivingSide
 from .labels import Uses
-from .peers import Refusals, check_room, check_sizes, sources_of
+from .peers import Refusals, check_room, rank_fields, sources_of
 from .pools import OPAQUE, Buffers, HeadCounts, KVPools, Place, extent_of, kv_buffers, pools, state_buffers
 from .prefill import SendingSide, Sent
 
@@ -68,6 +68,7 @@ class Manager(CommonKVManager):
         self._ranks = self._ranks_here()
         if mode is DisaggregationMode.DECODE:
             self._start_decode()
+            hooks.decode = self
             self._start_heartbeat_checker_thread()
         self.enable_deferred_decode_kv_release = True
         atexit.register(self.close)
@@ -218,10 +219,16 @@ class Manager(CommonKVManager):
         try:
             check_room(bootstrap_room)
         except RequestError as error:
-            self.record_failure(bootstrap_room, str(error))
-            self.update_status(bootstrap_room, KVPoll.Failed)
+            self.refuse([bootstrap_room], str(error))
             return False
         return True
+
+    def refuse(self, bootstrap_rooms: list[int], reason: str) -> None:
+        """The requests fail."""
+        log.error("%s", reason)
+        for room in bootstrap_rooms:
+            self.record_failure(room, reason)
+            self.update_status(room, KVPoll.Failed)
 
     # Prefill
 
@@ -277,7 +284,8 @@ class Manager(CommonKVManager):
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Every decode rank asks all ranks of a prefill engine: what each of them sends follows from its heads and
         layers."""
-        check_sizes(info)
+        if info.wrong:
+            raise RequestError(info.wrong)
         super()._resolve_rank_mapping(info)
         info.target_tp_ranks = list(range(info.attn_tp_size))
 
@@ -334,6 +342,7 @@ class Receiver(CommonKVReceiver):
 
     kv_mgr: Manager
     _asked = False  # or told prefill that it will not
+    _wrong = ""  # what its bootstrap server has answered
 
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
@@ -352,6 +361,22 @@ class Receiver(CommonKVReceiver):
         if state == KVPoll.Failed:
             self.invalidate_cached_bootstrap_infos()  # the engine may be back with other endpoints
         return state
+
+    def _get_bootstrap_info_from_server(self, *rank: Any) -> dict[str, Any] | None:
+        """Where a rank listens; None, with the reason, for an answer that does not say it."""
+        answer = super()._get_bootstrap_info_from_server(*rank)
+        if answer is None:
+            return None
+        try:
+            return rank_fields(answer) | {"pp_rank": answer["pp_rank"]}
+        except RequestError as error:
+            self._wrong = f"prefill at {self.bootstrap_addr} is refused: {error}"
+            return None
+
+    def _setup_bootstrap_infos(self) -> None:
+        super()._setup_bootstrap_infos()
+        if self._wrong:
+            self.kv_mgr.refuse([self.bootstrap_room], self._wrong)
 
     def _register_kv_args(self) -> bool:
         """The session itself says what both sides' pools are like, and checks it."""
@@ -374,8 +399,7 @@ class Receiver(CommonKVReceiver):
             )  # fmt: skip
         except (LocalProtocolError, RequestError) as error:
             self._asked = False
-            self.kv_mgr.record_failure(self.bootstrap_room, f"its hand-off is refused: {error}")
-            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self.kv_mgr.refuse([self.bootstrap_room], f"its hand-off is refused: {error}")
             self._withdraw(str(error))
         self.init_time = time.time()
 

@@ -15,12 +15,15 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_memory
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
 from ..cache_memory import CacheMemory, Extent, made_in_one_piece
+from ..reachable import RequestError
+from .peers import NO_SERVER, dp_ranks, server_fields
 from .pools import Buffers, extent_of
 
 NAME = "pdtransfer"
 
 memory: CacheMemory | None = None  # of this process's KV cache, once SGLang has allocated it
 extent: Extent | None = None  # where it is, if host memory has to be set aside beside it
+decode: Any = None  # the manager of this process, where it decodes: it meets what bootstrap servers answer
 
 
 def register() -> None:
@@ -38,6 +41,8 @@ def register() -> None:
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _cuda_host_register),
         ("sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__", _init_transfer_queue),
         ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", _pop_bootstrapped),
+        ("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _init_server_info),
+        ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
 
@@ -122,3 +127,29 @@ def _pop_bootstrapped(original: Any, queue: Any) -> Any:
     if _is_ours():
         queue.kv_manager.turn()
     return original(queue)
+
+
+def _init_server_info(original: Any, info: Any, /, *args: Any, **answer: Any) -> None:
+    """On decode what a bootstrap server has answered of a prefill server. SGLang compares its fields before the manager
+    sees them, and meets none of another type: `wrong` keeps the reason for the manager, which refuses the server."""
+    if decode is None:
+        original(info, *args, **answer)
+        return
+    info.wrong = ""
+    try:
+        known = server_fields(answer)
+    except RequestError as error:
+        known, info.wrong = NO_SERVER, str(error)
+    original(info, **known)
+
+
+def _query_prefill_dp_ranks(original: Any, bootstrap_addr: str, bootstrap_rooms: list[int]) -> Any:
+    """Which data parallel rank has each room: what is no such answer fails the rooms that were asked for."""
+    answer = original(bootstrap_addr, bootstrap_rooms)
+    if decode is None:
+        return answer
+    try:
+        return dp_ranks(answer)
+    except RequestError as error:
+        decode.refuse(bootstrap_rooms, f"prefill at {bootstrap_addr} is refused: {error}")
+        return {}

@@ -1,53 +1,113 @@
 """What requests name: their room, and a bootstrap server that answers about a prefill server. All of it is hostile
-until it was checked: what is wrong fails its requests alone."""
+until it was checked: what is wrong fails its requests alone.
+
+Each of a bootstrap server's three answers is made one of the structs here before SGLang reads it, so that its
+schedulers meet the types that they expect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta, Struct
+from msgspec.structs import asdict, fields
 
 from ...bus.keys import address_of
+from ...errors import RemoteProtocolError
 from ...limits import PEERS_MAX
+from ...schema import convert
 from ...wire.ranks import SIZE_MAX
 from ..reachable import Reachable, RequestError
 
-SIZES = "attn_tp_size", "attn_cp_size", "dp_size", "pp_size"
 ADDRESSES_MAX = 1_024  # of servers whose faults are remembered
-_HOST_LENGTH_MAX = 512  # with a key in front
-_PORT_MAX = 0xFFFF
+_TEXT_LENGTH_MAX = 256
 _ROOM_MAX = 2**63 - 1
 
+Size = Annotated[int, Meta(ge=1, le=SIZE_MAX)]
+Port = Annotated[int, Meta(ge=1, le=0xFFFF)]
+Text = Annotated[str, Meta(max_length=_TEXT_LENGTH_MAX)]
+Host = Annotated[str, Meta(min_length=1, max_length=512)]  # with a key in front
+DpRank = Annotated[int, Meta(ge=0, lt=SIZE_MAX)]
+Answer = TypeVar("Answer")
 
-def check_room(bootstrap_room: int) -> None:
+
+class ServerAnswer(Struct, frozen=True, kw_only=True):
+    """What is known of a prefill server: SGLang's PrefillServerInfo, as far as a server may set it."""
+
+    attn_tp_size: Size
+    attn_cp_size: Size
+    dp_size: Size
+    pp_size: Size
+    follow_bootstrap_room: bool
+    page_size: Annotated[int, Meta(ge=1)] | None = None
+    kv_cache_dtype: Text | None = None
+    kv_layout: Text | None = None
+    enable_dsa_cache_layer_split: bool = False
+    enable_kv_cache_sharding: bool = False
+    dsv41_spec_layout: dict[Text, Text | int | float | bool | None] | None = None
+    decode_allocation_policy: Text = "early"
+    prefill_http_port: Port | None = None
+
+
+class RankAnswer(Struct, frozen=True):
+    """Where one prefill rank listens."""
+
+    rank_ip: Host
+    rank_port: Port
+
+
+class _Request(Struct, frozen=True):
+    bootstrap_room: Annotated[int, Meta(ge=1, le=_ROOM_MAX)]
+
+
+NO_SERVER = asdict(ServerAnswer(attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, follow_bootstrap_room=True))
+
+
+def _answer(value: object, kind: type[Answer]) -> Answer:
+    try:
+        return convert(value, kind)
+    except RemoteProtocolError as error:
+        raise RequestError(str(error)) from None
+
+
+def check_room(bootstrap_room: object) -> None:
     """Raises RequestError for a number that SGLang cannot keep: it compares rooms in 64 bits, and takes 0 for none. A
     larger one would end the prefill engine."""
-    if not 1 <= bootstrap_room <= _ROOM_MAX:
-        raise RequestError(f"bootstrap_room: {bootstrap_room}, from 1 to {_ROOM_MAX} can be")
+    _answer({"bootstrap_room": bootstrap_room}, _Request)
 
 
-def check_sizes(info: Any) -> None:
-    """Raises RequestError for a server of no ranks, or of more than a room can have."""
-    for name in SIZES:
-        if not 1 <= (size := getattr(info, name)) <= SIZE_MAX:
-            raise RequestError(f"{name}: {size}, from 1 to {SIZE_MAX} can be")
-    if (count := info.attn_tp_size * info.pp_size) > PEERS_MAX:
-        raise RequestError(f"attn_tp_size: {count} ranks with those of pp_size, at most {PEERS_MAX} can be")
+def server_fields(answer: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a prefill server, those alone that ServerAnswer has. Raises RequestError, also for more ranks than
+    a room can have."""
+    server = _answer(answer, ServerAnswer)
+    if (count := server.attn_tp_size * server.pp_size) > PEERS_MAX:
+        raise RequestError(f"attn_tp_size: {count} ranks with those of pp_size, expected at most {PEERS_MAX}")
+    return {each.name: getattr(server, each.name) for each in fields(server) if each.name in answer}
 
 
-def sources_of(ranks: Sequence[Mapping[str, Any]], reachable: Reachable) -> list[str]:
-    """The endpoints of prefill ranks, each by its rank_ip and rank_port. Raises RequestError for one that is malformed,
-    or must not be dialled."""
-    made: list[str] = []
+def rank_fields(answer: object) -> dict[str, Any]:
+    """Where a prefill rank listens, as SGLang keeps it. Raises RequestError."""
+    return asdict(_answer(answer, RankAnswer))
+
+
+def dp_ranks(answer: object) -> dict[str, int]:
+    """The data parallel rank of each room. Raises RequestError."""
+    try:
+        return convert(answer, dict[str, DpRank])
+    except RemoteProtocolError as error:
+        raise RequestError(f"query_dp_ranks: {error}") from None
+
+
+def sources_of(ranks: Sequence[dict[str, Any]], reachable: Reachable) -> list[str]:
+    """The endpoints of prefill ranks, of which each has passed `rank_fields`. Raises RequestError for one that is
+    malformed, or must not be dialled."""
+    sources: list[str] = []
     for rank in ranks:
-        host, port = rank.get("rank_ip"), rank.get("rank_port")
-        if not isinstance(host, str) or not 0 < len(host) <= _HOST_LENGTH_MAX:
-            raise RequestError(f"rank_ip: {str(host)[:64]!r} is not a host, nor KEY@host")
-        if not isinstance(port, int) or isinstance(port, bool) or not 1 <= port <= _PORT_MAX:
-            raise RequestError(f"rank_port: {str(port)[:64]!r} is not a port")
-        key, at, host = host.rpartition("@")
-        made.append(f"{key}{at}{address_of(host, port)}")
-        reachable.check(made[-1])
-    return made
+        key, at, host = rank["rank_ip"].rpartition("@")
+        sources.append(f"{key}{at}{address_of(host, rank['rank_port'])}")
+        reachable.check(sources[-1])
+    return sources
 
 
 class Refusals:

@@ -1,6 +1,7 @@
 """A request's kv_transfer_params, in the shape of vLLM's nixl push connector: those that come, and those returned.
 
-Clients and proxies write them, so each field is hostile until it was checked. A wrong one fails its request alone.
+Clients and proxies write them, so all of it is hostile until `parse` has made TransferParams of it. A wrong field fails
+its request alone.
 """
 
 from __future__ import annotations
@@ -8,21 +9,45 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from ...bus.keys import Endpoint, address_of
 from ...client import room_id
+from ...errors import RemoteProtocolError
 from ...limits import PEERS_MAX
+from ...schema import convert
 from ...wire.ranks import SIZE_MAX, label, ranks_of
 from .. import bootstrap_rooms
 from ..reachable import Reachable, RequestError
 
-Params = dict[object, object]  # as a client sent them
-
 TEXT_LENGTH_MAX = 256
-_TEXT = re.compile(r"[!-~]+")
+Text = Annotated[str, Meta(min_length=1, max_length=TEXT_LENGTH_MAX, pattern=r"\A[!-~]+\Z")]
+# Some proxies have no integers: a float counts that is one.
+Port = Annotated[int, Meta(ge=1, le=0xFFFF)] | Annotated[float, Meta(ge=1, le=0xFFFF)]
+Size = Annotated[int, Meta(ge=1, le=SIZE_MAX)] | Annotated[float, Meta(ge=1, le=SIZE_MAX)]
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 _ENGINES_OWN = re.compile(r"-[0-9a-f]{8}$")  # what each vLLM engine adds to the id that a request came with
+
+
+class TransferParams(Struct, frozen=True):
+    """The fields that this package reads. null is as good as no field; others may stand there."""
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    transfer_id: Text | None = None
+    abort_transfer_id: Text | None = None
+    transfer_mode: Text | None = None
+    remote_engine_id: Text | None = None
+    remote_request_id: Text | None = None
+    remote_host: Text | None = None
+    remote_port: Port | None = None
+    tp_size: Size | None = None
+    pp_size: Size | None = None
+    remote_endpoints: Annotated[list[Text], Meta(min_length=1, max_length=PEERS_MAX)] | None = None
+    # SGLang's number of the request, or its digits: proxies lose the low bits of large numbers.
+    bootstrap_room: Annotated[int, Meta(ge=0)] | Annotated[str, Meta(pattern=r"\A[0-9]{1,20}\Z")] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +81,35 @@ class ReceiveFrom:
         return bootstrap_rooms.room_of(self.bootstrap_room, room_id(request_id))
 
 
-def parse(params: Any, reachable: Reachable, request_id: str = "") -> SendTo | ReceiveFrom | GiveUp | None:
+def parse(params: object, reachable: Reachable, request_id: str = "") -> SendTo | ReceiveFrom | GiveUp | None:
     """The hand-off that the request of this engine asks for; None for one without. Raises RequestError."""
     if params is None:
         return None
-    if not isinstance(params, dict):
-        raise RequestError(f"kv_transfer_params: a {type(params).__name__}, not an object")
-    params = cast("Params", params)
-    sends, receives = (_flag(params, name) for name in ("do_remote_decode", "do_remote_prefill"))
-    if sends and receives:
+    try:
+        asked = convert(params, TransferParams)
+    except RemoteProtocolError as error:
+        raise RequestError(f"kv_transfer_params: {error}") from None
+    if asked.do_remote_decode and asked.do_remote_prefill:
         raise RequestError("do_remote_prefill: true, and do_remote_decode as well")
-    transfer_id = _text(params, "transfer_id")
-    if sends:
-        return SendTo(transfer_id)
-    if not receives:
-        given_up = _text(params, "abort_transfer_id")
-        return None if given_up is None else GiveUp(given_up)
-    client_id = _text(params, "remote_request_id") or ""
-    mode = _text(params, "transfer_mode")
-    if mode not in (None, "push"):
-        raise RequestError(f"transfer_mode: {mode!r}, not 'push': the prefill engine has another connector")
-    if params.get("bootstrap_room") is not None:
-        number = _bootstrap_room(params["bootstrap_room"])
-        return ReceiveFrom(f"bootstrap_room {number}", _sources(params, reachable), number, client_id)
-    if transfer_id is None:
-        engine_id, remote = _required_text(params, "remote_engine_id"), _required_text(params, "remote_request_id")
-        transfer_id = own_label(engine_id, _known_to_both(remote, request_id))
-    return ReceiveFrom(transfer_id, _sources(params, reachable), client_id=client_id)
+    if asked.do_remote_decode:
+        return SendTo(asked.transfer_id)
+    if not asked.do_remote_prefill:
+        return None if asked.abort_transfer_id is None else GiveUp(asked.abort_transfer_id)
+    client_id = asked.remote_request_id or ""
+    if asked.transfer_mode not in (None, "push"):
+        text = f"{asked.transfer_mode!r}, not 'push': the prefill engine has another connector"
+        raise RequestError(f"transfer_mode: {text}")
+    if asked.bootstrap_room is not None:
+        number = int(asked.bootstrap_room)
+        if number >= 1 << 64:
+            raise RequestError("bootstrap_room: not an integer of 64 bits")
+        return ReceiveFrom(f"bootstrap_room {number}", _sources(asked, reachable), number, client_id)
+    label = asked.transfer_id
+    if label is None:
+        engine_id = _required("remote_engine_id", asked.remote_engine_id)
+        remote = _required("remote_request_id", asked.remote_request_id)
+        label = own_label(engine_id, _known_to_both(remote, request_id))
+    return ReceiveFrom(label, _sources(asked, reachable), client_id=client_id)
 
 
 def own_label(engine_id: str, request_id: str) -> str:
@@ -126,14 +153,8 @@ def _known_to_both(remote: str, request_id: str) -> str:
     return shared if re.fullmatch(rf"(\d+_)?[a-z]+[-_]{re.escape(remote)}(-\d+)?", shared) else remote
 
 
-def _sources(params: Params, reachable: Reachable) -> tuple[str, ...]:
-    listed = params.get("remote_endpoints")
-    if listed is not None:
-        if not isinstance(listed, list) or not 1 <= len(found := cast("list[object]", listed)) <= PEERS_MAX:
-            raise RequestError(f"remote_endpoints: not a list of 1 to {PEERS_MAX} endpoints")
-        sources = [_checked_text(f"remote_endpoints[{at}]", each) for at, each in enumerate(found)]
-    else:
-        sources = _derived(params, reachable)
+def _sources(asked: TransferParams, reachable: Reachable) -> tuple[str, ...]:
+    sources = _derived(asked, reachable) if asked.remote_endpoints is None else asked.remote_endpoints
     for source in sources:
         reachable.check(source)
     if len(set(sources)) != len(sources):
@@ -141,61 +162,29 @@ def _sources(params: Params, reachable: Reachable) -> tuple[str, ...]:
     return tuple(sources)
 
 
-def _derived(params: Params, reachable: Reachable) -> list[str]:
+def _derived(asked: TransferParams, reachable: Reachable) -> list[str]:
     """The endpoint of each rank, by vLLM's own fields: rank r listens on the port + r, and its key has its name."""
-    host = _required_text(params, "remote_host")
-    port, tp_size = _count(params, "remote_port", 0xFFFF), _count(params, "tp_size", SIZE_MAX, default=1)
-    ranks = ranks_of(tp_size, _count(params, "pp_size", SIZE_MAX, default=1))
+    host, port = _required("remote_host", asked.remote_host), _whole("remote_port", asked.remote_port)
+    ranks = ranks_of(_whole("tp_size", asked.tp_size, default=1), _whole("pp_size", asked.pp_size, default=1))
     if len(ranks) > PEERS_MAX or port + len(ranks) - 1 > 0xFFFF:
         raise RequestError(f"tp_size: {len(ranks)} ranks, from port {port} on")
-    name = _required_text(params, "remote_engine_id") if reachable.allowed is not None else ""
+    name = _required("remote_engine_id", asked.remote_engine_id) if reachable.allowed is not None else ""
     return [
         f"{reachable.key_of(name if at == 0 else f'{name}-{label(each)}')}{address_of(host, port + at)}"
         for at, each in enumerate(ranks)
     ]
 
 
-def _bootstrap_room(value: object) -> int:
-    """A number, or its digits: proxies lose the low bits of large numbers."""
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}", value):
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 64:
-        raise RequestError(f"bootstrap_room: {str(value)[:64]!r} is not an integer of 64 bits, nor its digits")
-    return value
-
-
-def _flag(params: Params, name: str) -> bool:
-    value = params.get(name)
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise RequestError(f"{name}: a {type(value).__name__}, not true or false")
-
-
-def _text(params: Params, name: str) -> str | None:
-    value = params.get(name)
-    return None if value is None else _checked_text(name, value)
-
-
-def _required_text(params: Params, name: str) -> str:
-    return _checked_text(name, params.get(name))
-
-
-def _checked_text(name: str, value: Any) -> str:
-    if value is None:
+def _required(name: str, text: str | None) -> str:
+    if text is None:
         raise RequestError(f"{name}: missing")
-    if not isinstance(value, str):
-        raise RequestError(f"{name}: a {type(value).__name__}, not a text")
-    if len(value) > TEXT_LENGTH_MAX or not _TEXT.fullmatch(value):
-        raise RequestError(f"{name}: {value[:64]!r} is not 1 to {TEXT_LENGTH_MAX} printable characters without spaces")
-    return value
+    return text
 
 
-def _count(params: Params, name: str, high: int, *, default: int | None = None) -> int:
-    value = params.get(name, default)
-    if value is None:
+def _whole(name: str, number: float | None, *, default: int | None = None) -> int:
+    number = default if number is None else number
+    if number is None:
         raise RequestError(f"{name}: missing")
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # some proxies have no integers
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-        raise RequestError(f"{name}: {str(value)[:64]!r} is not an integer from 1 to {high}")
-    return value
+    if number != int(number):
+        raise RequestError(f"{name}: {number}, expected an integer")
+    return int(number)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Annotated, Protocol, cast
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
+from msgspec.structs import asdict
 
+from ...limits import PEERS_MAX
+from ...schema import parse
 from ..completions import BadRequestError
 from ..pool_worker import Role
 from .server_request import ServerRequest
@@ -18,6 +21,10 @@ FALSE = Raw(b"false")
 
 # How decode reaches a prefill server's KV: fields that are equal for all requests of one process.
 ServerIdentity = dict[str, object]
+
+Text = Annotated[str, Meta(max_length=256)]
+Port = Annotated[int, Meta(ge=1, le=0xFFFF)]
+Size = Annotated[int, Meta(ge=1, le=0xFFFF)]
 
 
 class Dialect(Protocol):
@@ -44,7 +51,8 @@ class Dialect(Protocol):
         ...
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
-        """Returns the identity of the prefill server at `url` by what it answered, None where it hands nothing over."""
+        """Returns the identity of the prefill server at `url` by what it answered, None where it hands nothing over.
+        Raises RemoteProtocolError for an answer that is not this engine's."""
         ...
 
     def check(self, request: ServerRequest) -> None:
@@ -73,15 +81,24 @@ class ServerOrder:
     body: bytes
 
 
-class _VllmAnswer(Struct):
-    kv_transfer_params: ServerIdentity | None = None
+class _VllmParams(Struct, frozen=True):
+    """Of the returned kv_transfer_params those that belong to the process; vLLM adds others."""
+
+    remote_engine_id: Text | None = None
+    remote_host: Text | None = None
+    remote_port: Port | None = None
+    remote_endpoints: Annotated[list[Text], Meta(max_length=PEERS_MAX)] | None = None
+    tp_size: Size | None = None
+    pp_size: Size | None = None
+    dcp_size: Size | None = None
+    transfer_mode: Text | None = None
+
+
+class _VllmAnswer(Struct, frozen=True):
+    kv_transfer_params: _VllmParams | None = None
 
 
 _VLLM_ANSWER = msgspec.json.Decoder(_VllmAnswer)
-_VLLM_IDENTITY = frozenset({
-    "remote_engine_id", "remote_host", "remote_port", "remote_endpoints", "tp_size", "pp_size", "dcp_size",
-    "transfer_mode",
-})  # fmt: skip
 _VLLM_NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one token that is not streamed
 
 
@@ -94,15 +111,12 @@ class VllmDialect:
     metrics_path = "/metrics"
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
-        """Of the returned kv_transfer_params those that belong to the process; vLLM adds others."""
+        """The fields of the process that were returned; none where no engine is named."""
         del url
-        try:
-            params = _VLLM_ANSWER.decode(answer).kv_transfer_params
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        params = parse(answer, _VLLM_ANSWER).kv_transfer_params
+        if params is None or params.remote_engine_id is None:
             return None
-        if not params or "remote_engine_id" not in params:
-            return None
-        return {name: value for name, value in params.items() if name in _VLLM_IDENTITY}
+        return {name: value for name, value in asdict(params).items() if value is not None}
 
     def check(self, request: ServerRequest) -> None:
         """Accepts all."""
@@ -144,9 +158,9 @@ def _transfer_id(transfer: bytes) -> str:
     return f"pdtransfer-{transfer.hex()}"
 
 
-class _SglangInfo(Struct):
-    disaggregation_mode: str
-    disaggregation_bootstrap_port: int
+class _SglangInfo(Struct, frozen=True):
+    disaggregation_mode: Text
+    disaggregation_bootstrap_port: Port
 
 
 _SGLANG_INFO = msgspec.json.Decoder(_SglangInfo)
@@ -171,10 +185,7 @@ class SglangDialect:
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
         """The bootstrap server runs beside the prefill server, on a port of its own."""
-        try:
-            told = _SGLANG_INFO.decode(answer)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
+        told = parse(answer, _SGLANG_INFO)
         if told.disaggregation_mode != "prefill":
             return None
         return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": told.disaggregation_bootstrap_port}

@@ -18,8 +18,9 @@ import aiohttp
 import msgspec
 from msgspec import Meta, Struct
 
-from ...errors import Cause, WorldError
+from ...errors import Cause, RemoteProtocolError, WorldError
 from ...limits import HTTP_BODY_BYTES_MAX, Limits
+from ...schema import parse
 from ..router_effects import STATUSES
 from .dialects import Dialect, ServerIdentity, ServerOrder
 from .hand_offs import METRICS_BYTES_MAX, HandOffs, hand_offs_of
@@ -299,10 +300,17 @@ class Upstream:
         answer = await self.get(server, path, headers, wait_ms=self._limits.room_deadline_ms)  # by a busy scheduler
         if answer.status != 200:
             raise _refused((server,), answer)
-        server.identity = identity = self._dialect.identity(server.url, answer.body)
+        server.identity = identity = self._identity(server, answer.body)
         if identity is None:
             raise AttemptFailedError(f"{server.url}: {path} tells of no prefill server", Cause.ENGINE, (server,))
         return identity
+
+    def _identity(self, server: Server, answer: bytes) -> ServerIdentity | None:
+        try:
+            return self._dialect.identity(server.url, answer)
+        except RemoteProtocolError as error:
+            server.identity = None
+            raise AttemptFailedError(f"{server.url}: its answer: {error}", Cause.BREACH, (server,)) from None
 
     def _start_prefill(
         self,
@@ -346,7 +354,7 @@ class Upstream:
             raise
         identity = None
         if self._dialect.info_path is None:
-            identity = self._dialect.identity(server.url, answer.body)
+            identity = self._identity(server, answer.body)
         if identity is not None:
             server.identity = identity
         return identity
@@ -415,8 +423,8 @@ def _first_error(event: bytes) -> WholeAnswer | None:
     """Returns the error that a stream's first event is, as the answer that it would have been."""
     body = event.removeprefix(b"data: ")
     try:
-        status = _ERROR.decode(body).error.code
-    except msgspec.MsgspecError:  # it is none
+        status = parse(body, _ERROR).error.code
+    except RemoteProtocolError:  # it is none
         return None
     return WholeAnswer(status, {"Content-Type": "application/json"}, body)
 

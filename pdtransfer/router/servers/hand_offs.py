@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Struct
 
+from ...errors import RemoteProtocolError
+from ...schema import parse
+
 METRICS_BYTES_MAX = 8 << 20  # of an engine's metrics: vLLM's are some 100 KB
 AMOUNT_MAX = float(1 << 62)
 WHYS_MAX = 16  # reasons that are kept of one server
@@ -78,8 +81,8 @@ def received_of(tail: bytes) -> Received | None:
     escaped."""
     found = _PARAMS.findall(tail)
     try:
-        return _RECEIVED.decode(found[-1]) if found and b'"kv_lost"' in found[-1] else None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return parse(found[-1], _RECEIVED) if found and b'"kv_lost"' in found[-1] else None
+    except RemoteProtocolError:
         return None
 
 

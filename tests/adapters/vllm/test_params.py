@@ -11,6 +11,7 @@ from pdtransfer.adapters.bootstrap_rooms import USE_BITS, tag_of
 from pdtransfer.adapters.reachable import Reachable, RequestError
 from pdtransfer.adapters.vllm.params import ReceiveFrom, SendTo, answer, parse, shared_id
 from pdtransfer.bus.keys import AllowList, generate_pair
+from tests.support.json_values import spoiled
 
 HERE = Reachable()
 TOY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
@@ -92,7 +93,7 @@ def test_a_request_that_sglang_prefilled_has_one_of_its_rooms(number: object) ->
 @pytest.mark.parametrize("number", [-1, 1 << 64, 1.5, True, "0x7", "", [7]])
 def test_a_wrong_number_of_a_room_is_named(number: object) -> None:
     params = {"do_remote_prefill": True, "bootstrap_room": number, "remote_host": "::1", "remote_port": 7801}
-    with pytest.raises(RequestError, match=r"bootstrap_room: .* is not an integer of 64 bits"):
+    with pytest.raises(RequestError, match=r"bootstrap_room: .*(expected|not an integer of 64 bits)"):
         parse(params, HERE)
 
 
@@ -109,32 +110,35 @@ def test_an_answer_is_what_decode_takes() -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ([], "kv_transfer_params: a list, not an object"),
-        ("x", "kv_transfer_params: a str, not an object"),
-        ({"do_remote_decode": 1}, "do_remote_decode: a int, not true or false"),
+        ([], "kv_transfer_params: JSON: an array of 0, expected object"),
+        ("x", "kv_transfer_params: JSON: 'x', expected object"),
+        ({"do_remote_decode": 1}, "do_remote_decode: 1, expected bool"),
         (PUSH | {"do_remote_decode": True}, "do_remote_prefill: true, and do_remote_decode as well"),
         (PUSH | {"transfer_mode": "pull"}, "transfer_mode: 'pull', not 'push'"),
         (PUSH | {"remote_engine_id": None}, "remote_engine_id: missing"),
-        (PUSH | {"remote_request_id": 5}, "remote_request_id: a int, not a text"),
-        (PUSH | {"remote_request_id": "a\nb"}, "remote_request_id: 'a\\nb' is not 1 to 256 printable characters"),
-        (PUSH | {"transfer_id": ""}, "transfer_id: '' is not"),
-        (PUSH | {"transfer_id": "x" * 257}, "is not 1 to 256 printable characters"),
+        (PUSH | {"remote_request_id": 5}, "remote_request_id: 5, expected str"),
+        (PUSH | {"remote_request_id": "a\nb"}, "remote_request_id: 'a\\nb', expected str matching regex"),
+        (PUSH | {"transfer_id": ""}, "transfer_id: '', expected str of length >= 1"),
+        (PUSH | {"transfer_id": "x" * 257}, "expected str of length <= 256"),
         (PUSH | {"remote_port": None}, "remote_port: missing"),
-        (PUSH | {"remote_port": True}, "remote_port: 'True' is not an integer from 1 to 65535"),
+        (PUSH | {"remote_port": True}, "remote_port: True, expected int"),
         (PUSH | {"remote_port": 65_535}, "tp_size: 2 ranks, from port 65535 on"),
-        (PUSH | {"remote_port": 1e300}, "is not an integer from 1 to 65535"),
-        (PUSH | {"remote_port": float("nan")}, "remote_port: 'nan' is not an integer"),
-        (PUSH | {"tp_size": 65}, "tp_size: '65' is not an integer from 1 to 64"),
+        (PUSH | {"remote_port": 1e300}, "remote_port: 1e+300, expected float <= 65535"),
+        (PUSH | {"remote_port": float("nan")}, "remote_port: nan, expected"),
+        (PUSH | {"tp_size": 65}, "tp_size: 65, expected int <= 64"),
         (PUSH | {"tp_size": 64, "pp_size": 64}, "tp_size: 4096 ranks"),
         (PUSH | {"remote_host": "127.0.0.1:1/"}, "endpoint"),
         (PUSH | {"remote_host": "*"}, "can be bound, but not dialled"),
         (PUSH | {"remote_host": "10.0.0.1"}, "remote_host: 10.0.0.1 is another host: set key and allow, or insecure"),
         (PUSH | {"remote_host": "evil.example"}, "remote_host: evil.example is another host"),
-        (PUSH | {"remote_endpoints": "tcp://127.0.0.1:1"}, "remote_endpoints: not a list of 1 to 256 endpoints"),
-        (PUSH | {"remote_endpoints": []}, "remote_endpoints: not a list"),
-        (PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1"] * 257}, "remote_endpoints: not a list"),
+        (PUSH | {"remote_endpoints": "tcp://127.0.0.1:1"}, "remote_endpoints: 'tcp://127.0.0.1:1', expected array"),
+        (PUSH | {"remote_endpoints": []}, "remote_endpoints: an array of 0, expected array of length >= 1"),
+        (
+            PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1"] * 257},
+            "remote_endpoints: an array of 257, expected array of length <= 256",
+        ),
+        (PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1", 2]}, "remote_endpoints[1]: 2, expected str"),
         (PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1"] * 2}, "remote_endpoints: one is there twice"),
-        (PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1", 2]}, "remote_endpoints[1]: a int, not a text"),
         (PUSH | {"remote_endpoints": ["ipc:///tmp/x"]}, "is not tcp://host:port"),
         (PUSH | {"remote_endpoints": [f"{'a' * 40}@tcp://127.0.0.1:1"]}, "endpoint"),
     ],
@@ -167,3 +171,29 @@ def test_with_keys_only_listed_peers_are_dialled() -> None:
     assert parse(far, Reachable(insecure=True)) == ReceiveFrom("p0/cmpl-1", ports)
     with pytest.raises(RequestError, match="has a key, this engine has none"):
         parse(given, Reachable(insecure=True))
+
+
+EVERY: dict[str, Any] = PUSH | {
+    "transfer_id": "x", "transfer_mode": "push", "pp_size": 1, "remote_endpoints": ["tcp://127.0.0.1:1"]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        EVERY, PUSH, TOY | {"transfer_id": "x"},
+        {"do_remote_prefill": True, "bootstrap_room": 7, "remote_host": "::1", "remote_port": 7801},
+    ],
+    ids=["endpoints", "ranks", "prefill", "bridge"],
+)  # fmt: skip
+def test_any_value_of_any_field_is_taken_or_fails_its_request_by_name(right: dict[str, Any]) -> None:
+    for case, value in spoiled(right):
+        why = ""
+        try:
+            parse(value, Reachable(insecure=True))
+        except RequestError as error:
+            why = str(error)
+        field = case.partition(" ")[0]
+        assert not why or field in why or field == "answer" or "missing" in why or "endpoint '" in why, (case, why)
+        assert "\n" not in why
+        assert len(why) < 600

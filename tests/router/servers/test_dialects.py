@@ -7,9 +7,11 @@ import json
 import pytest
 
 from pdtransfer.config.config import HTTP_ENGINES
+from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.router.completions import BadRequestError
 from pdtransfer.router.servers.dialects import DIALECTS, Dialect
 from pdtransfer.router.servers.server_request import ServerRequest, parse_request
+from tests.support.json_values import spoiled
 
 VLLM, SGLANG = DIALECTS["vllm"], DIALECTS["sglang"]
 TRANSFER = bytes(range(240, 256))
@@ -56,15 +58,38 @@ def test_an_identity_is_what_prefill_returns_without_the_fields_of_the_one_reque
     assert told == IDENTITY | own
 
 
-@pytest.mark.parametrize("params", [None, {}, {"remote_host": "h"}, [], 5])
+@pytest.mark.parametrize("params", [None, {}, {"remote_host": "h"}, {"remote_engine_id": None}])
 def test_a_server_that_hands_nothing_over_has_no_identity(params: object) -> None:
     assert VLLM.identity("http://h", json.dumps({"id": "cmpl", "kv_transfer_params": params}).encode()) is None
 
 
 @pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
 @pytest.mark.parametrize("answer", [b"", b"<html>", b"[]", b"\xff", b"{", b'{"a":' + b"[" * 100_000])
-def test_an_answer_of_another_form_has_no_identity(dialect: Dialect, answer: bytes) -> None:
-    assert dialect.identity("http://h", answer) is None
+def test_an_answer_of_another_form_is_an_error(dialect: Dialect, answer: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="JSON: "):
+        dialect.identity("http://h", answer)
+
+
+ANSWERS = {"vllm": {"kv_transfer_params": IDENTITY | {"dcp_size": 1}},
+           "sglang": {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 8998}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_no_field_of_an_answer_has_another_type_than_decode_is_told(name: str) -> None:
+    """Each field with a value of every JSON type: an error that names it, or an identity of the right types."""
+    params = ANSWERS[name].get("kv_transfer_params")
+    for case, value in spoiled(params or ANSWERS[name]):
+        answer = json.dumps({"kv_transfer_params": value} if params else value).encode()
+        field = case.partition(" ")[0]
+        why, identity = "", None
+        try:
+            identity = DIALECTS[name].identity("http://h:1", answer)
+        except RemoteProtocolError as error:
+            why = str(error)
+        assert not why or field in why or "answer" in case, (case, why)
+        assert "\n" not in why
+        for known, was in (IDENTITY | AT).items():
+            assert type((identity or {}).get(known, was)) is type(was), case
 
 
 # SGLang

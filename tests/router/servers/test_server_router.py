@@ -366,6 +366,28 @@ def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream:
     run_on_loop(case)
 
 
+@pytest.mark.parametrize("port", ["7000", None, 0, 2**64, [], {"x": 1}])
+def test_what_a_prefill_server_returns_of_itself_is_checked_before_decode_is_told(
+    port: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def case() -> None:
+        async with server_site(prefill=2) as it:
+            bad, good = it.prefill
+            bad.port = port
+            it.server(good).unfinished += 1
+            status, answer, _ = await it.post()
+            assert status == 200, answer
+            told = [each.kv for each in it.decode[0].seen]
+            if port is None:  # as good as no field
+                assert [each["remote_engine_id"] for each in told] == ["p0"]
+                return
+            assert [each["remote_engine_id"] for each in told] == ["p1"]
+            assert it.router.metrics.retries == 1
+
+    run_on_loop(case)
+    assert port is None or "its answer: kv_transfer_params.remote_port: " in caplog.text
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_failure_that_no_other_server_mends_is_passed_on(side: str) -> None:
     async def case() -> None:

@@ -1,0 +1,62 @@
+"""Values from outside, decoded by a schema: what does not fit is one error that names its field.
+
+A server that answers, or a client that hands a value in, may send any JSON. Each such source has one edge where `parse`
+or `convert` makes a struct of it. Behind that edge every field has the type that the struct states.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar, cast
+
+import msgspec
+
+from .errors import RemoteProtocolError
+from .wire.codec import display
+
+Parsed = TypeVar("Parsed")
+
+_PATH = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?([^`]*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(\w+)`")
+_STEP = re.compile(r"\w+")
+
+
+def parse(text: bytes, decoder: msgspec.json.Decoder[Parsed]) -> Parsed:
+    """Decodes JSON. Raises RemoteProtocolError."""
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError("JSON", str(error)) from None
+    except RecursionError:
+        raise RemoteProtocolError("JSON", "nested too deeply") from None
+
+
+def convert(value: object, kind: type[Parsed]) -> Parsed:
+    """Makes a struct of JSON that another library has parsed. No value becomes one of another type. Raises
+    RemoteProtocolError."""
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), value) from None
+    except (ValueError, RecursionError) as error:  # an integer of more digits than Python writes
+        raise RemoteProtocolError("JSON", str(error)) from None
+
+
+def _field_error(text: str, value: object) -> RemoteProtocolError:
+    """Splits msgspec's message into field and text, with the value where it is at hand."""
+    found = _PATH.match(text)
+    text, path = (found[1], found[2]) if found is not None else (text, "")
+    if (missing := _MISSING.match(text)) is not None:
+        return RemoteProtocolError(f"{path}.{missing[1]}" if path else missing[1], "missing")
+    for step in _STEP.findall(path) if "..." not in path else ():
+        match value:
+            case dict():
+                value = cast("dict[object, object]", value).get(step)
+            case list() if step.isdecimal():
+                value = cast("list[object]", value)[int(step)]
+            case _:
+                value = None
+    shown = "" if value is None or "..." in path else f"{display(value)}, "
+    return RemoteProtocolError(path or "JSON", shown + text.replace("`", "").replace("Expected", "expected", 1))

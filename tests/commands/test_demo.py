@@ -503,7 +503,7 @@ def test_a_demo_of_a_checkpoint_is_identical(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("attention", "ranks"), [("mla", 1), ("gqa", 2)])  # integration/test_hisparse has all four
-def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_stages_nothing(attention: str, ranks: int) -> None:
+def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_copies_no_index(attention: str, ranks: int) -> None:
     demo = start(
         "--hisparse", "--json", "--requests", "6", "--prompt-bytes-max", "600", "--max-tokens", "6",
         "--attention", attention, "--engine-option", "layers=2", "--decode-tp", str(ranks),
@@ -512,7 +512,7 @@ def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_stages_nothing(att
     assert demo.returncode == 0, err
     report = json.loads(out)
     assert (report["requests"], report["identical"], report["slots_leaked"]) == (6, 6, 0)
-    assert (report["staged_bytes"], report["index_copies"]) == (0, 0)
+    assert report["index_copies"] == 0
     assert report["longer_than_hot"] == 2
     assert report["hot_misses"] >= 2 * 64 * ranks
     assert report["swapped_bytes"] > 0

@@ -424,7 +424,9 @@ class Target(_Part):
             world.seen["rooms that decode gave up in haste"] += 1
         elif effect.cause is Cause.DEADLINE and world.profile.patient and room.honest:
             world.fail(f"room {room.id} waited for its deadline, and for nothing else: {effect.detail}")
-        if "checksum" in effect.detail and not self.corrupted:
+        # Another decode rank of the room may be told of it, in the words of the one that read the row.
+        readers = [rank.rooms.get(room.id) for rank in world.decodes.values()]
+        if "checksum" in effect.detail and not any(each is not None and each.corrupted for each in readers):
             world.fail(f"room {room.id} fails for rows that are right: {effect.detail}")
         world.seen["rooms with a corrupted row"] += self.corrupted
         self.failed = True

@@ -23,7 +23,7 @@ from . import Patch
 def free_at_the_deadline(patch: Patch) -> None:
     """A room that is given up frees its slots at once, as if a timeout were a proof."""
 
-    def abort(self: Leases, lease: LeaseEntry, now: float) -> None:
+    def abort(self: Leases, lease: LeaseEntry, _detail: str, _now: float) -> None:
         if lease.state is not Lease.ENDED:
             self._end(lease, LeaseEvent.FENCE)
 

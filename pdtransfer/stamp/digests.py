@@ -8,7 +8,7 @@ import numpy as np
 
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
-from .positions import last_tokens, row_of
+from .positions import last_tokens, numbers, row_of
 from .rows import StampRows
 from .stamps import GOLDEN, Words, mixed
 
@@ -72,11 +72,6 @@ def read(digests: Sequence[tuple[RowDigest, int]], *, whole: bool = False) -> No
             digest, tokens = digests[at]
             digest.take(due[at], sums[first : first + len(due[at])], tokens)
             first += len(due[at])
-
-
-def numbers(component: Component, tokens: int) -> Int64s:
-    """What the rows of `tokens` tokens are numbered by: a row of a window by its token, since a ring turns."""
-    return last_tokens(component, tokens) if component.span.kind == "last" else np.arange(component.rows(tokens))
 
 
 def total(sums: Words, keys: Int64s | None = None) -> Words:

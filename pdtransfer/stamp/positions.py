@@ -8,16 +8,23 @@ from ..layout.geometry import Int64s
 from ..layout.layout import Component
 
 
-def last_tokens(component: Component, tokens: int) -> Int64s:
-    """The last token of each row of `tokens` tokens, int64 (rows,), ascending."""
-    rows = component.rows(tokens)
+def last_tokens(component: Component, tokens: int, rows: tuple[int, int] | None = None) -> Int64s:
+    """The last token of each row of `tokens` tokens, or of rows [first, end) alone: int64 (rows,), ascending."""
+    first, end = (0, component.rows(tokens)) if rows is None else rows
     match component.span.kind:
         case "all":
-            return np.minimum(np.arange(1, rows + 1) * component.tokens_per_row, tokens) - 1
+            return np.minimum(np.arange(first + 1, end + 1) * component.tokens_per_row, tokens) - 1
         case "last":
-            return np.arange(tokens - rows, tokens)
+            return np.arange(first, end) + (tokens - component.rows(tokens))
         case "once":
             return np.array([tokens - 1])
+
+
+def numbers(component: Component, tokens: int, rows: tuple[int, int] | None = None) -> Int64s:
+    """What rows are numbered by in a digest: a row of a window by its token, since a ring turns."""
+    if component.span.kind == "last":
+        return last_tokens(component, tokens, rows)
+    return np.arange(*((0, component.rows(tokens)) if rows is None else rows))
 
 
 def row_of(component: Component, position: int, prompt_tokens: int) -> int:

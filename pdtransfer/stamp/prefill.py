@@ -14,10 +14,10 @@ from ..memory.free_pages import FreePages
 from ..memory.shared_pool import shared_memory
 from ..sampling import chain, pick
 from ..wire import Ranks
-from .digests import numbers, total
+from .digests import total
 from .handoff import StampHandoff
 from .options import KV, StampOptions, StampShard, check_config, check_request, components_of, describe
-from .positions import last_tokens, whole_rows
+from .positions import last_tokens, numbers, whole_rows
 from .rows import RowWords, StampRows
 from .stamps import Stamper, Words
 from .tokens import logits_of
@@ -152,8 +152,7 @@ class StampPrefill:
         rows = whole_rows(component, first, room.done, tokens)
         if rows is None:
             return []
-        part = slice(*rows)
-        self._rows[name].write(room.slots[name][part], room.stamps[last_tokens(component, tokens)[part]])
+        self._rows[name].write(room.slots[name][slice(*rows)], room.stamps[last_tokens(component, tokens, rows)])
         start, stop = component.layout.layer_range
         step = self._options.layers_per_cell or stop - start
         held = sorted({plane.layer for plane in component.layout.planes})
@@ -174,9 +173,8 @@ class StampPrefill:
         tokens = len(room.request.prompt)
         for name, (component, words) in self._model.items():
             if (rows := whole_rows(component, first, room.done, tokens)) is not None:
-                part = slice(*rows)
-                sums = words.sums(room.stamps[last_tokens(component, tokens)[part]])
-                room.totals[name] += total(sums, numbers(component, tokens)[part])
+                sums = words.sums(room.stamps[last_tokens(component, tokens, rows)])
+                room.totals[name] += total(sums, numbers(component, tokens, rows))
 
     def _prefilled(self, room: _StampPrompt) -> Prefilled:
         """Picks the first token as decode would pick it at this position."""

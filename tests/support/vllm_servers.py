@@ -168,7 +168,7 @@ class FakeVllm:
             answer["kv_transfer_params"] = {
                 "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine,
                 "remote_host": "127.0.0.1", "remote_port": self.port, "tp_size": 2, "transfer_mode": "push",
-                "remote_request_id": "cmpl-1", "transfer_id": seen.kv["transfer_id"],
+                "remote_request_id": "cmpl-1", "transfer_id": seen.kv["transfer_id"], "facts": {"dtype": "float32"},
                 "remote_prefill_cached_tokens": len(self.seen),  # as vLLM adds it: of the one request
             }  # fmt: skip
         elif self.tells and seen.kv.get("do_remote_prefill"):

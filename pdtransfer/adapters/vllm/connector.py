@@ -47,9 +47,10 @@ class OrdersMetadata(KVConnectorMetadata):
 
 @dataclass
 class Listening(KVConnectorHandshakeMetadata):
-    """Where a prefill rank listens, once it runs: [KEY@]tcp://host:port."""
+    """Where a prefill rank listens, once it runs: [KEY@]tcp://host:port; and what peers compare."""
 
     endpoint: str
+    facts: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             pools=described, prefill=prefill, decode=decode, time_left_s=self._settings.time_left_s,
             copied_up=copied_up,
             recomputes=getattr(self._kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
+            facts=self._facts,
         )  # fmt: skip
         log.info(
             "pdtransfer: %s; %d bytes a block in %d groups, which cross by %s; lands %s; peers need equal facts: %s",
@@ -180,7 +182,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         client.start()
         port = client.endpoint.rpartition(":")[2]
         key = f"{node.keys.public}@" if node.keys is not None else ""
-        self._listening = Listening(key + address_of(settings.host, int(port)))
+        self._listening = Listening(key + address_of(settings.host, int(port)), self._facts)
         return client
 
     def _decode_client(self, described: Pools, arena: Any, ranks: Ranks, facts: dict[str, Any]) -> DecodeClient:
@@ -284,6 +286,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Where all prefill ranks listen, by (stage, tensor parallel rank)."""
         self._side.endpoints = tuple(metadata[place].endpoint for place in sorted(metadata))
+        self._side.facts = metadata[min(metadata)].facts if metadata else {}
 
     def on_new_request(self, request: Any) -> None:
         """A request has come."""

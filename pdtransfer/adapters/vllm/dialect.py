@@ -151,7 +151,8 @@ def shown_facts(vllm_config: Any, views: dict[str, Any], facts: dict[str, Any], 
         name: "/".join(map(str, dict.fromkeys(values)))
         for name, values in zip(("block_size", "window", "attention_chunk"), by_group, strict=False)
     }
-    others = {name: value for name, value in facts.items() if name not in ("groups", "attention")} | sizes
+    shown_otherwise = {"groups", "attention", *of_model}
+    others = {name: value for name, value in facts.items() if name not in shown_otherwise} | sizes
     if "attention" in facts:
         others["attention"] = "/".join(facts["attention"])
     return named_facts(of_model, **others, rows=rows, engine=f"vLLM {vllm.__version__}")

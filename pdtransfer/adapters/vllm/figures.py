@@ -7,11 +7,8 @@ from typing import Any
 
 SECONDS_MAX = 4_096  # observations of one interval; a histogram of more has the same shape
 
-OTHERS = "others"
-REFUSALS_MAX = 16  # texts of one interval that tell why a peer does not fit
-
 Data = dict[str, Any]
-"""rooms: {end: count}, causes: {cause: count}, bytes: {direction: count}, refusals: {text: count}, copied_up_bytes:
+"""rooms: {end: count}, causes: {cause: count}, bytes: {direction: count}, refusals: {fact: count}, copied_up_bytes:
 count, computed: count, seconds: [float]."""
 
 
@@ -27,8 +24,6 @@ def is_empty(data: Mapping[str, Any]) -> bool:
 
 def count(data: Data, name: str, label: str, amount: int = 1) -> None:
     """Adds to one label of a counter."""
-    if name == "refusals" and label not in data[name] and len(data[name]) >= REFUSALS_MAX:
-        label = OTHERS
     data[name][label] = data[name].get(label, 0) + amount
 
 

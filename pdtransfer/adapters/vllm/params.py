@@ -7,7 +7,7 @@ its request alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -125,10 +125,16 @@ def shared_id(request_id: str) -> str | None:
 
 
 def answer(
-    endpoints: Sequence[str], *, tp_size: int, engine_id: str, request_id: str, transfer_id: str | None
+    endpoints: Sequence[str],
+    *,
+    tp_size: int,
+    engine_id: str,
+    request_id: str,
+    transfer_id: str | None,
+    facts: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What a prefill engine returns of a request, which decode takes as it is: the address of its first rank, and of
-    each of its ranks."""
+    each of its ranks. `facts` are for a router, which shows them."""
     first = Endpoint.parse(endpoints[0])
     host, _, port = first.address.removeprefix("tcp://").rpartition(":")
     made: dict[str, Any] = {
@@ -137,6 +143,7 @@ def answer(
         "tp_size": tp_size, "pp_size": len(endpoints) // tp_size, "transfer_mode": "push",
         "remote_endpoints": list(endpoints),
     }  # fmt: skip
+    made |= {"facts": dict(facts)} if facts else {}
     return made if transfer_id is None else made | {"transfer_id": transfer_id}
 
 

@@ -103,7 +103,8 @@ class _Receive:
 class SchedulerSide:
     """Answers vLLM's scheduler. `groups` are those whose KV crosses; `engine_id` names this engine to peers.
 
-    `endpoints` are where its prefill ranks listen, by their number, known once the workers run.
+    `endpoints` are where its prefill ranks listen, by their number, and `facts` what peers compare, known once the
+    workers run.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class SchedulerSide:
         self._can_send, self._can_receive = sends, receives
         self._reachable = reachable or Reachable()
         self.endpoints: tuple[str, ...] = ()
+        self.facts: dict[str, str] = {}
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._sent: dict[str, str] = {}  # the first request of each transfer_id, oldest first
@@ -257,7 +259,7 @@ class SchedulerSide:
             return True, None
         return True, answer(
             self.endpoints, tp_size=self._tp_size, engine_id=self._engine_id, request_id=send.request_id,
-            transfer_id=send.transfer_id,
+            transfer_id=send.transfer_id, facts=self.facts,
         )  # fmt: skip
 
     def _id_for_peers(self, name: str) -> str:

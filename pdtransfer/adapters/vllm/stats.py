@@ -11,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from . import figures
 
-_WHYS_MAX = 64
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 
 
@@ -60,9 +59,8 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._refusals = counter(
             "vllm:pdtransfer_refusals",
             "Hand-offs that failed since the engines do not fit, by what differs.",
-            "why",
+            "fact",
         )
-        self._whys: set[str] = set()
         self._copied = counter("vllm:pdtransfer_copied_up_bytes", "Bytes copied from host memory to the KV cache.")
         self._seconds = self._histogram_cls(
             name="vllm:pdtransfer_transfer_seconds", buckets=_SECONDS, labelnames=labelnames,
@@ -72,14 +70,11 @@ class TransferMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds the figures of an interval of one engine."""
         labels = self._labels[engine_idx]
-        for metric, name in ((self._rooms, "rooms"), (self._failures, "causes"), (self._bytes, "bytes")):
+        for metric, name in (
+            (self._rooms, "rooms"), (self._failures, "causes"), (self._bytes, "bytes"), (self._refusals, "refusals"),
+        ):  # fmt: skip
             for label, amount in transfer_stats_data[name].items():
                 metric.labels(*labels, label).inc(amount)
-        for why, amount in transfer_stats_data["refusals"].items():
-            if why not in self._whys and len(self._whys) >= _WHYS_MAX:
-                why = figures.OTHERS  # noqa: PLW2901 -- texts of peers: each one of them is a series
-            self._whys.add(why)
-            self._refusals.labels(*labels, why).inc(amount)
         self._computed.labels(*labels).inc(transfer_stats_data["computed"])
         self._copied.labels(*labels).inc(transfer_stats_data["copied_up_bytes"])
         for seconds in transfer_stats_data["seconds"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -37,11 +37,16 @@ log = logging.getLogger(__name__)
 
 # Smallest cell of a large chunk: each one takes the interpreter from the thread that launches the model's kernels.
 CELL_BYTES_MIN = 64 << 20
-WHY_LENGTH_MAX = 256  # of a label
+FACT_LENGTH_MAX = 128  # of a label
 SHARE_MAX = 0.1  # of requests that decode may compute itself before that is a warning
 SHARE_OF, SHARE_OF_MIN = 100, 10  # requests that are looked at, and fewest of them
 SHARE_PAUSE_S = 60.0  # between two warnings
 QUIESCE_S = 30.0  # that a step waits for writes in flight whose blocks are about to be reused
+
+
+def differing(detail: str, facts: Mapping[str, str]) -> list[str]:
+    """The facts of this engine, name=value, that a refusal names. A peer's own words are no labels of metrics."""
+    return [f"{name}={value}"[:FACT_LENGTH_MAX] for name, value in facts.items() if f" {name}: " in f" {detail}"]
 
 
 class ComputedShare:
@@ -113,7 +118,7 @@ class WorkerSide:
 
     `pools` describe the KV cache: what becomes of blocks, and after which layer's name each layer is complete.
     `copied_up` tells that what lands is copied once more to vLLM's memory, `recomputes` that vLLM computes a prompt
-    itself whose load has failed.
+    itself whose load has failed. `facts` are what peers compare.
     """
 
     def __init__(
@@ -125,12 +130,13 @@ class WorkerSide:
         time_left_s: float,
         copied_up: bool = False,
         recomputes: bool = False,
+        facts: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rows, self._layers, self._complete_after = pools.rows, pools.layers, pools.complete_after
         self._prefill, self._decode = prefill, decode
         self._time_left_s, self._copied_up, self._clock = time_left_s, copied_up, clock
-        self._recomputes, self._share = recomputes, ComputedShare(clock)
+        self._recomputes, self._share, self._facts = recomputes, ComputedShare(clock), facts or {}
         self._sending: dict[str, _SentRoom] = {}
         self._receiving: dict[str, _ReceivedRoom] = {}
         self._sent_rooms: dict[int, str] = {}
@@ -363,7 +369,8 @@ class WorkerSide:
                 )  # fmt: skip
                 self._count_failure(cause)
                 if cause is Cause.REFUSED:
-                    figures.count(self._data, "refusals", detail[:WHY_LENGTH_MAX])
+                    for fact in differing(detail, self._facts):
+                        figures.count(self._data, "refusals", fact)
                 if receiving.awaited and not receiving.aborted:
                     self._fail_load(request_id, receiving.blocks, f"{cause.value}: {detail}")
             case RoomDrained(room):

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import asdict
 
-from ...limits import PEERS_MAX
+from ...limits import FACTS_MAX, PEERS_MAX, TEXT_LENGTH_MAX
 from ...schema import parse
 from ..completions import BadRequestError
 from ..pool_worker import Role
@@ -25,6 +25,7 @@ ServerIdentity = dict[str, object]
 Text = Annotated[str, Meta(max_length=256)]
 Port = Annotated[int, Meta(ge=1, le=0xFFFF)]
 Size = Annotated[int, Meta(ge=1, le=0xFFFF)]
+FactText = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
 
 
 class Dialect(Protocol):
@@ -92,6 +93,7 @@ class _VllmParams(Struct, frozen=True):
     pp_size: Size | None = None
     dcp_size: Size | None = None
     transfer_mode: Text | None = None
+    facts: Annotated[dict[Text, FactText], Meta(max_length=FACTS_MAX)] | None = None  # what its peers compare
 
 
 class _VllmAnswer(Struct, frozen=True):
@@ -141,7 +143,8 @@ class VllmDialect:
             "transfer_id": _transfer_id(transfer),
             "remote_request_id": request.request_id,
         }
-        return msgspec.json.encode(request.fields | {"kv_transfer_params": {"transfer_mode": "push"} | identity | own})
+        reach = {name: value for name, value in identity.items() if name != "facts"}
+        return msgspec.json.encode(request.fields | {"kv_transfer_params": {"transfer_mode": "push"} | reach | own})
 
     def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
         """A prefill server that has answered keeps the KV for decode. Its connector learns of it by the parameters of a

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 from msgspec import Struct
@@ -25,7 +27,7 @@ SHARE_OF, SHARE_OF_MIN = 100, 10  # requests that are looked at, and fewest of t
 _LINE = re.compile(
     rb"^vllm:pdtransfer_(rooms|computed|bytes|refusals)_total\{([^\n]*)\} ([0-9.e+]{1,32})$", re.MULTILINE
 )
-_LABEL = re.compile(rb'\b(end|direction|why)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(rb'\b(end|direction|fact)="((?:[^"\\]|\\.)*)"')
 _ESCAPES = {rb"\n": b"\n", rb"\"": b'"', rb"\\": b"\\"}
 _PARAMS = re.compile(rb'"kv_transfer_params":\s*(\{[^{}]*\})')
 
@@ -37,7 +39,7 @@ class HandOffs:
     received: int = 0
     computed: int = 0  # their prompt was computed there
     kv_bytes: int = 0
-    refusals: tuple[str, ...] = ()  # what differs where an engine did not fit, with both values
+    refusals: tuple[str, ...] = ()  # its facts, name=value, in which prefill engines differ
 
 
 def hand_offs_of(metrics: bytes) -> HandOffs | None:
@@ -58,12 +60,25 @@ def hand_offs_of(metrics: bytes) -> HandOffs | None:
             counts["computed"] += amount
         elif name == b"refusals":
             if amount and len(refusals) < WHYS_MAX:
-                refusals.append(_unescaped(shown.get(b"why", b"")))
+                refusals.append(_unescaped(shown.get(b"fact", b"")))
         elif b"received" in (shown.get(b"end"), shown.get(b"direction")):
             counts["received" if name == b"rooms" else "bytes"] += amount
     if not found:
         return None
     return HandOffs(int(counts["received"]), int(counts["computed"]), int(counts["bytes"]), tuple(refusals))
+
+
+def differences(decode: str, refusals: tuple[str, ...], prefills: Mapping[str, object]) -> list[str]:
+    """A line for each fact in which a decode server differs from a prefill server, with both values. `prefills` are
+    facts by the server's URL, as it told them."""
+    lines: list[str] = []
+    for refusal in refusals:
+        name, _, value = refusal.partition("=")
+        for url, facts in prefills.items():
+            theirs = cast("dict[object, object]", facts).get(name) if isinstance(facts, dict) else None
+            if isinstance(theirs, str) and theirs != value:
+                lines.append(f"{name}: {url} has {theirs[:96]!r}, {decode} {value!r}")
+    return lines
 
 
 class Received(Struct):
@@ -86,7 +101,7 @@ def received_of(tail: bytes) -> Received | None:
         return None
 
 
-class ComputedShare:
+class ComputedHandOffs:
     """How many of the latest hand-offs of a decode server were computed there."""
 
     def __init__(self) -> None:

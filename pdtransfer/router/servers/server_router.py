@@ -28,7 +28,7 @@ from ..status import FleetStatus, WorkerStatus
 from ..status_http import StatusPages
 from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
-from .hand_offs import ANSWER_TAIL_BYTES, ComputedShare, received_of
+from .hand_offs import ANSWER_TAIL_BYTES, ComputedHandOffs, differences, received_of
 from .server_metrics import ServerMetrics
 from .server_pool import Server, ServerPair, ServerPool
 from .server_request import ServerRequest, parse_request
@@ -116,7 +116,7 @@ class ServerRouter:
         self._polls[server.url] = asyncio.create_task(self._poll(server))
 
     async def _poll(self, server: Server) -> None:
-        loop, share, asked = asyncio.get_running_loop(), ComputedShare(), float("-inf")
+        loop, share, asked = asyncio.get_running_loop(), ComputedHandOffs(), float("-inf")
         while not self.pool.left(server):
             self._report(server, await self.upstream.probe(server))
             if server.role == "decode" and not server.why and loop.time() - asked >= METRICS_S:
@@ -144,6 +144,7 @@ class ServerRouter:
                 log.info("decode serves without prefill no more")
 
     def _health(self) -> Health:
+        facts = {each.url: (each.identity or {}).get("facts") for each in self.pool.prefill}
         servers = [
             {
                 "url": each.url,
@@ -153,6 +154,7 @@ class ServerRouter:
                 "unfinished": each.unfinished,
                 "identity": each.identity,
                 "hand_offs": None if each.hand_offs is None else asdict(each.hand_offs),
+                "differs": [] if each.hand_offs is None else differences(each.url, each.hand_offs.refusals, facts),
             }
             for each in self.pool.all
         ]

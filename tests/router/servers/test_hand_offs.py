@@ -8,7 +8,14 @@ import logging
 import pytest
 
 from pdtransfer.router.servers import hand_offs, server_router
-from pdtransfer.router.servers.hand_offs import ComputedShare, HandOffs, Received, hand_offs_of, received_of
+from pdtransfer.router.servers.hand_offs import (
+    ComputedHandOffs,
+    HandOffs,
+    Received,
+    differences,
+    hand_offs_of,
+    received_of,
+)
 from tests.support.vllm_servers import server_site
 from tests.support.waiting import on_loop, until
 
@@ -20,15 +27,23 @@ vllm:pdtransfer_rooms_total{end="received",engine="1",model_name="m"} 1.0
 vllm:pdtransfer_bytes_total{direction="received",engine="0",model_name="m"} 1.5e+06
 vllm:pdtransfer_bytes_total{direction="sent",engine="0",model_name="m"} 7.0
 vllm:pdtransfer_computed_total{engine="0",model_name="m"} 2.0
-vllm:pdtransfer_refusals_total{engine="0",model_name="m",why="block_size: d \\"x\\" has '32', p '16'"} 2.0
-vllm:pdtransfer_refusals_created{engine="0",model_name="m",why="no"} 2.0
+vllm:pdtransfer_refusals_total{engine="0",model_name="m",fact="block_size=32"} 2.0
+vllm:pdtransfer_refusals_created{engine="0",model_name="m",fact="no"} 2.0
 vllm:num_requests_running{engine="0"} 4.0
 """
 
 
 def test_metrics_are_summed_over_engines() -> None:
-    why = "block_size: d \"x\" has '32', p '16'"
-    assert hand_offs_of(OF_VLLM.encode()) == HandOffs(13, 2, 1_500_000, (why,))
+    assert hand_offs_of(OF_VLLM.encode()) == HandOffs(13, 2, 1_500_000, ("block_size=32",))
+
+
+def test_what_differs_is_named_with_both_values() -> None:
+    prefills: dict[str, object] = {
+        "http://p0": {"block_size": "16", "dtype": "float32"}, "http://p1": {"block_size": "32"}, "http://p2": None,
+        "http://p3": {"block_size": [16]},
+    }  # fmt: skip
+    lines = differences("http://d0", ("block_size=32", "kv_dtype=fp8"), prefills)
+    assert lines == ["block_size: http://p0 has '16', http://d0 '32'"]
 
 
 @pytest.mark.parametrize("text", [b"", b"vllm:num_requests_running 4.0", b"<html>", b"\xff\xfe"])
@@ -43,7 +58,7 @@ def test_numbers_that_are_none_count_for_nothing(value: str) -> None:
 
 
 def test_texts_of_a_server_are_bounded() -> None:
-    line = 'vllm:pdtransfer_refusals_total{{why="{}{}"}} 1.0\n'
+    line = 'vllm:pdtransfer_refusals_total{{fact="{}{}"}} 1.0\n'
     found = hand_offs_of("".join(line.format(at, "x" * 10_000) for at in range(100)).encode())
     assert found is not None
     assert len(found.refusals) == hand_offs.WHYS_MAX
@@ -51,7 +66,7 @@ def test_texts_of_a_server_are_bounded() -> None:
 
 
 def test_a_warning_is_due_beyond_a_tenth_of_enough_requests() -> None:
-    share = ComputedShare()
+    share = ComputedHandOffs()
     assert share.take(HandOffs(100, 50)) is None, "before this router looked"
     assert share.take(HandOffs(104, 54)) is None, "too few to tell"
     text = "5 of its last 10 requests were computed there, since their KV was not received: model"
@@ -93,12 +108,14 @@ async def test_a_prompt_that_decode_computed_shows_in_the_record_and_in_metrics(
         counts = 'vllm:pdtransfer_rooms_total{end="received"} %d\nvllm:pdtransfer_computed_total{e="0"} %d\n'
         it.decode[0].counted = counts % (4, 0)
         await until(lambda: it.server(it.decode[0]).hand_offs == HandOffs(4))
-        it.decode[0].counted = counts % (12, 2) + 'vllm:pdtransfer_refusals_total{why="dtype: d, p"} 2.0\n'
+        it.decode[0].counted = counts % (12, 2) + 'vllm:pdtransfer_refusals_total{fact="dtype=bfloat16"} 2.0\n'
         warning = f"decode {it.decode[0].url}: 2 of its last 10 requests were computed there, since their KV was not"
         await until(lambda: any(warning in each.getMessage() for each in caplog.records))
         async with it.http.get(it.url + "/health") as response:
-            found = [each["hand_offs"] for each in (await response.json())["servers"]]
-        assert found == [None, {"received": 12, "computed": 2, "kv_bytes": 0, "refusals": ["dtype: d, p"]}]
+            prefill, decode = (await response.json())["servers"]
+        assert decode["hand_offs"] == {"received": 12, "computed": 2, "kv_bytes": 0, "refusals": ["dtype=bfloat16"]}
+        assert decode["differs"] == [f"dtype: {prefill['url']} has 'float32', {decode['url']} 'bfloat16'"]
+        assert prefill["identity"]["facts"] == {"dtype": "float32"}
         async with it.http.get(it.url + "/metrics") as response:
             text = await response.text()
         (line,) = [each for each in text.splitlines() if each.startswith("pdtransfer_server_hand_offs_computed_total{")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,6 +173,33 @@ def test_quiesce_waits_until_the_pages_are_not_read_any_more(pair: Pair) -> None
     assert [type(each) for each in said if each.room == 1][-2:] == [RoomFailed, RoomDrained]
     assert pair.prefill.quiesce(1, 0.0), "it has drained already"
     assert pair.decode.quiesce(1, 10.0)
+
+
+class Blocking:
+    """An event that keeps the thread that asks for it, until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def query(self) -> bool:
+        self.asked.set()
+        return self.go_on.wait(60.0)
+
+
+def test_quiesce_of_a_room_that_has_failed_waits_until_it_has_drained(pair: Pair) -> None:
+    """Its writer does not answer: RoomFailed is no proof, and the slots may still be written."""
+    pair.expect(1, TOKENS, slots={"kv": chosen(8)})
+    pair.prefill.open(1, tokens=TOKENS)
+    pair.until(lambda: pair.prefill_said(1, RoomLeased))
+    pair.prefill.push(1, pair.pages(1, TOKENS), rows=(0, TOKENS), after=(event := Blocking()))
+    assert event.asked.wait(30.0)
+    pair.decode.abort(1)
+    pair.failed(1)
+    try:
+        assert not pair.decode.quiesce(1, 0.05)
+    finally:
+        event.go_on.set()
+    assert pair.decode.quiesce(1, 30.0)
 
 
 def test_quiesce_gives_up_after_its_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """An engine without a model and without torch, for the daemons of pdtransfer: what an engine of one's own has to do.
 
     python -m pdtransfer prefill --engine examples.engine:create --bind tcp://127.0.0.1:7101
-    python -m pdtransfer decode --engine examples.engine:create --bind tcp://127.0.0.1:7102
-    python -m pdtransfer router --prefill tcp://127.0.0.1:7101 --decode tcp://127.0.0.1:7102
+    python -m pdtransfer decode --engine examples.engine:create --bind tcp://127.0.0.1:7201
+    python -m pdtransfer router --prefill tcp://127.0.0.1:7101 --decode tcp://127.0.0.1:7201
 
 `python -m` finds the module because the current directory, the checkout, is on its path. `pdtransfer.engine_api`
 describes every call that an engine receives; here is the least that serves completions over HTTP.

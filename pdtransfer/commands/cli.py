@@ -74,7 +74,7 @@ def decode(config: Annotated[DecodeConfig | None, _FLAT] = None) -> int:
 
 @app.command
 def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
-    """Runs the router: the HTTP API in front of prefill and decode daemons, or of vLLM servers."""
+    """Runs the router: the HTTP API in front of prefill and decode daemons, or of vLLM or SGLang servers."""
     return _serve(config or RouterConfig())
 
 

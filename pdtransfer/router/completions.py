@@ -146,8 +146,9 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "web_search_options": (None,),
     "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), _EMPTY),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "stop_token_ids", "bad_words", "allowed_token_ids"), _EMPTY),
+    **dict.fromkeys(("guided_json", "json_schema"), (None, "")),  # {} is the schema of any JSON
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), _EMPTY),
+    **dict.fromkeys(("regex", "ebnf", "stop_token_ids", "bad_words", "allowed_token_ids"), _EMPTY),
     **dict.fromkeys(("prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens", "logits_processors"), _EMPTY),
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents"), _EMPTY),
     **dict.fromkeys(("use_beam_search", "continue_final_message"), _OFF),

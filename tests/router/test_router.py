@@ -175,6 +175,8 @@ BAD = [
     (b'{"prompt": "a", "suffix": "x"}', "suffix", "not supported"),
     (b'{"prompt": "a", "suffix": 1e999}', "suffix", "not supported"),
     (b'{"prompt": "a", "guided_json": {"type": "object"}}', "guided_json", "not supported"),
+    (b'{"prompt": "a", "guided_json": {}}', "guided_json", "not supported"),
+    (b'{"prompt": "a", "json_schema": {}}', "json_schema", "not supported"),
     (b'{"prompt": "a", "stop_token_ids": [5]}', "stop_token_ids", "not supported"),
     (b'{"prompt": "a", "tools": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", None, "deep"),
     (b'{"prompt": "a", "tools": "' + b"x" * 9_000 + b'"}', "tools", "not supported"),

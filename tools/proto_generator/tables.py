@@ -72,7 +72,7 @@ def _default(field: Json) -> str:
         case bool() as flag:
             return str(flag).lower()
         case tuple():
-            return ", ".join(json.dumps(item) for item in field["default"])
+            return json.dumps(field["default"])  # an array, not the text in it
         case str() as text:
             return json.dumps(text)
         case value:

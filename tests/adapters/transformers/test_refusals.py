@@ -74,6 +74,12 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
     assert "model_type 'own': it needs code of its own, which is not run" in refused(tmp_path)
     assert not ran.exists()
+    # Where transformers knows the type, its own code is taken.
+    known = written(tmp_path / "known", "LlamaConfig", **TINY | {"auto_map": {"AutoConfig": "own.Own"}})
+    (known / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    assert "auto_map" in (known / "config.json").read_text()
+    assert create(checkpoints.config(known, options={"weights": "random"})) is not None
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize(

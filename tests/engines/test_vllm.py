@@ -114,33 +114,17 @@ def test_decode_continues_what_prefill_computed(llama: Family, order: str) -> No
     assert received_tokens(pair.decode) - of_peers == sum(LENGTHS) - len(LENGTHS) + 1
 
 
-def continues_with_the_same_bytes(pair: VllmPair, *, tokens: int) -> None:
-    """What decode has of each prompt is held against prefill's own bytes, not its tokens against those of one engine:
-    decode computes a prompt's last token anew, with other kernels, and what these round differs by the processor."""
-    for at, prompt in enumerate(prompts(5, 16, 17, 300, 700)):
-        label = pair.label()
-        pair.prefill.generated(pair.begin_prefill(prompt, label, request=f"p{at}"))
-        expected = pair.prefill.kv_digest(f"p{at}", len(prompt) - 1)
-        made = pair.begin_decode(prompt, label, tokens=tokens, request=f"d{at}")
-        settles(lambda at=at: rooms(pair.decode).get("received"), at + 2)
-        assert pair.decode.kv_digest(f"d{at}", len(prompt) - 1) == expected
-        assert len(pair.decode.generated(made).tokens) == tokens
-    pair.settles()
-
-
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_rows_of_two_bytes_a_number_and_of_one_cross_as_they_are(
-    cache: str, checkpoints: Checkpoints, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "dtype", "cache"),
+    [("qwen3", "bfloat16", "auto"), ("qwen3", "bfloat16", "fp8"), ("gemma3", "float32", "auto")],
+)
+def test_other_models_continue_as_well(
+    name: str, dtype: str, cache: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
+    """Two bytes a number, and one; and windows, whose groups of layers have blocks of their own in the same memory."""
     if cache == "fp8" and not re.search(r"avx512|amx", Path("/proc/cpuinfo").read_text()):
         pytest.skip("vLLM keeps a cache of 8 bits on processors with AVX-512 or AMX alone")
-    with family(checkpoints, tmp_path, "qwen3", "bfloat16", kv_cache_dtype=cache) as (pair, _):
-        continues_with_the_same_bytes(pair, tokens=200)
-
-
-def test_a_model_with_windows_continues(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Its groups of layers have blocks of their own in the same memory."""
-    with family(checkpoints, tmp_path, "gemma3", "float32") as (pair, single):
+    with family(checkpoints, tmp_path, name, dtype, kv_cache_dtype=cache) as (pair, single):
         for order in ("decode first", "serial"):
             asked = prompts(*LENGTHS, seed=len(order))
             made = handed_over(pair, asked, order=order)
@@ -161,8 +145,18 @@ def test_windows_of_64_tokens_continue_at_each_offset_of_a_block(checkpoints: Ch
 
 
 def test_latent_attention_continues(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Held against prefill's own bytes: decode computes the prompt's last token anew, with other kernels, and a tiny
+    random model turns what these round into other tokens."""
     with family(checkpoints, tmp_path, "deepseek_v3", "float32") as (pair, _):
-        continues_with_the_same_bytes(pair, tokens=200)
+        for at, prompt in enumerate(prompts(5, 16, 17, 300, 700)):
+            label = pair.label()
+            pair.prefill.generated(pair.begin_prefill(prompt, label, request=f"p{at}"))
+            expected = pair.prefill.kv_digest(f"p{at}", len(prompt) - 1)
+            made = pair.begin_decode(prompt, label, tokens=200, request=f"d{at}")
+            settles(lambda at=at: rooms(pair.decode).get("received"), at + 2)
+            assert pair.decode.kv_digest(f"d{at}", len(prompt) - 1) == expected
+            assert len(pair.decode.generated(made).tokens) == 200
+        pair.settles()
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])

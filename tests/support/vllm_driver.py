@@ -10,7 +10,6 @@ import time
 from functools import partial
 from typing import Any
 
-import torch
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -69,7 +68,7 @@ class Driver:
         made = hashlib.sha256()
         for cache in self._core.model_executor.driver_worker.worker.model_runner.kv_caches:
             rows = cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens]  # [tokens, heads, width]
-            made.update(rows.contiguous().view(torch.uint8).numpy().tobytes())
+            made.update(rows.contiguous().numpy().tobytes())
         return made.hexdigest()
 
     def hold(self) -> None:

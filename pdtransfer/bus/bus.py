@@ -23,7 +23,7 @@ from ..threads import in_thread
 from ..wire import Goodbye, Hello, Message, Reject, Welcome, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import SOCKETS, Dialled, affordable_dials
-from .keys import Address, AllowList, Endpoint, KeyPair
+from .keys import Address, AllowList, Endpoint, KeyPair, is_loopback_host
 from .limits import BusLimits
 from .line import GRANT_MESSAGES, SessionLine
 from .listening import address_bound, reserve
@@ -39,9 +39,9 @@ class Bus:
     `receive(peer, message)` is called for every message of a peer, `refused(peer, error)` for every protocol breach.
     `refused` gets the peer's name where the connection owns one, else "unknown:address". A peer's name is the dialled
     endpoint, "key:NAME" with NAME from the allow-list, or without keys "node:NAME" with NAME from its Hello. Without
-    keys, only loopback may be bound, unless `insecure` is set. A later connection takes over a name; without
-    `supersede`, only once the earlier one is gone. `reached` gets a peer's name whenever it has connected: its address
-    may be another one.
+    keys, only loopback may be bound, unless `insecure` is set. A later process takes over a name; without `supersede`,
+    only once the earlier connection is gone. `reached` gets a peer's name whenever it has connected, or goes on by
+    another of its connections: its address may be another one.
 
     With keys a peer is met in a role that the allow-list gives its key, else not at all: the role in the Hello of one
     that dials, the role in which this node dials it. A Welcome in another role reaches `receive` as a Reject.
@@ -77,6 +77,7 @@ class Bus:
         self._connections = Connections(self._limits, supersede=supersede)
         self._dialled: dict[str, Dialled] = {}
         self._lines: dict[str, dict[int, SessionLine]] = {}  # by peer and session
+        self._greeting: Connection | None = None  # whose Hello is being answered: the answer goes back where it came
         self._known_names: set[str] = set()  # names on the allow-list that have sent a Hello, connected or not
         self._sweep: Sweep | None = None
         self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
@@ -164,6 +165,20 @@ class Bus:
         connection = self._connections.named(peer)
         return "" if connection is None or connection.tcp is None else connection.tcp.address
 
+    def may_be_one(self, first: str, second: str) -> bool:
+        """Whether two dialled endpoints lead to one process, if both say that they do. With keys both have its key.
+        Without keys, on loopback, any user may listen and claim to be another: there both connections must end at one
+        address, which the kernel vouches for. Beyond loopback an operator has insisted on trust."""
+        one, other = self._dialled.get(first), self._dialled.get(second)
+        if one is None or other is None or self._keys is not None or self._insecure:
+            return one is not None and other is not None and one.server_key == other.server_key
+        addresses = one.address, other.address
+        if not all(addresses):
+            return False
+        if any(map(is_loopback_host, addresses)):
+            return (one.address, one.port) == (other.address, other.port)
+        return True
+
     def _evict_unreachable(self) -> bool:
         """Frees the place of an endpoint that was never reached: peers may name endpoints where nothing listens."""
         unreachable = next((name for name, each in self._dialled.items() if each.unreachable), None)
@@ -192,7 +207,7 @@ class Bus:
         if type(message) is Hello and (dialled := self._dialled.get(peer)) is not None:
             dialled.hello = frame
         sent = self._send(peer, frame)
-        if type(message) is Reject and (route := self._connections.route_of(peer)) is not None:
+        if type(message) is Reject and (route := self._route_to(peer)) is not None:
             self._connections.rejected(route, self._loop.time())
         return sent
 
@@ -201,8 +216,9 @@ class Bus:
         sent = False
         if (dialled := self._dialled.get(peer)) is not None:
             sent = dialled.send(frame)
-        elif (route := self._connections.route_of(peer)) is not None:
-            sent = self._route(route, frame)
+        elif (route := self._route_to(peer)) is not None:
+            while not (sent := self._route(route, frame)) and (other := self._route_to(peer)) not in (None, route):
+                route = other  # that connection has ended, and the peer has another
         if sent:
             self.sent += 1
         else:
@@ -272,8 +288,7 @@ class Bus:
         dialled = self._dialled.pop(peer, None)
         if dialled is not None:
             dialled.close()
-        route = self._connections.route_of(peer)
-        if route is not None:
+        for route in self._connections.routes_of(peer):
             self._connections.forget(route)
 
     async def close(self) -> None:
@@ -320,17 +335,27 @@ class Bus:
             message = _decode(frame)
             if type(message) is Hello:
                 connection.charge(self._limits.hello_cost, now, self._limits, hostile=True)
-                self._connections.introduce(connection, self._name(user, message), now)
+                self._connections.introduce(connection, self._name(user, message), message.identity.incarnation, now)
                 if self._allowed is not None:
                     self._known_names.add(connection.name)
                 self._reached(connection.name)
-            else:
-                self._connections.check(connection)
+            elif self._connections.check(connection):
+                self._reached(connection.name)
         except RemoteProtocolError as error:
             self._refuse(connection, frame, error, now)
             return
         connection.last_message_at = now
-        self._pass_on(connection.name, message)
+        self._greeting = connection if type(message) is Hello else None
+        try:
+            self._pass_on(connection.name, message)
+        finally:
+            self._greeting = None
+
+    def _route_to(self, peer: str) -> bytes | None:
+        greeting = self._greeting
+        if greeting is not None and greeting.name == peer:
+            return greeting.route
+        return self._connections.route_of(peer)
 
     def _tcp_of(self, frame: zmq.Frame) -> TcpConnection | None:
         return TcpConnection.of_frame(frame, curve=self._keys is not None)

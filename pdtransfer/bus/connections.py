@@ -1,7 +1,9 @@
 """The listener's connections and the names that they own; no I/O, times are arguments in seconds.
 
-A route is the id of a connection on the listener's ROUTER socket. A name belongs to the connection that last sent a
-Hello for it. Messages to the name go only there, and messages of older connections are refused.
+A route is the id of a connection on the listener's ROUTER socket. A name belongs to the process whose Hello came last,
+by all connections on which that process has said Hello: it may know this node by several addresses. Messages to the
+name go to the connection on which it last sent something else than Hello. Connections of an earlier process of the name
+are superseded: their messages are refused.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Connection:
     user: str
     last_message_at: float
     name: str = ""
+    incarnation: int = 0  # of its latest Hello
     superseded: bool = False
     departed: bool = False  # closed; its late messages belong to no peer
     muted_until: float = float("-inf")  # messages before this time are dropped
@@ -76,7 +79,7 @@ class Connections:
         self._limits, self._supersede = limits, supersede
         self._named: dict[bytes, Connection] = {}
         self._unnamed: dict[bytes, Connection] = {}
-        self._routes: dict[str, bytes] = {}  # by name; values are keys of _named
+        self._routes: dict[str, list[bytes]] = {}  # by name, keys of _named; messages to the name go to the last
 
     def __len__(self) -> int:
         return len(self._named) + len(self._unnamed)
@@ -91,51 +94,62 @@ class Connections:
         self._keep_unnamed(connection)
         return connection
 
-    def introduce(self, connection: Connection, name: str, now: float) -> None:
-        """Handles a Hello: binds `name` to the connection and supersedes the earlier owner. Raises RemoteProtocolError.
+    def introduce(self, connection: Connection, name: str, incarnation: int, now: float) -> None:
+        """Handles a Hello: the connection gets `name`, beside others of the same process. Those of another process are
+        superseded. Raises RemoteProtocolError.
 
-        A superseded connection regains its name once the newer one has been silent for stale_ms. Otherwise two
+        A superseded connection regains its name once the newer ones have been silent for stale_ms. Otherwise two
         processes with the same name by mistake would keep superseding each other.
         """
         route = connection.route
         if connection.name == name and not connection.superseded:
+            connection.incarnation = incarnation
+            self._demote_others(connection)
             return
-        if connection.name == name and self._is_stale(name, now):
-            connection.superseded = False
-        elif connection.name:
+        if connection.name and not (connection.name == name and self._is_stale(name, now)):
             self.check(connection)
             raise RemoteProtocolError("Hello.identity.node", f"{name}, on a connection of {connection.name}")
         # A self-chosen id could be that of a closed connection, and would receive its messages.
         if not _is_given(route):
             raise RemoteProtocolError("routing id", f"{route[:16].hex()} was set by the dialler; it must not be")
-        elder = self._routes.get(name)
-        if elder is not None:
-            tcp = self._named[elder].tcp
-            if not self._supersede and tcp is not None and tcp.is_open:
-                raise TurnedAwayError(TAKEN, "Hello.identity.node", f"{name} is connected already")
-            self._demote(elder)
-        elif len(self._named) >= self._limits.named_max:
+        if not self._supersede and any(each.tcp is not None and each.tcp.is_open for each in self._of(name)):
+            raise TurnedAwayError(TAKEN, "Hello.identity.node", f"{name} is connected already")
+        connection.incarnation = incarnation
+        self._demote_others(connection, name)
+        if len(self._named) >= self._limits.named_max:
             self._make_place(now)
         self._unnamed.pop(route, None)
-        connection.name, connection.last_message_at = name, now
+        connection.name, connection.superseded, connection.last_message_at = name, False, now
         self._named[route] = connection
-        self._routes[name] = route
+        self._routes.setdefault(name, []).insert(0, route)
 
-    def check(self, connection: Connection) -> None:
-        """Raises TurnedAwayError unless the connection has sent a Hello and still owns its name."""
+    def check(self, connection: Connection) -> bool:
+        """The connection has sent something else than Hello: messages to its name go there from now on; returns whether
+        they went elsewhere before. Raises TurnedAwayError unless it has a name, and no newer process has taken it."""
         if not connection.name:
             raise TurnedAwayError(HELLO_FIRST, "kind", "the first message of a connection must be Hello")
         if connection.superseded:
             text = f"{connection.name} has a newer connection: is another process run with this --node, or this key?"
             raise TurnedAwayError(SUPERSEDED, "connection", text)
+        routes = self._routes[connection.name]
+        if routes[-1] == connection.route:
+            return False
+        routes.remove(connection.route)
+        routes.append(connection.route)
+        return True
 
     def route_of(self, name: str) -> bytes | None:
-        """Returns the route of a name."""
-        return self._routes.get(name)
+        """Returns the route to a name."""
+        routes = self._routes.get(name)
+        return routes[-1] if routes else None
+
+    def routes_of(self, name: str) -> list[bytes]:
+        """Returns all routes to a name."""
+        return list(self._routes.get(name, ()))
 
     def named(self, name: str) -> Connection | None:
-        """Returns the connection that owns a name."""
-        return None if (route := self._routes.get(name)) is None else self._named[route]
+        """Returns the connection to which messages to a name go."""
+        return None if (route := self.route_of(name)) is None else self._named[route]
 
     def rejected(self, route: bytes, now: float) -> None:
         """Counts a Reject sent to this connection, since each costs time."""
@@ -148,7 +162,7 @@ class Connections:
         self._unnamed.pop(route, None)
         connection = self._named.pop(route, None)
         if connection is not None:
-            del self._routes[connection.name]
+            self._unroute(connection)
 
     def depart(self, route: bytes) -> None:
         """Marks the connection as closed. Its earlier messages may still be read, and its id is not reused."""
@@ -188,14 +202,30 @@ class Connections:
         yield from self._named.values()
         yield from self._unnamed.values()
 
-    def _is_stale(self, name: str, now: float) -> bool:
-        route = self._routes.get(name)
-        return route is None or now - self._named[route].last_message_at >= self._limits.stale_ms / 1e3
+    def _of(self, name: str) -> list[Connection]:
+        return [self._named[route] for route in self._routes.get(name, ())]
 
-    def _demote(self, route: bytes) -> None:
-        elder = self._named.pop(route)
-        elder.superseded = True
-        self._keep_unnamed(elder)
+    def _is_stale(self, name: str, now: float) -> bool:
+        return all(now - each.last_message_at >= self._limits.stale_ms / 1e3 for each in self._of(name))
+
+    def _demote_others(self, connection: Connection, name: str = "") -> None:
+        """Supersedes the connections of other processes with this one's name; and, where its own process has too many,
+        the one that has been silent longest."""
+        same = 1
+        for elder in sorted(self._of(name or connection.name), key=lambda each: -each.last_message_at):
+            if elder is not connection:
+                same += elder.incarnation == connection.incarnation
+                if elder.incarnation != connection.incarnation or same > self._limits.same_max:
+                    del self._named[elder.route]
+                    self._unroute(elder)
+                    elder.superseded = True
+                    self._keep_unnamed(elder)
+
+    def _unroute(self, connection: Connection) -> None:
+        routes = self._routes[connection.name]
+        routes.remove(connection.route)
+        if not routes:
+            del self._routes[connection.name]
 
     def _keep_unnamed(self, connection: Connection) -> None:
         while len(self._unnamed) >= self._limits.unnamed_max:

@@ -100,6 +100,11 @@ class Dialled:
         return self._tcp.address if self.connected and self._tcp is not None else ""
 
     @property
+    def port(self) -> int:
+        """The port that it dials."""
+        return self._address.port_first
+
+    @property
     def backlogged(self) -> bool:
         """Whether too many bytes are unread."""
         return self._tcp is not None and self._tcp.backlogged(self._limits)

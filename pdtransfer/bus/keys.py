@@ -220,7 +220,7 @@ def is_loopback(address: str) -> bool:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"endpoint {address!r}: host: {host} does not resolve: {error}") from None
-    return all(_is_loopback(str(answer[4][0])) for answer in found)
+    return all(is_loopback_host(str(answer[4][0])) for answer in found)
 
 
 def check_exposure(address: str, *, named: str, keyed: bool, insecure: bool) -> None:
@@ -232,7 +232,7 @@ def check_exposure(address: str, *, named: str, keyed: bool, insecure: bool) -> 
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback_host(host: str) -> bool:
     address = ipaddress.ip_address(host)
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 

@@ -11,6 +11,7 @@ class BusLimits:
 
     dials_max: int = 256  # dialled endpoints: each costs four descriptors, of which the process must have enough
     named_max: int = 1_024  # connections that have sent a Hello
+    same_max: int = 8  # connections of one process, which may know this node by several addresses
     unnamed_max: int = 1_024  # connections that have not: at the limit the oldest is removed
     stale_ms: int = 10_000  # a named connection silent for this long may be replaced by a new one
     turn_messages: int = 16  # read from one socket in a row, so that other tasks of the loop are served between

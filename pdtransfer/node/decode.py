@@ -98,6 +98,7 @@ class DecodeNode:
             bytes_ready=arena.bytes_ready or None,  # an arena that is not prefaulted is backed as it is written
             hbm_apart=arena.hbm is not None,
             engine_slots=engine_slots,
+            may_be_one=lambda first, second: self.bus.may_be_one(first, second),  # noqa: PLW0108 -- made below
         )
         self._quarantined, self._since = quarantined, dict[LeaseEntry, tuple[str, str, float]]()
         if quarantined is not None:
@@ -114,14 +115,15 @@ class DecodeNode:
 
     def dial(self, source: str) -> None:
         """Opens a session with a prefill rank ahead of its first room. Raises as Bus.dial."""
-        self.bus.dial(source, "prefill")
-        self._run(self.core.dial(source, self._clock.now()))
+        now = self._clock.now()
+        self.bus.dial(self.core.prefill_peers.resolve(source, now), "prefill")
+        self._run(self.core.dial(source, now))
 
     def introduce(self, sources: Sequence[str]) -> None:
         """As `dial`, of ranks that rooms may name, as long as there is room for them. A rank that may not be dialled is
         skipped: a room that names it fails with the reason."""
         for source in sources:
-            if self.core.may_dial_ahead(source):
+            if self.core.may_dial_ahead(source, self._clock.now()):
                 with suppress(ConfigError, WorldError):
                     self.dial(source)
 
@@ -130,7 +132,7 @@ class DecodeNode:
         now = self._clock.now()
         try:
             for source in request.sources:
-                self.bus.dial(source, "prefill")
+                self.bus.dial(self.core.prefill_peers.resolve(source, now), "prefill")
             effects = self.core.expect(request, now)
         except (LocalProtocolError, WorldError) as error:  # WorldError: this node can dial no more, others may
             cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
@@ -258,8 +260,7 @@ class DecodeNode:
         try:
             self.bus.dial(peer, "prefill")
         except (ConfigError, WorldError) as error:
-            cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
-            self._run(self.core.undialled(peer, cause, str(error), self._clock.now()))
+            self._run(self.core.undialled(peer, Cause.PEER_LOST, str(error), self._clock.now()))
 
     def _settle(self, effect: Verify | StopVerifying | Lift | StopLifting) -> None:
         match effect:

@@ -16,7 +16,7 @@ from ..handoff.prefix import KnownPrefixes, block_keys, root_key
 from ..handoff.states import step
 from ..handoff.timers import Timers
 from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, Limits
-from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome
+from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 from .candidates import CandidatesByModel
 from .placement import EVERYONE, PrefixHolders, Ranking
 from .pool_worker import (
@@ -146,7 +146,8 @@ class WorkerPool:
                 self._hello(worker, now)
             case Reject():
                 text = f"{worker.peer} refuses ({message.reason}): " + "; ".join(message.fields)
-                self.refuse(worker, Cause.of(message.reason, Cause.REFUSED), text, now)
+                breach = message.reason == Cause.BREACH.value  # else no room on it is wrong: others may be tried
+                self.refuse(worker, Cause.BREACH if breach else Cause.PEER_LOST, text, now)
             case Pong():
                 self._pong(worker, message, now)
             case Goodbye():
@@ -345,17 +346,22 @@ class WorkerPool:
         for name, actual, expected in (("version", message.version, VERSION), ("role", identity.role, worker.role)):
             if actual != expected:
                 text = f"{name}: {worker.peer} has {actual!r}, this router expects {expected!r}"
-                self.refuse(worker, Cause.REFUSED, text, now)
+                self.refuse(worker, Cause.PEER_LOST, text, now)
                 return
-        if (twin := self._twin(worker, identity)) is not None:
+        if (twin := self._twin(worker, identity)) is not None and self._is_one(worker, twin, identity):
+            text = f"the same worker as {twin.peer}: its rooms go there"
+            self.refuse(worker, Cause.PEER_LOST, text, now, orderly=True)
+            return
+        if twin is not None:
             text = f"node: {identity.node!r} is the name of {worker.peer} and of {twin.peer}: give each its own --node"
             if worker.why != text:
                 for each in (worker, twin):
                     self._out(Send(each.peer, Reject(0, NAME_TAKEN, (text[:TEXT_LENGTH_MAX],))))
-            self.refuse(worker, Cause.REFUSED, text, now)
+            self.refuse(worker, Cause.PEER_LOST, text, now)
             return
         if missing := [member.node for member in identity.group[1:] if not member.endpoint]:
-            self.refuse(worker, Cause.REFUSED, f"group: {worker.peer} gives no endpoint for {', '.join(missing)}", now)
+            text = f"group: {worker.peer} gives no endpoint for {', '.join(missing)}"
+            self.refuse(worker, Cause.PEER_LOST, text, now)
             return
         if worker.liveness.restarted(identity.incarnation, now) and worker.state is WorkerState.CONNECTED:
             self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
@@ -373,6 +379,13 @@ class WorkerPool:
         """The other connected worker of this name. It stays: the one that came later is refused."""
         known = self._by_node.get(identity.node)
         return None if known is worker else known
+
+    @staticmethod
+    def _is_one(worker: Worker, twin: Worker, identity: Identity) -> bool:
+        """Whether both endpoints lead to one process: it says so, and with keys both have its key."""
+        assert twin.identity is not None
+        keys = {split_key(each.peer)[0] for each in (worker, twin)}
+        return identity.incarnation == twin.identity.incarnation and len(keys) == 1
 
     def _rename(self, worker: Worker, node: str) -> None:
         """The worker is connected by this name; an empty one: it is not connected."""
@@ -401,12 +414,12 @@ class WorkerPool:
             decode.unusable = reasons(decode.load, self.by_peer.values(), since)
             self._candidates.changed(decode)
 
-    def refuse(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
+    def refuse(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
         """Disconnects a worker, and sends Hello again at the slowest rate: it may be replaced by a matching one."""
         if worker.state is WorkerState.CONNECTED:
-            self._lose(worker, cause, text, now)
+            self._lose(worker, cause, text, now, orderly=orderly)
         elif worker.why != text:
-            self._out(WorkerChanged(worker.peer, text))
+            self._out(WorkerChanged(worker.peer, text, orderly))
         worker.why, worker.lost = text, True
         worker.liveness.hello_ms = self._limits.resend_ms_max
         self.timers.set(worker.peer, now + worker.liveness.hello_ms / 1e3)

@@ -303,7 +303,7 @@ async def test_a_name_that_cannot_be_printed_is_refused(context: zmq.Context[zmq
 
 
 @on_loop
-async def test_a_newer_connection_supersedes_the_older_one_of_its_name(
+async def test_a_newer_process_supersedes_the_connection_of_the_older_one_of_its_name(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     async with Node("p") as prefill:
@@ -311,7 +311,7 @@ async def test_a_newer_connection_supersedes_the_older_one_of_its_name(
         old, new = Raw(context, bound), Raw(context, bound)
         old.say(hello("d"), Ping(1))
         assert await old.hear() == Pong(1)
-        new.say(hello("d"), Ping(2))
+        new.say(hello("d", 8), Ping(2))
         assert await new.hear() == Pong(2)
         old.say(Ping(3), hello("d"), Ping(4))
         answer = await old.hear()
@@ -322,7 +322,29 @@ async def test_a_newer_connection_supersedes_the_older_one_of_its_name(
         assert await new.hear() == Ping(5)
         await asyncio.sleep(0.05)
         assert old.quiet
-        assert [message for _, message in prefill.heard] == [hello("d"), Ping(1), hello("d"), Ping(2)]
+        assert [message for _, message in prefill.heard] == [hello("d"), Ping(1), hello("d", 8), Ping(2)]
+
+
+@on_loop
+async def test_a_second_connection_of_one_process_costs_the_first_nothing(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    """Its Hello is answered where it came; all else goes on where that process last sent something else."""
+    async with Node("p", greets=True) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        first, second = Raw(context, bound), Raw(context, bound)
+        first.say(hello("d"), Ping(1))
+        assert [await first.hear(), await first.hear()] == [Goodbye(7, "met"), Pong(1)]
+        second.say(hello("d"))
+        assert await second.hear() == Goodbye(7, "met")
+        assert prefill.bus.send("node:d", Ping(2))
+        assert await first.hear() == Ping(2)
+        second.say(Ping(3))
+        assert await second.hear() == Pong(3)
+        second.socket.close()
+        await until(lambda: prefill.bus.send("node:d", Ping(4)) and not first.quiet)
+        assert await first.hear() == Ping(4)
+        assert prefill.refusals == []
 
 
 @on_loop
@@ -339,3 +361,27 @@ async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: z
         assert prefill.bus.send("key:d", Ping(3))
         assert await new.hear() == Ping(3)
         assert old.quiet
+
+
+@on_loop
+async def test_without_keys_two_endpoints_are_one_process_only_at_one_address() -> None:
+    async with Node("d") as it, Node("p") as prefill, Node("q") as other:
+        endpoints = [await prefill.bus.bind(ANY_PORT), await other.bus.bind(ANY_PORT)]
+        first, liar = [await it.meet(endpoint, "d") for endpoint in endpoints]
+        second = await it.meet(first.replace("127.0.0.1", "localhost"), "d")
+        assert it.bus.may_be_one(first, second)
+        assert not it.bus.may_be_one(first, liar)
+        assert not it.bus.may_be_one(first, "tcp://127.0.0.1:1"), "not dialled"
+        await prefill.bus.close()
+        await until(lambda: not it.bus.may_be_one(first, second), "nothing is known of what is not connected")
+
+
+@on_loop
+async def test_with_keys_two_endpoints_are_one_process_if_they_have_its_key() -> None:
+    d, p, q = pair(), pair(), pair()
+    async with Node("d", d, {"p": p, "q": q}) as it:
+        first, second, other = (
+            it.bus.dial(f"{key.public}@tcp://{end}", "prefill") for key, end in ((p, "a:1"), (p, "b:2"), (q, "a:1"))
+        )
+        assert it.bus.may_be_one(first, second)
+        assert not it.bus.may_be_one(first, other)

@@ -411,13 +411,13 @@ async def test_a_key_is_banned_for_what_is_hostile_and_not_for_what_a_dead_proce
         old, new = (Raw(context, bound, keys=d, server=p.public) for _ in range(2))
         old.say(hello("d"), Ping(1))
         assert await old.hear() == Pong(1)
-        new.say(hello("d"), Ping(2))
+        new.say(hello("d", 8), Ping(2))
         assert await new.hear() == Pong(2)
         old.say(*([b"junk"] if hostile else [Ping(3)] * 9), *[Ping(4)] * 11)
         await until(lambda: [name for name, error in prefill.refusals if error.field == "muted"])
         strangers = prefill.bus.strangers
         later = Raw(context, bound, keys=d, server=p.public)
-        later.say(hello("d"), Ping(5))
+        later.say(hello("d", 9), Ping(5))
         if hostile:
             await until(lambda: prefill.bus.strangers > strangers)
         else:
@@ -706,7 +706,7 @@ def route(number: int) -> bytes:
 
 
 def named(connections: Connections, number: int, now: float) -> None:
-    connections.introduce(connections.find(route(number), "", now), f"node:{number}", now)
+    connections.introduce(connections.find(route(number), "", now), f"node:{number}", number, now)
 
 
 def test_unnamed_connections_evict_each_other_and_never_a_named_one() -> None:
@@ -734,7 +734,7 @@ def test_a_full_table_refuses_new_names_until_one_is_stale() -> None:
 def test_superseded_connections_are_bounded_too() -> None:
     connections = Connections(BusLimits(named_max=4, unnamed_max=8))
     for number in range(100):
-        connections.introduce(connections.find(route(number), "", 0.0), "node:d", 0.0)
+        connections.introduce(connections.find(route(number), "", 0.0), "node:d", number, 0.0)
     assert len(connections) <= 1 + 8
     assert connections.route_of("node:d") == route(99)
 

@@ -188,7 +188,7 @@ def test_a_room_that_its_sources_do_not_cover_fails_at_once_and_leases_nothing(
     grid.expect(1, 8, sources)
     grid.run()
     (failed,) = grid.decode[0].said
-    assert (failed.cause, failed.detail) == (Cause.REFUSED, text)
+    assert (failed.cause, failed.detail) == (Cause.PEER_LOST, text)
     assert grid.decode[0].core.idle
     assert grid.decode[0].core.arena.free[0].free_slots == 64
     grid.expect(2, 8, sources)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from pdtransfer.handoff.effects import Send
-from pdtransfer.handoff.liveness import NAME_TAKEN
+from pdtransfer.handoff.liveness import NAME_TAKEN, Liveness
 from pdtransfer.router import worker_pool
 from pdtransfer.router.pool_worker import Worker, obstacle
-from pdtransfer.router.router_effects import Accepted, Refusal, WorkerChanged
+from pdtransfer.router.router_effects import Accepted, Fail, Refusal, WorkerChanged
 from pdtransfer.wire import Begin, Goodbye, Hello, Reject, Unusable, Welcome
 from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS, identity
@@ -111,6 +111,39 @@ def test_the_second_worker_of_a_name_is_refused_both_are_told_and_the_first_goes
     bench.hear(D2, Welcome(1, identity("d0", "decode", 2)))
     assert bench.routing.workers.by_peer[D2].identity is not None
     assert whys(bench)[D2] == "it is not ready yet"
+
+
+def test_a_second_name_of_a_worker_gets_no_rooms_costs_the_first_nothing_and_takes_over() -> None:
+    bench = Bench(prefill=(P, P2))
+    bench.hear(P2, Goodbye(1, "shutdown"))
+    same = Welcome(1, identity("p0", "prefill"))
+    text = f"the same worker as {P}: its rooms go there"
+    bench.hear(P2, Welcome(1, identity("p0", "prefill", 2)))
+    assert whys(bench)[P2].startswith("node: 'p0' is the name of"), "another process of this name"
+    bench.routing.workers.by_peer[P2].liveness = Liveness(LIMITS, bench.now)
+    bench.hear(P2, same)
+    assert [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)] == []
+    assert [e for e in bench.effects if isinstance(e, WorkerChanged)] == [WorkerChanged(P2, text, orderly=True)]
+    assert whys(bench) == {P: "", P2: text, D: ""}
+    assert isinstance(bench.submit(), Accepted)
+    assert {e.peer for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Begin)} == {P, D}
+    bench.hear(P, Goodbye(1, "shutdown"))
+    bench.hear(P2, same)
+    assert bench.routing.workers.by_peer[P2].identity is not None
+    assert bench.routing.workers.by_peer[P2].why == ""
+
+
+@pytest.mark.parametrize("reason", ["superseded", "taken", "full", "refused"])
+def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(reason: str) -> None:
+    bench = Bench()
+    assert isinstance(bench.submit(), Accepted)
+    bench.hear(D, Reject(0, reason, ("why",)))
+    (failed,) = [e for e in bench.effects if isinstance(e, Fail)]
+    assert failed.status == 503
+    refused = bench.submit()
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.retry_ms) == (503, LIMITS.resend_ms_max)
+    assert reason in whys(bench)[D]
 
 
 def test_a_worker_that_said_goodbye_is_not_back_before_another_process_is_there() -> None:

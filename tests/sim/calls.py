@@ -9,6 +9,7 @@ from pdtransfer.errors import Cause
 from .pools import BLOCK
 from .process import Process
 from .rooms import Room, Source, Target
+from .spellings import plain, spell
 
 if TYPE_CHECKING:
     from .world import World
@@ -47,7 +48,9 @@ class Call:
     def begin(self) -> None:
         world, rng, room, p = self.world, self.world.rng, self.room, self.world.profile
         room.begun_at = world.now
-        names = [self._strange_prefill] if self._strange_prefill else [node.name for node in self.prefills]
+        names = [self._strange_prefill or spell(world, node.name) for node in self.prefills]
+        if self._strange_prefill:
+            del names[1:]
         whole_group = p.led and rng.random() < 0.5
         if whole_group:
             world.seen["rooms that name a leader"] += 1
@@ -56,7 +59,7 @@ class Call:
             world.seen["rooms with a rank left out"] += 1
             names.remove(rng.choice(names))
             for source in self.sources:
-                source.left_out = source.node.name not in names
+                source.left_out = source.node.name not in map(plain, names)
         hasty = p.hasty > 0 and rng.random() < p.hasty
         for target in self.targets:
             wait = rng.expovariate(500.0)

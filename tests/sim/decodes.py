@@ -14,7 +14,20 @@ from pdtransfer.handoff.slot_allocator import slots_of
 from pdtransfer.handoff.states import Lease, SessionState
 from pdtransfer.layout.checksum import MASK
 from pdtransfer.layout.layout import Component
-from pdtransfer.wire import Abort, Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach, Register, Registered
+from pdtransfer.wire import (
+    Abort,
+    Drained,
+    Failed,
+    Grant,
+    Identity,
+    Landed,
+    Load,
+    Message,
+    Ranks,
+    Reach,
+    Register,
+    Registered,
+)
 
 from .copies import Backing, Mapping, is_free
 from .fairness import Repeats, WaitingLine
@@ -26,6 +39,7 @@ from .promises import OwnerPromises
 from .rooms import Target
 from .services import DecodeDesk
 from .sparse import SparseEngine
+from .spellings import plain, spell
 
 if TYPE_CHECKING:
     from .world import World
@@ -59,6 +73,7 @@ class DecodeNode(Process):
         self.core = DecodeSessions(
             self.identity, self.components, self.limits, lambda: world.rng.getrandbits(63) + 1,
             verify=p.verify, bytes_ready=ends[0], hbm_apart=p.apart, engine_slots=p.placed,
+            may_be_one=lambda first, second: plain(first) == plain(second),
         )  # fmt: skip
         self.slots = [[*range(each.layout.slots)] for each in self.components]  # that the engine may choose
         self.line, self.repeats, self.promises = WaitingLine(self), Repeats(self), OwnerPromises(self)
@@ -78,7 +93,7 @@ class DecodeNode(Process):
         self.ends.update({name: node.deaths for name, node in world.prefills.items()})
         self.asked: dict[tuple[int, int], float] = {}  # when a session's grant was first given up
         self.granted: Counter[int] = Counter()  # the highest number, by session
-        for peer in world.prefills:
+        for peer in [spell(world, name) for name in world.prefills]:
             if not p.led or world.rng.random() < 0.2:
                 self.dialled.add(peer)
                 self.later(0.0, lambda peer=peer: self.perform(self.core.dial(peer, self.clock)))
@@ -147,12 +162,25 @@ class DecodeNode(Process):
         self._look_at(session, message)
         self.repeats.received(source, message)
         silent = {s.id for s in self.core.prefill_peers.sessions.values() if s.state is SessionState.SILENT}
+        leases = self._leases_of_others(message)
         effects = self.core.receive(source, message, self.clock)
+        if lost := leases - self._leases_of_others(message):
+            session, grant = min(lost)
+            self.fail(
+                f"ends grant {grant} of session {session:#x} for {type(message).__name__} on {message.session:#x}"
+            )
         self.promises.received(source, message, effects)
         self.perform(effects)
         for session_id in silent:
             session = self.core.prefill_peers.sessions.get(session_id)
             self.world.seen["silent peers back"] += session is not None and session.state is SessionState.UP
+
+    def _leases_of_others(self, message: Message) -> set[tuple[int, int]]:
+        """The grants that a proof of this message's session says nothing about."""
+        if not isinstance(message, Landed | Failed | Drained):
+            return set()
+        sessions = self.core.prefill_peers.sessions.values()
+        return {(each.id, number) for each in sessions if each.id != message.session for number in each.leases}
 
     def _look_at(self, session: object, message: Message) -> None:
         if session is None or not isinstance(message, Landed | Failed):
@@ -254,20 +282,24 @@ class DecodeNode(Process):
             self.repeats.forgotten(effect.peer)
         if not isinstance(effect, fx.SessionLost) and effect.peer in self.world.strangers:
             return
+        others = {plain(peer) for peer in self.core.prefill_peers.peers}
+        if isinstance(effect, fx.HangUp) and plain(effect.peer) in others:
+            self.world.seen["second names"] += 1
+            return
         if isinstance(effect, fx.SessionLost):  # it was silent, or is another process
             self.world.log(f"{self.name} session {effect.session:#x} lost {effect.detail}")
             return
         if isinstance(effect, fx.HangUp) and effect.peer not in self.dialled and self.world.profile.dial_fails:
             return  # it could not be dialled
         refused = isinstance(effect, fx.PeerRefused) and "(transfer)" in effect.detail
-        if not refused or not self.world.prefills[effect.peer].deaths:
+        if not refused or not self.world.prefills[plain(effect.peer)].deaths:
             self.world.fail(f"{self.name}: {effect}")
 
     def _die_registering(self, peer: str) -> None:
         """What it has sent arrives late, when another process of its name has a session there. Who has not heard its
         Hello yet would take it for the latest, since incarnations have no order."""
         world, p = self.world, self.world.profile
-        if p.dies_registering and world.prefills[peer].deaths and not self.deaths:
+        if p.dies_registering and world.prefills[plain(peer)].deaths and not self.deaths:
             known = [node.core.peers.get(self.name) for node in world.prefills.values()]
             heard = all(each is not None and each.incarnation == self.identity.incarnation for each in known)
             if heard and world.rng.random() < p.dies_registering:
@@ -310,8 +342,8 @@ class DecodeNode(Process):
 
     def _count_end(self, peer: str) -> None:
         """Where nothing is lost and nobody stops, a session ends because a process has died, and for nothing else."""
-        self.ends[peer] += 1
-        if self.world.profile.exact and self.ends[peer] > self.world.prefills[peer].deaths:
+        self.ends[plain(peer)] += 1
+        if self.world.profile.exact and self.ends[plain(peer)] > self.world.prefills[plain(peer)].deaths:
             self.world.fail(f"{self.name} ends a session with {peer}, which lives and has always answered")
 
     def _check_grant(self, peer: str, message: Grant) -> None:

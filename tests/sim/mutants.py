@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .planted import Patch, decode, fairness, leaders, placed, prefill, requests, rows, sparse, strangers
+from .planted import Patch, decode, fairness, leaders, placed, prefill, requests, rows, sparse, spellings, strangers
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,12 @@ MUTANTS: dict[str, Mutant] = {
     "any slot may be chosen": Mutant(placed.any_slot_is_taken, "placed", 9),
     "chosen slots granted before they are backed": Mutant(placed.granted_before_it_is_backed, "placed", 9),
     "chosen rows counted from the first slot": Mutant(placed.rows_count_from_the_first_slot, "placed", 9),
+    "a second connection supersedes the first": Mutant(spellings.second_connection_supersedes_the_first, "spelled", 3),
+    "a session for each name": Mutant(spellings.second_name_opens_a_session, "spelled", 3),
+    "rooms of a second name forgotten": Mutant(spellings.rooms_of_a_second_name_forgotten, "spelled", 6),
+    "messages go to the first connection": Mutant(spellings.messages_go_to_the_first_connection, "spelled", 3),
+    "ends of an old session heeded": Mutant(decode.ends_of_an_old_session_heeded, "strangers", 40),
+    "the newer session superseded": Mutant(prefill.newer_session_superseded, "strangers", 3),
     "overlapping grants taken": Mutant(strangers.overlapping_grants_taken, "strangers", 24),
     "other slots taken for a repeat": Mutant(strangers.other_slots_taken_for_a_repeat, "strangers", 9),
     "a second grant of a session taken": Mutant(strangers.second_grant_of_a_session_taken, "strangers", 15),

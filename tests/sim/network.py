@@ -24,9 +24,10 @@ class Network:
         self.world = world
         self._cuts: dict[tuple[str, str], bool] = {}  # source, target -> whether what comes to the cut waits there
         self._latest: dict[tuple[str, int, str], float] = {}  # what is ordered arrives no sooner than the last
-        self._held: list[tuple[str, str, bytes]] = []
+        self._held: list[tuple[str, str, bytes, object]] = []
 
-    def send(self, source: Process, target: str, message: Message) -> None:
+    def send(self, source: Process, target: str, message: Message, way: object = None) -> None:
+        """`way` is the connection, where there are any."""
         world, p = self.world, self.world.profile
         frame = encode(message)
         if world.trace is not None:
@@ -42,10 +43,10 @@ class Network:
                 delay += world.rng.expovariate(2.0)  # long after what it repeats has been answered
             when = world.now + min(delay, p.delay_max)
             if p.ordered:
-                lives = source.name, source.life, target
+                lives = source.name, source.life, target if way is None else repr(way)
                 when = self._latest[lives] = max(when, self._latest.get(lives, 0.0))
             life = world.decodes[target].life if p.ordered and target in world.decodes else 0
-            world.at(when - world.now, lambda life=life: self._arrive(source.name, target, frame, life))
+            world.at(when - world.now, lambda life=life: self._arrive(source.name, target, frame, life, way))
 
     def cut(
         self, node: Process, *, others: list[str], inward: bool, outward: bool, holds: bool, seconds: float
@@ -72,17 +73,21 @@ class Network:
         for pair in pairs:
             self._cuts.pop(pair, None)
         held, self._held = self._held, []
-        for source, target, frame in held:
-            self.world.at(0.0, lambda s=source, t=target, f=frame: self._arrive(s, t, f))
+        for source, target, frame, way in held:
+            self.world.at(0.0, lambda s=source, t=target, f=frame, w=way: self._arrive(s, t, f, way=w))
 
-    def _arrive(self, source: str, target: str, frame: bytes, life: int = 0) -> None:
+    def _arrive(self, source: str, target: str, frame: bytes, life: int = 0, way: object = None) -> None:
         if (source, target) in self._cuts:
             if self._cuts[source, target]:
-                self._held.append((source, target, frame))
+                self._held.append((source, target, frame, way))
                 self.world.seen["messages held at a cut"] += 1
             return
         process = self.world.processes[target]
         if process.frozen:
-            process.backlog.append(lambda: self._arrive(source, target, frame, life))
+            process.backlog.append(lambda: self._arrive(source, target, frame, life, way))
         elif not process.dead and life in (0, process.life):
-            process.receive(source, decode(frame))
+            self.deliver(process, source, frame, way)
+
+    def deliver(self, process: Process, source: str, frame: bytes, way: object) -> None:
+        """The process receives a frame."""
+        process.receive(source, decode(frame))

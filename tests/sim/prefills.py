@@ -21,6 +21,7 @@ from .process import Alarm, Process
 from .promises import WriterPromises
 from .rooms import Source
 from .services import PrefillDesk
+from .spellings import plain
 
 if TYPE_CHECKING:
     from .world import World
@@ -111,7 +112,7 @@ class PrefillNode(Process):
             repeats = self.world.profile.duplicate  # late, they would count as life
             if self.life == life and self.dead and self.deaths == 1 and not node.disturbed and not repeats:
                 self.world.seen["fences of who stays away"] += 1
-                sessions = [each for each in node.core.prefill_peers.sessions.values() if each.peer == self.name]
+                sessions = [each for each in node.core.prefill_peers.sessions.values() if plain(each.peer) == self.name]
                 if any(each.leases and not node.writers[each.id] for each in sessions):
                     self.world.fail(f"{node.name} keeps leases of {self.name}, which is dead and wholly so")
 
@@ -131,8 +132,10 @@ class PrefillNode(Process):
         if isinstance(message, Grant):
             number, deadline = (message.session, message.grant), self.clock + message.time_left_ms / 1e3
             self.grant_deadlines[number] = max(deadline, self.grant_deadlines.get(number, deadline))
+        before = self.promises.open_sessions(source)
         effects = self.core.receive(source, message, self.clock)
         self.promises.received(source, message, effects)
+        self.promises.superseded(source, message, before)
         self.perform(effects)
         if session is not None and session.grants and max(session.grants) >= session.floor + session.window:
             self.world.fail(f"{self.name} keeps grants beyond the window of {session.window}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse", "apart", "placed", "led", "hasty", "waiting",
-    "strangers",
+    "strangers", "spelled",
 )  # fmt: skip
 
 
@@ -76,6 +76,7 @@ class Profile:
     lift_fails: float = 0.0  # a grant that is not copied up
     led: bool = False  # half of the rooms name the leader of a worker alone, which learns its group late
     dial_fails: float = 0.0  # a rank that a leader named, and that cannot be dialled this time
+    spellings: int = 1  # names of each process that is dialled
     placed: bool = False  # decode's engine chooses the slots, and now and then wrong ones
 
 
@@ -272,6 +273,21 @@ def _strangers(base: Profile, rng: random.Random) -> Profile:
     )  # fmt: skip
 
 
+def _spelled(base: Profile, rng: random.Random) -> Profile:
+    """Half of them have no faults but loss: what is lost is lost because a process has two names."""
+    spelled = replace(
+        base, spellings=rng.choice([2, 3]), prefills=rng.randint(1, 2), span=rng.choice([0.2, 2.0]), abort=0.0,
+        duplicate=rng.choice([0.0, 0.1]), ranks=rng.random() < 0.3, window=rng.choice([2, 64]),
+        routers=rng.choice([0, 0, 2]), write=rng.choice([0.0001, 0.01]), arena_tokens=4096, pool_tokens=4096,
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return replace(spelled, exact=True, patient=True, deadline=(20.0, 30.0), duplicate=0.0)
+    return replace(
+        spelled, kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), partitions=rng.choice([0, 1]),
+        delay_tail=rng.choice([0.0, 1.0]), loss=rng.choice([0.0, 0.05]),
+    )  # fmt: skip
+
+
 def _groups(base: Profile, rng: random.Random) -> Profile:
     """As "fleet", of workers with up to four ranks."""
     return replace(
@@ -323,6 +339,7 @@ FURTHER = {
     "hasty": _hasty,
     "waiting": _waiting,
     "strangers": _strangers,
+    "spelled": _spelled,
     "checked": _checked,
     "groups": _groups,
     "leaving": _leaving,

@@ -15,6 +15,7 @@ from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.liveness import HELLO_WANTED
 from pdtransfer.handoff.slot_allocator import slots_of
 from pdtransfer.wire import (
+    Abort,
     Drained,
     Failed,
     Goodbye,
@@ -111,6 +112,19 @@ class WriterPromises:
         count, most = sum(each.peer == peer for each in self._sessions.values()), self._node.limits.peer_sessions_max
         if count > most:
             self._node.fail(f"keeps {count} sessions of {peer}, {most} at most")
+
+    def open_sessions(self, peer: str) -> list[int]:
+        """Of this peer, in the order in which they were registered."""
+        return [each.id for each in self._node.core.sessions.values() if each.peer == peer and each.open]
+
+    def superseded(self, peer: str, message: Message, before: Sequence[int]) -> None:
+        """A message on a session may end the sessions before it; never one that was registered after it."""
+        if isinstance(message, Grant | Abort | Released) and message.session in before:
+            self._node.world.seen["messages on an earlier session"] += message.session != before[-1]
+            after = self.open_sessions(peer)
+            lost = [each for each in before[before.index(message.session) + 1 :] if each not in after]
+            if lost:
+                self._node.fail(f"ends session {lost[0]:#x} for a message on {message.session:#x}, which is older")
 
     def unmapped(self, session: int) -> None:
         self._sessions.pop(session, None)

@@ -14,6 +14,7 @@ from pdtransfer.router.routing import Routing
 from pdtransfer.wire import Begin, Identity, Message, Ranks, Sampling, pack_ids, unpack_ids
 
 from .process import Alarm, Process
+from .spellings import plain, spell
 
 if TYPE_CHECKING:
     from .services import Desk
@@ -74,8 +75,8 @@ class RouterNode(Process):
         )  # fmt: skip
         self.core = Routing(
             self.identity,
-            prefill=[group[0].name for group in world.prefill_groups],
-            decode=[group[0].name for group in world.decode_groups],
+            prefill=self._spelled([group[0].name for group in world.prefill_groups]),
+            decode=self._spelled([group[0].name for group in world.decode_groups]),
             limits=self.limits,
             mint=lambda: world.rng.getrandbits(64),
         )
@@ -84,6 +85,10 @@ class RouterNode(Process):
         self.labels: dict[Client, int] = {}
         self.asked: list[Client] = []
         self.later(0.0, lambda: self.perform(self.core.start(self.clock)))
+
+    def _spelled(self, names: list[str]) -> list[str]:
+        """Each worker, now and then by two names."""
+        return list(dict.fromkeys(spell(self.world, name) for name in names * min(self.world.profile.spellings, 2)))
 
     def submit(self, client: Client) -> None:
         resumed = client.number % 3 == 0
@@ -116,7 +121,7 @@ class RouterNode(Process):
                     client.over("finished")
                 case Fail(label, cause, detail):
                     world.log(f"{self.name} request {self.clients[label].number} failed {cause} {detail}")
-                    if world.profile.leaves and cause is not Cause.ABORTED:
+                    if (world.profile.leaves or world.profile.exact) and cause is not Cause.ABORTED:
                         world.fail(f"request {self.clients[label].number} is lost: {cause} {detail}")
                     self.clients[label].over(f"failed {cause}")
         world.seen["retries"] += self.core.retries - getattr(self, "_retries", 0)
@@ -165,5 +170,6 @@ class RouterNode(Process):
         if core.request_count or core.room_count:
             world.fail(f"{self.name} ends with {core.request_count} requests and {core.room_count} rooms")
         for worker in core.workers.by_peer.values():
-            if worker.rooms or worker.prompt_tokens or not worker.usable:
+            same = [each for each in core.workers.by_peer.values() if plain(each.peer) == plain(worker.peer)]
+            if worker.rooms or worker.prompt_tokens or sum(each.usable for each in same) != 1:
                 world.fail(f"{self.name} ends with {worker.peer} in use, or lost: {worker.rooms} {worker.why}")

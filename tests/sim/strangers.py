@@ -111,6 +111,7 @@ class StrangerDecode(Stranger):
         self.writers: defaultdict[int, set[Mapping]] = defaultdict(set)
         self.offered: set[int] = set()
         self._opened: dict[str, _Opened] = {}
+        self._unused: dict[str, int] = {}  # sessions that were registered, and then another
 
     def receive(self, source: str, message: Message) -> None:
         opened = self._opened.get(source)
@@ -131,6 +132,8 @@ class StrangerDecode(Stranger):
                 pass
 
     def _register(self, peer: str) -> None:
+        if peer in self._opened and self._opened[peer].next_grant == 1:
+            self._unused[peer] = self._opened[peer].id
         opened = self._opened[peer] = _Opened(self.world.rng.getrandbits(63) + 1, peer)
         self.offered.add(opened.id)
         reach = Reach("shm", "host", self.name, b"token", 0, self.arena.byte_count)
@@ -147,7 +150,7 @@ class StrangerDecode(Stranger):
         else:
             bad = (
                 self._overlap, self._change, self._grant_twice, self._grant_foreign, self._grant_beyond,
-                self._leave_as_another, self._release_unended, self._abort_others,
+                self._leave_as_another, self._release_unended, self._abort_others, self._use_an_earlier,
             )  # fmt: skip
             move: Callable[[_Opened], None] = rng.choice([self._grant] * 6 + [self._abort] + [*bad])
             move(opened)
@@ -220,6 +223,12 @@ class StrangerDecode(Stranger):
         if opened.grants:
             self._count("unended grants released")
             self.send(opened.peer, Released(opened.id, self.world.rng.choice(list(opened.grants))))
+
+    def _use_an_earlier(self, opened: _Opened) -> None:
+        """The first message on a session that is not the latest."""
+        if (session := self._unused.pop(opened.peer, None)) is not None:
+            self._count("earlier sessions used")
+            self.send(opened.peer, Abort(session, 1))
 
     def _abort_others(self, opened: _Opened) -> None:
         self._count("words on sessions of others")

@@ -20,7 +20,7 @@ from tests.sim.profile import KINDS
 from tests.sim.world import World
 from tests.support.effort import some
 
-SEEDS = some(2_300)
+SEEDS = some(2_400)
 CHUNK = 25  # seeds a test, so that several workers can share them
 SHOWN = 225  # the first of them, which test_worlds_show_what_they_are_for runs
 
@@ -93,9 +93,17 @@ def test_every_world_with_strangers_keeps_the_invariants(chunk: int) -> None:
     assert tally.seen["ready"] > tally.seen["rooms"] / 3
 
 
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_whose_processes_have_several_names_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="spelled")
+    assert not tally.failure, tally.failure
+    for what in ("messages by a second name", "second names", "ready", "prefill kills", "requests: finished"):
+        assert tally.seen[what] > 0, what
+
+
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
-    tally = run(range(SHOWN))
+    tally = run([*range(SHOWN), 565])  # in this one a room fails while its rows are read back
     assert not tally.failure, tally.failure
     seen = tally.seen
     assert seen["ready"] >= seen["rooms"] / 2

@@ -25,6 +25,7 @@ from .process import Process
 from .profile import Profile, draw
 from .rooms import Room
 from .routers import Client, RouterNode
+from .spellings import SpelledNetwork
 from .strangers import Stranger, StrangerDecode, StrangerPrefill
 
 EVENTS_MAX = 300_000  # of one seed: the busiest have a tenth of it
@@ -44,7 +45,7 @@ class World:
         self.healed = False
         self.seen: Counter[str] = Counter()
         self.trace: list[str] | None = None
-        self.network = Network(self)
+        self.network = SpelledNetwork(self) if self.profile.spellings > 1 else Network(self)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
         self._happened = 0

@@ -12,7 +12,7 @@ from zmq.utils.monitor import parse_monitor_message
 from pdtransfer.bus import Bus, BusLimits
 from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.errors import RemoteProtocolError, WorldError
-from pdtransfer.wire import Grant, Hello, Identity, Message, Part, Ping, Pong, Ranks, decode, encode
+from pdtransfer.wire import Goodbye, Grant, Hello, Identity, Message, Part, Ping, Pong, Ranks, decode, encode
 from tests.support.internals import dialled_by
 from tests.support.waiting import until
 
@@ -26,12 +26,12 @@ def pair() -> KeyPair:
     return KeyPair(public=public, secret=secret)
 
 
-def hello(node: str) -> Hello:
-    return Hello(1, 1, Identity(node, "decode", 7, Ranks(), "model", b"", 16))
+def hello(node: str, incarnation: int = 7) -> Hello:
+    return Hello(1, 1, Identity(node, "decode", incarnation, Ranks(), "model", b"", 16))
 
 
 class Node:
-    """A bus that keeps what it hears, and answers each Ping with a Pong."""
+    """A bus that keeps what it hears, and answers each Ping with a Pong; each Hello with a Goodbye if it `greets`."""
 
     def __init__(
         self,
@@ -39,7 +39,10 @@ class Node:
         keys: KeyPair | None = None,
         allowed: dict[str, KeyPair] | None = None,
         limits: BusLimits = LIMITS,
+        *,
+        greets: bool = False,
     ) -> None:
+        self.greets = greets
         names = None if allowed is None else AllowList({pair.public: name for name, pair in allowed.items()})
         self.heard: list[tuple[str, Message]] = []
         self.refusals: list[tuple[str, RemoteProtocolError]] = []
@@ -53,6 +56,8 @@ class Node:
         self.heard.append((peer, message))
         if type(message) is Ping:
             self.bus.send(peer, Pong(message.incarnation))
+        elif type(message) is Hello and self.greets:
+            self.bus.send(peer, Goodbye(message.identity.incarnation, "met"))
 
     def refused(self, peer: str, error: RemoteProtocolError) -> None:
         self.refusals.append((peer, error))

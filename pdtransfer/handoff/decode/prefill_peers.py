@@ -1,5 +1,8 @@
 """Decode's peers and its sessions with them: which are dialled, which answer, which session may be granted on.
 
+A peer is one process, however it is reached: it has the name of one endpoint. Where another endpoint answers as the
+same process, that one is hung up, and its name stands for the peer until this is silent or another process.
+
 A dialled peer is sent Hello until it answers with Welcome. Then a session is opened, and Register repeats until the
 arena is mapped there. A silent peer keeps its session, quarantined, until the peer is seen again or the session is
 fenced. A peer without a session is always being greeted: a Hello is due, or was sent.
@@ -54,15 +57,31 @@ class PrefillPeers:
         unreachable: Callable[[PeerRecord, Cause, str, float], None],
         quiet: Callable[[SessionRecord], None],
         withdrawn: Callable[[str, float], tuple[Withdrawn, ...]],
+        merged: Callable[[str, str, float], None],
+        may_be_one: Callable[[str, str], bool],
     ) -> None:
+        """`merged` is called with an endpoint and the peer that it stands for from now on."""
         self.identity, self._components, self._limits, self._mint, self._out = identity, components, limits, mint, out
         self._enable_hisparse = enable_hisparse
         self._up, self._lost, self._unreachable, self._quiet = up, lost, unreachable, quiet
         self._withdrawn = withdrawn
+        self._merged, self._may_be_one = merged, may_be_one
+        self._spellings: dict[str, tuple[str, int | None]] = {}  # other endpoints: the peer, and which of its processes
         self.peers: dict[str, PeerRecord] = {}
         self.sessions: dict[int, SessionRecord] = {}  # condemned ones too, until they are proven quiet
         self.timers: Timers[TimerKey] = Timers()
         self.watch: Callable[[], None] = lambda: None  # called when rooms may be expected of a peer, or no longer
+
+    def resolve(self, name: str, now: float) -> str:
+        """The name of the peer that an endpoint leads to: the endpoint itself, unless it stands for another."""
+        if name not in self._spellings:
+            return name
+        known, incarnation = self._spellings[name]
+        peer = self.peers.get(known)
+        if peer is None or peer.liveness.incarnation != incarnation or peer.liveness.silent(now):
+            del self._spellings[name]  # it may lead elsewhere now
+            return name
+        return known
 
     def dial(self, name: str, now: float) -> PeerRecord | None:
         """The peer of that name, greeted from now on; None where the limit of peers is reached."""
@@ -106,12 +125,12 @@ class PrefillPeers:
             return peer.reported[1]
         return trouble(peer.name) if peer.session is None and peer.liveness.silent(now) else ""
 
-    def group_of(self, name: str) -> tuple[str, ...] | None:
-        """The ranks that this peer leads, as they are dialled, itself first; None without a session with it."""
+    def group_of(self, name: str, now: float) -> tuple[str, ...] | None:
+        """The ranks that this peer leads, by their names, itself first; None without a session with it."""
         peer = self.peers.get(name)
         if peer is None or peer.identity is None or peer.session is None:
             return None
-        return name, *[member.endpoint for member in peer.identity.group[1:]]
+        return name, *[self.resolve(member.endpoint, now) for member in peer.identity.group[1:]]
 
     def undialled(self, name: str, cause: Cause, text: str, now: float) -> None:
         """The shell cannot dial the peer: its rooms fail, and a later room tries again."""
@@ -122,9 +141,14 @@ class PrefillPeers:
                 self._forget(peer)
 
     def session_of(self, name: str, session_id: int) -> SessionRecord | None:
-        """The session, None if unknown. Raises RemoteProtocolError if it is another peer's."""
+        """The session, None if unknown. Raises RemoteProtocolError if it is another peer's. A peer that is greeted by
+        two endpoints, and has answered at one, may send by either connection."""
         session = self.sessions.get(session_id)
-        if session is not None and session.peer != name:
+        if (
+            session is not None
+            and session.peer != name
+            and not self._is_one(self.peers[name], self.peers[session.peer])
+        ):
             raise RemoteProtocolError("session", f"{session_id:#x} is not {name}'s")
         return session
 
@@ -172,6 +196,8 @@ class PrefillPeers:
             # It asked for Hello, so it keeps no session with this node.
             self.condemn(peer.session, Cause.PEER_LOST, f"{name} had forgotten this node", now)
         peer.liveness.last_seen, peer.refusal, peer.identity = now, None, theirs
+        if self._is_known(peer, now):
+            return
         if peer.session is None and not self._may_open(peer):
             self._unreachable(peer, Cause.FULL, f"{name} must wait until an ended session is fenced", now)
             return
@@ -187,6 +213,38 @@ class PrefillPeers:
         peer.session = SessionRecord(self._mint(), name, share, indices, window, theirs.frame_bytes_max)
         self.sessions[peer.session.id] = peer.session
         self._out(Offer(name, peer.session.id))
+
+    def _is_known(self, peer: PeerRecord, now: float) -> bool:
+        """Whether another peer is this process, and lives: it stands for this endpoint from now on. This endpoint
+        stands for one that is silent."""
+        assert peer.liveness.incarnation is not None
+        for other in list(self.peers.values()):
+            current = other.identity is not None and other.identity.incarnation == peer.liveness.incarnation
+            if other is peer or not current or not self._is_one(other, peer):
+                continue
+            if other.liveness.silent(now):
+                self._merge(other, peer, now)
+            elif not other.liveness.late(peer.liveness.incarnation, now):
+                self._merge(peer, other, now)
+                return True
+        return False
+
+    def _is_one(self, one: PeerRecord, other: PeerRecord) -> bool:
+        return one.owner == other.owner != "" and self._may_be_one(one.name, other.name)
+
+    def _merge(self, peer: PeerRecord, into: PeerRecord, now: float) -> None:
+        if peer.session is not None:
+            self.condemn(peer.session, Cause.PEER_LOST, f"{peer.name} is {into.name}", now)
+        for session in self.sessions.values():  # that await their fence
+            if session.peer == peer.name:
+                session.peer = into.name
+        into.quarantined_bytes += peer.quarantined_bytes
+        if len(self._spellings) >= self._limits.sessions_max:
+            del self._spellings[next(iter(self._spellings))]
+        self._spellings[peer.name] = into.name, into.liveness.incarnation
+        self._forget(peer)
+        self._merged(peer.name, into.name, now)
+        self._up(into)
 
     def offered(self, session_id: int, reach: Reach, now: float) -> None:
         """The hand-over is prepared: registers the session."""
@@ -266,10 +324,13 @@ class PrefillPeers:
             return
         text = f"{name} refuses ({message.reason}): " + "; ".join(message.fields)
         session = self.session_of(name, message.session)
+        if session is not None:
+            peer = self.peers[session.peer]
         refused = session is not None and session.state in _OPENING and message.reason != "unknown_session"
         if message.session == 0 or refused:
-            # A failed mapping is no verdict on this node: other prefills may be tried, and this one again.
-            cause = Cause.TRANSFER if message.reason == Cause.TRANSFER.value else Cause.REFUSED
+            # "refused": the two do not fit. All else is no verdict: other prefills may be tried, and this one again.
+            known = (Cause.TRANSFER.value, Cause.REFUSED.value)
+            cause = Cause(message.reason) if message.reason in known else Cause.PEER_LOST
             self._refuse(peer, cause, text, now)
         elif session is not None:
             self.condemn(session, Cause.PEER_LOST, text, now)
@@ -280,7 +341,9 @@ class PrefillPeers:
         if session is not None and session is peer.session:
             self._greet_later(peer, now)
             self.condemn(session, Cause.BREACH, f"{name} broke the protocol: {text}", now)
-        else:
+        elif (
+            session is None or peer.identity is not None
+        ):  # else it may be that session's peer, and has not said so yet
             self._out(Send(name, Reject(session_id, Cause.BREACH.value, (text[:TEXT_LENGTH_MAX],))))
 
     def condemn(self, session: SessionRecord, cause: Cause, detail: str, now: float) -> None:
@@ -362,10 +425,10 @@ class PrefillPeers:
     def _refuse(self, peer: PeerRecord, cause: Cause, text: str, now: float) -> None:
         """Fails the peer's rooms. A fitting process may replace it, so Hello repeats at the slowest pace."""
         self._greet_later(peer, now)
+        peer.refusal = cause, text
         if peer.session is not None:
             self.condemn(peer.session, cause, text, now)
         peer.liveness.last_seen, peer.liveness.incarnation, peer.identity = now, None, None
-        peer.refusal = cause, text
         if peer.reported != peer.refusal:
             peer.reported = peer.refusal
             self._out(PeerRefused(peer.name, text))

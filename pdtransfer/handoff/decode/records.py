@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...errors import Cause, RemoteProtocolError
 from ...layout.layout import Component
-from ...wire import Grant, Identity, Landed, Reach
+from ...wire import Grant, Identity, Landed, Reach, split_key
 from ..admission import Demand
 from ..liveness import Liveness
 from ..slot_allocator import Extents, Holding, end_of, slots_below, slots_of
@@ -98,7 +98,7 @@ class SessionRecord:
 
 @dataclass(slots=True, eq=False)
 class PeerRecord:
-    """One dialled prefill rank."""
+    """One prefill rank, by the endpoint that is dialled of those that lead to it."""
 
     name: str
     liveness: Liveness
@@ -109,6 +109,11 @@ class PeerRecord:
     reported: tuple[Cause, str] | None = None  # the refusal that was reported, until a session is up
     session: SessionRecord | None = None
     quarantined_bytes: int = 0
+
+    @property
+    def owner(self) -> str:
+        """Who answers there: its key, or without keys its node's name; empty while that is unknown."""
+        return split_key(self.name)[0] or (self.identity.node if self.identity is not None else "")
 
     @property
     def up(self) -> SessionRecord | None:
@@ -152,6 +157,14 @@ class RoomRecord:
         """Whether the room fails when the session does."""
         granted = any(lease.session is session and lease.state is not Lease.ENDED for lease in self.leases)
         return granted or self.reserved.get(session.peer) is session
+
+    def rename(self, source: str, into: str) -> bool:
+        """A source is known by another name from now on; returns True where that is a source already."""
+        if source in self.sources and into in self.sources:
+            return True
+        self.sources = tuple([into if name == source else name for name in self.sources])
+        self.leaders = tuple([into if name == source else name for name in self.leaders])
+        return False
 
     def unreserve(self) -> None:
         """Gives its window slots back."""

@@ -31,6 +31,11 @@ class RoomGroups:
         for leader in room.leaders:
             self._waiting.setdefault(leader, {})[room.id] = room
 
+    def rename(self, leader: str, into: str) -> None:
+        """The rooms of one leader wait for another name of it."""
+        if (waiting := self._waiting.pop(leader, None)) is not None:
+            self._waiting.setdefault(into, {}).update(waiting)
+
     def leave(self, room: RoomRecord) -> None:
         """Removes a room."""
         for leader in room.leaders:
@@ -39,9 +44,9 @@ class RoomGroups:
                 if not waiting:
                     del self._waiting[leader]
 
-    def sources(self, room: RoomRecord) -> tuple[str, ...] | None:
+    def sources(self, room: RoomRecord, now: float) -> tuple[str, ...] | None:
         """The ranks of all its leaders' groups as they are dialled, each leader before the ranks that it leads; None
         while a leader has not named them."""
-        groups = [self._peers.group_of(leader) for leader in room.leaders]
+        groups = [self._peers.group_of(leader, now) for leader in room.leaders]
         known = [group for group in groups if group is not None]
         return tuple(dict.fromkeys(chain.from_iterable(known))) if len(known) == len(groups) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +48,10 @@ class RoomRequest:
     placed: tuple[PlacedRows, ...] | None = None
     whole_group: bool = False
 
-    def record(self, cache: PrefixCache, rooms: Collection[int], deadline: float) -> RoomRecord:
-        """The room, which waits for nothing yet.
+    def record(
+        self, cache: PrefixCache, rooms: Collection[int], deadline: float, names: Callable[[str], str] = str
+    ) -> RoomRecord:
+        """The room, which waits for nothing yet. `names` tells which peer a source is.
 
         Raises LocalProtocolError for a label among `rooms`, and for numbers that contradict one another.
         """
@@ -65,11 +67,11 @@ class RoomRequest:
             raise LocalProtocolError(f"slots: {who} the slots of all its rooms")
         if placed is not None and (growth or keys):
             raise LocalProtocolError(f"slots: chosen by the engine, with growth {growth} and {len(keys)} keys")
-        if not self.sources or len(set(self.sources)) != len(self.sources):
+        sources = tuple(map(names, self.sources))
+        if not sources or len(set(sources)) != len(sources):
             raise LocalProtocolError(f"sources: {list(self.sources)} names no rank, or one twice")
         demand = self._demand(cache.arena.components)
         first_rows = () if placed is None else tuple([each.first_row for each in placed])
-        sources = tuple(self.sources)
         return RoomRecord(
             self.room, tokens, prefix, demand, sources, deadline, self.enable_hisparse,
             leaders=sources if self.whole_group else (), first_rows=first_rows,

@@ -7,6 +7,7 @@ A room fails at once; each of its leases ends later, by its own proof. The shell
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ...errors import Cause, LocalProtocolError, RemoteProtocolError
 from ...layout.layout import Component
@@ -51,9 +52,11 @@ class DecodeSessions:
         *,
         enable_hisparse: bool = False, prefix_cache: bool = True, verify: bool = False, bytes_ready: int | None = None,
         hbm_apart: bool = False, engine_slots: bool = False,
+        may_be_one: Callable[[str, str], bool] = lambda _, __: False,
     ) -> None:  # fmt: skip
         """With `hbm_apart` HBM is a separate memory, ready from the start. Rows whose writer cannot reach it land in
-        the arena and are copied. With `engine_slots` each room brings its slots, and RoomDrained returns them."""
+        the arena and are copied. With `engine_slots` each room brings its slots, and RoomDrained returns them.
+        `may_be_one` tells whether two endpoints lead to one process, if that says so at both."""
         self._limits, self._verify, self._enable_hisparse = limits, verify, enable_hisparse
         self.arena = SlotAllocator(components, bytes_ready, hbm_apart=hbm_apart, engine_slots=engine_slots)
         prefix_cache = prefix_cache and not engine_slots
@@ -70,7 +73,7 @@ class DecodeSessions:
             identity, tuple(components), limits, mint, self._out.append,
             enable_hisparse=enable_hisparse,
             up=lambda peer: self._connect(peer.name), lost=self._session_lost, unreachable=self._peer_unreachable,
-            quiet=self._quiet, withdrawn=withdrawals.in_hello,
+            quiet=self._quiet, withdrawn=withdrawals.in_hello, merged=self._peers_merged, may_be_one=may_be_one,
         )  # fmt: skip
         self.room_groups = RoomGroups(self.prefill_peers)
         self.leases = Leases(self.prefill_peers, self.cache, limits, self._out.append)
@@ -81,16 +84,17 @@ class DecodeSessions:
 
     def dial(self, peer: str, now: float) -> list[DecodeEffect]:
         """Opens a session with a prefill rank ahead of its first room; idempotent."""
+        peer = self.prefill_peers.resolve(peer, now)
         if self.prefill_peers.dial(peer, now) is None:
             count = len(self.prefill_peers.peers)
             text = f"{peer} is not dialled: {count} peers of sessions_max {self._limits.sessions_max}"
             self._out.append(PeerRefused(peer, text))
         return self._effects(now)
 
-    def may_dial_ahead(self, peer: str) -> bool:
+    def may_dial_ahead(self, peer: str, now: float) -> bool:
         """Whether `dial` leaves enough sessions for the peers that rooms name: half of them are kept for those."""
         known, most = self.prefill_peers.peers, min(AHEAD_MAX, self._limits.sessions_max // 2)
-        return not self.draining and (peer in known or len(known) < most)
+        return not self.draining and (self.prefill_peers.resolve(peer, now) in known or len(known) < most)
 
     def expect(self, request: RoomRequest, now: float) -> list[DecodeEffect]:
         """Leases the slots of a room and grants them to its sources.
@@ -98,7 +102,8 @@ class DecodeSessions:
         The room ends as RoomReady, or as RoomFailed with its root cause. Where its engine chose the slots, RoomDrained
         follows either of them. Raises as RoomRequest.record, and as SlotAllocator.place.
         """
-        room = request.record(self.cache, self.rooms, now + request.time_left_s)
+        names = partial(self.prefill_peers.resolve, now=now)
+        room = request.record(self.cache, self.rooms, now + request.time_left_s, names)
         refused = refusal(
             room, self.admission, rooms=len(self.rooms), draining=self.draining, enable_hisparse=self._enable_hisparse
         )
@@ -145,7 +150,7 @@ class DecodeSessions:
         """Tells the prefill ranks at `sources` that this node will not expect a room that they may have open. A room
         that it expects already is left alone."""
         if room_id not in self.rooms and not self.draining:
-            for name in sources:
+            for name in [self.prefill_peers.resolve(source, now) for source in sources]:
                 self.withdrawals.put(name, room_id, detail, now)
                 self._out.append(Dial(name))
                 self.prefill_peers.redial(name, now)
@@ -240,7 +245,7 @@ class DecodeSessions:
             case Welcome() | Reject() | Pong() | Goodbye():
                 self.prefill_peers.receive(name, message, now)
                 if isinstance(message, Welcome):
-                    self._on_group(name, now)
+                    self._on_group(self.prefill_peers.resolve(name, now), now)
             case Registered() | Granted() | Landed() | Failed() | Drained():
                 session = self.prefill_peers.session_of(name, message.session)
                 if session is None:
@@ -314,7 +319,7 @@ class DecodeSessions:
 
     def _name_sources(self, room: RoomRecord, now: float) -> None:
         """Gives the room its sources if all its leaders have named their groups."""
-        sources = self.room_groups.sources(room)
+        sources = self.room_groups.sources(room, now)
         if sources is not None:
             self.room_groups.leave(room)
             room.sources = sources
@@ -325,10 +330,19 @@ class DecodeSessions:
         """The peer has named its group, perhaps another than its earlier process: a room that waits for ranks of that
         one would wait for its deadline."""
         for room in self.window_slots.waiting_at(leader):
-            if leader in room.leaders and self.room_groups.sources(room) not in (None, room.sources):
+            if leader in room.leaders and self.room_groups.sources(room, now) not in (None, room.sources):
                 self._fail(room, Cause.PEER_RESTARTED, f"{leader} leads another group of ranks now", now)
         for room in self.room_groups.waiting_at(leader):
             self._name_sources(room, now)
+
+    def _peers_merged(self, name: str, into: str, now: float) -> None:
+        """Two sources are one peer: rooms of the one are rooms of the other."""
+        self.window_slots.rename(name, into)
+        self.room_groups.rename(name, into)
+        self.withdrawals.rename(name, into, now)
+        for room in [room for room in self.rooms.values() if name in room.sources or name in room.leaders]:
+            if room.rename(name, into) and room.state is not DecodeRoom.READY:
+                self._fail(room, Cause.PEER_LOST, f"sources: {name} and {into} are one rank", now)
 
     def _connect(self, name: str) -> None:
         """Assigns free slots in this peer's window to the rooms that wait for them."""
@@ -350,7 +364,7 @@ class DecodeSessions:
                 if taken is None:
                     break
                 self.leases.withdraw(taken.room, peer.up, taken.detail, now)
-                for member in (self.prefill_peers.group_of(name) or ()) if taken.whole_group else ():
+                for member in (self.prefill_peers.group_of(name, now) or ()) if taken.whole_group else ():
                     if member != name:
                         self.withdrawals.put(member, taken.room, taken.detail, now, until=taken.until)
                         self._out.append(Dial(member))
@@ -438,7 +452,7 @@ class DecodeSessions:
     # Reports of prefill peers
 
     def _session_lost(self, session: SessionRecord, cause: Cause, detail: str, now: float) -> None:
-        if session.bytes_ready or cause not in (Cause.TRANSFER, Cause.REFUSED):  # else PeerRefused reports it
+        if session.bytes_ready or self.prefill_peers.peers[session.peer].refusal is None:  # else PeerRefused reports it
             self._out.append(SessionLost(session.id, detail, session.parted))
         for room in [room for room in self.rooms.values() if room.uses(session)]:
             self._fail(room, cause, detail, now)

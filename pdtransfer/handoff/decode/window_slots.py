@@ -45,6 +45,7 @@ class WindowSlots:
     def __init__(self, coverage: Coverage) -> None:
         self._coverage = coverage
         self._waiting: dict[str, dict[int, RoomRecord]] = {}  # by source; none is empty
+        self._incomplete: dict[int, RoomRecord] = {}  # rooms that wait at some source, oldest first
         self._gaps: dict[int, tuple[RoomRecord, str]] = {}  # rooms that their sources do not cover
 
     def __bool__(self) -> bool:
@@ -59,8 +60,24 @@ class WindowSlots:
 
     def wait(self, room: RoomRecord) -> None:
         """Adds a room, which waits at each of its sources."""
+        self._incomplete[room.id] = room
         for source in room.sources:
             self._waiting.setdefault(source, {})[room.id] = room
+
+    def rename(self, source: str, into: str) -> None:
+        """The rooms of one source wait in the line of another name of it, each in its turn.
+
+        Slots there that went to rooms which still wait elsewhere are given back: an older room may have been in the
+        other line, and hold what these wait for.
+        """
+        waiting = self._waiting.pop(source, None)
+        if waiting is None:
+            return
+        line = [room for room in self._incomplete.values() if room.id in waiting or into in room.sources]
+        for room in line:
+            if (session := room.reserved.pop(into, None)) is not None:
+                session.reserved -= 1
+        self._waiting[into] = {room.id: room for room in line}
 
     def leave(self, room: RoomRecord) -> None:
         """Removes a room and gives its window slots back."""
@@ -69,6 +86,7 @@ class WindowSlots:
                 waiting.pop(room.id, None)
                 if not waiting:
                     del self._waiting[source]
+        self._incomplete.pop(room.id, None)
         self._gaps.pop(room.id, None)
         room.unreserve()
 
@@ -85,6 +103,7 @@ class WindowSlots:
             session.reserved += 1
             room.reserved[source] = session
             if len(room.reserved) == len(room.sources):
+                del self._incomplete[room.id]
                 gap = self._coverage.gap(room.reserved[each] for each in room.sources)
                 if gap:
                     self._gaps[room.id] = room, gap
@@ -100,7 +119,7 @@ class WindowSlots:
         if not self._gaps:
             return None
         _, (room, gap) = self._gaps.popitem()
-        return room, Cause.REFUSED, gap
+        return room, Cause.PEER_LOST, gap
 
 
 @dataclass(slots=True)
@@ -152,6 +171,12 @@ class Withdrawals:
         waiting[room_id] = Withdrawal(room_id, detail[:TEXT_LENGTH_MAX], max(until, now + self._kept_s), whole_group)
         if self._count > self._kept_max:
             self._pop(source)
+
+    def rename(self, source: str, into: str, now: float) -> None:
+        """What one source is to be told, another name of it is told."""
+        for room_id in list(self._waiting.get(source, ())):
+            moved = self._remove(source, room_id)
+            self.put(into, room_id, moved.detail, now, until=moved.until, whole_group=moved.whole_group)
 
     def drop(self, room: RoomRecord) -> None:
         """The room is expected again: its sources are not told that it was given up."""

@@ -296,7 +296,7 @@ def test_a_room_that_its_sources_do_not_cover_fails_as_soon_as_it_has_its_places
         failed = of(end.hear(Pong(1)), RoomFailed) or of(end.hear(Pong(1), peer=P2), RoomFailed)
         failed = failed or of(end.tick(0.01), RoomFailed)
         assert end.core.window_slots.refused() is None
-    assert [(each.room, each.cause) for each in failed] == [(2, Cause.PEER_LOST), (3, Cause.REFUSED)]
+    assert [(each.room, each.cause) for each in failed] == [(2, Cause.PEER_LOST), (3, Cause.PEER_LOST)]
 
 
 # Ends and proofs
@@ -1079,14 +1079,14 @@ def test_half_of_the_places_are_kept_for_peers_that_rooms_name(sessions_max: int
     end = DecodeEnd(replace(LIMITS, sessions_max=sessions_max))
     names = [f"tcp://p{number}" for number in range(AHEAD_MAX + 1)]
     for name in names:
-        if end.core.may_dial_ahead(name):
+        if end.core.may_dial_ahead(name, end.now):
             end.core.dial(name, 0.0)
     assert list(end.core.prefill_peers.peers) == names[:ahead]
-    assert all(map(end.core.may_dial_ahead, names[:ahead])), "whoever has a place takes no other"
+    assert all(end.core.may_dial_ahead(name, end.now) for name in names[:ahead]), "whoever has a place takes no other"
     end.expect(1, 8, "tcp://named")
     assert list(end.core.prefill_peers.peers) == [*names[:ahead], "tcp://named"]
     end.core.drain()
-    assert not end.core.may_dial_ahead("tcp://named")
+    assert not end.core.may_dial_ahead("tcp://named", end.now)
 
 
 def test_a_message_of_somebody_who_was_never_dialled_is_ignored() -> None:

@@ -15,7 +15,7 @@ from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.decode.window_slots import Coverage, Withdrawals
 from pdtransfer.handoff.liveness import Liveness
 from pdtransfer.handoff.states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, LeaseEvent, SessionState
-from pdtransfer.wire import Failed, Landed
+from pdtransfer.wire import Drained, Failed, Landed, Message
 
 from . import Patch
 
@@ -286,3 +286,16 @@ def silent_peer_not_fenced(patch: Patch) -> None:
             fence(self, session, now)
 
     patch(PrefillPeers, "_fence", patient)
+
+
+def ends_of_an_old_session_heeded(patch: Patch) -> None:
+    """Landed and Drained on a session that is over count for the grant of that number on the current one."""
+    receive = DecodeSessions._receive
+
+    def current(self: DecodeSessions, name: str, message: Message, now: float) -> None:
+        session = self.prefill_peers.peers[name].session
+        if isinstance(message, Landed | Drained) and session is not None and message.grant in session.leases:
+            message = replace(message, session=session.id)
+        receive(self, name, message, now)
+
+    patch(DecodeSessions, "_receive", current)

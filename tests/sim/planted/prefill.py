@@ -223,3 +223,14 @@ def landed_with_the_first_grant(patch: Patch) -> None:
         room.grant_count = len(room.grants)
 
     patch(PrefillSessions, "_attach", first)
+
+
+def newer_session_superseded(patch: Patch) -> None:
+    """The first message on a session ends those that were opened after it, not those before."""
+
+    def backwards(self: DecodePeers, session: WriterSession, now: float) -> None:
+        opened = self._open_of(session.peer)
+        for other in opened[opened.index(session) + 1 :]:
+            self.close(other, Cause.PEER_RESTARTED, "another session", now)
+
+    patch(DecodePeers, "_supersede", backwards)

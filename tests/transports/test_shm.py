@@ -152,7 +152,7 @@ async def test_a_session_whose_token_is_good_is_not_quiet(arena: ArenaMemory, di
 async def asked(owner: ShmArena, reach: Reach, session: int = WRITER) -> tuple[socket.socket, bytes]:
     """A connection that has shown a token, and what it must say to do so."""
     peer = connected(reach)
-    request = handover._REQUEST.pack(handover._MAGIC, session, reach.token)
+    request = handover.REQUEST.pack(handover.MAGIC, session, reach.token)
     peer.sendall(request)
     return peer, request
 
@@ -241,16 +241,16 @@ async def test_a_token_that_is_shown_too_late_is_refused(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = ShmArena(arena, directory=directory)
-    owner._listener.seconds = 0.05
+    owner.listener.seconds = 0.05
     reach = await owner.offer(WRITER)
     peer = connected(reach)
-    request = handover._REQUEST.pack(handover._MAGIC, WRITER, reach.token)
+    request = handover.REQUEST.pack(handover.MAGIC, WRITER, reach.token)
     peer.send(request[:20])
     assert await said(peer) == b""
     with pytest.raises(BrokenPipeError):
         peer.send(request[20:])
     peer.close()
-    owner._listener.seconds = 5
+    owner.listener.seconds = 5
     os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
 
@@ -273,7 +273,7 @@ async def test_a_request_with_something_behind_it_is_refused(arena: ArenaMemory,
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
     peer = connected(reach)
-    peer.send(handover._REQUEST.pack(handover._MAGIC, WRITER, reach.token) + b"!")
+    peer.send(handover.REQUEST.pack(handover.MAGIC, WRITER, reach.token) + b"!")
     assert await said(peer) == b""
     peer.close()
     os.close(await receive(reach, WRITER, seconds=60))
@@ -347,10 +347,10 @@ async def test_a_hand_over_ends_although_a_forked_child_has_its_descriptors(
     owner = ShmArena(arena, directory=directory)
     wrong = msgspec.structs.replace(await owner.offer(WRITER), token=bytes(32))
     peer = connected(wrong)
-    await until(lambda: owner._listener._connections)
-    (connection,) = owner._listener._connections.values()
-    inherited = [os.dup(connection.socket.fileno()), os.dup(owner._listener._socket.fileno())]
-    peer.sendall(handover._REQUEST.pack(handover._MAGIC, WRITER, wrong.token))
+    await until(lambda: owner.listener._connections)
+    (connection,) = owner.listener._connections.values()
+    inherited = [os.dup(connection.socket.fileno()), os.dup(owner.listener._socket.fileno())]
+    peer.sendall(handover.REQUEST.pack(handover.MAGIC, WRITER, wrong.token))
     async with asyncio.timeout(10):
         assert await said(peer) == b"", "the refusal"
     waiting = connected(wrong)  # it is not accepted before the listener ends
@@ -407,7 +407,7 @@ async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: ArenaMem
     for _ in range(10):
         crowd += [connected(reach) for _ in range(30)]
         await asyncio.sleep(0.01)
-    await until(lambda: len(owner._listener._connections) == 64)
+    await until(lambda: len(owner.listener._connections) == 64)
     os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
     for peer in crowd:
@@ -643,8 +643,8 @@ async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_not
     owner = ShmArena(arena, directory=directory)
     hostile = await receive(await owner.offer(1), 1, seconds=60)
     # Its own byte is 0; the next writer's will be 1.
-    asked = shm_arena._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0 if whole else 1, 0)
-    fcntl.fcntl(hostile, shm_arena._F_OFD_SETLK, asked)
+    asked = shm_arena.FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0 if whole else 1, 0)
+    fcntl.fcntl(hostile, shm_arena.F_OFD_SETLK, asked)
     before, reach = open_files(), await owner.offer(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
         await receive(reach, WRITER, seconds=60)
@@ -719,7 +719,7 @@ async def offering(directory: Path, reply: bytes, fds: list[int]) -> tuple[Reach
 
 
 def reply_of(byte_count: int) -> bytes:
-    return handover._REPLY.pack(handover._MAGIC, byte_count)
+    return handover.REPLY.pack(handover.MAGIC, byte_count)
 
 
 def plain_memfd(byte_count: int) -> int:

@@ -19,8 +19,8 @@ from ..options import KeepLine
 from .handover import TOKEN_BYTES, HandoverListener, host
 
 # From <fcntl.h>: only some builds of Python have them in the fcntl module.
-_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
-_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+_F_OFD_GETLK, F_OFD_SETLK = 36, 37
+FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ShmArena:
         self._sessions: dict[int, _HandOver] = {}
         self._next_byte = 0  # each byte is used once; a lock may lie beyond the file's end
         self._host = host()  # read now: later no descriptor may be left to read it with
-        self._listener = HandoverListener(
+        self.listener = HandoverListener(
             self._give, byte_count=arena.byte_count, directory=directory, uids=uids, keep_line=keep_line
         )
 
@@ -68,7 +68,7 @@ class ShmArena:
         reach = Reach(
             transport="shm",
             host=self._host,
-            address=self._listener.address,
+            address=self.listener.address,
             token=token,
             base=0,
             arena_bytes=self._arena.byte_count,
@@ -98,7 +98,7 @@ class ShmArena:
     async def close(self) -> None:
         """Stops handing over. `quiet` works as long as the arena is open."""
         self._closed = True
-        self._listener.close()
+        self.listener.close()
 
     def _all_quiet(self) -> bool:
         """Whether no writer can come any more, and no writer's lock is held."""
@@ -111,7 +111,7 @@ class ShmArena:
         fd = self._arena.reopen()  # where it raises, the token stays valid
         byte, self._next_byte = self._next_byte, self._next_byte + 1
         try:
-            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+            fcntl.fcntl(fd, F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
         except OSError as error:
             # Without its lock nothing would ever prove that this writer is gone.
             os.close(fd)
@@ -123,6 +123,6 @@ class ShmArena:
 
     def _held(self, byte: int) -> bool:
         """Whether another open file description than the arena's own, which takes no lock, has the byte locked."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        kind: int = _FLOCK.unpack(fcntl.fcntl(self._arena.fd, _F_OFD_GETLK, asked))[0]
+        asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        kind: int = FLOCK.unpack(fcntl.fcntl(self._arena.fd, _F_OFD_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK

@@ -27,10 +27,10 @@ from ...errors import TransportError
 from ...wire import Reach
 from ..options import KeepLine
 
-_MAGIC = b"pdt-shm1"
-_REQUEST = struct.Struct("<8sQ32s")  # magic, session, token
-_REPLY = struct.Struct("<8sQ")  # magic, bytes of the arena; the descriptor comes with it
-_NONE_LEFT = _REPLY.pack(_MAGIC, 0)  # no descriptor was left to hand over: the token stays valid
+MAGIC = b"pdt-shm1"
+REQUEST = struct.Struct("<8sQ32s")  # magic, session, token
+REPLY = struct.Struct("<8sQ")  # magic, bytes of the arena; the descriptor comes with it
+_NONE_LEFT = REPLY.pack(MAGIC, 0)  # no descriptor was left to hand over: the token stays valid
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _INT = struct.Struct("i")
 _PATH_BYTES_MAX = 107
@@ -123,7 +123,7 @@ class HandoverListener:
 
     def _read(self, number: int) -> None:
         connection = self._connections[number]
-        wanted = _REQUEST.size if connection.given is None else len(OPENING)
+        wanted = REQUEST.size if connection.given is None else len(OPENING)
         try:
             shown = connection.socket.recv(wanted - len(connection.shown) + (connection.given is None))
         except BlockingIOError:
@@ -153,8 +153,8 @@ class HandoverListener:
 
     def _answer(self, connection: _Connection) -> bool:
         """Whether it has the descriptor now."""
-        magic, session, token = _REQUEST.unpack(connection.shown)
-        if magic != _MAGIC:
+        magic, session, token = REQUEST.unpack(connection.shown)
+        if magic != MAGIC:
             return False
         try:
             fd = self._give(session, token)
@@ -167,7 +167,7 @@ class HandoverListener:
             return False
         try:
             # The socket's buffer is empty, so that this never waits.
-            socket.send_fds(connection.socket, [_REPLY.pack(_MAGIC, self._byte_count)], [fd])
+            socket.send_fds(connection.socket, [REPLY.pack(MAGIC, self._byte_count)], [fd])
         except OSError:
             return False  # the writer has left: once our copy is closed, no process has the descriptor
         finally:
@@ -282,7 +282,7 @@ async def receive(
                 await _connect(peer, reach.address)
                 if (uid := _uid_of(peer)) not in uids:
                     raise TransportError(f"{reach.address} belongs to user {uid}, not to one of {sorted(uids)}")
-                peer.sendall(_REQUEST.pack(_MAGIC, session, reach.token))
+                peer.sendall(REQUEST.pack(MAGIC, session, reach.token))
                 fd = await _answer(peer, reach)
             undo.callback(os.close, fd)
             if keep_line is None:
@@ -351,9 +351,9 @@ async def _answer(peer: socket.socket, reach: Reach) -> int:
     await readable(peer)
     # One message on an empty stream arrives in one piece. socket.recv_fds cannot set the flag: without it a child that
     # is started just now would keep the arena and its lock.
-    reply, ancillary, flags, _ = peer.recvmsg(_REPLY.size, socket.CMSG_SPACE(4 * _INT.size), socket.MSG_CMSG_CLOEXEC)
+    reply, ancillary, flags, _ = peer.recvmsg(REPLY.size, socket.CMSG_SPACE(4 * _INT.size), socket.MSG_CMSG_CLOEXEC)
     fds = [fd for *_, held in ancillary for (fd,) in _INT.iter_unpack(held[: len(held) // _INT.size * _INT.size])]
-    right = reply == _REPLY.pack(_MAGIC, reach.arena_bytes) and len(fds) == 1 and not flags & socket.MSG_CTRUNC
+    right = reply == REPLY.pack(MAGIC, reach.arena_bytes) and len(fds) == 1 and not flags & socket.MSG_CTRUNC
     if right:
         return fds[0]
     for fd in fds:

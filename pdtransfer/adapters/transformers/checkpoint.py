@@ -9,7 +9,9 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -223,16 +225,26 @@ def _check(made: Any, text: Any) -> None:
             raise ConfigError(f"rope_type {name!r}: one request's length would turn the keys of others in its batch")
 
 
+def with_cache(model: Any, kept: Any) -> dict[str, Any]:
+    """The argument by which this model takes a cache: transformers has renamed it, one family after the other."""
+    return {"cache" if "cache" in _arguments(type(model)) else "past_key_values": kept}
+
+
+@cache
+def _arguments(model: type) -> frozenset[str]:
+    return frozenset(signature(model.forward).parameters)
+
+
 def kept_by(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
     """What each layer keeps of a token, by what transformers' own cache holds after one. Raises ConfigError."""
-    cache = _tried("config.json", lambda: DynamicCache(config=model.config.get_text_config(decoder=True)))
+    kept = _tried("config.json", lambda: DynamicCache(config=model.config.get_text_config(decoder=True)))
 
     def one() -> None:
         with torch.inference_mode():
-            model(torch.zeros(1, 1, dtype=torch.int64, device=device), past_key_values=cache, use_cache=True)
+            model(torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=True, **with_cache(model, kept))
 
     _tried("a first token", one)
-    return shapes_of(cache, latent=has_latents(model))
+    return shapes_of(kept, latent=has_latents(model))
 
 
 def _dtype(wanted: str, made: Any) -> torch.dtype:

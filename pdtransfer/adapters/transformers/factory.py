@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from ...engine_api import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
 from ...errors import ConfigError
 from ...wire import Sampling
-from .checkpoint import Checkpoint, ModelOptions, kept_by, load, placed
+from .checkpoint import Checkpoint, ModelOptions, kept_by, load, placed, with_cache
 from .decode import CheckpointDecode
 from .layers import WINDOW, LayerShape, describe
 from .paged import PagedModel
@@ -66,7 +66,8 @@ def _whole(checkpoint: Checkpoint) -> Tensor:
     """Logits of some tokens, computed at once over transformers' own cache."""
     text = checkpoint.model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
-    return checkpoint.model(_proof(checkpoint)[None], past_key_values=cache, use_cache=True).logits[0].float()
+    model = checkpoint.model
+    return model(_proof(checkpoint)[None], use_cache=True, **with_cache(model, cache)).logits[0].float()
 
 
 def _proof(checkpoint: Checkpoint) -> Tensor:

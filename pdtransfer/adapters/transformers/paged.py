@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...kernels.plane_views import steps_of, view_of
 from ...layout.layout import Component, Layout, Plane
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, with_cache
 from .layers import INDEX, KV, LATENT, WINDOW, LayerShape, pick_groups
 
 Steps: TypeAlias = tuple[int, int]  # rows of a view between two pages, and between two slots of a page
@@ -308,8 +308,8 @@ class PagedModel:
                 "sliding_attention": masks.get(WINDOW),
             }  # fmt: skip
         made = self._checkpoint.model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self._cache, use_cache=True,
-            logits_to_keep=1, **({} if picked is None else {"picked": picked}),
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, logits_to_keep=1,
+            **with_cache(self._checkpoint.model, self._cache), **({} if picked is None else {"picked": picked}),
         )  # fmt: skip
         return made.logits[:, -1].float()
 

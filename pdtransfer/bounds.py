@@ -44,8 +44,9 @@ def check_limits(limits: Limits) -> None:
     for name, value in values.items():
         if value > (most := values.get(f"{name}_max", value)):
             raise ConfigError(f"limits.{name} = {value}: above limits.{name}_max {most}")
-    if limits.ping_ms >= limits.silence_ms:
-        raise ConfigError(f"limits.ping_ms = {limits.ping_ms}: must be below limits.silence_ms {limits.silence_ms}")
+    for name in ("slow_ms", "silence_ms"):
+        if limits.ping_ms >= values[name]:
+            raise ConfigError(f"limits.ping_ms = {limits.ping_ms}: must be below limits.{name} {values[name]}")
 
 
 def port_range(name: str, value: str) -> tuple[int, int]:

@@ -79,7 +79,8 @@ class Limits:
     resend_ms: int = 200  # an unanswered request is repeated this often at first
     resend_ms_max: int = 2_000  # and this often at last
     ping_ms: int = 500  # how often a quiet peer is asked whether it lives
-    silence_ms: int = 2_000  # after this much silence a peer counts as lost: its rooms fail, its leases are quarantined
+    slow_ms: int = 2_000  # after this much silence a peer gets nothing new, and is lost if the kernel says it is gone
+    silence_ms: int = 10_000  # after this much it is lost in any case: processes of a busy host pause for seconds
     forget_ms: int = 600_000  # a dialled peer unheard of for so long, that has nothing left to end, is forgotten
     session_silence_ms: int = 30_000  # a decode node silent this long loses its sessions on the prefill side
     fence_poll_ms: int = 50  # how soon a fence that is not yet proven is looked at again, at first

@@ -10,11 +10,14 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 from ..bounds import bound, match, port_range
 from ..bus.keys import Address, AllowList, KeyPair, address_of, check_exposure, is_loopback, key_of
 from ..errors import ConfigError
+from ..limits import Limits
+from ..threads import AUTO, cpus_of
 from ..transports.options import Network, Protocol
 from ..transports.registry import check_name
 from ..wire import Ranks
 
 TIME_LEFT_S_MAX = 86_400.0
+SILENCE_S_MIN, SILENCE_S_MAX = 1.0, 3_600.0  # several Pings at least
 PORT_MAX = 0xFFFF
 
 
@@ -32,6 +35,10 @@ class Settings:
     insecure: bool = False  # let other hosts connect without keys
     model: str = ""  # the name under which peers know the weights; by default the model's name or path
     time_left_s: float = 120.0  # after which a hand-off that has not ended fails
+    silence_s: float = Limits().silence_ms / 1e3  # after which a peer that does not answer counts as lost
+    client_cpus: str = (
+        AUTO  # of this connector's threads: auto undoes the engine's binding, inherit leaves it; or 0-3,6
+    )
     transport: str = "auto"  # how KV travels: auto, or a transport's name
     transport_ports: str = "21000-21999"  # of transports between hosts
     transport_protocol: Protocol = "tcp"
@@ -56,6 +63,8 @@ class Settings:
             match("advertise", self.advertise, r"[0-9A-Za-z._:-]{1,200}", "a host")
         match("model", self.model, r"[ -~]{0,128}", "at most 128 printable ASCII characters")
         bound("time_left_s", self.time_left_s, 1.0, TIME_LEFT_S_MAX)
+        bound("silence_s", self.silence_s, SILENCE_S_MIN, SILENCE_S_MAX)
+        cpus_of(self.client_cpus, named="client_cpus")
         bound("copy_threads", self.copy_threads, 1, 64)
         check_name(self.transport)
         port_range("transport_ports", self.transport_ports)
@@ -73,6 +82,11 @@ class Settings:
     def host(self) -> str:
         """The host that decode engines dial."""
         return self.advertise or Address.parse(self.bind).host
+
+    @property
+    def limits(self) -> Limits:
+        """What this engine allows its peers."""
+        return Limits(silence_ms=int(self.silence_s * 1e3))
 
     @property
     def network(self) -> Network:

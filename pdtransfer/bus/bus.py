@@ -23,6 +23,7 @@ from ..threads import in_thread
 from ..wire import Goodbye, Hello, Message, Reject, Welcome, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import SOCKETS, Dialled, affordable_dials
+from .gone import AbsentPeers, Gone
 from .keys import Address, AllowList, Endpoint, KeyPair, is_loopback_host
 from .limits import BusLimits
 from .line import GRANT_MESSAGES, SessionLine
@@ -41,7 +42,8 @@ class Bus:
     endpoint, "key:NAME" with NAME from the allow-list, or without keys "node:NAME" with NAME from its Hello. Without
     keys, only loopback may be bound, unless `insecure` is set. A later process takes over a name; without `supersede`,
     only once the earlier connection is gone. `reached` gets a peer's name whenever it has connected, or goes on by
-    another of its connections: its address may be another one.
+    another of its connections: its address may be another one. `gone` gets the kernel's evidence that a peer is gone,
+    again and again while it stands, and None once it does not.
 
     With keys a peer is met in a role that the allow-list gives its key, else not at all: the role in the Hello of one
     that dials, the role in which this node dials it. A Welcome in another role reaches `receive` as a Reject.
@@ -62,10 +64,11 @@ class Bus:
         limits: BusLimits | None = None,
         supersede: bool = True,
         reached: Callable[[str], None] = lambda _: None,
+        gone: Callable[[str, Gone | None], None] = lambda _, __: None,
     ) -> None:
         assert (keys is None) == (allowed is None), "keys and an allow-list come together"
         self.node, self._keys, self._allowed, self._insecure = node, keys, allowed, insecure
-        self._receive, self._on_refused, self._reached = receive, refused, reached
+        self._receive, self._on_refused, self._reached, self._on_gone = receive, refused, reached, gone
         self._limits = limits or BusLimits()
         self._affordable_dials = affordable_dials()
         self._loop = asyncio.get_running_loop()
@@ -75,6 +78,8 @@ class Bus:
         self._router: zmq.Socket[bytes] | None = None
         self._router_drain: Drain | None = None
         self._connections = Connections(self._limits, supersede=supersede)
+        self._absent = AbsentPeers(self._limits)
+        self._gone: dict[str, Gone] = {}  # what was reported last
         self._dialled: dict[str, Dialled] = {}
         self._lines: dict[str, dict[int, SessionLine]] = {}  # by peer and session
         self._greeting: Connection | None = None  # whose Hello is being answered: the answer goes back where it came
@@ -336,6 +341,7 @@ class Bus:
             if type(message) is Hello:
                 connection.charge(self._limits.hello_cost, now, self._limits, hostile=True)
                 self._connections.introduce(connection, self._name(user, message), message.identity.incarnation, now)
+                self._absent.back(connection.name)
                 if self._allowed is not None:
                     self._known_names.add(connection.name)
                 self._reached(connection.name)
@@ -377,6 +383,18 @@ class Bus:
                 self.refused += 1
                 self._on_refused(dialled.name, RemoteProtocolError("unread", "too much waits to be read"))
                 dialled.redial()
+        self._report_gone(now)
+
+    def _report_gone(self, now: float) -> None:
+        # A line that stands proves that its peer's process lives: the kernel ends those of a dead one, too.
+        found = self._absent.check(self._connections.all_named, lambda name: bool(self._lines.get(name)), now)
+        found |= {name: gone for name, dialled in self._dialled.items() if (gone := dialled.gone) is not None}
+        withdrawn, self._gone = self._gone.keys() - found.keys(), found
+        for name in withdrawn:
+            self._on_gone(name, None)
+        for name, gone in found.items():
+            self.read_lines(name)
+            self._on_gone(name, gone)
 
     def _end(self, connection: Connection, field: str, text: str, now: float, *, ban: bool = True) -> None:
         """Closes a connection that floods this node, and bans its key for a while. One that a killed process has left
@@ -499,6 +517,8 @@ class Bus:
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
+            if name := self._connections.name_of(route):
+                self._absent.end(name, self._loop.time())
             self._connections.depart(route)
             return False
         return True

@@ -147,9 +147,18 @@ class Connections:
         """Returns all routes to a name."""
         return list(self._routes.get(name, ()))
 
+    def name_of(self, route: bytes) -> str:
+        """Returns the name that a route owns; empty for none."""
+        return self._named[route].name if route in self._named else ""
+
     def named(self, name: str) -> Connection | None:
         """Returns the connection to which messages to a name go."""
         return None if (route := self.route_of(name)) is None else self._named[route]
+
+    @property
+    def all_named(self) -> Iterator[Connection]:
+        """The connections that own a name."""
+        return iter(self._named.values())
 
     def rejected(self, route: bytes, now: float) -> None:
         """Counts a Reject sent to this connection, since each costs time."""

@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ..handoff.timers import backoff_ms
+from .gone import UNACKNOWLEDGED, Gone
 from .keys import Address, Endpoint, KeyPair, address_of
 from .limits import BusLimits
 from .sockets import NOBLOCK, Drain, Frames, TcpConnection, open_socket, resolve
@@ -28,7 +29,7 @@ _DESCRIPTORS = SOCKETS + 2  # and its connection, and the line of its session
 _SHARE = 0.75  # of the process's descriptors, for all dialled endpoints
 
 _ERRORS = {
-    int(zmq.EVENT_CLOSED): "nothing listens there",
+    int(zmq.EVENT_CLOSED): "nothing listens there",  # refused, no route, or no answer within CONNECT_TIMEOUT
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it closed the connection in the handshake; is its key the one given?",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "protocol mismatch; does only one side have keys?",
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "it refused the key of this node; is it on the allow-list there?",
@@ -39,6 +40,8 @@ _CONNECTED = int(zmq.EVENT_CONNECTED)  # before the handshake
 
 _HANDSHAKE_ERRORS = frozenset(text for event, text in _ERRORS.items() if event != int(zmq.EVENT_CLOSED))
 _UNANSWERED = "it listens and does not answer; is it still starting?"
+_NOT_YET, _LOST, _UNREAD = "no answer yet", "the connection was lost", "closed because too much was unread"
+_NO_EVIDENCE = frozenset({_UNANSWERED, _NOT_YET, _LOST, _UNREAD})  # a busy process causes them as well
 
 _monitors = itertools.count()
 log = logging.getLogger(__name__)
@@ -82,7 +85,7 @@ class Dialled:
         self.muted_until = float("-inf")
         self._link: _Link | None = None
         self._tcp: TcpConnection | None = None
-        self.last_error = "no answer yet"  # why it is not connected
+        self.last_error = _NOT_YET  # why it is not connected
         self._attempt, self._reached, self._failed = 0, False, False
         self._connected_at = 0.0
         self._redial_ms = limits.redial_ms
@@ -105,13 +108,20 @@ class Dialled:
         return self._address.port_first
 
     @property
+    def gone(self) -> Gone | None:
+        """The evidence that nobody is there who could answer; None where there is none."""
+        if self.connected:
+            return UNACKNOWLEDGED if self._tcp is not None and self._tcp.unacknowledged(self._limits) else None
+        return None if self.last_error in _NO_EVIDENCE else Gone(self.last_error)
+
+    @property
     def backlogged(self) -> bool:
         """Whether too many bytes are unread."""
         return self._tcp is not None and self._tcp.backlogged(self._limits)
 
     def redial(self) -> None:
         """Closes the connection, and dials again later."""
-        self.last_error = "closed because too much was unread"
+        self.last_error = _UNREAD
         self._hang_up(linger_ms=0)
         self._set_timer(self._redial_ms)
 
@@ -188,7 +198,7 @@ class Dialled:
             self._tcp = TcpConnection.of(value, curve=self._keys is not None)
         elif event == _UP:
             self.connected = self._reached = True
-            self._redial_ms, self.last_error = self._limits.redial_ms, "the connection was lost"
+            self._redial_ms, self.last_error = self._limits.redial_ms, _LOST
             self._set_timer(None)
             self._reached_again(self.name)
             if self.hello is not None:

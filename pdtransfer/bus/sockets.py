@@ -34,6 +34,9 @@ _POLLIN = int(zmq.POLLIN)
 _libc = ctypes.CDLL(None, use_errno=True)
 _SO_COOKIE = 57
 _TCP_INFO_RECEIVED = 128  # offset of bytes_received in struct tcp_info (Linux 4.1 and later)
+_TCP_INFO_RETRANSMITS = 2  # of its retransmits: timeouts in a row, without an acknowledgement
+_TCP_INFO_UNACKED, _TCP_INFO_LAST_ACK = 24, 56  # of its unacked, in segments, and of last_ack_recv, in milliseconds
+_RETRANSMITS = 2  # a segment may be lost, and its repetition
 _ESTABLISHED, _CLOSE_WAIT = 1, 8  # the states, in its first byte, in which this side has not closed the connection
 _NO_LINGER = pack("ii", 1, 0)
 _SWEEP = 512  # descriptors checked in one call: about a millisecond
@@ -60,7 +63,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: BusL
         (zmq.TCP_MAXRT, limits.unanswered_ms),
         (zmq.RECONNECT_IVL, limits.reconnect_ms),
         (zmq.RECONNECT_IVL_MAX, limits.reconnect_ms_max),
-        (zmq.CONNECT_TIMEOUT, limits.redial_ms),
+        (zmq.CONNECT_TIMEOUT, limits.unacknowledged_ms),
         (zmq.BACKLOG, limits.backlog),
         (zmq.TCP_KEEPALIVE, 1),
         (zmq.TCP_KEEPALIVE_IDLE, 30),
@@ -215,6 +218,7 @@ class TcpConnection:
     curve: bool
     frames: int = 0
     read_bytes: int = 0
+    frames_checked: int = -1
 
     @classmethod
     def of(cls, fd: int, *, curve: bool) -> TcpConnection | None:
@@ -265,6 +269,23 @@ class TcpConnection:
         unread = (received_bytes(self.fd) or 0) - self.read_bytes
         many = unread * self.frames > limits.unread_frames_max * self.read_bytes
         return (many or unread > limits.unread_bytes_max) and self.is_open
+
+    def unacknowledged(self, limits: BusLimits) -> bool:
+        """Whether the kernel repeats data, and the other host has acknowledged nothing for `unacknowledged_ms`.
+
+        It acknowledges for a process that does not run as well. Frames that came since the last call answer it, too.
+        """
+        if self.frames != self.frames_checked:
+            self.frames_checked = self.frames
+            return False
+        tcp_info = _getsockopt(self.fd, tcp.IPPROTO_TCP, tcp.TCP_INFO, _TCP_INFO_LAST_ACK + 4)
+        return (
+            len(tcp_info) == _TCP_INFO_LAST_ACK + 4
+            and tcp_info[_TCP_INFO_RETRANSMITS] >= _RETRANSMITS
+            and unpack_from("<I", tcp_info, _TCP_INFO_UNACKED)[0] > 0
+            and unpack_from("<I", tcp_info, _TCP_INFO_LAST_ACK)[0] >= limits.unacknowledged_ms
+            and self.is_open
+        )
 
     def end(self) -> None:
         """Closes the connection with a reset; ZMQ closes the descriptor. Received data may still be read.

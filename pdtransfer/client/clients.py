@@ -39,7 +39,7 @@ from ..limits import PEERS_MAX, TOKENS_MAX
 from ..memory.arena_memory import ArenaMemory
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..node.thread_queues import ThreadQueues
-from ..threads import run_loop
+from ..threads import cpus_of, run_loop, run_on
 from ..transports.device_events import Event
 from ..transports.options import ArenaOptions, WriterOptions
 from ..wire import Member, pack_ids
@@ -65,8 +65,8 @@ class KVPoll(IntEnum):
 class _Thread(Generic[Node]):
     """One node on its own loop and thread."""
 
-    def __init__(self, port: ThreadQueues[Said], start: Callable[[], Awaitable[Node]]) -> None:
-        self._port, self._start = port, start
+    def __init__(self, port: ThreadQueues[Said], start: Callable[[], Awaitable[Node]], cpus: str) -> None:
+        self._port, self._start, self._cpus = port, start, cpus
         self._thread = threading.Thread(target=self._run, name="pdtransfer", daemon=True)
         self._standing: Future[Callable[[], None]] = Future()  # what ends it
         self.node: Node | None = None
@@ -85,6 +85,7 @@ class _Thread(Generic[Node]):
 
     def _run(self) -> None:
         try:
+            run_on(cpus_of(self._cpus))
             run_loop(self._main)
         except Exception as error:
             if self._standing.done():
@@ -107,11 +108,11 @@ def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 class _Client(Generic[Node, Said]):
     """What both clients share: the queues to and from the node, the states of rooms, the thread."""
 
-    def __init__(self, start: Callable[[], Awaitable[Node]], *, has_keys: bool, drains: bool = True) -> None:
+    def __init__(self, start: Callable[[], Awaitable[Node]], settings: NodeSettings, *, drains: bool = True) -> None:
         self._port: ThreadQueues[Said] = ThreadQueues()
         self._drains = drains
-        self._has_keys = has_keys
-        self._thread: _Thread[Node] = _Thread(self._port, start)
+        self._has_keys = settings.keys is not None
+        self._thread: _Thread[Node] = _Thread(self._port, start, settings.cpus)
         self._states: dict[int, KVPoll] = {}
         self._ended: dict[int, None] = {}  # oldest first
         self._closed = False
@@ -251,7 +252,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
                 raise
             return node
 
-        super().__init__(start, has_keys=settings.keys is not None)
+        super().__init__(start, settings)
         self._node_name, self._group_is_known = settings.node, settings.group is not None
 
     def _tell(self, event: PrefillEvent) -> None:
@@ -403,7 +404,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 verify=verify,
             )
 
-        super().__init__(start, has_keys=settings.keys is not None, drains=engine_slots)
+        super().__init__(start, settings, drains=engine_slots)
 
     def dial(self, source: str) -> None:
         """Opens the session with the prefill rank at `source`, [KEY@]tcp://host:port, ahead of its first room."""

@@ -14,17 +14,34 @@ HELLO_WANTED = frozenset({"hello_required", "hello_first"})  # reasons of a Reje
 class Liveness:
     """One peer, dialled or not. The dialling side repeats Hello until Welcome, then sends Ping and expects Pong.
 
+    Silence alone proves little: a process that gets no processor answers late. A peer is slow after `slow_ms`. It is
+    lost then if there is evidence that it is gone, and without evidence after `silence_ms`. Evidence comes from the
+    kernel: the peer's connection has ended and no other is accepted, or its host acknowledges nothing. It has to stand
+    for half of `slow_ms`, in which a connection that only broke is made again.
+
     Incarnations have no order, and the first message of an earlier process may arrive after one of its successor. So an
     earlier process counts as gone for `silence_ms` only: one that still sends after that is the current one.
     """
 
-    __slots__ = ("_earlier", "_left", "_limits", "_silence_ms", "hello_ms", "incarnation", "last_seen")
+    __slots__ = (
+        "_earlier",
+        "_gone_since",
+        "_left",
+        "_limits",
+        "_silence_ms",
+        "gone",
+        "hello_ms",
+        "incarnation",
+        "last_seen",
+    )
 
     def __init__(
         self, limits: Limits, now: float, incarnation: int | None = None, *, silence_ms: int | None = None
     ) -> None:
         """`silence_ms`: how much silence makes the peer silent, where that is not the limit of this name."""
         self.incarnation, self.last_seen = incarnation, now
+        self.gone = ""  # the evidence that the peer is gone; empty for none
+        self._gone_since = now
         self.hello_ms = 0  # between the latest Hello and the next
         self._limits, self._silence_ms = limits, limits.silence_ms if silence_ms is None else silence_ms
         self._left: int | None = None  # the process that said Goodbye last
@@ -45,6 +62,16 @@ class Liveness:
         self._earlier.append((before, now))
         return True
 
+    def seen(self, now: float) -> None:
+        """The peer has sent something. What is gone all the same is reported again."""
+        self.last_seen, self.gone = now, ""
+
+    def report(self, evidence: str, now: float) -> None:
+        """There is evidence that the peer is gone; empty: no longer. It is repeated while it stands."""
+        if not self.gone:
+            self._gone_since = now
+        self.gone = evidence
+
     def silent_ms(self, now: float) -> float:
         """Milliseconds since the peer was last seen."""
         return (now - self.last_seen) * 1e3
@@ -53,10 +80,25 @@ class Liveness:
         """Whether the peer counts as lost."""
         return now >= self.silent_at
 
+    def slow(self, now: float) -> bool:
+        """Whether the peer gets nothing new until it is seen again."""
+        return self.silent_ms(now) >= self._slow_ms
+
     @property
     def silent_at(self) -> float:
         """When the peer counts as lost, unless it is seen before."""
-        return self.last_seen + self._silence_ms / 1e3
+        without = self.last_seen + self._silence_ms / 1e3
+        slow_s = self._slow_ms / 1e3
+        return min(max(self.last_seen + slow_s, self._gone_since + slow_s / 2), without) if self.gone else without
+
+    def why(self, name: str, now: float) -> str:
+        """Why the peer counts as lost, for people."""
+        silence = f"{name} has been silent for {self.silent_ms(now):.0f} ms"
+        return f"{silence}: {self.gone}" if self.gone else silence
+
+    @property
+    def _slow_ms(self) -> int:
+        return min(self._limits.slow_ms, self._silence_ms)
 
     def part(self, incarnation: int) -> None:
         """This process said Goodbye. Its answers to earlier messages may still come: they mean nothing."""

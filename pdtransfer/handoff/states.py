@@ -108,7 +108,7 @@ class Lease(Word):
 
     GRANTED = "granted"
     ABORTING = "aborting"  # Abort repeats until a proof
-    QUARANTINED = "quarantined"  # condemned, silent, or no answer to Abort for silence_ms: a proof or a fence ends it
+    QUARANTINED = "quarantined"  # condemned, silent, or no answer to Abort for slow_ms: a proof or a fence ends it
     ENDED = "ended"
 
 
@@ -182,7 +182,8 @@ class SessionState(Word):
     OFFERING = "offering"  # the shell prepares the hand-over
     REGISTERING = "registering"
     UP = "up"
-    SILENT = "silent"  # silent for silence_ms: nothing is granted, its leases are quarantined
+    SLOW = "slow"  # not heard of for slow_ms: nothing new is granted, what was granted goes on
+    SILENT = "silent"  # its peer counts as lost: its rooms have failed, its leases are quarantined
     FENCING = "fencing"  # condemned: waits for the proof that its writer is quiet
     CLOSED = "closed"
 
@@ -192,6 +193,7 @@ class SessionEvent(Word):
 
     OFFER = "offer"
     REGISTER = "register"
+    SLOW = "slow"
     SILENCE = "silence"
     HEAR = "hear"
     CONDEMN = "condemn"
@@ -206,8 +208,12 @@ SESSION: dict[tuple[SessionState, SessionEvent], SessionState] = {
     (_S.OFFERING, _SE.CONDEMN): _S.FENCING,
     (_S.REGISTERING, _SE.REGISTER): _S.UP,
     (_S.REGISTERING, _SE.CONDEMN): _S.FENCING,
+    (_S.UP, _SE.SLOW): _S.SLOW,
     (_S.UP, _SE.SILENCE): _S.SILENT,
     (_S.UP, _SE.CONDEMN): _S.FENCING,
+    (_S.SLOW, _SE.HEAR): _S.UP,
+    (_S.SLOW, _SE.SILENCE): _S.SILENT,
+    (_S.SLOW, _SE.CONDEMN): _S.FENCING,
     (_S.SILENT, _SE.HEAR): _S.UP,
     (_S.SILENT, _SE.CONDEMN): _S.FENCING,
     (_S.SILENT, _SE.FENCE): _S.CLOSED,

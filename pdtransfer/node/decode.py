@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ..bus.gone import Gone
 from ..bus.keys import AllowList
 from ..disconnect import disconnect
 from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
@@ -106,7 +107,8 @@ class DecodeNode:
         self._offers: set[asyncio.Task[None]] = set()
         self._verifier = Verifier(arena.mapping.address) if verify else None
         self._lifter = HbmCopier(arena, arena.hbm) if arena.hbm is not None else None
-        self.bus = settings.bus(self.receive)
+        self.others_gone: Callable[[str, str], None] = lambda _, __: None  # as `_report_gone`, of peers of `others`
+        self.bus = settings.bus(self.receive, self._report_gone)
         ticker = Ticker(
             core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock, self.bus.read_lines
         )
@@ -176,6 +178,11 @@ class DecodeNode:
         """Takes a message of a prefill rank, unless `others` has taken it."""
         if self._others is None or not self._others(peer, message):
             self._run(self.core.receive(peer, message, self._clock.now()))
+
+    def _report_gone(self, peer: str, gone: Gone | None) -> None:
+        evidence = "" if gone is None else gone.text
+        self._run(self.core.gone(peer, evidence, self._clock.now()))
+        self.others_gone(peer, evidence)
 
     def allow(self, allowed: AllowList) -> None:
         """Takes another allow-list. A peer that is not on it loses its sessions; its leases wait for the fence."""
@@ -294,7 +301,7 @@ class DecodeNode:
 
     def _keep_line(self, session: int, line: socket.socket) -> None:
         known = self.core.prefill_peers.sessions.get(session)
-        if known is None or known.state not in (SessionState.REGISTERING, SessionState.UP):
+        if known is None or known.state not in (SessionState.REGISTERING, SessionState.UP, SessionState.SLOW):
             disconnect(line)
         else:
             self.bus.attach(known.peer, session, line, greeted=True)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 
+from ..bus.gone import Gone
 from ..bus.keys import AllowList
 from ..disconnect import disconnect
 from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
@@ -84,7 +85,8 @@ class PrefillNode:
         )
         self._silence_s = settings.limits.silence_ms / 1e3
         self.condemned: Callable[[], None] = lambda: None
-        self.bus = settings.bus(self.receive)
+        self.others_gone: Callable[[str, str], None] = lambda _, __: None  # as `_report_gone`, of peers of `others`
+        self.bus = settings.bus(self.receive, self._report_gone)
         ticker = Ticker(
             core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock, self.bus.read_lines
         )
@@ -170,6 +172,12 @@ class PrefillNode:
         silent = self._clock.now() - self._silence_s
         waits = (self.core.peers.get(each.peer) for each in self.core.sessions.values() if each.open and each.grants)
         return not self.core.rooms and all(peer is None or peer.liveness.last_seen < silent for peer in waits)
+
+    def _report_gone(self, peer: str, gone: Gone | None) -> None:
+        evidence = "" if gone is None else gone.text
+        if gone is None or not gone.host:  # a decode node keeps its session while the network is away
+            self._run(self.core.gone(peer, evidence, self._clock.now()))
+        self.others_gone(peer, evidence)
 
     def allow(self, allowed: AllowList) -> None:
         """Takes another allow-list. A peer that is not on it loses its sessions; nothing more is written for it."""

@@ -11,11 +11,13 @@ from itertools import islice
 from typing import Literal
 
 from ..bus import Bus
+from ..bus.gone import Gone
 from ..bus.keys import AllowList, KeyPair
 from ..bus.limits import BusLimits
 from ..bus.sockets import LogThrottle
 from ..errors import Cause, RemoteProtocolError
 from ..limits import FACTS_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX, TOKENS_MAX, Limits
+from ..threads import AUTO
 from ..transports.port_guard import PortGuard
 from ..transports.select import place
 from ..wire import Fact, Holds, Identity, Member, Message, Ranks, Reject
@@ -50,6 +52,8 @@ class NodeSettings:
     group: tuple[Member, ...] | None = ()
     limits: Limits = field(default_factory=Limits)
     bus_limits: BusLimits = field(default_factory=BusLimits)
+    # Of a client's threads: "auto" undoes a binding that they inherit from the engine, "inherit" leaves it, or 0-3,6.
+    cpus: str = AUTO
     guard: PortGuard | None = None  # opens the ports of transports to peers with a session alone
 
     def identity(
@@ -66,8 +70,9 @@ class NodeSettings:
             ]),
         )  # fmt: skip
 
-    def bus(self, receive: Callable[[str, Message], None]) -> Bus:
-        """This node's sockets; breaches that the bus finds are logged, at a bounded rate in an engine's process too."""
+    def bus(self, receive: Callable[[str, Message], None], gone: Callable[[str, Gone | None], None]) -> Bus:
+        """This node's sockets, with `gone` as Bus has it. Breaches that the bus finds are logged, at a bounded rate in
+        an engine's process too."""
         throttle, loop = LogThrottle(self.bus_limits.log_ms), asyncio.get_running_loop()
 
         def refused(peer: str, error: RemoteProtocolError) -> None:
@@ -77,7 +82,7 @@ class NodeSettings:
         bus = Bus(
             node=self.node, keys=self.keys, allowed=self.allowed, insecure=self.insecure, receive=receive,
             limits=self.bus_limits, refused=refused,
-            reached=self.guard.moved if self.guard is not None else lambda _: None,
+            reached=self.guard.moved if self.guard is not None else lambda _: None, gone=gone,
         )  # fmt: skip
         if self.guard is not None:
             self.guard.meet(bus.address_of)

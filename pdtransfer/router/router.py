@@ -19,6 +19,7 @@ from aiohttp import web
 
 from .. import __version__
 from ..bus import Bus
+from ..bus.gone import Gone
 from ..bus.keys import AllowList, KeyPair
 from ..bus.limits import BusLimits
 from ..config.config import RouterConfig
@@ -79,6 +80,7 @@ class Router:
             refused=self._refused,
             insecure=config.insecure,
             limits=BusLimits(dials_max=WORKERS_MAX),
+            gone=self._report_gone,
         )
         self.routing = Routing(
             Identity(config.node, "router", self.incarnation, Ranks(), "", b"", config.limits.window),
@@ -154,6 +156,9 @@ class Router:
         self.metrics.breaches.inc()
         log.warning("%s broke the protocol: %s", peer, breach)
         self._perform(self.routing.breach(peer, breach, self._clock.now()))
+
+    def _report_gone(self, peer: str, gone: Gone | None) -> None:
+        self._perform(self.routing.gone(peer, "" if gone is None else gone.text, self._clock.now()))
 
     def _tick(self) -> None:
         self._perform(self.routing.tick(self._clock.now()))

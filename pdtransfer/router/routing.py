@@ -167,6 +167,12 @@ class Routing:
                     self._end(room, leg, message, now)
         return self._take()
 
+    def gone(self, peer: str, evidence: str, now: float) -> list[RoutingEffect]:
+        """There is evidence that the worker `peer` is gone; empty: no longer. It is repeated while it stands."""
+        if (worker := self.workers.by_peer.get(peer)) is not None:
+            self.workers.gone(worker, evidence, now)
+        return self._take()
+
     def breach(self, peer: str, error: RemoteProtocolError, now: float) -> list[RoutingEffect]:
         """The worker `peer` broke the protocol: loses it, and connects again later."""
         worker = self.workers.by_peer.get(peer)

@@ -71,6 +71,7 @@ class WorkerPool:
         self._numbers = count()
         self._free_numbers: list[int] = []  # of workers that have left: masks stay as short as the fleet was large
         self._decode_count = 0
+        self._slow: set[Worker] = set()  # connected ones that have not answered for slow_ms
         workers = [self._new(peer, "prefill") for peer in prefill] + [self._new(peer, "decode") for peer in decode]
         self.by_peer = {worker.peer: worker for worker in workers}
         assert len(self.by_peer) == len(workers), "each worker has one role"
@@ -115,6 +116,7 @@ class WorkerPool:
             self.timers.clear(worker.peer)
             del self.by_peer[worker.peer]
             self._candidates.forget(worker)
+            self._slow.discard(worker)
             self._rename(worker, "")
             worker.known.clear()  # before another worker gets its number
             self._free_numbers.append(worker.number)
@@ -129,12 +131,23 @@ class WorkerPool:
             if worker.state is WorkerState.CONNECTING:
                 self._hello(worker, now)
                 continue
-            if worker.liveness.silent(now):
-                silent_ms = worker.liveness.silent_ms(now)
-                self._lose(worker, Cause.PEER_LOST, f"{peer} has been silent for {silent_ms:.0f} ms", now)
-                self._hello(worker, now)
-            else:
+            if not self._lost_by_silence(worker, now):
+                if worker.liveness.slow(now):
+                    self._slow.add(worker)
                 self._ping(worker, now)
+
+    def gone(self, worker: Worker, evidence: str, now: float) -> None:
+        """There is evidence that the worker is gone; empty: no longer. It is repeated while it stands."""
+        worker.liveness.report(evidence, now)
+        if worker.state is WorkerState.CONNECTED:
+            self._lost_by_silence(worker, now)
+
+    def _lost_by_silence(self, worker: Worker, now: float) -> bool:
+        lost = worker.liveness.silent(now)
+        if lost:
+            self._lose(worker, Cause.PEER_LOST, worker.liveness.why(worker.peer, now), now)
+            self._hello(worker, now)
+        return lost
 
     def receive(self, worker: Worker, message: Message, now: float) -> bool:
         """Handles a message about the worker itself; returns False for any other message."""
@@ -192,10 +205,10 @@ class WorkerPool:
         """Chooses the least loaded pair: prefill by pending prompt tokens, decode by free slots, then by rooms.
 
         Each prompt token cached at a decode worker counts as `prefix_weight` free slots, unless the room would queue
-        there. Workers in `avoid` come last. Both workers serve one model; HiSparse needs a decode worker that supports
-        it.
+        there. Workers in `avoid`, and slow ones, come last. Both workers serve one model; HiSparse needs a decode
+        worker that supports it.
         """
-        avoided = frozenset(avoid)
+        avoided = self._slow.union(avoid)
         best: WorkerPair | None = None
         waits_ms: list[float] = []
 
@@ -273,7 +286,7 @@ class WorkerPool:
 
     def _best_pair(
         self, prefills: Ranking[Worker], decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int,
-        avoided: frozenset[Worker], accepts: Callable[[Worker], bool],
+        avoided: Collection[Worker], accepts: Callable[[Worker], bool],
     ) -> WorkerPair | None:  # fmt: skip
         """The best decode worker that some prefill worker can serve now, and the best of these; avoided ones last."""
 
@@ -372,7 +385,8 @@ class WorkerPool:
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.WELCOME)
         self._rename(worker, identity.node)
         worker.identity, worker.why = identity, ""
-        worker.liveness.last_seen, worker.liveness.hello_ms = now, 0
+        worker.liveness.seen(now)
+        worker.liveness.hello_ms = 0
         self._ping(worker, now)
 
     def _twin(self, worker: Worker, identity: Identity) -> Worker | None:
@@ -398,7 +412,8 @@ class WorkerPool:
         if worker.state is not WorkerState.CONNECTED or worker.liveness.late(message.incarnation, now):
             return
         if message.incarnation == worker.liveness.incarnation:
-            worker.liveness.last_seen = now
+            worker.liveness.seen(now)
+            self._slow.discard(worker)
             self._heed(worker, now)
             for figures in message.figures:
                 worker.figures.add(figures)
@@ -426,6 +441,7 @@ class WorkerPool:
 
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
+        self._slow.discard(worker)
         self._candidates.changed(worker)
         self._rename(worker, "")
         worker.why, worker.lost, worker.load, worker.liveness.hello_ms = text, True, None, 0

@@ -98,6 +98,7 @@ class DecodeDaemon:
             introduce=self._introduce,
             refused=self._refused,
         )
+        self.node.others_gone = self.desk.gone
         # Routers hear of it at once, and not with the next Ping: they choose no pair that cannot work together.
         loop = asyncio.get_running_loop()
 

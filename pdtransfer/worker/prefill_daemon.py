@@ -92,6 +92,7 @@ class PrefillDaemon:
             refused=self._refused,
             figures=lambda: self._totals.prefill_figures(self.node),
         )
+        self.node.others_gone = self.desk.gone
         self._totals = DaemonTotals()
         self._work: dict[int, PrefillWork] = {}  # by local id: rooms whose pages an engine has, or waits for
         self._rooms: dict[int, PrefillWork] = {}  # by room id

@@ -94,6 +94,10 @@ class RouterLink:
             log.warning("%s: %s", peer, error)
             self._send(peer, Reject(0, Cause.BREACH.value, (str(error)[:TEXT_LENGTH_MAX],)))
 
+    def gone(self, peer: str, evidence: str) -> None:
+        """As Service.gone."""
+        self.run(self.service.gone(peer, evidence, self._clock.now()))
+
     def tokens(self, room: int, ids: list[int], logprobs: bytes) -> None:
         """The engine has generated these ids, with these packed logprobs."""
         self.run(self.service.tokens(room, ids, self._clock.now(), logprobs=logprobs))

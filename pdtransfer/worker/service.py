@@ -194,6 +194,13 @@ class Service:
                     self._tell_load(now)
         return self._take()
 
+    def gone(self, peer: str, evidence: str, now: float) -> list[ServiceEffect]:
+        """There is evidence that the router is gone; empty: no longer. It is repeated while it stands."""
+        if (router := self._routers.get(peer)) is not None:
+            router.liveness.report(evidence, now)
+            self._alive(router, now)
+        return self._take()
+
     def goodbye(self, reason: str) -> list[ServiceEffect]:
         """This process ends: informs every router, which gives up the rooms that have not ended."""
         self._effects += [Send(peer, Goodbye(self._identity.incarnation, reason)) for peer in self._routers]
@@ -219,7 +226,7 @@ class Service:
             return
         elif router.liveness.restarted(theirs.incarnation, now):
             self._stop_all(router, Cause.PEER_RESTARTED)
-        router.liveness.last_seen = now
+        router.liveness.seen(now)
         self._timers.set(("router", peer), now + self.limits.ping_ms / 1e3)
         self._effects.append(Send(peer, Welcome(version, self._identity)))
         if self._load is not None:
@@ -230,7 +237,7 @@ class Service:
             return
         self._effects.append(Send(peer, Pong(self._identity.incarnation)))
         if router is not None:
-            router.liveness.last_seen = now
+            router.liveness.seen(now)
             if self._load is not None:
                 self._effects.append(Send(peer, self._load))
             if message.peers:
@@ -356,6 +363,7 @@ class Service:
                     self._prompts_bytes -= room.prompt_bytes
                     self._timers.clear(("room", room.id))
                 del self._routers[router.peer]
+                self._timers.clear(("router", router.peer))
                 return
         self._timers.set(("router", router.peer), now + self.limits.ping_ms / 1e3)
 

@@ -49,6 +49,34 @@ def test_a_peer_is_silent_from_silent_at_on(silence_ms: int | None) -> None:
     assert peer.silent(50.0)
 
 
+def test_evidence_makes_a_slow_peer_lost_and_without_it_the_peer_has_until_silence_ms() -> None:
+    peer = Liveness(Limits(slow_ms=500, silence_ms=2_000), now=0.0)
+    assert not peer.slow(0.4)
+    assert peer.slow(0.5)
+    assert not peer.silent(1.9)
+    assert peer.silent(2.0)
+    peer.report("nothing listens there", 0.1)
+    assert not peer.silent(0.4), "it has this long to come back"
+    assert peer.silent(0.5)
+    assert peer.why("p", 0.5) == "p has been silent for 500 ms: nothing listens there"
+    peer.seen(0.5)
+    assert not peer.gone
+    assert not peer.silent(2.4)
+    peer.report("nothing listens there", 1.5)
+    peer.report("nothing listens there", 1.7)
+    assert not peer.silent(1.74)
+    assert peer.silent(1.75), "it was slow by then, and has half of slow_ms to come back"
+    peer.report("nothing listens there", 2.45)
+    assert peer.silent(2.5), "in no case longer than without evidence"
+
+
+def test_a_limit_of_silence_below_slow_ms_counts_alone() -> None:
+    peer = Liveness(Limits(slow_ms=2_000, silence_ms=300), now=0.0)
+    peer.report("nothing listens there", 0.0)
+    assert peer.slow(0.3)
+    assert peer.silent(0.3)
+
+
 def test_hello_repeats_ever_later_up_to_a_bound() -> None:
     peer = Liveness(LIMITS, now=0.0)
     assert [peer.next_hello_ms() for _ in range(5)] == [200, 400, 800, 1_000, 1_000]

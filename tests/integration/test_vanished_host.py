@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pdtransfer.bus.gone import UNACKNOWLEDGED
 from pdtransfer.errors import Cause
 from tests.support.networks import APART, VETH, why_not_apart
 
@@ -26,3 +27,4 @@ def test_a_host_that_vanishes_fails_its_rooms_and_ends_its_connection_and_a_heal
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)
     assert outcome["cause"] == Cause.PEER_LOST, outcome["detail"]
+    assert UNACKNOWLEDGED.text in outcome["detail"], "silence alone takes much longer"

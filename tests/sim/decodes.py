@@ -143,6 +143,11 @@ class DecodeNode(Process):
                 if kept and not node.disturbed and not node.core.sessions[kept[0]].writes:
                     self.world.fail(f"{node.name} keeps sessions of {self.name}, which is gone")
 
+    def gone(self, name: str, evidence: str, *, host: bool) -> None:
+        self.perform(self.core.gone(name, evidence, self.clock))
+        if self.desk is not None:
+            self.desk.run(self.desk.service.gone(name, evidence, self.clock))
+
     def load(self) -> Load:
         """As a daemon's."""
         core = self.core
@@ -385,7 +390,7 @@ class DecodeNode(Process):
                 world.fail(f"{self.name}: room {lease.message.room} has ended, and a grant of it is not given up")
             first = self.asked.get((lease.session.id, lease.message.grant), self.clock)
             asked = self.clock - max(first, self.thawed)
-            if lease.state is Lease.ABORTING and asked > (self.limits.silence_ms + self.limits.resend_ms_max) / 1e3:
+            if lease.state is Lease.ABORTING and asked > (self.limits.slow_ms + self.limits.resend_ms_max) / 1e3:
                 world.fail(
                     f"{self.name}: {lease.session.peer} does not answer Abort, and its slots are not quarantined"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .planted import Patch, decode, fairness, leaders, placed, prefill, requests, rows, sparse, spellings, strangers
+from .planted import Patch, decode, fairness, leaders, placed, prefill, requests, rows, silence, sparse, spellings, strangers
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,5 +170,11 @@ MUTANTS: dict[str, Mutant] = {
     "more ready than the arena taken": Mutant(strangers.more_ready_than_the_arena_taken, "strangers", 9),
     "another life's Goodbye heeded by decode": Mutant(strangers.any_goodbye_heeded_by_decode, "strangers", 3),
     "another life's Goodbye heeded by prefill": Mutant(strangers.any_goodbye_heeded_by_prefill, "strangers", 3),
+    "slowness taken for death": Mutant(silence.slowness_taken_for_death, "starved", 9),
+    "evidence unheeded": Mutant(silence.evidence_unheeded, "deadly", 18),
+    "evidence never withdrawn": Mutant(silence.evidence_never_withdrawn, "starved", 9),
+    "evidence counts at once": Mutant(silence.evidence_counts_at_once, "starved", 66),
+    "evidence taken for a fence": Mutant(silence.evidence_taken_for_a_fence, "deadly", 9),
+    "frozen peers never found": Mutant(silence.frozen_peers_never_found, "isolation", 9),
     "an older word asks for a Hello": Mutant(strangers.older_word_asks_for_a_hello, "strangers", 12),
 }

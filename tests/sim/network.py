@@ -64,7 +64,12 @@ class Network:
         for name in {name for pair in pairs for name in pair}:
             world.processes[name].disturbed += 1
         self._cuts.update(dict.fromkeys(pairs, holds))
+        for pair in pairs:
+            world.kernels.parted(*pair)
         world.at(seconds, lambda: self._mend(pairs))
+
+    def is_cut(self, source: str, target: str) -> bool:
+        return (source, target) in self._cuts
 
     def heal(self) -> None:
         self._mend(list(self._cuts))

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.sharing import holds_of
-from pdtransfer.handoff.states import WRITER_GRANT_ENDS
+from pdtransfer.handoff.states import WRITER_GRANT_ENDS, SessionState
 from pdtransfer.layout.layout import Component
 from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
 
@@ -213,6 +213,23 @@ class PrefillNode(Process):
         self.world.seen["writers killed"] += session not in self.fenced
         self.fenced.add(session)
         self.perform(self.core.fenced(session, self.clock))
+
+    def gone(self, name: str, evidence: str, *, host: bool) -> None:
+        if not host:
+            self.perform(self.core.gone(name, evidence, self.clock))
+        if self.desk is not None:
+            self.desk.run(self.desk.service.gone(name, evidence, self.clock))
+
+    def check_found(self) -> None:
+        """Whoever has a session with it, and was not disturbed, holds it for lost."""
+        for node in self.world.decodes.values():
+            peer = node.core.prefill_peers.peers.get(self.name)
+            late = self.world.profile.duplicate or self.world.profile.delay_tail  # what came late counts as life
+            if node.disturbed or peer is None or peer.session is None or late:
+                continue
+            self.world.seen["dead and frozen peers found"] += 1
+            if peer.session.state in (SessionState.UP, SessionState.SLOW):
+                self.world.fail(f"{node.name} waits for {self.name}, which is {'dead' if self.dead else 'frozen'}")
 
     @property
     def settled(self) -> bool:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .world import World
 
 LIMITS = Limits(
-    window=64, resend_ms=50, resend_ms_max=400, ping_ms=150, silence_ms=600, session_silence_ms=5_000,
-    fence_poll_ms=20, room_deadline_ms=120_000,
+    window=64, resend_ms=50, resend_ms_max=400, ping_ms=150, slow_ms=600, silence_ms=1_500,
+    session_silence_ms=5_000, fence_poll_ms=20, room_deadline_ms=120_000,
 )  # fmt: skip
 
 
@@ -31,7 +31,8 @@ class Process:
         self.limits = replace(
             LIMITS, window=p.window, queue_max=p.queue_max, quarantine_fraction_max=p.quarantine_fraction,
             prefix_block_tokens=BLOCK, prefix_blocks_max=p.blocks_max,
-            ping_ms=p.ping_ms, peer_sessions_max=p.peer_sessions_max, inflight_bytes_max=p.inflight_bytes,
+            ping_ms=p.ping_ms, silence_ms=p.silence_ms,
+            peer_sessions_max=p.peer_sessions_max, inflight_bytes_max=p.inflight_bytes,
         )  # fmt: skip
         self._rate, self._offset = 1.0 + rng.uniform(-p.skew, p.skew), rng.uniform(0.0, 1e4)
         self.frozen = self.dead = False
@@ -82,14 +83,17 @@ class Process:
             self.world.seen["freezes"] += 1
             self.frozen = True
             self.disturbed += 1
-            life = self.life
+            life, times = self.life, self.disturbed
             self.world.at(seconds, lambda: self.thaw() if self.life == life else None)
+            found = 1.2 * (self.limits.silence_ms + 2 * self.limits.ping_ms) / 1e3
+            self.world.at(found, lambda: self.check_found() if self.frozen and self.disturbed == times else None)
 
     def thaw(self) -> None:
         if self.frozen:
             self.world.log(f"{self.name} thaws")
             self.frozen, self.thawed = False, self.clock
             backlog, self.backlog = self.backlog, []
+            self.world.kernels.look_again(self)
             for action in backlog:
                 action()
 
@@ -99,6 +103,10 @@ class Process:
         self.life += 1
         self.deaths += 1
         self.died = self.world.now
+        self.world.kernels.died(self)
+        if self.world.kernels.share == 1.0:
+            life, found = self.life, 1.2 * (self.limits.slow_ms + 2 * self.limits.ping_ms) / 1e3 + 0.2
+            self.world.at(found, lambda: self.check_found() if self.dead and self.life == life else None)
         rng, (soon, late) = self.world.rng, self.world.profile.restart
         self.world.at(math.exp(rng.uniform(math.log(soon), math.log(late))), self.restart)
 
@@ -135,6 +143,12 @@ class Process:
 
     def receive(self, source: str, message: Message) -> None:
         raise NotImplementedError
+
+    def gone(self, name: str, evidence: str, *, host: bool) -> None:
+        """What its kernel says of another process; empty: no longer."""
+
+    def check_found(self) -> None:
+        """It has been frozen for longer than any limit of silence, or dead for longer than evidence of that takes."""
 
 
 class Alarm:

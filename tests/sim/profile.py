@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse", "apart", "placed", "led", "hasty", "waiting",
-    "strangers", "spelled",
+    "strangers", "spelled", "starved",
 )  # fmt: skip
 
 
@@ -46,6 +46,9 @@ class Profile:
     kills: int = 0  # processes that die, and are started again
     restart: tuple[float, float] = (0.0005, 9.0)  # so much later, most of them soon
     ping_ms: int = 150
+    silence_ms: int = 1_500
+    starved: float = 0.0  # every process gets a tenth of its time, in pauses of so many seconds at most
+    blips: int = 0  # connections that end on the way, and are made again
     dies_registering: float = 0.0  # a decode, once, when a prefill that was started again gets its Register
     orphans: float = 0.7  # a killed writer leaves a child that goes on writing
     partitions: int = 0  # a process cut off from some or all others, in one direction or both
@@ -264,6 +267,15 @@ def _waiting(base: Profile, rng: random.Random) -> Profile:
     )  # fmt: skip
 
 
+def _starved(base: Profile, rng: random.Random) -> Profile:
+    """A busy host, on which nobody dies: whoever is slow is only slow."""
+    return replace(
+        base, starved=rng.choice([0.3, 1.0]), silence_ms=3_000, blips=10, arena_tokens=4096, pool_tokens=4096,
+        window=64, span=rng.choice([2.0, 5.0]), abort=0.1, deadline=(60.0, 90.0), write=rng.choice([0.0001, 0.01]),
+        routers=rng.choice([0, 0, 1]), skew=0.0,
+    )  # fmt: skip
+
+
 def _strangers(base: Profile, rng: random.Random) -> Profile:
     """No other faults: what an honest room suffers, it suffers from strangers."""
     return replace(
@@ -340,6 +352,7 @@ FURTHER = {
     "waiting": _waiting,
     "strangers": _strangers,
     "spelled": _spelled,
+    "starved": _starved,
     "checked": _checked,
     "groups": _groups,
     "leaving": _leaving,

@@ -91,9 +91,11 @@ class _Part:
         self.seconds = room.deadline  # that this part has
 
     def check_cause(self, cause: Cause) -> None:
-        """No honest room is lost to a stranger."""
+        """No honest room is lost to a stranger, and none to a busy host."""
         if self.world.strangers and self.room.honest and not self.room.given_up:
             self.world.fail(f"room {self.room.id} is lost to a stranger: {cause}")
+        if self.world.profile.starved and not self.room.given_up:
+            self.world.fail(f"room {self.room.id} is lost, though everybody lives: {cause}")
 
     def check_deadline(self, node: DecodeNode | PrefillNode, cause: Cause | None) -> None:
         """No room waits beyond its deadline, and none is said to have that was not there yet."""

@@ -132,6 +132,9 @@ class RouterNode(Process):
     def receive(self, source: str, message: Message) -> None:
         self.perform(self.core.receive(source, message, self.clock))
 
+    def gone(self, name: str, evidence: str, *, host: bool) -> None:
+        self.perform(self.core.gone(name, evidence, self.clock))
+
     def kill(self) -> None:
         """The process dies; its clients lose their connections, its workers have to stop what it began."""
         world = self.world
@@ -148,7 +151,8 @@ class RouterNode(Process):
             desk = node.desk
             if desk is not None and not node.dead:
                 rooms, before = desk.running_of(self), node.disturbed
-                wait = 1.3 * (self.limits.silence_ms + self.limits.ping_ms) / 1e3
+                told = self.limits.slow_ms if world.kernels.share == 1.0 else self.limits.silence_ms
+                wait = 1.3 * (told + self.limits.ping_ms) / 1e3
                 world.at(wait, lambda d=desk, r=rooms, b=before: self._check_stopped(d, r, b))
 
     def _check_stopped(self, desk: Desk, rooms: list[int], before: int) -> None:

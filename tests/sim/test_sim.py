@@ -79,6 +79,14 @@ def test_every_world_whose_rooms_wait_keeps_the_invariants(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
+def test_no_room_is_lost_where_every_process_gets_a_tenth_of_its_time(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="starved")
+    assert not tally.failure, tally.failure
+    for what in ("freezes", "connections made again", "evidence that somebody is gone", "ready"):
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_with_strangers_keeps_the_invariants(chunk: int) -> None:
     tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="strangers")
     assert not tally.failure, tally.failure
@@ -115,7 +123,8 @@ def test_worlds_show_what_they_are_for() -> None:
         "partitions", "one-way partitions", "messages held at a cut", "cells that the engine forgets",
         "Failed before its writing has ended", "router kills", "rooms of dead routers", "retries", "resumptions",
         "tokens shared", "blocks evicted", "rooms with a rank left out", "decode nodes that stay away",
-        "fences of who stays away", "grants that waited for memory", "grants read back",
+        "fences of who stays away", "dead and frozen peers found", "evidence that somebody is gone",
+        "grants that waited for memory", "grants read back",
         "grants read back after the room failed", "rooms with a corrupted row",
         "requests: finished", "requests: its router died", "requests: failed full",
         "sparse rooms preloaded", "sparse rooms all-miss", "sparse rooms retracted", "sparse rooms readmitted",

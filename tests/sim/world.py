@@ -18,6 +18,7 @@ from pdtransfer.wire import Begin, Ranks
 from .calls import Call
 from .decodes import DecodeNode
 from .groups import Group
+from .kernels import Kernels
 from .network import Network
 from .pools import LAYERS, Shape
 from .prefills import PrefillNode
@@ -46,6 +47,7 @@ class World:
         self.seen: Counter[str] = Counter()
         self.trace: list[str] | None = None
         self.network = SpelledNetwork(self) if self.profile.spellings > 1 else Network(self)
+        self.kernels = Kernels(self)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
         self._happened = 0
@@ -173,6 +175,18 @@ class World:
             self.at(rng.uniform(0.7, 1.0) * p.span, lambda: self._leave(rng.choice(second)[0]))
         for _ in range(p.partitions):
             self._plan(self._part)
+        for _ in range(p.blips):
+            self.at(rng.uniform(0.0, p.span), self.kernels.blip)
+        if p.starved:
+            for process in self.processes.values():
+                self._starve(process)
+
+    def _starve(self, process: Process) -> None:
+        """It runs for a moment, and then waits nine times as long for a processor."""
+        runs = self.rng.uniform(0.001, self.profile.starved / 9)
+        self.at(runs, lambda: process.freeze(9 * runs))
+        if not self.healed:
+            self.at(10.001 * runs, lambda: self._starve(process))
 
     def _leave(self, leader: PrefillNode | DecodeNode) -> None:
         assert leader.desk is not None

@@ -10,6 +10,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pdtransfer.bus import Bus, BusLimits
+from pdtransfer.bus.gone import Gone
 from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.errors import RemoteProtocolError, WorldError
 from pdtransfer.wire import Goodbye, Grant, Hello, Identity, Message, Part, Ping, Pong, Ranks, decode, encode
@@ -47,9 +48,10 @@ class Node:
         self.heard: list[tuple[str, Message]] = []
         self.refusals: list[tuple[str, RemoteProtocolError]] = []
         self.reached: list[tuple[str, str]] = []  # who connected, and from where
+        self.gone: dict[str, str] = {}  # the evidence that stands
         self.bus = Bus(
             node=name, keys=keys, allowed=names, receive=self.receive, refused=self.refused, limits=limits,
-            reached=lambda peer: self.reached.append((peer, self.bus.address_of(peer))),
+            reached=lambda peer: self.reached.append((peer, self.bus.address_of(peer))), gone=self.report_gone,
         )  # fmt: skip
 
     def receive(self, peer: str, message: Message) -> None:
@@ -58,6 +60,12 @@ class Node:
             self.bus.send(peer, Pong(message.incarnation))
         elif type(message) is Hello and self.greets:
             self.bus.send(peer, Goodbye(message.identity.incarnation, "met"))
+
+    def report_gone(self, peer: str, gone: Gone | None) -> None:
+        if gone is None:
+            del self.gone[peer]
+        else:
+            self.gone[peer] = gone.text
 
     def refused(self, peer: str, error: RemoteProtocolError) -> None:
         self.refusals.append((peer, error))

@@ -29,8 +29,11 @@ from tests.support.waiting import PATIENCE_S
 LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=200, silence_ms=4_000, fence_poll_ms=20)
 
 
+CPUS = "auto"
+
+
 def settings(node: str, limits: Limits = LIMITS, **more: Any) -> NodeSettings:
-    return NodeSettings(**{"node": node, "model": "m", "weights": b"w", "limits": limits, **more})
+    return NodeSettings(**{"node": node, "model": "m", "weights": b"w", "limits": limits, "cpus": CPUS, **more})
 
 
 def component(pool: Pool) -> Component:

@@ -11,6 +11,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,9 @@ def decode_host(files: Path) -> dict[str, Any]:
         far.ask(["Leased", 2])
         link.cut()
         far.ask(["cut"])
+        cut = time.monotonic()
         failed = ended(2)
+        failed_s = time.monotonic() - cut
         wait_for(lambda: not dialled.connected, "decode keeps the connection", PATIENCE_S)
         far.ask(["hung up"])
         link.heal()
@@ -189,7 +192,7 @@ def decode_host(files: Path) -> dict[str, Any]:
         wait_for(lambda: lands(next(rooms)), "no room lands in the slots of room 2", PATIENCE_S)
     far.process.communicate(timeout=30)
     assert isinstance(failed, RoomFailed)
-    return {"cause": failed.cause, "detail": failed.detail}
+    return {"cause": failed.cause, "detail": failed.detail, "failed_s": failed_s}
 
 
 if __name__ == "__main__":

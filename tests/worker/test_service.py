@@ -276,6 +276,28 @@ def test_a_silent_routers_rooms_stop_and_nobody_elses() -> None:
     assert End(7, "aborted", "", 0) in messages(daemon.wait(1), End)
 
 
+def test_a_slow_router_keeps_its_rooms_and_one_that_is_gone_loses_them() -> None:
+    daemon = Daemon(slow_ms=2_000, silence_ms=10_000)
+    daemon.hear(A, begin(7))
+    assert not [each for each in daemon.wait(9.5, alive=()) if isinstance(each, StopRoom)]
+    daemon.hear(A, Ping(1))
+    assert daemon.service.gone(A, "its connection has ended", daemon.now) == []
+    effects = daemon.wait(2.6, alive=())
+    assert [each for each in effects if isinstance(each, StopRoom)] == [StopRoom(7, Cause.PEER_LOST)]
+
+
+def test_evidence_about_a_router_that_was_forgotten_is_nothing() -> None:
+    daemon = Daemon()
+    daemon.hear(A, begin(7))
+    daemon.end(7, "aborted")
+    away = max(LIMITS.room_deadline_ms, 2 * LIMITS.silence_ms) / 1e3
+    daemon.now += away
+    daemon.service.gone(A, "its connection has ended", daemon.now)
+    assert not daemon.service.knows(A)
+    assert daemon.service.gone(A, "its connection has ended", daemon.now) == []
+    daemon.wait(1.0, alive=(B,))
+
+
 def test_a_router_that_stays_away_is_forgotten_once_its_rooms_have_ended() -> None:
     daemon = Daemon()
     daemon.hear(A, begin(7))

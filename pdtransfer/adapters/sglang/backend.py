@@ -174,6 +174,7 @@ class Manager(CommonKVManager):
             node=f"{role}-{host}-{os.getpid()}", model=model_name(name, self._cache_dtype),
             weights=weights_digest(self._facts()), facts=self._shown_facts(), keys=keys, allowed=allowed,
             insecure=self._settings.insecure, ranks=self._ranks,
+            limits=self._settings.limits, cpus=self._settings.client_cpus,
         )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ SGLang's scheduler calls it from one thread. It never waits, except where pages 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,13 +25,10 @@ from ...client import (
     RoomLanded,
     RoomLeased,
 )
+from ..quiesce import Quiescence
 from .changes import Change
 from .labels import Meetings
 from .pools import KV, PAGE_SIZE_MAX, CachePart, KVPools
-
-log = logging.getLogger(__name__)
-
-QUIESCE_S = 30.0  # that the scheduler waits for reads in flight of pages that it is about to reuse
 
 Indices = NDArray[np.integer]
 
@@ -69,6 +65,7 @@ class SendingSide:
         self._client, self._parts = client, pools.parts
         self._page_size = pools.parts[0].page_size
         self._time_left_s, self._clock = time_left_s, clock
+        self._quiescence = Quiescence(client, clock)
         self._meetings = Meetings(self._open, self._refuse, kept_s=time_left_s, clock=clock)
         self._sent: dict[int, Sent] = {}  # by bootstrap_room
         self._rooms: dict[int, int] = {}  # bootstrap_room by room
@@ -130,9 +127,8 @@ class SendingSide:
             return
         if not sent.pushed:
             self._client.abort(sent.room, f"bootstrap_room {bootstrap_room} was given up")
-        elif not self._client.quiesce(sent.room, QUIESCE_S):
-            # What is read from now on is of a room that has failed: nobody uses it.
-            log.error("room %d: its pages are still read after %s s, and are reused", bootstrap_room, QUIESCE_S)
+        else:
+            self._quiescence.wait([(sent.room, f"room {bootstrap_room}")])
 
     def turn(self) -> list[Change]:
         """What has changed since the last call."""

@@ -165,6 +165,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             model=model_name(self._settings.model or dialect.served_name(self._vllm_config), facts["cache"]),
             weights=weights_digest(facts), facts=self._facts, keys=keys, allowed=allowed,
             insecure=self._settings.insecure, ranks=ranks,
+            limits=self._settings.limits, cpus=self._settings.client_cpus,
         )  # fmt: skip
 
     def _prefill_client(self, described: Pools, extent: Extent, ranks: Ranks, facts: dict[str, Any]) -> PrefillClient:

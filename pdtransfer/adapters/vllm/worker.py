@@ -29,6 +29,7 @@ from ...client import (
     room_id,
 )
 from ...handoff.cell_sizes import is_full
+from ..quiesce import Quiescence
 from . import figures
 from .orders import Chunk, Open, Orders, Receive, Refuse, Withdraw
 from .pools import Pools
@@ -41,7 +42,6 @@ FACT_LENGTH_MAX = 128  # of a label
 SHARE_MAX = 0.1  # of requests that decode may compute itself before that is a warning
 SHARE_OF, SHARE_OF_MIN = 100, 10  # requests that are looked at, and fewest of them
 SHARE_PAUSE_S = 60.0  # between two warnings
-QUIESCE_S = 30.0  # that a step waits for writes in flight whose blocks are about to be reused
 
 
 def differing(detail: str, facts: Mapping[str, str]) -> list[str]:
@@ -136,6 +136,7 @@ class WorkerSide:
         self._rows, self._layers, self._complete_after = pools.rows, pools.layers, pools.complete_after
         self._prefill, self._decode = prefill, decode
         self._time_left_s, self._copied_up, self._clock = time_left_s, copied_up, clock
+        self._quiescence = None if prefill is None else Quiescence(prefill, clock)
         self._recomputes, self._share, self._facts = recomputes, ComputedShare(clock), facts or {}
         self._sending: dict[str, _SentRoom] = {}
         self._receiving: dict[str, _ReceivedRoom] = {}
@@ -152,13 +153,9 @@ class WorkerSide:
 
     def quiesce(self, orders: Orders) -> None:
         """Before blocks are overwritten: waits until nothing reads those of preempted requests."""
-        for request_id in orders.quiesce:
-            sending = self._sending.pop(request_id, None)
-            if sending is None or self._prefill is None:
-                continue
-            if not sending.drained and not self._prefill.quiesce(sending.room, QUIESCE_S):
-                # Whatever is read from now on is of a room that has failed: nobody uses it.
-                log.error("request %s: its blocks are still read after %s s, and are reused", request_id, QUIESCE_S)
+        sent = [(name, self._sending.pop(name)) for name in orders.quiesce if name in self._sending]
+        if self._quiescence is not None:
+            self._quiescence.wait((each.room, f"request {name}") for name, each in sent if not each.drained)
 
     def begin(self, orders: Orders) -> None:
         """Before the model runs."""

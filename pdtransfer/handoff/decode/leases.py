@@ -73,7 +73,7 @@ class Leases:
             assert lease.state is not Lease.ENDED
             if session.state is SessionState.FENCING:
                 return  # The session's repeated Reject covers it.
-            if (now - lease.aborted) * 1e3 >= self._limits.silence_ms:
+            if (now - lease.aborted) * 1e3 >= self._limits.slow_ms:
                 self._condemn(lease)
             self._out(Send(session.peer, Abort(session.id, number, lease.message.room, lease.detail)))
         lease.repeat_ms = backoff_ms(lease.repeat_ms, self._limits.resend_ms, self._limits.resend_ms_max)
@@ -82,7 +82,7 @@ class Leases:
     def grown(self, now: float) -> None:
         """More of the arena is ready on this node."""
         for session in self._peers.sessions.values():
-            if session.state is SessionState.UP:
+            if session.state in (SessionState.UP, SessionState.SLOW):
                 self.ready(session, now)
 
     def ready(self, session: SessionRecord, now: float) -> None:
@@ -92,7 +92,7 @@ class Leases:
                 self.repeat(lease, now)
 
     def abort(self, lease: LeaseEntry, detail: str, now: float) -> None:
-        """The room does not need the lease, for the reason in `detail`: Abort repeats until a proof. After silence_ms
+        """The room does not need the lease, for the reason in `detail`: Abort repeats until a proof. After slow_ms
         without one it is quarantined."""
         if lease.state is Lease.GRANTED:
             lease.detail = detail[:TEXT_LENGTH_MAX]

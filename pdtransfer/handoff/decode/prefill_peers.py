@@ -4,8 +4,9 @@ A peer is one process, however it is reached: it has the name of one endpoint. W
 same process, that one is hung up, and its name stands for the peer until this is silent or another process.
 
 A dialled peer is sent Hello until it answers with Welcome. Then a session is opened, and Register repeats until the
-arena is mapped there. A silent peer keeps its session, quarantined, until the peer is seen again or the session is
-fenced. A peer without a session is always being greeted: a Hello is due, or was sent.
+arena is mapped there. A slow peer is granted nothing new until it is seen again. A silent one keeps its session,
+quarantined, until the peer is seen again or the session is fenced. A peer without a session is always being greeted: a
+Hello is due, or was sent.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class PrefillPeers:
         if peer.refusal is not None:
             return peer.refusal
         if peer.liveness.silent(now):
-            return Cause.PEER_LOST, f"{name} has been silent for {peer.liveness.silent_ms(now):.0f} ms"
+            return Cause.PEER_LOST, peer.liveness.why(name, now)
         if peer.quarantined_bytes > limits.quarantine_fraction_max * arena_bytes:
             return Cause.PEER_LOST, f"{name} keeps {peer.quarantined_bytes} bytes of the arena in quarantine"
         return None
@@ -158,8 +159,8 @@ class PrefillPeers:
         peer = self.peers[session.peer]
         if peer.session is not session:
             return
-        peer.liveness.last_seen = now
-        if session.state is SessionState.SILENT:
+        peer.liveness.seen(now)
+        if session.state in (SessionState.SLOW, SessionState.SILENT):
             session.state = step(SESSION, session.state, SessionEvent.HEAR)
             session.fence_ms = 0
             self._up(peer)
@@ -195,7 +196,8 @@ class PrefillPeers:
         elif peer.session is not None and peer.session.state not in _OPENING:
             # It asked for Hello, so it keeps no session with this node.
             self.condemn(peer.session, Cause.PEER_LOST, f"{name} had forgotten this node", now)
-        peer.liveness.last_seen, peer.refusal, peer.identity = now, None, theirs
+        peer.liveness.seen(now)
+        peer.refusal, peer.identity = None, theirs
         if self._is_known(peer, now):
             return
         if peer.session is None and not self._may_open(peer):
@@ -298,7 +300,7 @@ class PrefillPeers:
         elif peer.session is not None:
             self.mark_seen(peer.session, now)
         else:
-            peer.liveness.last_seen = now
+            peer.liveness.seen(now)
 
     def goodbye(self, name: str, message: Goodbye, now: float) -> None:
         """The process leaves; a successor is greeted at the slowest pace."""
@@ -369,6 +371,13 @@ class PrefillPeers:
         self._quiet(session)
         self._out(Forget(session_id))
         self._detach(session, now)
+
+    def gone(self, name: str, evidence: str, now: float) -> None:
+        """There is evidence that the peer is gone; empty: no longer. It is repeated while it stands."""
+        peer = self.peers.get(name)
+        if peer is not None:
+            peer.liveness.report(evidence, now)
+            self._check_silence(peer, now)
 
     def tick(self, key: TimerKey, now: float) -> bool:
         """Acts on a due key of its own: repeats messages, polls fences, detects silence. Returns False for other
@@ -447,14 +456,20 @@ class PrefillPeers:
         self.timers.set(("alive", peer.name, 0), now + self._limits.ping_ms / 1e3)
         if peer.identity is not None and silent_ms >= self._limits.ping_ms / 2:
             self._out(Send(peer.name, Ping(self.identity.incarnation)))
-        if peer.liveness.silent(now) and peer.refusal is None:
-            self._silence(peer, f"{peer.name} has been silent for {silent_ms:.0f} ms", now)
+        self._check_silence(peer, now)
         if silent_ms >= self._limits.forget_ms and all(s.peer != peer.name for s in self.sessions.values()):
             self._forget(peer)
 
+    def _check_silence(self, peer: PeerRecord, now: float) -> None:
+        session = peer.session
+        if session is not None and session.state is SessionState.UP and peer.liveness.slow(now):
+            session.state = step(SESSION, session.state, SessionEvent.SLOW)
+        if peer.liveness.silent(now) and peer.refusal is None:
+            self._silence(peer, peer.liveness.why(peer.name, now), now)
+
     def _silence(self, peer: PeerRecord, text: str, now: float) -> None:
         session = peer.session
-        if session is not None and session.state is SessionState.UP:
+        if session is not None and session.state in (SessionState.UP, SessionState.SLOW):
             session.state = step(SESSION, session.state, SessionEvent.SILENCE)
             self._lost(session, Cause.PEER_LOST, text, now)
             self._fence(session, now)

@@ -189,6 +189,12 @@ class DecodeSessions:
         self.leases.grown(now)
         return self._effects(now)
 
+    def gone(self, peer: str, evidence: str, now: float) -> list[DecodeEffect]:
+        """There is evidence that the peer is gone, such as a port that refuses connections; empty: no longer. It is
+        repeated while it stands."""
+        self.prefill_peers.gone(peer, evidence, now)
+        return self._effects(now)
+
     def fenced(self, session_id: int, now: float) -> list[DecodeEffect]:
         """Answers Fence: its session is proven quiet."""
         self.prefill_peers.fenced(session_id, now)

@@ -97,7 +97,7 @@ class DecodePeers:
             if not isinstance(message, Reject | Goodbye):
                 self._out(Send(name, Reject(0, "hello_required", ())))
             return
-        peer.liveness.last_seen = now
+        peer.liveness.seen(now)
         match message:
             case Ping():
                 self._out(Send(name, Pong(self.identity.incarnation)))
@@ -176,13 +176,19 @@ class DecodePeers:
             case ("alive", str(name), _):
                 peer = self.peers[name]
                 if peer.liveness.silent(now):
-                    text = f"{name} has been silent for {peer.liveness.silent_ms(now):.0f} ms"
-                    self._depart(peer, Cause.PEER_LOST, text, now)
+                    self._depart(peer, Cause.PEER_LOST, peer.liveness.why(name, now), now)
                 else:
                     self._watch(peer, now)
             case _:
                 return False
         return True
+
+    def gone(self, name: str, evidence: str, now: float) -> None:
+        """There is evidence that the decode node's process is gone; empty: no longer. It is repeated while it
+        stands."""
+        if (peer := self.peers.get(name)) is not None:
+            peer.liveness.report(evidence, now)
+            self.tick(("alive", name, 0), now)
 
     def _watch(self, peer: DecodePeer, now: float) -> None:
         """Checks the peer soon, though it cannot be silent before `silent_at`: only a timer that fires late tells time
@@ -223,7 +229,8 @@ class DecodePeers:
             liveness = Liveness(self._limits, now, theirs.incarnation, silence_ms=silence_ms)
             peer = self.peers[name] = DecodePeer(name, theirs.window, liveness, 1)
             self._watch(peer, now)
-        peer.liveness.last_seen, peer.window = now, min(theirs.window, self._limits.window)
+        peer.liveness.seen(now)
+        peer.window = min(theirs.window, self._limits.window)
         peer.group_size = theirs.ranks.tp_size * theirs.ranks.pp_size
         self._out(Send(name, Welcome(version, ours)))
 

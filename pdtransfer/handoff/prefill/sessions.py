@@ -223,6 +223,12 @@ class PrefillSessions:
                 self._settle(grant, now)
         return self._effects()
 
+    def gone(self, peer: str, evidence: str, now: float) -> list[PrefillEffect]:
+        """There is evidence that the decode node's process is gone, such as a connection that has ended for good;
+        empty: no longer. It is repeated while it stands."""
+        self.decode_peers.gone(peer, evidence, now)
+        return self._effects()
+
     def next_tick(self) -> float | None:
         """When `tick` is due; None if nothing is."""
         return self._timers.next()

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Concatenate, Literal, ParamSpec
 
 from ...bus import Bus, BusLimits
+from ...bus.gone import Gone
 from ...bus.keys import AllowList
 from ...errors import RemoteProtocolError
+from ...handoff.liveness import Liveness
 from ...node import NodeSettings
 from ...node.core_driver import LoopClock, Ticker
 from ...node.settings import REVOKED
@@ -34,8 +36,6 @@ from ...wire import (
     Welcome,
 )
 
-# Times silence_ms until a rank is lost: it ends its whole worker, where another peer's loss ends some rooms.
-SILENCES = 5
 LIMITS = BusLimits(send_queue=1 << 14)  # enough for every room of a worker to begin or end in one turn of the loop
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ Fields = ParamSpec("Fields")
 class RankLink:
     """The stream of messages from one rank."""
 
-    heard: float
+    liveness: Liveness
     taken: int = 0  # number of the latest message
 
 
@@ -68,25 +68,25 @@ class RankBus:
         self._sent = 0  # number of the latest message; numbered messages go to all ranks
         self._watched = False
         self._ping_s = settings.limits.ping_ms / 1e3
-        self._silence_s = SILENCES * settings.limits.silence_ms / 1e3
+        self._limits = settings.limits
         self._clock = LoopClock.among_peers(settings.limits.ping_ms)
         self._due = self._clock.now() + self._ping_s
         self._ticker = Ticker(lambda: self._due, self._tick, self._clock)
         self._ticker.arm()
         self.bus = Bus(
             node=settings.node, keys=settings.keys, allowed=settings.allowed, insecure=settings.insecure,
-            receive=self._receive, refused=self._refused, limits=LIMITS, supersede=False,
+            receive=self._receive, refused=self._refused, limits=LIMITS, supersede=False, gone=self._report_gone,
         )  # fmt: skip
 
     def link(self, peer: str) -> None:
         """Accepts the peer as a rank of this worker."""
-        self._links[peer] = RankLink(self._clock.now())
+        self._links[peer] = RankLink(Liveness(self._limits, self._clock.now()))
 
     def watch(self) -> None:
         """Starts to watch for silence: every rank can answer now."""
         self._watched = True
         for link in self._links.values():
-            link.heard = self._clock.now()
+            link.liveness.seen(self._clock.now())
 
     def send(
         self, kind: Callable[Concatenate[int, Fields], Message], *args: Fields.args, **more: Fields.kwargs
@@ -119,6 +119,10 @@ class RankBus:
         self._ticker.stop()
         await self.bus.close()
 
+    def _report_gone(self, peer: str, gone: Gone | None) -> None:
+        if (link := self._links.get(peer)) is not None:
+            link.liveness.report("" if gone is None else gone.text, self._clock.now())
+
     def _post(self, peer: str, message: Message) -> None:
         if not self.bus.send(peer, message):
             self.lose(peer, "gone")
@@ -137,7 +141,7 @@ class RankBus:
             self._refused(peer, error)
 
     def _count(self, peer: str, link: RankLink, message: Message) -> None:
-        link.heard = self._clock.now()
+        link.liveness.seen(self._clock.now())
         if isinstance(message, Ping):
             self._post(peer, Pong(self.identity.incarnation))
         elif isinstance(message, Numbered):
@@ -156,7 +160,7 @@ class RankBus:
         now = self._clock.now()
         self._due = now + self._ping_s
         for peer, link in list(self._links.items()):
-            if self._watched and now - link.heard >= self._silence_s:
-                self.lose(peer, f"silent for {self._silence_s:g} s")
+            if self._watched and link.liveness.silent(now):
+                self.lose(peer, link.liveness.why("it", now))
             else:
                 self._post(peer, Ping(self.identity.incarnation))

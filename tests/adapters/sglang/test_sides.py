@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -334,3 +334,27 @@ def test_metadata_of_another_size_fails_its_request_alone() -> None:
         assert made.decode[0].aux == {}
         wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
         made.hand_over(8, source=[5], target=[1])
+
+
+def test_pages_are_not_reused_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives them to another request as soon as `give_up` returns."""
+    with world() as made:
+        made.meet(7, [1, 8])
+        made.push(7, [5])
+        side, asked, may_drain, over = made.prefill[0].side, Event(), Event(), Event()
+        node = side._client._node
+        abort = node.abort
+
+        def late(room: int) -> None:
+            asked.set()
+            assert may_drain.wait(30.0)
+            abort(room)
+
+        monkeypatch.setattr(node, "abort", late)
+        thread = Thread(target=lambda: (side.give_up(7), over.set()))
+        thread.start()
+        assert asked.wait(30.0)
+        assert not over.wait(0.3)
+        may_drain.set()
+        assert over.wait(30.0)
+        thread.join()

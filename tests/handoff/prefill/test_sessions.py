@@ -846,6 +846,29 @@ def test_a_decode_node_that_falls_silent_loses_its_sessions() -> None:
     assert sent(end.hear(Ping(1)), Reject) == [Reject(0, "hello_required", ())]
 
 
+def test_a_decode_node_whose_process_is_gone_loses_its_sessions_once_it_is_slow() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open()
+    end.hear(grant())
+    assert end.core.gone(D, "its connection has ended", end.now) == []
+    assert of(end.tick(LIMITS.slow_ms / 1e3 - 0.1), RoomFailed) == []
+    assert failure(end.tick(0.1)) == (1, Cause.PEER_LOST)
+    assert end.core.peers == {}
+    assert end.core.gone(D, "its connection has ended", end.now) == []
+
+
+def test_a_decode_node_that_is_back_in_time_keeps_its_sessions() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open()
+    end.hear(grant())
+    end.core.gone(D, "its connection has ended", end.now)
+    end.tick(1.0)
+    end.hear(end.hello())
+    assert of(end.tick(LIMITS.slow_ms / 1e3 + 1.0), RoomFailed) == []
+
+
 def test_a_quiet_peer_is_looked_at_often_enough_to_tell_silence_from_time_that_nobody_ran() -> None:
     end = PrefillEnd()
     end.hear(end.hello())

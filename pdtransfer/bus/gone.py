@@ -1,0 +1,65 @@
+"""What the kernel says about peers that are gone: a connection that has ended and does not come back, a host that
+acknowledges nothing.
+
+A frozen process looks like a busy one here: its kernel still accepts and acknowledges. That is no evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .connections import Connection
+from .limits import BusLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The evidence, for people. With `host` it is about the peer's host or the network to it: the peer's process may
+    still be there when the network is back."""
+
+    text: str
+    host: bool = False
+
+
+UNACKNOWLEDGED = Gone("its host acknowledges nothing", host=True)
+ENDED = Gone("its connection has ended, and no other came")
+
+
+class AbsentPeers:
+    """Peers of a listener: whose connection has ended, and for how long. It cannot dial them."""
+
+    def __init__(self, limits: BusLimits) -> None:
+        self._limits = limits
+        self._ended: dict[str, tuple[float, Gone]] = {}  # by name: since when
+        self._unacknowledged = frozenset[str]()
+
+    def end(self, name: str, now: float) -> None:
+        """The connection that owned this name has ended. Where its host had acknowledged nothing before, the kernel
+        ended it for that, and it says nothing about the process."""
+        evidence = UNACKNOWLEDGED if name in self._unacknowledged else ENDED
+        self._ended.setdefault(name, (now, evidence))
+        if len(self._ended) > self._limits.named_max:
+            del self._ended[next(iter(self._ended))]
+
+    def back(self, name: str) -> None:
+        """The peer has said Hello."""
+        self._ended.pop(name, None)
+
+    def check(self, named: Iterable[Connection], lives: Callable[[str], bool], now: float) -> dict[str, Gone]:
+        """Returns the evidence by peer. `lives` tells whether another connection of the peer's process stands."""
+        found: dict[str, Gone] = {}
+        for connection in named:
+            if connection.tcp is None:
+                continue
+            if not connection.tcp.is_open:
+                self.end(connection.name, now)
+            elif connection.tcp.unacknowledged(self._limits):
+                found[connection.name] = UNACKNOWLEDGED
+        self._unacknowledged = frozenset(found)
+        for name, (since, evidence) in list(self._ended.items()):
+            if (now - since) * 1e3 >= self._limits.absent_kept_ms:
+                del self._ended[name]
+            elif evidence.host or not lives(name):
+                found[name] = evidence
+        return found

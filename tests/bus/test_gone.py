@@ -112,7 +112,7 @@ async def test_an_endpoint_where_nothing_listens_is_gone_from_the_start() -> Non
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     async with Node("d", limits=QUICK) as decode_node:
-        peer = decode_node.bus.dial(f"tcp://127.0.0.1:{port}")
+        peer = decode_node.bus.dial(f"tcp://127.0.0.1:{port}", "prefill")
         await until(lambda: decode_node.gone == {peer: "nothing listens there"})
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from pdtransfer.bench.models import PAGE_SIZE, components
 from pdtransfer.bench.report import Figures, Line
+from pdtransfer.limits import Limits
 
 from .ranks import FaultyRankPair
 
@@ -63,7 +64,8 @@ def _aborts(count: int) -> Figures:
 def _frozen(rooms: int, rounds: int) -> Figures:
     source, target = components("mla", source_slots=64 * PAGE_SIZE, target_slots=(_STALLED + 8) * _TOKENS)
     quiet, beside = list[float](), list[float]()
-    with FaultyRankPair(source, target, bystander=True) as ranks:
+    limits = Limits(silence_ms=2_000)  # the longer default would only make each round longer
+    with FaultyRankPair(source, target, bystander=True, limits=limits) as ranks:
         _us(ranks, rooms)
         for _ in range(rounds):
             quiet.append(float(np.percentile(_us(ranks, rooms), 99)))

@@ -22,7 +22,7 @@ MUTANTS: dict[str, Mutant] = {
     "Drained sent early": Mutant(prefill.drained_sent_early, "lossy", 6),
     "ended grants forgotten": Mutant(prefill.ended_grants_forgotten, "crowded", 75),
     "a late message revives a room": Mutant(decode.late_message_revives_room, "quiet", 3),
-    "silence taken for a fence": Mutant(decode.silence_taken_for_a_fence, "rough", 9),
+    "silence taken for a fence": Mutant(decode.silence_taken_for_a_fence, "rough", 30),
     "a new incarnation taken for a fence": Mutant(decode.new_incarnation_taken_for_a_fence, "deadly", 12),
     "condemned taken for quiet": Mutant(decode.condemned_taken_for_quiet, "deadly", 12),
     "pages reused when the room fails": Mutant(prefill.pages_reused_when_the_room_fails, "lossy", 3),

@@ -517,9 +517,10 @@ class Bus:
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            if name := self._connections.name_of(route):
-                self._absent.end(name, self._loop.time())
+            name = self._connections.name_of(route)
             self._connections.depart(route)
+            if name and self._connections.route_of(name) is None:
+                self._absent.end(name, self._loop.time())
             return False
         return True
 

@@ -43,19 +43,26 @@ class AbsentPeers:
             del self._ended[next(iter(self._ended))]
 
     def back(self, name: str) -> None:
-        """The peer has said Hello."""
+        """The peer has said Hello, or goes on by another connection."""
         self._ended.pop(name, None)
 
     def check(self, named: Iterable[Connection], lives: Callable[[str], bool], now: float) -> dict[str, Gone]:
-        """Returns the evidence by peer. `lives` tells whether another connection of the peer's process stands."""
-        found: dict[str, Gone] = {}
+        """Returns the evidence by peer, which may have several connections: all have to show it. `lives` tells whether
+        a line of the peer's process stands."""
+        ended, silent, answering = set[str](), set[str](), set[str]()
         for connection in named:
-            if connection.tcp is None:
-                continue
-            if not connection.tcp.is_open:
-                self.end(connection.name, now)
-            elif connection.tcp.unacknowledged(self._limits):
-                found[connection.name] = UNACKNOWLEDGED
+            tcp, name = connection.tcp, connection.name
+            if tcp is not None and not tcp.is_open:
+                ended.add(name)
+            elif tcp is not None and tcp.unacknowledged(self._limits):
+                silent.add(name)
+            else:
+                answering.add(name)
+        found = dict.fromkeys(silent - answering, UNACKNOWLEDGED)
+        for name in ended - silent - answering:
+            self.end(name, now)
+        for name in silent | answering:
+            self.back(name)
         self._unacknowledged = frozenset(found)
         for name, (since, evidence) in list(self._ended.items()):
             if (now - since) * 1e3 >= self._limits.absent_kept_ms:

@@ -135,6 +135,26 @@ def test_a_connection_that_the_kernel_ended_for_want_of_an_answer_says_nothing_o
     assert absent.check([], lambda _: False, 2.0) == {}
 
 
+def test_a_peer_that_goes_on_by_another_connection_is_not_gone() -> None:
+    class Tcp:
+        def __init__(self, *, is_open: bool) -> None:
+            self.is_open = is_open
+
+        def unacknowledged(self, _: object) -> bool:
+            return False
+
+    class Connection:
+        name = "node:d"
+
+        def __init__(self, *, is_open: bool) -> None:
+            self.tcp = Tcp(is_open=is_open)
+
+    absent, ended, stands = AbsentPeers(QUICK), Connection(is_open=False), Connection(is_open=True)
+    assert absent.check([ended], lambda _: False, 0.0) == {"node:d": ENDED}
+    assert absent.check([ended, stands], lambda _: False, 1.0) == {}
+    assert absent.check([ended], lambda _: False, 2.0) == {"node:d": ENDED}
+
+
 def test_few_absent_peers_are_kept_and_none_for_long() -> None:
     absent = AbsentPeers(replace(QUICK, named_max=2))
     for number in range(4):

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .planted import Patch, decode, fairness, leaders, placed, prefill, requests, rows, silence, sparse, spellings, strangers
+from .planted import (
+    Patch,
+    decode,
+    fairness,
+    leaders,
+    placed,
+    prefill,
+    requests,
+    rows,
+    silence,
+    sparse,
+    spellings,
+    strangers,
+)
 
 
 @dataclass(frozen=True, slots=True)

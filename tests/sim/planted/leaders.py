@@ -15,7 +15,7 @@ from . import Patch
 
 def waited_for_alone(patch: Patch) -> None:
     """A room waits for the leaders, and not for the ranks that they lead."""
-    patch(RoomGroups, "sources", lambda self, room: room.leaders)
+    patch(RoomGroups, "sources", lambda self, room, now: room.leaders)
 
 
 def greeted_undialled(patch: Patch) -> None:

@@ -379,6 +379,9 @@ class RouterConfig(NodeConfig):
         str,
         _help("Whose tokenizer and chat template: a checkpoint's directory; bytes are the ids of reference and stamp."),
     ] = REFERENCE
+    body_readers: Annotated[
+        int, _help("Processes that decode and tokenise large bodies of requests, started when they are needed.")
+    ] = 2
     enable_hisparse: Annotated[bool, _help("Default of requests without this field: keep their KV in host memory.")] = (
         False
     )
@@ -407,6 +410,7 @@ class RouterConfig(NodeConfig):
             rf"pdtransfer|{'|'.join(HTTP_ENGINES)}|{_FACTORY}",
             f"pdtransfer, {' or '.join(HTTP_ENGINES)}",
         )
+        bound("body_readers", self.body_readers, 1, 64)
         self._check_bind("listen", self.listen, keyed=self.api_keys is not None)
         if self.relays:
             for each in fields(self):

@@ -1,6 +1,8 @@
 """OpenAI's /v1/completions and /v1/chat/completions: parses bodies into the rooms that answer them; no I/O.
 
-What would constrain an answer and is not supported is refused, never ignored. Other unknown fields are ignored.
+`read_body` does all whose cost grows with the body, and its result is compact, so that another process can do it.
+`completion_of` does the rest. What would constrain an answer and is not supported is refused, never ignored. Other
+unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 from ..errors import LocalProtocolError
 from ..limits import (
     CHOICES_MAX,
+    ECHO_BYTES_MAX,
     LOGIT_BIASES_MAX,
     MESSAGES_MAX,
     NAME_LENGTH_MAX,
@@ -47,7 +50,7 @@ class BadRequestError(LocalProtocolError):
 
     def __init__(self, param: str | None, text: str, *, code: str | None = None, status: int = 400) -> None:
         super().__init__(f"{param}: {text}" if param else text)
-        self.param, self.code, self.status = param, code, status
+        self.param, self.text, self.code, self.status = param, text, code, status
 
 
 class StreamOptions(Struct):
@@ -93,12 +96,24 @@ class GenerationBody(Struct):
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """A text, or token ids, or a list of either."""
+    """A text, or token ids, or a list of either: `prompt` is decoded by its shape."""
 
-    prompt: Prompt | Annotated[list[TokenId | Prompt | list[TokenId]], Meta(max_length=PROMPT_TOKENS_MAX)]
+    prompt: Raw
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     best_of: Annotated[int, Meta(ge=1)] | None = None
+
+
+class ReadBody(Struct, kw_only=True):
+    """What a body asks for. `parts` are the packed ids of each prompt, then with `echo` the UTF-8 text of each."""
+
+    chat: bool
+    fields: GenerationBody
+    max_tokens: tuple[str, int | None]  # the field that bounds an answer's tokens, and its value
+    logprobs: bool
+    top_logprobs: int
+    echo: bool = False
+    parts: list[bytes] = []
 
 
 class ContentPart(Struct):
@@ -205,7 +220,9 @@ class Completion:
 
 
 _COMPLETION, _CHAT = msgspec.json.Decoder(CompletionBody), msgspec.json.Decoder(ChatBody)
-_FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_TEXT_OR_IDS = msgspec.json.Decoder(Prompt | Annotated[list[TokenId], Meta(max_length=PROMPT_TOKENS_MAX)])
+_TEXTS, _IDS = msgspec.json.Decoder(list[Prompt]), msgspec.json.Decoder(list[list[TokenId]])
+_LIST_OF = re.compile(rb"\[[ \t\n\r]*([\[\"])")  # a list of lists, or of texts
 _PATH = re.compile(r"^(.*) - at `\$\.?([^`\[]*)[^`]*`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(\w+)`")
 _ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -214,6 +231,17 @@ Parsed = TypeVar("Parsed")
 
 Served: TypeAlias = Mapping[str, int | None]
 """The tokens of a prompt and its answer at most, of each model that is served; None where nobody knows."""
+
+
+def _unsupported(names: Mapping[str, tuple[object, ...]]) -> msgspec.json.Decoder[Struct]:
+    """Decodes these fields, to their JSON text, and makes nothing of all others."""
+    null = Raw(b"null")
+    return msgspec.json.Decoder(msgspec.defstruct("UnsupportedFields", [(name, Raw, null) for name in names]))
+
+
+_UNSUPPORTED_BY_CHAT = {
+    chat: (names, _unsupported(names)) for chat, names in ((False, UNSUPPORTED), (True, UNSUPPORTED | _OF_COMPLETIONS))
+}
 
 
 def parse(
@@ -226,31 +254,39 @@ def parse(
     defaults: RequestDefaults = _DEFAULTS,
 ) -> Completion:
     """Parses a body; `seed` is a default as well. Raises BadRequestError that names the field."""
-    text, served = text or BytesText(), served or {}
-    unsupported = UNSUPPORTED | (_OF_COMPLETIONS if chat else {})
-    for name, value in decoded(_FIELDS, body).items():
-        if (neutral := unsupported.get(name)) is not None and not _is_neutral(value, neutral):
+    text = text or BytesText()
+    return completion_of(read_body(body, chat=chat, text=text), seed=seed, text=text, served=served, defaults=defaults)
+
+
+def read_body(body: bytes, *, chat: bool, text: TextCodec) -> ReadBody:
+    """Decodes and tokenises a body. Raises BadRequestError that names the field."""
+    names, decoder = _UNSUPPORTED_BY_CHAT[chat]
+    values = decoded(decoder, body)
+    for name, neutral in names.items():
+        if not _is_neutral(getattr(values, name), neutral):
             raise BadRequestError(name, "is not supported")
     if not chat:
         fields = decoded(_COMPLETION, body)
         _check_completion(fields)
-        prompts, texts = _prompts(fields, text)
-        logprobs, top_logprobs = fields.logprobs is not None, fields.logprobs or 0
-        echoes = tuple(texts) if fields.echo else ()
-        return _completion(
-            fields, text, served, prompts, echoes, seed, longest=("max_tokens", fields.max_tokens), chat=False,
-            logprobs=logprobs, top_logprobs=top_logprobs, defaults=defaults,
+        prompts, echoes = _prompts(fields, text)
+        return ReadBody(
+            chat=False, fields=_common(fields), max_tokens=("max_tokens", fields.max_tokens), echo=bool(fields.echo),
+            logprobs=fields.logprobs is not None, top_logprobs=fields.logprobs or 0, parts=prompts + echoes,
         )  # fmt: skip
     fields = decoded(_CHAT, body)
     if fields.top_logprobs and not fields.logprobs:
         raise BadRequestError("top_logprobs", "only together with logprobs")
     prompt = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=fields.add_special_tokens)
     longest = ("max_completion_tokens", fields.max_completion_tokens)
-    return _completion(
-        fields, text, served, [_packed("messages", prompt, text)], (), seed, chat=True,
-        longest=("max_tokens", fields.max_tokens) if longest[1] is None else longest,
-        logprobs=bool(fields.logprobs), top_logprobs=fields.top_logprobs or 0, defaults=defaults,
+    return ReadBody(
+        chat=True, fields=_common(fields), parts=[_packed("messages", prompt, text)],
+        max_tokens=("max_tokens", fields.max_tokens) if longest[1] is None else longest,
+        logprobs=bool(fields.logprobs), top_logprobs=fields.top_logprobs or 0,
     )  # fmt: skip
+
+
+def _common(fields: GenerationBody) -> GenerationBody:
+    return GenerationBody(**{name: getattr(fields, name) for name in GenerationBody.__struct_fields__})
 
 
 def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:
@@ -266,6 +302,18 @@ def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:
         raise BadRequestError(None, f"the body is not JSON: {error}") from None
     except RecursionError:
         raise BadRequestError(None, "the body is nested too deeply") from None
+
+
+def decoded_field(name: str, decoder: msgspec.json.Decoder[Parsed], value: Raw) -> Parsed:
+    """Decodes one field of a body that was decoded. Raises BadRequestError that names it."""
+    try:
+        return decoder.decode(value)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(name, _bad_request(str(error)).text) from None
+    except msgspec.DecodeError as error:
+        raise BadRequestError(name, str(error)) from None
+    except RecursionError:
+        raise BadRequestError(name, "is nested too deeply") from None
 
 
 def _with_half_a_character(body: bytes) -> str | None:
@@ -329,21 +377,34 @@ def chat_ids(
         raise BadRequestError("messages", str(error)) from None
 
 
-def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list[str]]:
+def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list[bytes]]:
     """The packed ids of each prompt, and the texts for `echo`."""
+    items: Sequence[str | list[int]]
     prompt, special = fields.prompt, fields.add_special_tokens is not False
-    items: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
-    kinds: set[type] = {type(each) for each in items}
-    if len(kinds) > 1:
-        raise BadRequestError("prompt", "mixes texts, ids and lists of ids")
-    if kinds in (set(), {int}):
-        items = [items]
-    if len(items) > CHOICES_MAX:
-        raise BadRequestError("prompt", f"{len(items)} prompts, at most {CHOICES_MAX}")
+    content = memoryview(prompt)
+    shape = _LIST_OF.match(content)
+    # Counted before anything is made of them: each bracket of ids is a list, and each comma ends one id at least.
+    if shape is None:
+        if bytes(content[:1]) == b"[" and (count := 1 + bytes(content).count(b",")) > PROMPT_TOKENS_MAX:
+            raise BadRequestError("prompt", f"{count} tokens, must be 1 to {PROMPT_TOKENS_MAX}")
+        items = [decoded_field("prompt", _TEXT_OR_IDS, prompt)]
+    elif shape[1] == b"[":
+        if (count := bytes(content).count(b"[") - 1) > CHOICES_MAX:
+            raise BadRequestError("prompt", f"{count} prompts, at most {CHOICES_MAX}")
+        items = decoded_field("prompt", _IDS, prompt)
+    else:
+        items = decoded_field("prompt", _TEXTS, prompt)
+        if len(items) > CHOICES_MAX:
+            raise BadRequestError("prompt", f"{len(items)} prompts, at most {CHOICES_MAX}")
     packed = [
         _packed("prompt", text.encode(each, special=special) if isinstance(each, str) else each, text) for each in items
     ]
-    return packed, [each if isinstance(each, str) else text.decode(each) for each in items] if fields.echo else []
+    if not fields.echo:
+        return packed, []
+    echoes = [(each if isinstance(each, str) else text.decode(each)).encode() for each in items]
+    if (count := (fields.n or 1) * sum(map(len, echoes))) > ECHO_BYTES_MAX:
+        raise BadRequestError("echo", f"{count} bytes of prompts in the answer, at most {ECHO_BYTES_MAX}")
+    return packed, echoes
 
 
 def _packed(name: str, ids: NDArray[np.int64] | list[int], text: TextCodec) -> bytes:
@@ -355,22 +416,18 @@ def _packed(name: str, ids: NDArray[np.int64] | list[int], text: TextCodec) -> b
     return pack_ids(array)
 
 
-def _completion(
-    fields: GenerationBody,
-    text: TextCodec,
-    served: Served,
-    prompts: list[bytes],
-    echoes: tuple[str, ...],
-    seed: int,
+def completion_of(
+    read: ReadBody,
     *,
-    chat: bool,
-    longest: tuple[str, int | None],
-    logprobs: bool,
-    top_logprobs: int,
-    defaults: RequestDefaults,
+    seed: int,
+    text: TextCodec,
+    served: Served | None = None,
+    defaults: RequestDefaults = _DEFAULTS,
 ) -> Completion:
-    """`longest`: the field that bounds an answer's tokens, and its value."""
+    """The rooms of what was read; `seed` is a default as well. Raises BadRequestError that names the field."""
+    fields, chat = read.fields, read.chat
     n, stream = fields.n or 1, bool(fields.stream)
+    prompts = read.parts[: len(read.parts) // 2] if read.echo else read.parts
     if len(prompts) * n > CHOICES_MAX:
         raise BadRequestError("n", f"{n} choices of {len(prompts)} prompts, at most {CHOICES_MAX} in one request")
     if fields.stream_options is not None and not stream:
@@ -378,14 +435,12 @@ def _completion(
     seed = seed if fields.seed is None else fields.seed
     salt = b"" if fields.cache_salt is None else blake2b(fields.cache_salt.encode(), digest_size=SALT_BYTES).digest()
     biases = _biases(fields.logit_bias or {}, text)
-    context = _context(fields.model, text, served) or TOKENS_MAX
+    context = _context(fields.model, text, served or {}) or TOKENS_MAX
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     rooms = [
         CompletionRequest(
             prompt=prompt,
-            sampling=_sampling(
-                fields, _answer_tokens(prompt, longest, context, chat=chat), seed + at, biases, logprobs, top_logprobs
-            ),
+            sampling=_sampling(read, _answer_tokens(prompt, read.max_tokens, context, chat=chat), seed + at, biases),
             model=fields.model or None,
             enable_hisparse=defaults.enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
             enable_resume=defaults.enable_resume if fields.enable_resume is None else fields.enable_resume,
@@ -395,7 +450,8 @@ def _completion(
         for at in range(n)
     ]
     return Completion(
-        chat=chat, rooms=tuple(rooms), n=n, stops=tuple(each for each in stops if each), echoes=echoes, stream=stream,
+        chat=chat, rooms=tuple(rooms), n=n, stops=tuple(each for each in stops if each), stream=stream,
+        echoes=tuple(each.decode() for each in read.parts[len(prompts) :]),
         keep_stop=bool(fields.include_stop_str_in_output),
         include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
     )  # fmt: skip
@@ -423,9 +479,8 @@ def _answer_tokens(prompt: bytes, longest: tuple[str, int | None], context: int,
     return max_tokens
 
 
-def _sampling(
-    fields: GenerationBody, max_tokens: int, seed: int, biases: bytes, logprobs: bool, top_logprobs: int
-) -> Sampling:  # fmt: skip
+def _sampling(read: ReadBody, max_tokens: int, seed: int, biases: bytes) -> Sampling:
+    fields = read.fields
     if (fields.min_tokens or 0) > max_tokens:
         raise BadRequestError("min_tokens", f"{fields.min_tokens}, max_tokens is {max_tokens}")
     return Sampling(
@@ -441,8 +496,8 @@ def _sampling(
         repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
         min_tokens=fields.min_tokens or 0,
         logit_bias=biases,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
+        logprobs=read.logprobs,
+        top_logprobs=read.top_logprobs,
     )
 
 
@@ -486,6 +541,10 @@ def tokenized(body: bytes, text: TextCodec, served: Served) -> bytes:
         ids = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=special)
     else:
         ids = text.encode(fields.prompt or "", special=fields.add_special_tokens is not False)
+    if len(ids) > PROMPT_TOKENS_MAX:
+        raise BadRequestError(
+            "prompt" if fields.messages is None else "messages", f"{len(ids)} tokens, at most {PROMPT_TOKENS_MAX}"
+        )
     longest = _context(fields.model, text, served)
     return msgspec.json.encode({"count": len(ids), "max_model_len": longest, "tokens": ids.tolist()})
 

@@ -18,8 +18,10 @@ from ..errors import ArenaFullError, Cause
 from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
 from .answers import error
 from .api_keys import ApiKeys, KeyLimitError
+from .body_readers import BodyReaders
 from .client_request import REQUEST_ID, ClientRequest
 from .completions import BadRequestError
+from .readings import Read, Reading
 
 log = logging.getLogger(__name__)
 
@@ -30,44 +32,37 @@ API_KEY_NAME = web.RequestKey("api_key_name", str)  # whose request it is, where
 CLIENT = web.RequestKey("client_request", ClientRequest)  # of a request to generate
 REFUSED_LOG_MS = 1_000  # between two log lines about unknown API keys
 BODY_S = 20.0  # time limit for a body
-INLINE_BYTES_MAX = 4 << 10  # of a body that is parsed and tokenised on the loop: some milliseconds
-Result = TypeVar("Result")
+Result = TypeVar("Result", bound=Read)
 
 
 class OpenRequests:
     """The requests of one router, from their body to their end: bounded in number and in bytes."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, readers: BodyReaders) -> None:
+        self._limits, self._readers = limits, readers
         self.count = 0
-        self.bodies_bytes = 0  # of bodies being received, or parsed
+        self.bodies_bytes = 0  # of bodies being received, waiting to be read, or being read
         self.prompts_bytes = 0  # of unfinished requests
         self.draining = False
         self._idle = asyncio.Event()  # set while no request is unfinished
         self._idle.set()
 
-    async def body(self, http: web.Request) -> bytes:
-        """Reads the body. Raises BadRequestError where it is late, HTTPRequestEntityTooLarge, or ArenaFullError where
-        all bodies together are too large."""
+    async def read(self, http: web.Request, reading: Reading[Result]) -> tuple[Result, bytes]:
+        """Receives the body and reads it; returns what was read, and the body. Raises BadRequestError, also where it is
+        late, HTTPRequestEntityTooLarge, or ArenaFullError where all bodies together are too large."""
         try:
             async with asyncio.timeout(BODY_S):
-                return await self._read(http)
+                body = await self._received(http)
         except TimeoutError:
             raise BadRequestError(None, "the body did not come in time", status=408) from None
-
-    async def parsed(self, http: web.Request, work: Callable[[bytes], Result]) -> Result:
-        """Reads the body as `body` does, and does `work` on it: on a thread if the body is large, since tokenizers take
-        their time. It counts until then, since threads are few."""
-        body = await self.body(http)
-        if len(body) <= INLINE_BYTES_MAX:
-            return work(body)
         self.bodies_bytes += len(body)
-        try:
-            return await asyncio.to_thread(work, body)
-        finally:
+
+        def ended() -> None:
             self.bodies_bytes -= len(body)
 
-    async def _read(self, http: web.Request) -> bytes:
+        return await self._readers.read(reading, body, ended), body
+
+    async def _received(self, http: web.Request) -> bytes:
         body, length = bytearray(), http.content_length or 0
         if length > HTTP_BODY_BYTES_MAX:
             raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, length)

@@ -39,14 +39,16 @@ from ..wire import Identity, Message, Ranks, split_key
 from .answer_text import TextPiece
 from .answering import GrowingAnswer, Reply
 from .answers import AnswerForm, error, model_object, models, usage_of
+from .body_readers import BodyReaders
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
-from .completions import BadRequestError, Completion, RequestDefaults, detokenized, parse, tokenized
+from .completions import BadRequestError, Completion, RequestDefaults, completion_of
 from .fleet_changes import FleetChanges
 from .fleet_status import fleet_status, rooms_by_progress, worker_status
 from .model_text import load_text
 from .openai_http import JSON, OpenRequests, accept, error_response, openai_errors, refusal, stamp
 from .pool_worker import Role, model_text
+from .readings import ReadCompletion, ReadText
 from .recent_requests import RecentRequests
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_metrics import RouterMetrics
@@ -57,6 +59,7 @@ from .status_http import StatusPages
 
 log = logging.getLogger(__name__)
 
+INLINE_BYTES_MAX = 4 << 10  # of a body that is read on the loop, tokenised too: some milliseconds whatever its shape
 LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
 TEXT_PATHS = ("/tokenize", "/detokenize")
 
@@ -93,7 +96,10 @@ class Router:
         self._perform = EffectRunner(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
         self._replies: dict[int, Reply] = {}
         self._clients: dict[int, ClientRequest] = {}  # of these
-        self.open_requests = OpenRequests(config.limits)
+        self.readers = BodyReaders(
+            config.model, self._text, processes=config.body_readers, inline_bytes_max=INLINE_BYTES_MAX
+        )
+        self.open_requests = OpenRequests(config.limits, self.readers)
         self.metrics, self.recent = RouterMetrics(self.routing, self._bus, node=config.node), RecentRequests()
         self._ended.subscribe(self.metrics.ended)
         self._ended.subscribe(self.recent)
@@ -141,6 +147,7 @@ class Router:
         self._perform(self.routing.close(self._clock.now()))
         self._perform.ticker.stop()
         await self._listener.close()
+        await self.readers.close()
         await self._bus.close()
 
     def _receive(self, peer: str, message: Message) -> None:
@@ -270,10 +277,9 @@ class Router:
 
     async def _translate(self, http: web.Request) -> web.Response:
         """Answers /tokenize and /detokenize."""
-        work, served = tokenized if http.path == "/tokenize" else detokenized, self._served()
         try:
-            answer = await self.open_requests.parsed(http, lambda body: work(body, self._text, served))
-            return web.Response(body=answer, content_type=JSON)
+            answer, _ = await self.open_requests.read(http, ReadText(http.path == "/tokenize", self._served()))
+            return web.Response(body=answer.parts[0], content_type=JSON)
         except (BadRequestError, ArenaFullError) as why:
             return refusal(why)
 
@@ -295,13 +301,11 @@ class Router:
 
     async def _answer(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
         try:
-            chat, seed = http.path == "/v1/chat/completions", secrets.randbits(63)
-            served = self._served()
-            parsed = await self.open_requests.parsed(
-                http,
-                lambda body: parse(body, seed=seed, chat=chat, text=self._text, served=served, defaults=self._defaults),
+            read, _ = await self.open_requests.read(http, ReadCompletion(http.path == "/v1/chat/completions"))
+            made = completion_of(
+                read, seed=secrets.randbits(63), text=self._text, served=self._served(), defaults=self._defaults
             )
-            completion = self._of_one_model(parsed).of_request(client.request_id, client.traceparent)
+            completion = self._of_one_model(made).of_request(client.request_id, client.traceparent)
             client.model, client.stream = completion.model or "", completion.stream
             client.prompt_tokens, client.enable_hisparse = completion.prompt_tokens, completion.rooms[0].enable_hisparse
             with self.open_requests.hold(completion.prompt_bytes, rooms=len(completion.rooms)):

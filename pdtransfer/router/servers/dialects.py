@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Protocol, cast
+from typing import Annotated, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,9 +12,9 @@ from msgspec.structs import asdict
 
 from ...limits import FACTS_MAX, PEERS_MAX, TEXT_LENGTH_MAX
 from ...schema import parse
-from ..completions import BadRequestError
 from ..pool_worker import Role
-from .server_request import ServerRequest
+from ..completions import BadRequestError, decoded_field
+from .server_request import Fields, ServerRequest, choices_of
 
 ONE = Raw(b"1")
 FALSE = Raw(b"false")
@@ -56,8 +56,8 @@ class Dialect(Protocol):
         Raises RemoteProtocolError for an answer that is not this engine's."""
         ...
 
-    def check(self, request: ServerRequest) -> None:
-        """Raises BadRequestError for what these servers answer, but cannot hand over."""
+    def choices(self, fields: Fields) -> int:
+        """How many answers each prompt gets. Raises BadRequestError for what these servers cannot hand over."""
         ...
 
     def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
@@ -120,9 +120,9 @@ class VllmDialect:
             return None
         return {name: value for name, value in asdict(params).items() if value is not None}
 
-    def check(self, request: ServerRequest) -> None:
-        """Accepts all."""
-        del request
+    def choices(self, fields: Fields) -> int:
+        """As OpenAI's API has it."""
+        return choices_of(fields)
 
     def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
         """One token. Prefill does not need its own identity."""
@@ -167,8 +167,17 @@ class _SglangInfo(Struct, frozen=True):
 
 
 _SGLANG_INFO = msgspec.json.Decoder(_SglangInfo)
-_COUNTED = ("n", "sampling_params")  # the second is of /generate: an object, or one for each prompt
-_ANY = msgspec.json.Decoder()
+_NULL = Raw(b"null")
+
+
+class _SglangSampling(Struct):
+    n: int | None = None
+
+
+# Of /generate: an object, or one for each prompt. What else it has is for the servers, and nothing is made of it here.
+_SGLANG_SAMPLING: msgspec.json.Decoder[_SglangSampling | list[_SglangSampling | None] | None] = msgspec.json.Decoder(
+    _SglangSampling | list[_SglangSampling | None] | None
+)
 
 
 class SglangDialect:
@@ -193,16 +202,13 @@ class SglangDialect:
             return None
         return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": told.disaggregation_bootstrap_port}
 
-    def check(self, request: ServerRequest) -> None:
+    def choices(self, fields: Fields) -> int:
         """Refuses several choices of a prompt: SGLang gives all of them one room, and a room is for one transfer."""
-        try:
-            told = {name: _ANY.decode(request.fields[name]) for name in _COUNTED if name in request.fields}
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise BadRequestError(None, f"the body is not JSON: {error}") from None
-        sampling = told.get("sampling_params")
-        each_sampling = cast("list[object]", sampling) if isinstance(sampling, list) else [sampling]
-        if any(_choices(each) not in (None, 1) for each in (told, *each_sampling)):
+        sampling = decoded_field("sampling_params", _SGLANG_SAMPLING, fields.get("sampling_params", _NULL))
+        counts = [each.n for each in (sampling if isinstance(sampling, list) else [sampling]) if each is not None]
+        if any(count not in (None, 1) for count in (choices_of(fields), *counts)):
             raise BadRequestError("n", "must be 1: SGLang hands over one choice of a prompt")
+        return 1
 
     def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
         """The whole body: SGLang's prefill ends by itself when it has sampled a token."""
@@ -224,10 +230,6 @@ class SglangDialect:
 def _named(request: ServerRequest, transfer: bytes) -> dict[str, object]:
     """SGLang's name of a request, in its log: X-Request-Id, and what tells attempts apart."""
     return {"rid": f"{request.request_id}-{transfer[:4].hex()}"}
-
-
-def _choices(told: object) -> object:
-    return cast("dict[str, object]", told).get("n") if isinstance(told, dict) else None
 
 
 def _room(transfer: bytes, identity: ServerIdentity | None) -> dict[str, object]:

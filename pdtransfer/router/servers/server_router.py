@@ -10,33 +10,37 @@ from dataclasses import asdict
 
 from aiohttp import web
 
-from ...config.config import RouterConfig
+from ...config.config import REFERENCE, RouterConfig
 from ...errors import ArenaFullError, Cause
 from ...limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, SERVER_ATTEMPTS_MAX
 from ...process.http import Health, HttpListener, application
 from ...tracing.ended_request import EndedRequests
 from ..answers import error
+from ..body_readers import BodyReaders
 from ..client_guard import ClientGuard
 from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ..completions import BadRequestError
 from ..fleet_status import fleet_status, server_status
 from ..openai_http import OpenRequests, accept, error_response, openai_errors, refusal, stamp
 from ..pool_worker import Departure, NoPair, Role
+from ..readings import ReadRelayed
 from ..recent_requests import RecentRequests
 from ..router_metrics import NO_MODEL
 from ..status import FleetStatus, WorkerStatus
 from ..status_http import StatusPages
+from ..text import BytesText
 from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
 from .hand_offs import ANSWER_TAIL_BYTES, ComputedHandOffs, differences, received_of
 from .server_metrics import ServerMetrics
 from .server_pool import Server, ServerPair, ServerPool
-from .server_request import ServerRequest, parse_request
+from .server_request import ServerRequest, request_of
 
 log = logging.getLogger(__name__)
 
 EVENT_END = b"\n\n"
 METRICS_S = 5.0  # between two looks at what a decode server counts
+INLINE_BYTES_MAX = 32 << 10  # of a body that is read on the loop: some milliseconds whatever its shape
 FORWARDED = ("Authorization", "traceparent", "tracestate")  # headers of a client that servers get
 
 
@@ -52,7 +56,10 @@ class ServerRouter:
         self._alone = False  # decode serves without prefill, as was last logged
         self._dialect = DIALECTS[config.engine]
         self.upstream = Upstream(self._dialect, config.limits, self._report)
-        self.open_requests = OpenRequests(config.limits)
+        self.readers = BodyReaders(
+            REFERENCE, BytesText(), processes=config.body_readers, inline_bytes_max=INLINE_BYTES_MAX
+        )
+        self.open_requests = OpenRequests(config.limits, self.readers)
         self.metrics, self.recent = ServerMetrics(self.pool, self.open_requests, node=config.node), RecentRequests()
         self._ended.subscribe(self.recent)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
@@ -89,6 +96,7 @@ class ServerRouter:
             each.cancel()
         self.upstream.stop()
         await self._listener.close()
+        await self.readers.close()
         await self.upstream.close()
 
     def roles(self) -> dict[str, Role]:
@@ -217,13 +225,10 @@ class ServerRouter:
             text = "the router is draining"
             client.answered(503, Cause.SHUTDOWN, text)
             return error_response(503, text, code=Cause.SHUTDOWN.value, retry_ms=self._retry_ms)
-        body = await self.open_requests.body(http)
-        block_tokens = self._limits.prefix_block_tokens if self.pool.places else 0
-        request = parse_request(
-            http.path, body, request_id=client.request_id, block_tokens=block_tokens, reserved=self._dialect.reserved
-        )
-        self._dialect.check(request)
-        with self.open_requests.hold(len(body)):
+        reading = ReadRelayed(self._config.engine, self._limits.prefix_block_tokens if self.pool.places else 0)
+        read, body = await self.open_requests.read(http, reading)
+        request = request_of(read, body, path=http.path, request_id=client.request_id)
+        with self.open_requests.hold(len(body), rooms=request.rooms):
             return await self._answer(http, client, request)
 
     async def _answer(self, http: web.Request, client: ClientRequest, request: ServerRequest) -> web.StreamResponse:

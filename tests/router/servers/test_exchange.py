@@ -22,7 +22,7 @@ from pdtransfer.router.servers import exchange
 from pdtransfer.router.servers.dialects import DIALECTS
 from pdtransfer.router.servers.exchange import AttemptFailedError, Upstream, end_to_end
 from pdtransfer.router.servers.server_pool import Server, ServerPair
-from pdtransfer.router.servers.server_request import parse_request
+from tests.support.relayed import relayed
 from tests.support.vllm_servers import LIMITS, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
 
@@ -340,7 +340,7 @@ async def halves(prefill: Half, decode: Half) -> AsyncIterator[asyncio.Task[obje
 
     async with alone(fine, of=Halves) as it:
         server = replace(it.server, role="prefill", identity={"remote_engine_id": "p0"})
-        request = parse_request("/v1/completions", b'{"prompt": "once"}', request_id="r", block_tokens=0, reserved=())
+        request = relayed({"prompt": "once"})
         yield asyncio.create_task(it.upstream.dispatch(ServerPair(server, it.server), request, {}))
 
 

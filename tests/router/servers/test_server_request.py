@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from pdtransfer.limits import BODY_FIELDS_MAX
 from pdtransfer.router.completions import BadRequestError
-from pdtransfer.router.servers.server_request import ServerRequest, parse_request
+from pdtransfer.router.servers.server_request import ServerRequest
+from tests.support.relayed import relayed
 
 
 def parsed(*, block_tokens: int = 16, **fields: object) -> ServerRequest:
-    body = json.dumps(fields).encode()
-    return parse_request("/v1/completions", body, request_id="r", block_tokens=block_tokens, reserved=())
+    return relayed(fields, block_tokens=block_tokens)
 
 
 def shared(one: ServerRequest, other: ServerRequest) -> int:
@@ -61,5 +60,38 @@ def test_half_a_surrogate_pair_is_refused_by_its_field(field: str) -> None:
 
 
 def test_reserved_fields_are_dropped() -> None:
-    request = parse_request("/x", b'{"a": 1, "b": 2, "c": 3}', request_id="r", block_tokens=0, reserved=("b", "d"))
-    assert [*request.fields] == ["a", "c"]
+    assert [*relayed({"a": 1, "kv_transfer_params": {}, "c": 3}).fields] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts"),
+    [
+        ({}, 1),
+        ({"prompt": "a"}, 1),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": []}, 1),
+        ({"prompt": ["a", "b"]}, 2),
+        ({"prompt": [[1], [2], [3]]}, 3),
+        ({"prompt": ["a"], "prompt_embeds": ["QQ==", "QQ=="]}, 3),
+        ({"text": ["a", "b"]}, 2),
+        ({"input_ids": [[1, 2], [3]]}, 2),
+        ({"input_embeds": [[0.5], [0.5]]}, 1),
+        ({"input_embeds": [[[0.5], [0.5]], [[0.5]]]}, 2),
+        ({"messages": [{"role": "user", "content": "a"}] * 2}, 1),
+    ],
+)
+def test_prompts_of_a_list_count_and_so_do_the_choices_of_each(fields: dict, prompts: int) -> None:
+    assert relayed(fields).rooms == prompts
+    assert relayed(fields | {"n": 5}).rooms == 5 * prompts
+
+
+@pytest.mark.parametrize("n", ["256", 2.5, [256], {"a": 1}, True])
+def test_a_number_of_choices_of_another_type_is_refused_since_servers_might_take_it(n: object) -> None:
+    with pytest.raises(BadRequestError, match=r"^n: Expected `int \| null`"):
+        relayed({"prompt": "a", "n": n})
+
+
+def test_a_body_has_a_bounded_number_of_fields() -> None:
+    assert len(relayed({f"f{i}": i for i in range(BODY_FIELDS_MAX)}).fields) == BODY_FIELDS_MAX
+    with pytest.raises(BadRequestError, match="257 fields, at most 256"):
+        relayed({f"f{i}": i for i in range(BODY_FIELDS_MAX + 1)})

@@ -1,0 +1,17 @@
+"""A client's request for HTTP servers, as a router reads it."""
+
+from __future__ import annotations
+
+import json
+
+from pdtransfer.router.readings import ReadRelayed
+from pdtransfer.router.servers.server_request import ServerRequest, request_of
+from pdtransfer.router.text import BytesText
+
+
+def relayed(
+    body: object, *, path: str = "/v1/completions", engine: str = "vllm", block_tokens: int = 0
+) -> ServerRequest:
+    """The request of this body: bytes, or what is to be JSON."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return request_of(ReadRelayed(engine, block_tokens).read(raw, BytesText()), raw, path=path, request_id="r")

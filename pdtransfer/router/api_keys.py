@@ -37,34 +37,61 @@ class KeyLimitError(WorldError):
 
 @dataclass(slots=True, eq=False)
 class ApiKey:
-    """One key's limits and its use. `tokens` is what its rate has left at `filled_at`, in requests."""
+    """One key's limits and its use. They count answers: a request has one, or `n` for each of its prompts. `tokens` is
+    what its rate has left at `filled_at`, in answers; a request of more than a second's takes it below zero."""
 
     digest: bytes
     name: str
-    open_max: int | None = None  # requests at once
-    rate: float | None = None  # requests a second; as many may come at once as in a second
+    open_max: int | None = None  # answers at once
+    rate: float | None = None  # answers a second; as many may come at once as in a second
     open_count: int = 0
     tokens: float = 0.0
     filled_at: float = float("-inf")
 
     @contextmanager
-    def use(self, now: float) -> Generator[None]:
-        """Counts a request as open in this scope. Raises KeyLimitError beyond a limit."""
-        if self.open_max is not None and self.open_count >= self.open_max:
-            raise KeyLimitError(f"this API key has {self.open_count} requests open, its limit", retry_ms=1_000)
+    def use(self, now: float) -> Generator[KeyUse]:
+        """Counts a request as one open answer in this scope, or as more by `KeyUse.widen`. Raises KeyLimitError beyond
+        a limit."""
+        use = KeyUse(self)
+        use.widen(1, now)
+        try:
+            yield use
+        finally:
+            self.open_count -= use.answers
+
+    def take(self, more: int, answers: int, now: float) -> None:
+        """Counts `more` answers of a request of `answers`. Raises KeyLimitError, and counts nothing then."""
+        if self.open_max is not None and self.open_count + more > self.open_max:
+            text = f"this API key may have {self.open_max} answers open"
+            raise KeyLimitError(f"{text}: {self.open_count} are, and {more} more are asked for", retry_ms=1_000)
         if self.rate is not None:
             burst = max(1.0, self.rate)
             self.tokens = min(burst, self.tokens + max(0.0, now - self.filled_at) * self.rate)
             self.filled_at = now
-            if self.tokens < 1.0:
-                wait_ms = int((1.0 - self.tokens) / self.rate * 1e3) + 1
-                raise KeyLimitError(f"this API key may ask {self.rate:g} times a second", retry_ms=wait_ms)
-            self.tokens -= 1.0
-        self.open_count += 1
+            needed = min(burst, answers) - (answers - more)
+            if self.tokens < needed:
+                wait_ms = int((needed - self.tokens) / self.rate * 1e3) + 1
+                raise KeyLimitError(f"this API key may ask for {self.rate:g} answers a second", retry_ms=wait_ms)
+            self.tokens -= more
+        self.open_count += more
+
+
+@dataclass(slots=True, eq=False)
+class KeyUse:
+    """One request of a key, and how many answers it counts as."""
+
+    key: ApiKey
+    answers: int = 0
+
+    def widen(self, answers: int, now: float) -> None:
+        """Counts the request as so many answers from now on. Raises KeyLimitError beyond a limit: what it has taken of
+        the key's rate is given back then."""
         try:
-            yield
-        finally:
-            self.open_count -= 1
+            self.key.take(answers - self.answers, answers, now)
+        except KeyLimitError:
+            self.key.tokens += self.answers
+            raise
+        self.answers = answers
 
 
 class ApiKeys:

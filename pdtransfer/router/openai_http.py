@@ -17,7 +17,7 @@ from ..config.config import RouterConfig
 from ..errors import ArenaFullError, Cause
 from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
 from .answers import error
-from .api_keys import ApiKeys, KeyLimitError
+from .api_keys import ApiKeys, KeyLimitError, KeyUse
 from .body_readers import BodyReaders
 from .client_request import REQUEST_ID, ClientRequest
 from .completions import BadRequestError
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 JSON = "application/json"
 # What probes and Prometheus ask for, without a key; and the status page, which has no data of its own.
 PUBLIC = frozenset({"/", "/health", "/live", "/metrics"})
-API_KEY_NAME = web.RequestKey("api_key_name", str)  # whose request it is, where API keys are on
+API_KEY_USE = web.RequestKey("api_key_use", KeyUse)  # whose request it is, where API keys are on
 CLIENT = web.RequestKey("client_request", ClientRequest)  # of a request to generate
 REFUSED_LOG_MS = 1_000  # between two log lines about unknown API keys
 BODY_S = 20.0  # time limit for a body
@@ -79,10 +79,12 @@ class OpenRequests:
         return bytes(body)
 
     @contextmanager
-    def hold(self, prompt_bytes: int, *, rooms: int = 1) -> Generator[None]:
-        """Counts a request of so many rooms until its end. Raises ArenaFullError beyond `rooms_max` or
-        `prompts_bytes_max`."""
+    def hold(self, http: web.Request, prompt_bytes: int, *, rooms: int) -> Generator[None]:
+        """Counts a request of so many rooms until its end. Raises KeyLimitError beyond a limit of its API key, and
+        ArenaFullError beyond `rooms_max` or `prompts_bytes_max`."""
         limits = self._limits
+        if (use := http.get(API_KEY_USE)) is not None:
+            use.widen(rooms, asyncio.get_running_loop().time())
         if self.count + rooms > limits.rooms_max or self.prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
             raise ArenaFullError("too many answers are still being read", retry_ms=0)
         self.count += rooms
@@ -109,7 +111,8 @@ class OpenRequests:
 def accept(http: web.Request, config: RouterConfig) -> ClientRequest:
     """Takes a request to generate in: from now on it has its ids, which its answer gets by `stamp`. Raises
     BadRequestError."""
-    key_name = http.get(API_KEY_NAME, "")
+    use = http.get(API_KEY_USE)
+    key_name = "" if use is None else use.key.name
     client = ClientRequest.accept(config.node, http.path, http.headers, traced=bool(config.otlp), key_name=key_name)
     http[CLIENT] = client
     return client
@@ -130,8 +133,10 @@ def error_response(
     return web.Response(status=status, body=body, headers=headers, content_type=JSON)
 
 
-def refusal(why: BadRequestError | ArenaFullError) -> web.Response:
+def refusal(why: BadRequestError | ArenaFullError | KeyLimitError) -> web.Response:
     """Returns the answer to a request that is not accepted."""
+    if isinstance(why, KeyLimitError):
+        return error_response(429, str(why), code="rate_limit_exceeded", retry_ms=why.retry_ms)
     if isinstance(why, ArenaFullError):
         return error_response(429, str(why), code=Cause.FULL.value, retry_ms=why.retry_ms or 0)
     return error_response(why.status, str(why), param=why.param, code=why.code)
@@ -154,13 +159,13 @@ def authenticated(keys: ApiKeys, count: Callable[[int], None]) -> Middleware:
                 log.warning("%s has %s, %d other refusals not logged", request.remote, what, suppressed)
             count(401)
             return _unauthorized("no API key: send Authorization: Bearer KEY" if header is None else "unknown API key")
-        request[API_KEY_NAME] = key.name
         try:
-            with key.use(now):
+            with key.use(now) as use:
+                request[API_KEY_USE] = use
                 return await handler(request)
         except KeyLimitError as why:
             count(429)
-            return error_response(429, str(why), code="rate_limit_exceeded", retry_ms=why.retry_ms)
+            return refusal(why)
 
     return through
 

@@ -67,7 +67,8 @@ class Worker:
     departure: Departure = Departure.STAYS
     rooms: set[int] = field(default_factory=set[int])
     prompt_tokens: int = 0  # of its rooms
-    promised_slots: int = 0  # slots for rooms begun after its last Load
+    promised: dict[int, int] = field(default_factory=dict[int, int])  # slots for rooms begun after its last Load
+    promised_slots: int = 0  # all of these
     full_until: float = 0.0  # from its last refusal as full
     sparse_full_until: float = 0.0  # the same, for rooms with HiSparse only
     figures: FigureWindow = field(default_factory=FigureWindow)  # of the process that is connected
@@ -103,6 +104,20 @@ class Worker:
         assert self.identity is not None
         nodes = (self.identity.node, *(member.node for member in self.identity.group[1:]))
         return tuple(split_key(endpoint)[0] or node for endpoint, node in zip(self.endpoints, nodes, strict=True))
+
+    def promise(self, room: int, slots: int) -> None:
+        """A room begins that needs so many slots, which its Load does not show yet."""
+        self.promised[room] = slots
+        self.promised_slots += slots
+
+    def forget_promise(self, room: int) -> None:
+        """The room has ended here, perhaps before any Load showed it."""
+        self.promised_slots -= self.promised.pop(room, 0)
+
+    def loaded(self, load: Load) -> None:
+        """A Load came: it shows all rooms that have begun."""
+        self.load, self.promised_slots = load, 0
+        self.promised.clear()
 
     def slots_left(self, *, enable_hisparse: bool) -> int:
         """Free slots for requests of this kind, as far as known. Negative: the newest rooms will queue."""

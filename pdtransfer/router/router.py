@@ -39,6 +39,7 @@ from ..wire import Identity, Message, Ranks, split_key
 from .answer_text import TextPiece
 from .answering import GrowingAnswer, Reply
 from .answers import AnswerForm, error, model_object, models, usage_of
+from .api_keys import KeyLimitError
 from .body_readers import BodyReaders
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
@@ -308,9 +309,9 @@ class Router:
             completion = self._of_one_model(made).of_request(client.request_id, client.traceparent)
             client.model, client.stream = completion.model or "", completion.stream
             client.prompt_tokens, client.enable_hisparse = completion.prompt_tokens, completion.rooms[0].enable_hisparse
-            with self.open_requests.hold(completion.prompt_bytes, rooms=len(completion.rooms)):
+            with self.open_requests.hold(http, completion.prompt_bytes, rooms=len(completion.rooms)):
                 return await self._complete(http, client, completion)
-        except (BadRequestError, ArenaFullError) as why:
+        except (BadRequestError, ArenaFullError, KeyLimitError) as why:
             response = refusal(why)
             client.answered(response.status, detail=str(why))
             return response

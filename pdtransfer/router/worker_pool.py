@@ -171,7 +171,7 @@ class WorkerPool:
                     self._hello(worker, now)
             case Load() if worker.state is WorkerState.CONNECTED:
                 begins = message.ready and not (worker.load and worker.load.ready)
-                worker.load, worker.promised_slots = message, 0
+                worker.loaded(message)
                 worker.ready_since = now if begins else worker.ready_since
                 for each in self.by_peer.values() if begins else (worker,):
                     self._heed(each, now)
@@ -189,12 +189,13 @@ class WorkerPool:
         pair.prefill.prompt_tokens += len(prompt.ids) // 4
         cached = pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
         pair.decode.known.learn(pair.keys)
-        pair.decode.promised_slots += prompt.tokens
+        pair.decode.promise(room, prompt.tokens)
         return cached
 
     def end(self, worker: Worker, room: int, prompt_tokens: int) -> None:
         """A room of so many prompt tokens has ended on this worker."""
         worker.rooms.discard(room)
+        worker.forget_promise(room)
         if worker.role == "prefill":
             worker.prompt_tokens -= prompt_tokens
         self._candidates.changed(worker)

@@ -162,7 +162,7 @@ def test_a_server_leaves_once_its_requests_have_ended() -> None:
     assert added is not None
     for each in pool.all:
         pool.report(each, "", 0.0)
-    with added.serving():
+    with added.serving(1):
         pool.depart("http://d2", Departure.DRAINS)
         assert {pool.choose((), ()).decode.url for _ in range(3)} == {"http://d"}  # type: ignore[union-attr]
         assert pool.add("http://d2", "decode") is None

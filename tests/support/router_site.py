@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -135,8 +136,9 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    *, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS, context_tokens: int = 0
+    *, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS, context_tokens: int = 0, **more: Any
 ) -> AsyncIterator[Site]:
+    """`more` are settings of the router."""
     workers = [Worker(f"p{i}", "prefill", context_tokens=context_tokens) for i in range(prefill)]
     workers += [Worker(f"d{i}", "decode", context_tokens=context_tokens) for i in range(decode)]
     endpoints = [await worker.open() for worker in workers]
@@ -144,7 +146,7 @@ async def site(
     ended.subscribe(records.append)
     router = Router(
         RouterConfig(
-            listen="127.0.0.1:0", prefill=(*endpoints[:prefill],), decode=(*endpoints[prefill:],), limits=limits
+            listen="127.0.0.1:0", prefill=(*endpoints[:prefill],), decode=(*endpoints[prefill:],), limits=limits, **more
         ),
         ended=ended,
     )

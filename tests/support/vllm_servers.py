@@ -250,6 +250,7 @@ class ServerSite:
 async def server_site(
     *, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS, of: type[FakeVllm] = FakeVllm, **more: Any
 ) -> AsyncIterator[ServerSite]:
+    """`more` are settings of the router."""
     landings = Landings()
     fakes = [of("prefill", landings, f"p{i}") for i in range(prefill)]
     fakes += [of("decode", landings, f"d{i}") for i in range(decode)]

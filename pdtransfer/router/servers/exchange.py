@@ -323,11 +323,11 @@ class Upstream:
         """Starts a task that may outlive its request: once decode has answered, nobody waits for prefill."""
         body = self._dialect.prefill_body(request, transfer, identity)
         task = asyncio.create_task(self._prefill(server, request, body, headers))
-        server.unfinished += 1
+        server.unfinished += request.prompts
         self._prefills.add(task)
 
         def ended(_: object) -> None:
-            server.unfinished -= 1
+            server.unfinished -= request.prompts
             self._prefills.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.debug("%s", error)

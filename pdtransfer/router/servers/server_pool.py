@@ -25,7 +25,7 @@ class Server:
     identity: ServerIdentity | None = None  # of a prefill server, by what it last told
     departure: Departure = Departure.STAYS
     hand_offs: HandOffs | None = None  # of a decode server, by its metrics
-    unfinished: int = 0  # requests that it has not answered in full
+    unfinished: int = 0  # answers of requests that it has not answered in full
     sent: int = 0  # requests since the start
 
     @property
@@ -39,13 +39,13 @@ class Server:
         return self.why or self.departure.value
 
     @contextmanager
-    def serving(self) -> Generator[None]:
-        """Counts a request as open in this scope."""
-        self.unfinished += 1
+    def serving(self, answers: int) -> Generator[None]:
+        """Counts a request of so many answers as open in this scope."""
+        self.unfinished += answers
         try:
             yield
         finally:
-            self.unfinished -= 1
+            self.unfinished -= answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,9 @@ class ServerPool:
         return self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1
 
     def choose(self, keys: Sequence[bytes], avoid: Collection[Server]) -> ServerPair | NoPair:
-        """Chooses the prefill and the decode server with the fewest open requests.
+        """Chooses the prefill and the decode server with the fewest open answers.
 
-        A prompt whose blocks a server all knows counts as `prefix_weight` open requests less, a part of them as that
+        A prompt whose blocks a server all knows counts as `prefix_weight` open answers less, a part of them as that
         part. Servers in `avoid` come last.
         """
         chosen: dict[str, Server] = {}

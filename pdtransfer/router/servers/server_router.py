@@ -16,6 +16,7 @@ from ...limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, SERVER_ATTEMPTS
 from ...process.http import Health, HttpListener, application
 from ...tracing.ended_request import EndedRequests
 from ..answers import error
+from ..api_keys import KeyLimitError
 from ..body_readers import BodyReaders
 from ..client_guard import ClientGuard
 from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
@@ -204,7 +205,7 @@ class ServerRouter:
             return response
         try:
             response = await self._accept(http, client)
-        except (BadRequestError, ArenaFullError) as why:
+        except (BadRequestError, ArenaFullError, KeyLimitError) as why:
             response = refusal(why)
             client.answered(response.status, detail=str(why))
         except web.HTTPException as refused:
@@ -228,7 +229,7 @@ class ServerRouter:
         reading = ReadRelayed(self._config.engine, self._limits.prefix_block_tokens if self.pool.places else 0)
         read, body = await self.open_requests.read(http, reading)
         request = request_of(read, body, path=http.path, request_id=client.request_id)
-        with self.open_requests.hold(len(body), rooms=request.rooms):
+        with self.open_requests.hold(http, len(body), rooms=request.rooms):
             return await self._answer(http, client, request)
 
     async def _answer(self, http: web.Request, client: ClientRequest, request: ServerRequest) -> web.StreamResponse:
@@ -251,7 +252,7 @@ class ServerRouter:
             client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.url, pair.decode.url
             self.metrics.retries += attempt > 0
             self.metrics.served_alone += pair.prefill is None
-            with pair.decode.serving():
+            with pair.decode.serving(request.rooms):
                 try:
                     answer = await self.upstream.dispatch(pair, request, headers)
                 except AttemptFailedError as why:

@@ -76,6 +76,10 @@ class NodeConfig:
         str,
         _help("OpenTelemetry collector that gets spans of requests, http://host:port; needs pip install '.[otel]'."),
     ] = ""
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        _help("Name that HTTP clients may call this server by, or *.NAME, or *, besides addresses; may be repeated."),
+    ] = ()
     json: Annotated[bool, _help("Print one JSON object a line on standard output: ready, and the addresses.")] = False
     limits: Annotated[Limits, Parameter(group=_LIMITS)] = field(default_factory=Limits)
 
@@ -85,6 +89,8 @@ class NodeConfig:
             raise ConfigError(f"key = '{self.key}': useless without a list of peers: set allow")
         if self.allow is not None and self.key is None:
             raise ConfigError(f"allow = '{self.allow}': useless without keys: set key to this node's own")
+        for host in self.allowed_hosts:
+            match("allowed_hosts", host, r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", "a host name, *.NAME or *")
         if self.otlp:
             match("otlp", self.otlp, r"https?://[A-Za-z0-9._\[\]:-]+(/[!-~]*)?", "http://host:port")
         check_limits(self.limits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from ..disconnect import LentSocket
 from ..errors import WorldError
 from ..limits import HTTP_CONNECTIONS_MAX
+from .browsers import BrowserGuard
 from .connection_limit import ConnectionLimiter
 from .process_metrics import http_counter
 from .tls import Handshakes, ServerTls
@@ -37,14 +38,18 @@ class Health:
 
 
 def application(
-    health: Callable[[], Health], registry: CollectorRegistry, *, body_bytes_max: int = 1 << 16
+    health: Callable[[], Health],
+    registry: CollectorRegistry,
+    *,
+    body_bytes_max: int = 1 << 16,
+    trusts: Callable[[web.Request], bool] = lambda _: True,
 ) -> web.Application:
-    """/health returns 503 until ready; /live returns 200 while the loop runs; /metrics returns the registry as text,
-    which counts all answers."""
+    """/health returns 503 until ready, with the details for a client that `trusts` says may see them; /live returns 200
+    while the loop runs; /metrics returns the registry as text, which counts all answers."""
 
-    async def on_health(_: web.Request) -> web.Response:
+    async def on_health(request: web.Request) -> web.Response:
         now = health()
-        body = msgspec.json.encode({"ready": now.ready, **now.detail})
+        body = msgspec.json.encode({"ready": now.ready, **(now.detail if trusts(request) else {})})
         return web.Response(status=200 if now.ready else 503, body=body, content_type="application/json")
 
     async def on_live(_: web.Request) -> web.Response:
@@ -76,8 +81,16 @@ requests_log.addFilter(_WithoutHeaders())
 class HttpListener:
     """Serves an application on one host:port. The task of a request is cancelled when its client disconnects."""
 
-    def __init__(self, app: web.Application, *, connections_max: int = HTTP_CONNECTIONS_MAX) -> None:
+    def __init__(
+        self,
+        app: web.Application,
+        *,
+        connections_max: int = HTTP_CONNECTIONS_MAX,
+        allowed_hosts: Iterable[str] = (),
+    ) -> None:
+        """`allowed_hosts` are names of this server, as BrowserGuard takes them."""
         app.middlewares.insert(0, self._through)
+        app.middlewares.insert(1, BrowserGuard(allowed_hosts).through)
         # Bodies are never decompressed: a small body must not become a large one.
         self._runner = web.AppRunner(
             app,

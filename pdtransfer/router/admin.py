@@ -46,13 +46,13 @@ def read_token(path: Path) -> bytes:
 class AdminApi:
     """Answers on its own address. The token is read at each request, so that a new one counts at once."""
 
-    def __init__(self, membership: Membership, token: Path) -> None:
+    def __init__(self, membership: Membership, token: Path, *, allowed_hosts: tuple[str, ...] = ()) -> None:
         read_token(token)
         self._membership, self._token = membership, token
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._authenticated])
         app.add_routes([web.get("/workers", self._list), web.post("/workers", self._change)])
         app.add_routes([web.post(f"/workers/{what}", self._change) for what in ("drain", "remove")])
-        self._listener = HttpListener(app, connections_max=CONNECTIONS_MAX)
+        self._listener = HttpListener(app, connections_max=CONNECTIONS_MAX, allowed_hosts=allowed_hosts)
 
     async def open(self, listen: str) -> str:
         """Listens; returns host:port. Raises WorldError."""

@@ -62,8 +62,8 @@ class ApiKey:
     def take(self, more: int, answers: int, now: float) -> None:
         """Counts `more` answers of a request of `answers`. Raises KeyLimitError, and counts nothing then."""
         if self.open_max is not None and self.open_count + more > self.open_max:
-            text = f"this API key may have {self.open_max} answers open"
-            raise KeyLimitError(f"{text}: {self.open_count} are, and {more} more are asked for", retry_ms=1_000)
+            text = f"{self.open_count} answers of this API key are open, and {more} more are asked for"
+            raise KeyLimitError(f"{text}: at most {self.open_max}", retry_ms=1_000)
         if self.rate is not None:
             burst = max(1.0, self.rate)
             self.tokens = min(burst, self.tokens + max(0.0, now - self.filled_at) * self.rate)
@@ -137,10 +137,17 @@ class ApiKeys:
         self._keys = keys
 
     def find(self, authorization: str | None) -> ApiKey | None:
-        """Returns the key of an Authorization header, None for none that is known.
+        """Returns the key of an Authorization header; None for none that is known, which is counted."""
+        found = self._find(authorization)
+        self.refused += found is None
+        return found
 
-        The header is `Bearer KEY`, or `Basic` as browsers send it, with the key as the password.
-        """
+    def knows(self, authorization: str | None) -> bool:
+        """Whether an Authorization header has a known key."""
+        return self._find(authorization) is not None
+
+    def _find(self, authorization: str | None) -> ApiKey | None:
+        """The header is `Bearer KEY`, or `Basic` as browsers send it, with the key as the password."""
         scheme, _, key = (authorization or "").partition(" ")
         key = key.strip()
         if scheme.lower() == "basic":
@@ -150,7 +157,6 @@ class ApiKeys:
             found = self._keys.get(digest)
             if found is not None and hmac.compare_digest(found.digest, digest):
                 return found
-        self.refused += 1
         return None
 
     def _digest(self, key: str) -> bytes:

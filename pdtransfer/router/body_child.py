@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from .body_frames import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED
 from .completions import BadRequestError
 from .model_text import load_text
-from .readings import READINGS, Refused
+from .readings import READINGS, RefusedBody
 from .text import TextCodec
 
 MEMORY_BYTES_MAX = 4 << 30  # private memory of this process: a body of the largest size makes some 300 MB of objects
@@ -47,10 +47,8 @@ def main() -> None:
         return
     gc.disable()  # what a body makes has no cycles, and looking for them takes most of the time
     _answer(pipe, READY, b"")
-    while head := pipe.recv(ASK.size, socket.MSG_WAITALL):
-        if len(head) < ASK.size:
-            return
-        reading, body = (_received(pipe, length) for length in ASK.unpack(head))
+    while True:
+        reading, body = (_received(pipe, length) for length in ASK.unpack(_received(pipe, ASK.size)))
         _read(pipe, text, reading, body)
 
 
@@ -60,7 +58,7 @@ def _read(pipe: socket.socket, text: TextCodec, reading: bytes, body: bytes) -> 
         parts, read.parts = read.parts, []
         head = msgspec.msgpack.encode(read)
     except BadRequestError as error:
-        _answer(pipe, REFUSED, msgspec.msgpack.encode(Refused.of(error)))
+        _answer(pipe, REFUSED, msgspec.msgpack.encode(RefusedBody.of(error)))
     except Exception as error:  # noqa: BLE001 -- whatever it is, the next body is read
         _answer(pipe, FAILED, f"{type(error).__name__}: {error}"[:500].encode(errors="replace"))
     else:
@@ -75,10 +73,14 @@ def _answer(pipe: socket.socket, kind: int, head: bytes, parts: int = 0) -> None
 
 
 def _received(pipe: socket.socket, length: int) -> bytes:
-    data = pipe.recv(length, socket.MSG_WAITALL) if length else b""
-    if len(data) < length:
-        sys.exit()
-    return data
+    """Ends this process where the router has closed the socket."""
+    data = bytearray(length)
+    left = memoryview(data)
+    while left:
+        if not (count := pipe.recv_into(left)):
+            sys.exit()
+        left = left[count:]
+    return bytes(data)
 
 
 if __name__ == "__main__":

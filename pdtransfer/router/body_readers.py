@@ -23,7 +23,7 @@ import msgspec
 from ..environment import child_environment
 from .body_frames import ANSWER, ASK, FAILED, PART, READY, REFUSED
 from .completions import BadRequestError
-from .readings import Read, Reading, Refused
+from .readings import BodyReading, Read, RefusedBody
 from .text import TextCodec
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,12 @@ class BodyReaders:
         """Bodies up to `inline_bytes_max` are read by the caller."""
         self._model, self._text = model, text
         self._free, self._inline_bytes_max = processes, inline_bytes_max
-        self._idle: list[ReadingProcess] = []
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self.idle: list[ReadingProcess] = []
+        self.waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._arrivals = count()
-        self._under_way: dict[asyncio.Task[object], ReadingProcess] = {}
+        self.under_way: dict[asyncio.Task[object], ReadingProcess] = {}
 
-    async def read(self, reading: Reading[Result], body: bytes, ended: Callable[[], None]) -> Result:
+    async def read(self, reading: BodyReading[Result], body: bytes, ended: Callable[[], None]) -> Result:
         """Reads a body. Raises BadRequestError. `ended` is called once nobody needs the body any more: after a client
         that leaves meanwhile, since its body is read to the end."""
         if len(body) <= self._inline_bytes_max:
@@ -61,19 +61,19 @@ class BodyReaders:
         except BaseException:
             ended()
             raise
-        process = self._idle.pop() if self._idle else ReadingProcess(self._model)
+        process = self.idle.pop() if self.idle else ReadingProcess(self._model)
         task = asyncio.create_task(_read(process, reading, body))
-        self._under_way[task] = process
+        self.under_way[task] = process
         task.add_done_callback(lambda _: self._done(task, ended))
         return await asyncio.shield(task)
 
     async def close(self) -> None:
         """Ends all processes."""
-        tasks = dict(self._under_way)
+        tasks = dict(self.under_way)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(each.close() for each in (*self._idle, *tasks.values())))
+        await asyncio.gather(*(each.close() for each in (*self.idle, *tasks.values())))
 
     async def _turn(self, length: int) -> None:
         """Waits until a process is free, and takes its place."""
@@ -81,35 +81,35 @@ class BodyReaders:
             self._free -= 1
             return
         waits = length, next(self._arrivals), asyncio.get_running_loop().create_future()
-        heappush(self._waiting, waits)
+        heappush(self.waiting, waits)
         try:
             await waits[2]
         except asyncio.CancelledError:
-            if waits in self._waiting:
-                self._waiting.remove(waits)
-                heapify(self._waiting)
+            if waits in self.waiting:
+                self.waiting.remove(waits)
+                heapify(self.waiting)
             else:
                 self._next()
             raise
 
     def _next(self) -> None:
         """A process has become free: the next one gets its place."""
-        if self._waiting:
-            heappop(self._waiting)[2].set_result(None)
+        if self.waiting:
+            heappop(self.waiting)[2].set_result(None)
         else:
             self._free += 1
 
     def _done(self, task: asyncio.Task[object], ended: Callable[[], None]) -> None:
-        process = self._under_way.pop(task)
+        process = self.under_way.pop(task)
         if not task.cancelled():
             task.exception()  # nobody asks for it where the client has left
         if process.usable:
-            self._idle.append(process)
+            self.idle.append(process)
         ended()
         self._next()
 
 
-async def _read(process: ReadingProcess, reading: Reading[Result], body: bytes) -> Result:
+async def _read(process: ReadingProcess, reading: BodyReading[Result], body: bytes) -> Result:
     try:
         return await process.read(reading, body)
     except TimeoutError:
@@ -137,7 +137,7 @@ class ReadingProcess:
         """Its number; 0 before it has started."""
         return 0 if self._process is None else self._process.pid
 
-    async def read(self, reading: Reading[Result], body: bytes) -> Result:
+    async def read(self, reading: BodyReading[Result], body: bytes) -> Result:
         """Has it read a body. Raises BadRequestError; and TimeoutError, OSError and EOFError, after which it is to be
         closed, as after a cancellation."""
         self.usable = False
@@ -152,7 +152,7 @@ class ReadingProcess:
                 raise EOFError(head.decode(errors="replace"))
             if kind == REFUSED:
                 self.usable = True
-                raise msgspec.msgpack.decode(head, type=Refused).error()
+                raise msgspec.msgpack.decode(head, type=RefusedBody).error()
             read = msgspec.msgpack.decode(head, type=reading.result)
             for _ in range(parts):
                 (length,) = PART.unpack(await _received(pipe, PART.size))

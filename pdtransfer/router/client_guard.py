@@ -20,21 +20,25 @@ class ClientGuard:
 
     def __init__(self, config: RouterConfig) -> None:
         """Reads the files that the config names. Raises ConfigError."""
-        self.tls = self._keys = None
+        self.tls = self.keys = None
         reloads: list[Callable[[], None]] = []
         if config.tls_cert is not None and config.tls_key is not None:
             self.tls = ServerTls(config.tls_cert, config.tls_key)
             reloads.append(partial(read_again, "the certificate", self.tls.read))
         if (path := config.api_keys) is not None:
-            self._keys = ApiKeys()
+            self.keys = ApiKeys()
             try:
-                self._keys.read(path)
+                self.keys.read(path)
             except ConfigError as error:
                 raise ConfigError(f"api_keys: {error}") from None
-            reloads.append(partial(read_again, "the API keys", partial(self._keys.read, path)))
+            reloads.append(partial(read_again, "the API keys", partial(self.keys.read, path)))
         self.reloads = tuple(reloads)
+
+    def trusts(self, request: web.Request) -> bool:
+        """Whether a client may see the names of workers and hosts: it has a key, or there are none."""
+        return self.keys is None or self.keys.knows(request.headers.get("Authorization"))
 
     def protect(self, app: web.Application, count: Callable[[int], None]) -> None:
         """Lets only clients with a key through to the application, where there are keys."""
-        if self._keys is not None:
-            app.middlewares.append(authenticated(self._keys, count))
+        if self.keys is not None:
+            app.middlewares.append(authenticated(self.keys, count))

@@ -12,6 +12,7 @@ from typing import TypedDict
 from ..errors import SUCCESSES, Cause
 from ..tracing.ended_request import EndedRequest, RequestSpan, TraceContext
 from ..wire import End
+from .completions import BadRequestError
 from .router_effects import Fail, Finish, Retry
 from .servers.server_request import checked_request_id
 
@@ -53,6 +54,8 @@ class ClientRequest:
     request_id: str
     trace: TraceContext | None = None  # its own span, or the client's where it has none
     parent_span: str = ""
+    continues_trace: bool = False  # the client has sent a valid traceparent
+    refused: BadRequestError | None = None  # what is wrong with it already
     key_name: str = ""  # of its API key
     began_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None  # when the first token came
@@ -78,16 +81,28 @@ class ClientRequest:
         cls, node: str, path: str, headers: Mapping[str, str], *, traced: bool = False, key_name: str = ""
     ) -> ClientRequest:
         """Takes a request's ids from its headers, or makes them. `traced`: spans of this router are exported, so it has
-        one of its own, and begins a trace where there is none; else workers get the client's. Raises BadRequestError
-        for an id that may not be passed on. An invalid traceparent is none, as its standard asks."""
-        request_id = checked_request_id(headers.get(REQUEST_ID) or uuid.uuid4().hex)
+        one of its own, and begins a trace where there is none; else workers get the client's. An invalid traceparent is
+        none, as its standard asks. A request whose id may not be passed on is `refused`, under an id of ours."""
+        request_id, refused = headers.get(REQUEST_ID) or uuid.uuid4().hex, None
+        try:
+            checked_request_id(request_id)
+        except BadRequestError as error:
+            request_id, refused = uuid.uuid4().hex, error
         theirs = TraceContext.parse(headers.get(TRACEPARENT, ""))
         own, parent = theirs, ""
         if traced:
             trace_id = theirs.trace_id if theirs is not None else f"{secrets.randbits(128) | 1:032x}"
             own = TraceContext(trace_id, f"{secrets.randbits(64) | 1:016x}", theirs is None or theirs.sampled)
             parent = "" if theirs is None else theirs.span_id
-        return cls(node=node, path=path, request_id=request_id, trace=own, parent_span=parent, key_name=key_name)
+        return cls(
+            node=node, path=path, request_id=request_id, trace=own, parent_span=parent, key_name=key_name,
+            continues_trace=theirs is not None, refused=refused,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises BadRequestError for what `accept` has found."""
+        if self.refused is not None:
+            raise self.refused
 
     @property
     def traceparent(self) -> str:

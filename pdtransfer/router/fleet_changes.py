@@ -33,7 +33,7 @@ class FleetChanges:
         self._config, self._membership = config, Membership(config, site)
         self._admin: AdminApi | None = None
         if config.admin_token is not None:
-            self._admin = AdminApi(self._membership, config.admin_token)
+            self._admin = AdminApi(self._membership, config.admin_token, allowed_hosts=config.allowed_hosts)
         if config.workers_file is not None:
             self._membership.read(config.workers_file)
         self._names = [DnsName.parse("prefill", each) for each in config.prefill_dns]

@@ -21,7 +21,7 @@ from .api_keys import ApiKeys, KeyLimitError, KeyUse
 from .body_readers import BodyReaders
 from .client_request import REQUEST_ID, ClientRequest
 from .completions import BadRequestError
-from .readings import Read, Reading
+from .readings import BodyReading, Read
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class OpenRequests:
         self._idle = asyncio.Event()  # set while no request is unfinished
         self._idle.set()
 
-    async def read(self, http: web.Request, reading: Reading[Result]) -> tuple[Result, bytes]:
+    async def read(self, http: web.Request, reading: BodyReading[Result]) -> tuple[Result, bytes]:
         """Receives the body and reads it; returns what was read, and the body. Raises BadRequestError, also where it is
         late, HTTPRequestEntityTooLarge, or ArenaFullError where all bodies together are too large."""
         try:
@@ -109,8 +109,7 @@ class OpenRequests:
 
 
 def accept(http: web.Request, config: RouterConfig) -> ClientRequest:
-    """Takes a request to generate in: from now on it has its ids, which its answer gets by `stamp`. Raises
-    BadRequestError."""
+    """Takes a request to generate in: from now on it has its ids, which its answer gets by `stamp`."""
     use = http.get(API_KEY_USE)
     key_name = "" if use is None else use.key.name
     client = ClientRequest.accept(config.node, http.path, http.headers, traced=bool(config.otlp), key_name=key_name)

@@ -25,7 +25,7 @@ class Read(Protocol):
     parts: list[bytes]
 
 
-class Reading(Protocol[Result_co]):
+class BodyReading(Protocol[Result_co]):
     """One kind of reading."""
 
     @property
@@ -89,7 +89,7 @@ class ReadRelayed(Struct, frozen=True, tag=True):
         return read_relayed(body, block_tokens=self.block_tokens, reserved=dialect.reserved, choices=dialect.choices)
 
 
-class Refused(Struct, frozen=True):
+class RefusedBody(Struct, frozen=True):
     """A BadRequestError, as it crosses."""
 
     param: str | None
@@ -98,7 +98,7 @@ class Refused(Struct, frozen=True):
     status: int
 
     @classmethod
-    def of(cls, error: BadRequestError) -> Refused:
+    def of(cls, error: BadRequestError) -> RefusedBody:
         """The error as a struct."""
         return cls(error.param, error.text, error.code, error.status)
 

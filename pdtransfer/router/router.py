@@ -104,24 +104,28 @@ class Router:
         self.metrics, self.recent = RouterMetrics(self.routing, self._bus, node=config.node), RecentRequests()
         self._ended.subscribe(self.metrics.ended)
         self._ended.subscribe(self.recent)
-        app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
+        self.guard = ClientGuard(config)
+        app = application(
+            self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX, trusts=self.guard.trusts
+        )
         paths = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, POST /tokenize and POST /detokenize"
-        self._guard = ClientGuard(config)
-        self._guard.protect(app, self.metrics.answers.count)
+        self.guard.protect(app, self.metrics.answers.count)
         app.middlewares.append(openai_errors(paths, TEXT_PATHS))
         app.add_routes([web.post(path, self._generate) for path in ("/v1/completions", "/v1/chat/completions")])
         app.add_routes([web.post(path, self._translate) for path in TEXT_PATHS])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.+}", self._model)])
         app.add_routes([web.get("/version", self._version), *StatusPages(self._fleet_status).routes])
         app.on_response_prepare.append(stamp)
-        self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
+        self._listener = HttpListener(
+            app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX, allowed_hosts=config.allowed_hosts
+        )
 
     async def open(self) -> str:
         """Dials the workers and listens; returns host:port. Raises ConfigError or WorldError."""
         for endpoint, role in self.roles().items():
             self._bus.dial(endpoint, role)
         self._perform(self.routing.start(self._clock.now()))
-        return await self._listener.open(self._config.listen, self._guard.tls)
+        return await self._listener.open(self._config.listen, self.guard.tls)
 
     def allow(self, allowed: AllowList) -> None:
         """Replaces the allow-list: loses workers that it no longer lists in their role, and dials listed ones again."""
@@ -136,7 +140,7 @@ class Router:
         """What SIGHUP reads again."""
         path = self._config.allow
         own = () if path is None else (lambda: reload(path, self.allow),)
-        return (*own, *self._guard.reloads)
+        return (*own, *self.guard.reloads)
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Accepts no more requests; waits for unfinished ones until the room deadline or `hurry`."""
@@ -286,12 +290,7 @@ class Router:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         """Answers /v1/completions and /v1/chat/completions."""
-        try:
-            client = accept(http, self._config)
-        except BadRequestError as why:
-            response = refusal(why)
-            self.metrics.answers.count(response.status)  # it has no record, for want of an id
-            return response
+        client = accept(http, self._config)
         try:
             return await self._answer(http, client)
         except web.HTTPException as refused:
@@ -302,6 +301,7 @@ class Router:
 
     async def _answer(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
         try:
+            client.check()
             read, _ = await self.open_requests.read(http, ReadCompletion(http.path == "/v1/chat/completions"))
             made = completion_of(
                 read, seed=secrets.randbits(63), text=self._text, served=self._served(), defaults=self._defaults

@@ -214,7 +214,8 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
     stop, registry = StopSignal(), process_registry(role=config.role, node=config.node)
     reserved = await reserve(config.bind, keyed=config.key is not None, insecure=config.insecure)
     shared = Shared(stop, registry, reserved, journeys=journeys, ended=ended)
-    listener = HttpListener(application(lambda: _health(config, shared), shared.registry))
+    app = application(lambda: _health(config, shared), shared.registry)
+    listener = HttpListener(app, allowed_hosts=config.allowed_hosts)
     try:
         shared.http = await listener.open(config.http) if config.http else ""
         await _open_firewall(config, shared)

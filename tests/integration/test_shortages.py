@@ -202,7 +202,8 @@ def test_a_client_that_does_not_read_its_stream_holds_up_nobody_and_misses_nothi
         answered = (await site.metrics(site.router))["pdtransfer_requests_total"]
         reader, writer = await lazy(site)
         body = json.dumps(site._body("slow", {"stream": True, "max_tokens": tokens})).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
 
         async def all_generated() -> bool:

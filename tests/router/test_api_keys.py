@@ -27,13 +27,8 @@ from pdtransfer.router.api_keys import ApiKey, ApiKeys, KeyLimitError
 from pdtransfer.router.router import Router
 from pdtransfer.router.servers.server_router import ServerRouter
 from pdtransfer.tracing.ended_request import EndedRequests
+from tests.support.client_keys import A, B, C, bearer, written
 from tests.support.waiting import on_loop, until
-
-A, B, C = ("sk-tenant-a-0123456789", "sk-tenant-b-0123456789", "sk-tenant-c-0123456789")
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
 
 
 def basic(credentials: str) -> str:
@@ -62,12 +57,6 @@ def certificate(directory: Path, name: str, of: tuple[str, ...] = EC) -> tuple[P
         check=True, capture_output=True,
     )  # fmt: skip
     return cert, key
-
-
-def written(path: Path, text: str) -> Path:
-    path.write_text(text)
-    path.chmod(0o600)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -137,7 +126,7 @@ def test_a_key_has_its_limits_and_keeps_its_use_when_the_file_is_read_again() ->
     key = keys.find(f"Bearer {A}")
     assert key is not None
     with key.use(0.0):
-        with pytest.raises(KeyLimitError, match="1 requests open"), key.use(0.0):
+        with pytest.raises(KeyLimitError, match="1 answers of this API key are open, and 1 more"), key.use(0.0):
             pass
         keys.replace(f"{A} a open=2", source="keys")
         again = keys.find(f"Bearer {A}")

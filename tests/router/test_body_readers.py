@@ -16,7 +16,7 @@ from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
 from pdtransfer.router import body_readers, readings
 from pdtransfer.router.body_readers import BodyReaders, ReadingProcess
 from pdtransfer.router.completions import BadRequestError
-from pdtransfer.router.readings import ReadCompletion, Reading, ReadRelayed, ReadText
+from pdtransfer.router.readings import BodyReading, ReadCompletion, ReadRelayed, ReadText
 from pdtransfer.router.router import INLINE_BYTES_MAX
 from pdtransfer.router.servers import server_router
 from pdtransfer.router.text import BytesText
@@ -73,7 +73,7 @@ def read_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for reading in (ReadCompletion, ReadText, ReadRelayed):
         read: Callable = reading.read
 
-        def noted(self: Reading, body: bytes, text: BytesText, read: Callable = read) -> object:
+        def noted(self: BodyReading, body: bytes, text: BytesText, read: Callable = read) -> object:
             lengths.append(len(body))
             return read(self, body, text)
 
@@ -160,8 +160,8 @@ def frozen(process: ReadingProcess) -> None:
 async def idle(its: BodyReaders) -> ReadingProcess:
     """One process, once it has started."""
     await its.read(COMPLETION, LARGE, nothing)
-    await until(lambda: its._idle)
-    return its._idle[0]
+    await until(lambda: its.idle)
+    return its.idle[0]
 
 
 @on_loop
@@ -170,7 +170,7 @@ async def test_a_process_that_dies_fails_its_request_alone_and_another_takes_ove
         process = await idle(its)
         frozen(process)
         failing = asyncio.create_task(its.read(COMPLETION, LARGE, nothing))
-        await until(lambda: its._under_way)
+        await until(lambda: its.under_way)
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(BadRequestError, match="the process that read the body has ended") as failed:
             await failing
@@ -200,7 +200,7 @@ async def test_the_shortest_body_is_read_next_and_who_leaves_gives_its_turn_back
         frozen(process)
         bodies = [b'{"prompt": "' + b"a" * size + b'"}' for size in (5_000, 9_000, 7_000, 6_000, 8_000)]
         tasks = [asyncio.create_task(its.read(COMPLETION, body, partial(order.append, len(body)))) for body in bodies]
-        await until(lambda: len(its._waiting) == 4)
+        await until(lambda: len(its.waiting) == 4)
         tasks[2].cancel()
         await asyncio.wait([tasks[2]])
         assert order == [len(bodies[2])], "it waits for nobody"
@@ -217,8 +217,8 @@ async def test_the_shortest_body_is_read_next_and_who_leaves_gives_its_turn_back
 async def test_processes_are_bounded_and_end_with_their_router() -> None:
     async with readers(processes=2) as its:
         await asyncio.gather(*(its.read(COMPLETION, LARGE, nothing) for _ in range(6)))
-        await until(lambda: len(its._idle) == 2)
-        pids = [each.pid for each in its._idle]
+        await until(lambda: len(its.idle) == 2)
+        pids = [each.pid for each in its.idle]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -234,7 +234,7 @@ async def test_bodies_that_wait_to_be_read_are_bounded_together() -> None:
         it.router.open_requests.bodies_bytes -= 300_000
         body = {"prompt": "a" * 200_000, "max_tokens": 1}
         first = asyncio.create_task(it.post(**body))
-        await until(lambda: it.router.readers._under_way)
+        await until(lambda: it.router.readers.under_way)
         for path in ("/v1/completions", "/tokenize"):
             status, refused, _ = await it.post(path, **body)
             assert (status, refused["error"]["code"]) == (429, "full")

@@ -80,8 +80,11 @@ def test_a_request_without_ids_gets_one_and_no_trace() -> None:
 def test_an_id_that_may_not_be_passed_on_is_refused_by_name(bad: str) -> None:
     async def case() -> None:
         async with site() as it:
-            status, _, body = await ask(it, {"X-Request-Id": bad})
+            status, headers, body = await ask(it, {"X-Request-Id": bad})
             assert (status, json.loads(body)["error"]["param"]) == (400, "X-Request-Id")
+            assert re.fullmatch(r"[0-9a-f]{32}", headers["X-Request-Id"])
+            (record,) = it.ended
+            assert (record.request_id, record.status) == (headers["X-Request-Id"], 400)
             assert not it.decode[0].begun
 
     run_on_loop(case)

@@ -19,7 +19,7 @@ from pdtransfer.router import openai_http
 from tests.support.router_site import site
 from tests.support.waiting import on_loop, run_on_loop, until
 
-GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -90,7 +90,7 @@ async def test_a_connection_being_served_is_not_closed() -> None:
     listener = HttpListener(app, connections_max=1)
     host, _, port = (await listener.open("127.0.0.1:0")).rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
     await asked.wait()
     other, its_writer = await asyncio.open_connection(host, int(port))
     assert await other.read() == b""
@@ -110,7 +110,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
     return said
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /li", b"GET /live HTTP/1.1\r\nHost: x\r\nX: 1\r\n"])
+@pytest.mark.parametrize("said", [b"", b"GET /li", b"GET /live HTTP/1.1\r\nHost: localhost\r\nX: 1\r\n"])
 def test_half_a_request_is_not_waited_for(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limit.ConnectionLimiter.__init__, "__kwdefaults__", {"wait_s": 0.2})
 
@@ -144,7 +144,7 @@ def test_an_answer_that_its_client_does_not_read_is_given_up(monkeypatch: pytest
         listener = HttpListener(app, connections_max=8)
         host, _, port = (await listener.open("127.0.0.1:0")).rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
         assert listener.doors is not None
         await until(lambda: len(listener.doors) == 0)
@@ -181,11 +181,11 @@ def test_a_client_that_still_reads_has_longer(unread: int, looks: int) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET /live HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 100_000 + b"\r\n\r\n",
-        b"GET /live HTTP/1.1\r\nHost: x\r\n" + b"".join(b"A%d: x\r\n" % n for n in range(100_000)) + b"\r\n",
+        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"A%d: x\r\n" % n for n in range(100_000)) + b"\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),  # TLS
-        b"GET /live HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc",
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc",
         bytes(1_000),
     ],
     ids=["line", "header", "headers", "tls", "smuggled", "zeros"],
@@ -208,7 +208,7 @@ def test_an_invalid_request_is_refused_and_closes_its_connection(request_: bytes
 async def posting(url: str, head: bytes) -> Stream:
     host, _, port = url.removeprefix("http://").rpartition(":")
     stream = await asyncio.open_connection(host, int(port))
-    stream[1].write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + head)
+    stream[1].write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + head)
     return stream
 
 

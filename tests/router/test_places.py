@@ -14,7 +14,7 @@ import pytest
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.router import openai_http
 from pdtransfer.router.api_keys import ApiKey, ApiKeys, KeyLimitError
-from tests.router.test_api_keys import A, bearer, written
+from tests.support.client_keys import A, bearer, written
 from tests.support.router_site import LIMITS, Site, site
 from tests.support.vllm_servers import ServerSite, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
@@ -23,7 +23,7 @@ PATH = "/v1/completions"
 
 
 def key_of(it: Site | ServerSite) -> ApiKey:
-    keys = it.router._guard._keys
+    keys = it.router.guard.keys
     assert keys is not None
     key = keys.find(f"Bearer {A}")
     assert key is not None
@@ -225,8 +225,6 @@ def test_what_a_failed_request_held_comes_back(engine: str, how: str, tmp_path: 
             if isinstance(it, ServerSite):
                 await until(lambda: not any(each.unfinished for each in it.router.pool.all))
                 return
-            assert not it.router._replies
-            assert not it.router._clients
             await until(lambda: it.router.routing.room_count == 0)
             for each in it.router.routing.workers.by_peer.values():
                 assert (len(each.rooms), each.prompt_tokens, each.promised_slots) == (0, 0, 0)

@@ -483,7 +483,9 @@ def test_a_client_that_does_not_read_disturbs_no_other_and_is_closed(leaves: boo
             # Six bytes of JSON a token: more than the sockets in between can buffer.
             tokens = 1_000_000
             body = json.dumps({"prompt": "\1", "max_tokens": tokens, "stream": True}).encode()
-            client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            client.send(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            )
             await until(lambda: it.decode[0].begun)
             for _ in range(20):
                 status, answer, _ = await it.post(prompt="xy", max_tokens=2)

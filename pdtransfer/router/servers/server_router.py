@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 EVENT_END = b"\n\n"
 METRICS_S = 5.0  # between two looks at what a decode server counts
 INLINE_BYTES_MAX = 32 << 10  # of a body that is read on the loop: some milliseconds whatever its shape
-FORWARDED = ("Authorization", "traceparent", "tracestate")  # headers of a client that servers get
+TRACESTATE = "tracestate"
+TRACESTATE_LENGTH_MAX = 512  # W3C Trace Context asks for as many characters at least
 
 
 class ServerRouter:
@@ -63,15 +64,19 @@ class ServerRouter:
         self.open_requests = OpenRequests(config.limits, self.readers)
         self.metrics, self.recent = ServerMetrics(self.pool, self.open_requests, node=config.node), RecentRequests()
         self._ended.subscribe(self.recent)
-        app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
+        self.guard = ClientGuard(config)
+        app = application(
+            self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX, trusts=self.guard.trusts
+        )
         posts = ", ".join(f"POST {path}" for path in self._dialect.paths)
-        self._guard = ClientGuard(config)
-        self._guard.protect(app, self.metrics.answers.count)
+        self.guard.protect(app, self.metrics.answers.count)
         app.middlewares.append(openai_errors(f"{posts} and GET /v1/models"))
         app.add_routes([web.post(path, self._generate) for path in self._dialect.paths])
         app.add_routes([web.get("/v1/models", self._models), *StatusPages(self._fleet_status).routes])
         app.on_response_prepare.append(stamp)
-        self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
+        self._listener = HttpListener(
+            app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX, allowed_hosts=config.allowed_hosts
+        )
         self._polls: dict[str, asyncio.Task[None]] = {}  # by the server's URL
 
     async def open(self) -> str:
@@ -79,12 +84,12 @@ class ServerRouter:
         WorldError."""
         for each in self.pool.all:
             self._watch(each)
-        return await self._listener.open(self._config.listen, self._guard.tls)
+        return await self._listener.open(self._config.listen, self.guard.tls)
 
     @property
     def reloads(self) -> tuple[Callable[[], None], ...]:
         """What SIGHUP reads again."""
-        return self._guard.reloads
+        return self.guard.reloads
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Accepts no more requests; waits for unfinished ones until the room deadline or `hurry`."""
@@ -197,12 +202,7 @@ class ServerRouter:
         return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        try:
-            client = accept(http, self._config)
-        except BadRequestError as why:
-            response = refusal(why)
-            self.metrics.answers.count(response.status)
-            return response
+        client = accept(http, self._config)
         try:
             response = await self._accept(http, client)
         except (BadRequestError, ArenaFullError, KeyLimitError) as why:
@@ -222,6 +222,7 @@ class ServerRouter:
 
     async def _accept(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
         """Reads a request, and answers it. Raises BadRequestError, ArenaFullError, and what writing raises."""
+        client.check()
         if self.open_requests.draining:
             text = "the router is draining"
             client.answered(503, Cause.SHUTDOWN, text)
@@ -234,9 +235,7 @@ class ServerRouter:
 
     async def _answer(self, http: web.Request, client: ClientRequest, request: ServerRequest) -> web.StreamResponse:
         """Tries pairs of servers until decode's answer has begun; no pair is tried again that failed."""
-        headers = _forwarded(http) | {REQUEST_ID: request.request_id}
-        if client.trace is not None:
-            headers[TRACEPARENT] = client.traceparent
+        headers = _forwarded(http, client) | {REQUEST_ID: request.request_id}
         tried, avoid = set[ServerPair](), set[Server]()
         failed: AttemptFailedError | None = None
         for attempt in range(SERVER_ATTEMPTS_MAX):
@@ -321,5 +320,18 @@ class ServerRouter:
         return error_response(failed.status, str(failed), code=failed.cause.value, retry_ms=self._retry_ms)
 
 
-def _forwarded(http: web.Request) -> dict[str, str]:
-    return {name: http.headers[name] for name in FORWARDED if name in http.headers}
+def _forwarded(http: web.Request, client: ClientRequest | None = None) -> dict[str, str]:
+    """The headers that servers get: the client's key, and where the request stands in a trace. A tracestate without a
+    valid traceparent means nothing."""
+    headers = {"Authorization": http.headers["Authorization"]} if "Authorization" in http.headers else {}
+    if client is not None and client.trace is not None:
+        headers[TRACEPARENT] = client.traceparent
+        state = ",".join(http.headers.getall(TRACESTATE, []))
+        if (
+            client.continues_trace
+            and 0 < len(state) <= TRACESTATE_LENGTH_MAX
+            and state.isascii()
+            and state.isprintable()
+        ):
+            headers[TRACESTATE] = state
+    return headers

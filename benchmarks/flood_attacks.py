@@ -17,6 +17,7 @@ from typing import Literal
 import zmq
 
 from pdtransfer.bus.keys import KeyPair
+from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.wire import VERSION, Goodbye, Hello, Identity, Ping, Pong, Ranks, Reject, Welcome, encode
 
 from .attacks import give_way
@@ -33,10 +34,11 @@ _BURST = 64  # frames between two looks at the pipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloodTarget:
-    """A listener of this host, its public key, and the key that the attacker may use: both empty without keys."""
+    """A listener of this host, its public key, and the key that the attacker may use: both empty without keys. A
+    router's is that of its HTTP clients."""
 
     port: int
-    role: str  # of the daemon that listens
+    role: str  # of the process that listens
     server_key: str = ""
     guest: KeyPair | None = None
 
@@ -98,8 +100,53 @@ def busy(target: FloodTarget) -> Iterator[int]:  # noqa: ARG001
         yield number
 
 
+def nested_prompts(target: FloodTarget) -> Iterator[int]:
+    """Bodies of the largest size to the router, one after the other: a list of very many prompts."""
+    return _posted(target, "/v1/completions", _of_size(b'{"prompt":[', b"[1],", b"[1]]}"))
+
+
+def nested_sampling(target: FloodTarget) -> Iterator[int]:
+    """The same to a router in front of SGLang: very many lists in the sampling parameters."""
+    return _posted(target, "/generate", _of_size(b'{"text":"a","sampling_params":[', b"[[]],", b"[]]}"))
+
+
+def largest_prompts(target: FloodTarget) -> Iterator[int]:
+    """Bodies of the largest size that are right: lists of ids, of which each has too many for its answer to fit."""
+    prompt = b"[" + b"1000," * 30_000 + b"1],"
+    return _posted(target, "/v1/completions", _of_size(b'{"max_tokens":1,"prompt":[', prompt, prompt[:-1] + b"]}"))
+
+
+def largest_relayed(target: FloodTarget) -> Iterator[int]:
+    """Bodies of the largest size that are right, to a router in front of SGLang."""
+    return _posted(target, "/v1/completions", _of_size(b'{"prompt":"a","x":[', b'{"a":[1]},', b"1]}"))
+
+
+def _of_size(head: bytes, item: bytes, tail: bytes) -> bytes:
+    return head + item * ((HTTP_BODY_BYTES_MAX - len(head) - len(tail)) // len(item)) + tail
+
+
+def _posted(target: FloodTarget, path: str, body: bytes) -> Iterator[int]:
+    """One request after the other, and the answer to each."""
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n"
+    request = f"{head}Content-Type: application/json\r\n\r\n".encode() + body
+    for number in itertools.count(1):
+        try:
+            with socket.create_connection(("127.0.0.1", target.port), timeout=30.0) as made:
+                made.sendall(request)
+                while made.recv(65_536):
+                    pass
+        except OSError:
+            time.sleep(0.01)
+        yield number
+
+
 KEYLESS: dict[str, Callable[[FloodTarget], Iterator[int]]] = {
     each.__name__: each for each in (junk, junk_lines, hellos, hello_lines, connections, busy)
+}
+# Of the router's own clients, by the engine that it stands in front of; "pdtransfer" is the fleet of the others.
+CLIENTS: dict[str, dict[str, Callable[[FloodTarget], Iterator[int]]]] = {
+    "pdtransfer": {each.__name__: each for each in (nested_prompts, largest_prompts)},
+    "sglang": {each.__name__: each for each in (nested_sampling, largest_relayed)},
 }
 KEYED = {each.__name__: each for each in (other_role, hello_lines, junk, connections)}
 
@@ -108,7 +155,7 @@ def run(pipe: Connection, name: str, target: FloodTarget) -> None:
     """Attacks until the pipe has a message. Reports first that it is under way, and at last how often it attacked."""
     if name != busy.__name__:
         give_way()
-    done, attack = 0, (KEYLESS | KEYED)[name](target)
+    done, attack = 0, (KEYLESS | KEYED | CLIENTS["pdtransfer"] | CLIENTS["sglang"])[name](target)
     with suppress(OSError):  # the benchmark has ended
         pipe.send(None)
         while not pipe.poll():

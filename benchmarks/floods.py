@@ -8,8 +8,8 @@ import resource
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,16 @@ from pdtransfer.bench.report import load, print_tables
 from pdtransfer.bus.keys import Endpoint, KeyPair, generate
 from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.errors import WorldError
-from pdtransfer.process.fleet import Fleet
+from pdtransfer.process.fleet import Daemon, Fleet
 
-from .flood_attacks import KEYED, KEYLESS, FloodTarget, run
+from .flood_attacks import CLIENTS, KEYED, KEYLESS, FloodTarget, run
+from .paced_servers import paced_servers
 
 ENGINE = "benchmarks.paced_engine:create"
 NODES = "router", "prefill-0", "decode-0"
 GUEST = "guest"  # the key that the attackers have
 HEAD = ["attack", "goodput over quiet", "quiet/s", "not served", "attacks", "log kB/s"]
+CLIENT_COUNTS = 1, 4  # hostile clients of the router at once
 _START_SECONDS = 60.0
 _WARM_SECONDS = 2.0
 
@@ -131,29 +133,54 @@ def attacking(name: str, targets: list[FloodTarget]) -> Generator[list[int]]:
             process.kill()
 
 
+@asynccontextmanager
+async def _site(kind: str, here: Path, attackers: int) -> AsyncGenerator[tuple[str, list[FloodTarget]]]:
+    """The URL of a router, and whom `attackers` on each listener attack."""
+    if kind == "sglang":
+        async with paced_servers() as (prefill, decode):
+            servers: dict[str, Any] = {"engine": kind, "prefill": (prefill,), "decode": (decode,)}
+            router = await Daemon.start(RouterConfig(listen="127.0.0.1:0", **servers), here / "router.log")
+            try:
+                address = (await router.wait_ready())["http"]
+                yield f"http://{address}", [FloodTarget(port=_port(address), role="router")] * attackers
+            finally:
+                await router.stop()
+        return
+    async with _fleet(here, keyed=kind == "keyed") as fleet:
+        if kind == "pdtransfer":
+            yield fleet.url, [FloodTarget(port=_port(fleet.url), role="router")] * attackers
+        else:
+            roles = ("prefill", "decode")
+            yield fleet.url, [_target(fleet, role, here, keyed=kind == "keyed") for role in roles] * attackers
+
+
 async def _measured(
-    names: tuple[str, ...], given: FloodMeasure, *, keyed: bool, progress: Callable[[str], None]
+    names: tuple[str, ...], given: FloodMeasure, *, kind: str, attackers: int, progress: Callable[[str], None]
 ) -> list[list[str]]:
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory(prefix="pdtransfer-floods-") as directory:
         here = Path(directory)
-        async with _fleet(here, keyed=keyed) as fleet:
-            targets = [_target(fleet, role, here, keyed=keyed) for role in ("prefill", "decode")] * given.attackers
-            await served_by(fleet.url, given.clients, _WARM_SECONDS, here)
+        async with _site(kind, here, attackers) as (url, targets):
+            await served_by(url, given.clients, _WARM_SECONDS, here)
             for name in names:
                 quiet, flooded, count = list[Served](), list[Served](), 0
                 for _ in range(given.rounds):
-                    quiet.append(await served_by(fleet.url, given.clients, given.seconds, here))
+                    quiet.append(await served_by(url, given.clients, given.seconds, here))
                     progress(f"{name}: quiet {quiet[-1].goodput:.0f} a second")
                     context = attacking(name, targets)
                     done = await asyncio.to_thread(context.__enter__)
-                    flooded.append(await served_by(fleet.url, given.clients, given.seconds, here))
+                    flooded.append(await served_by(url, given.clients, given.seconds, here))
                     await asyncio.to_thread(context.__exit__, None, None, None)
                     progress(f"{name}: {flooded[-1].goodput:.0f} a second, {dict(flooded[-1].answers)}")
                     count += sum(done)
                     await asyncio.sleep(1.0)
-                rows.append(row_of(name, quiet, flooded, count, keyed=keyed))
+                what = f"{name}{', keys' if kind == 'keyed' else ''}"
+                rows.append(row_of(f"{what}, {attackers} clients" if kind in CLIENTS else what, quiet, flooded, count))
     return rows
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def _target(fleet: Fleet, role: str, here: Path, *, keyed: bool) -> FloodTarget:
@@ -166,7 +193,7 @@ def _target(fleet: Fleet, role: str, here: Path, *, keyed: bool) -> FloodTarget:
     )
 
 
-def row_of(name: str, quiet: list[Served], flooded: list[Served], count: int, *, keyed: bool) -> list[str]:
+def row_of(name: str, quiet: list[Served], flooded: list[Served], count: int) -> list[str]:
     ratios = sorted(after.goodput / max(before.goodput, 1e-9) for before, after in zip(quiet, flooded, strict=True))
     failed: Counter[str] = Counter()
     for each in flooded:
@@ -174,7 +201,7 @@ def row_of(name: str, quiet: list[Served], flooded: list[Served], count: int, *,
     asked = sum(sum(each.answers.values()) for each in flooded)
     log_rate = max(each.log_bytes / each.seconds for each in flooded)
     return [
-        f"{name}{', keys' if keyed else ''}",
+        name,
         f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
         f"{max(each.goodput for each in quiet):.0f}",
         f"{sum(failed.values())} of {asked}",
@@ -188,15 +215,18 @@ def measure(
 ) -> list[list[str]]:
     """One router, prefill and decode whose engines compute nothing, and clients that ask one after the other. Attackers
     of each daemon's listener run at the lowest priority beside them: on hosts of their own they would take none of
-    these processors. In turn: so many seconds in quiet, and as many under the attack."""
+    these processors. Then clients of the router post to it, one and four at once, also to one in front of servers
+    like SGLang's. In turn: so many seconds in quiet, and as many under the attack."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.environ.setdefault("PYTHONPATH", str(Path(__file__).parents[1]))
     rows: list[list[str]] = []
-    for keyed, known in ((False, KEYLESS), (True, KEYED)):
+    kinds = [("keyless", KEYLESS, given.attackers), ("keyed", KEYED, given.attackers)]
+    kinds += [(engine, known, count) for engine, known in CLIENTS.items() for count in CLIENT_COUNTS]
+    for kind, known, count in kinds:
         names = tuple(name for name in known if not attacks or name in attacks)
         if names:
-            rows += asyncio.run(_measured(names, given, keyed=keyed, progress=progress))
+            rows += asyncio.run(_measured(names, given, kind=kind, attackers=count, progress=progress))
     return rows
 
 

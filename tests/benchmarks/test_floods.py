@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections import Counter
@@ -16,10 +17,11 @@ from aiohttp.test_utils import TestServer
 
 from benchmarks import floods
 from benchmarks.__main__ import app
-from benchmarks.flood_attacks import KEYED, KEYLESS, FloodTarget
+from benchmarks.flood_attacks import CLIENTS, KEYED, KEYLESS, FloodTarget
 from benchmarks.floods import FloodMeasure, Served
 from pdtransfer.bus.keys import generate_pair
 from pdtransfer.errors import RemoteProtocolError
+from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.wire import Hello, Ping, decode
 from tests.support.waiting import on_loop, wait_for
 
@@ -96,6 +98,25 @@ def test_each_flood_says_to_a_listener_what_its_name_promises(name: str, keyed: 
             wait_for(said, f"only {kinds}")
 
 
+@pytest.mark.parametrize("name", [name for known in CLIENTS.values() for name in known])
+@on_loop
+async def test_a_client_posts_bodies_of_the_largest_size(name: str) -> None:
+    bodies = list[bytes]()
+
+    async def answer(request: web.Request) -> web.Response:
+        bodies.append(await request.read())
+        return web.Response(status=400)
+
+    application = web.Application(client_max_size=HTTP_BODY_BYTES_MAX)
+    application.add_routes([web.post(path, answer) for path in ("/v1/completions", "/generate")])
+    async with TestServer(application, host="127.0.0.1") as server:
+        attack = next(known[name] for known in CLIENTS.values() if name in known)
+        posted = attack(FloodTarget(port=server.port or 0, role="router"))
+        assert [await asyncio.to_thread(next, posted) for _ in range(2)] == [1, 2]
+    assert [len(body) > 0.9 * HTTP_BODY_BYTES_MAX for body in bodies] == [True, True]
+    assert json.loads(bodies[0])
+
+
 @pytest.mark.parametrize("keyed", [False, True])
 def test_connections_are_made_and_left(keyed: bool) -> None:
     with listening(keyed=keyed) as listener:
@@ -141,7 +162,7 @@ async def test_clients_count_what_is_answered_refused_and_lost(tmp_path: Path) -
 def test_the_table_sets_each_flood_beside_the_quiet_before_it() -> None:
     quiet = [Served(2.0, Counter({"200": count}), 0) for count in (100, 200, 100)]
     flooded = [Served(2.0, Counter({"200": count, "503 full": 1}), 6_000) for count in (50, 50, 80)]
-    row = floods.row_of("junk", quiet, flooded, 1_234, keyed=True)
+    row = floods.row_of("junk, keys", quiet, flooded, 1_234)
     assert row == ["junk, keys", "0.50 (0.25-0.80)", "100", "3 of 183", "1,234", "3.0"]
 
 

@@ -12,8 +12,8 @@ from msgspec.structs import asdict
 
 from ...limits import FACTS_MAX, PEERS_MAX, TEXT_LENGTH_MAX
 from ...schema import parse
-from ..pool_worker import Role
 from ..completions import BadRequestError, decoded_field
+from ..pool_worker import Role
 from .server_request import Fields, ServerRequest, choices_of
 
 ONE = Raw(b"1")

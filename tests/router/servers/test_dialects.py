@@ -10,8 +10,8 @@ from pdtransfer.config.config import HTTP_ENGINES
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.router.completions import BadRequestError
 from pdtransfer.router.servers.dialects import DIALECTS, Dialect
-from tests.support.json_values import spoiled
 from pdtransfer.router.servers.server_request import ServerRequest
+from tests.support.json_values import spoiled
 from tests.support.relayed import relayed
 
 VLLM, SGLANG = DIALECTS["vllm"], DIALECTS["sglang"]

@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import socket
 from collections.abc import Callable
 
 import zmq
 
-from ..disconnect import disconnect
 from ..errors import Cause, ConfigError, RemoteProtocolError, WorldError
 from ..limits import TEXT_LENGTH_MAX
 from ..threads import in_thread
-from ..wire import Goodbye, Hello, Message, Reject, Welcome, decode, encode
+from ..wire import Hello, Message, Reject, Welcome, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import SOCKETS, Dialled, affordable_dials
 from .gone import AbsentPeers, Gone
 from .keys import Address, AllowList, Endpoint, KeyPair, is_loopback_host
 from .limits import BusLimits
-from .line import GRANT_MESSAGES, SessionLine
+from .lines import SessionLines
 from .listening import address_bound, reserve
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, address_of_frame, open_socket
 from .zap import DOMAIN, Authenticator
-
-log = logging.getLogger(__name__)
 
 
 class Bus:
@@ -81,8 +77,8 @@ class Bus:
         self._absent = AbsentPeers(self._limits)
         self._gone: dict[str, Gone] = {}  # what was reported last
         self._dialled: dict[str, Dialled] = {}
-        self._lines: dict[str, dict[int, SessionLine]] = {}  # by peer and session
         self._greeting: Connection | None = None  # whose Hello is being answered: the answer goes back where it came
+        self._lines = SessionLines(self, lines_max=self._affordable_dials, limits=self._limits, loop=self._loop)
         self._known_names: set[str] = set()  # names on the allow-list that have sent a Hello, connected or not
         self._sweep: Sweep | None = None
         self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
@@ -198,26 +194,19 @@ class Bus:
         Returns False where the peer is not connected or does not read. A Hello to a dialled peer is stored, and opens
         every later connection.
         """
-        if isinstance(message, GRANT_MESSAGES):
-            line = self._lines.get(peer, {}).get(message.session)
-            if line is not None and line.send(encode(message)):
-                self.sent += 1
-                return True
-        elif type(message) is Reject:  # it ends the session; what still comes by its line would cost more Rejects
-            if (line := self._lines.get(peer, {}).get(message.session)) is not None:
-                self._drop(line)
-        elif type(message) is Goodbye:
-            self._detach_all({peer})
+        if self._lines.send(peer, message):
+            self.sent += 1
+            return True
         frame = encode(message)
         if type(message) is Hello and (dialled := self._dialled.get(peer)) is not None:
             dialled.hello = frame
-        sent = self._send(peer, frame)
+        sent = self.send_frame(peer, frame)
         if type(message) is Reject and (route := self._route_to(peer)) is not None:
             self._connections.rejected(route, self._loop.time())
         return sent
 
-    def _send(self, peer: str, frame: bytes) -> bool:
-        """Sends a frame by ZMQ; returns whether it was queued."""
+    def send_frame(self, peer: str, frame: bytes) -> bool:
+        """As LineOwner."""
         sent = False
         if (dialled := self._dialled.get(peer)) is not None:
             sent = dialled.send(frame)
@@ -231,35 +220,16 @@ class Bus:
         return sent
 
     def attach(self, peer: str, session: int, socket: socket.socket, *, greeted: bool) -> None:
-        """Takes over a socket as the line of a session with this peer, until `detach`, `hang_up`, or its own end.
-        `greeted` as SessionLine has it. There are no more lines than endpoints may be dialled: beyond that, or on an
-        error, the socket is closed."""
-        self.detach(session)
-        if sum(map(len, self._lines.values())) >= self._affordable_dials:
-            disconnect(socket)
-            return
-        try:
-            line = SessionLine(
-                socket, peer=peer, session=session, greeted=greeted,
-                take=self._on_line_frame, ended=self._on_line_end, limits=self._limits,
-            )  # fmt: skip
-        except OSError as error:
-            log.warning("session %#x has no line, and its messages go by ZMQ: %s", session, error.strerror)
-        else:
-            self._lines.setdefault(peer, {})[session] = line
+        """As SessionLines.attach. There are no more lines than endpoints may be dialled."""
+        self._lines.attach(peer, session, socket, greeted=greeted)
 
     def detach(self, session: int) -> None:
-        """Closes the line of a session: its messages go by ZMQ from now on. Idempotent."""
-        for lines in list(self._lines.values()):
-            if (line := lines.get(session)) is not None:
-                self._drop(line)
+        """As SessionLines.detach."""
+        self._lines.detach(session)
 
     def read_lines(self, peer: str | None = None) -> None:
-        """Receives what this peer, or every peer, has sent by lines until now: it counts before what comes by ZMQ, and
-        before what the clock says of the peer."""
-        lines = [self._lines.get(peer, {})] if peer is not None else list(self._lines.values())
-        for line in [line for of_peer in lines for line in of_peer.values()]:
-            line.read_now()
+        """Receives what this peer, or every peer, has sent by lines until now."""
+        self._lines.read(peer)
 
     def allow(self, allowed: AllowList) -> list[str]:
         """Replaces the allow-list; returns the names of the peers that lost access.
@@ -283,13 +253,14 @@ class Bus:
             if allowed.why_not(dialled.server_key or "", dialled.role):
                 self.hang_up(endpoint)
                 revoked.append(endpoint)
-        self._detach_all(set(revoked))
+        for name in revoked:
+            self._lines.end(name)
         return revoked
 
     def hang_up(self, peer: str) -> None:
         """Closes a dialled peer's connection; a peer that dialled this node must send Hello again. Its lines are closed
         too. Idempotent."""
-        self._detach_all({peer})
+        self._lines.end(peer)
         dialled = self._dialled.pop(peer, None)
         if dialled is not None:
             dialled.close()
@@ -299,7 +270,7 @@ class Bus:
     async def close(self) -> None:
         """Closes all connections once queued messages have left, or after linger_ms. Idempotent."""
         self._auditing.cancel()
-        self._detach_all(set(self._lines))
+        self._lines.end()
         for dialled in self._dialled.values():
             dialled.close()
         self._dialled.clear()
@@ -387,7 +358,7 @@ class Bus:
 
     def _report_gone(self, now: float) -> None:
         # A line that stands proves that its peer's process lives: the kernel ends those of a dead one, too.
-        found = self._absent.check(self._connections.all_named, lambda name: bool(self._lines.get(name)), now)
+        found = self._absent.check(self._connections.all_named, lambda name: bool(self._lines.of(name)), now)
         found |= {name: gone for name, dialled in self._dialled.items() if (gone := dialled.gone) is not None}
         withdrawn, self._gone = self._gone.keys() - found.keys(), found
         for name in withdrawn:
@@ -408,41 +379,15 @@ class Bus:
             self._zap.ban(connection.user, now + self._limits.banned_ms / 1e3)
         self._on_refused(name, RemoteProtocolError(field, text))
 
-    def _on_line_frame(self, line: SessionLine, frame: bytes) -> None:
-        try:
-            message = decode(frame)
-            if not isinstance(message, GRANT_MESSAGES):
-                raise RemoteProtocolError("kind", f"{type(message).__name__}, which no line carries")
-            if message.session != line.session:
-                text = f"{message.session:#x}, on the line of {line.session:#x}"
-                raise RemoteProtocolError(f"{type(message).__name__}.session", text)
-        except RemoteProtocolError as error:
-            self._on_line_end(line, error)
-            return
+    def received_message(self, peer: str, message: Message) -> None:
+        """As LineOwner."""
         self.received += 1
-        self._receive(line.peer, message)
+        self._receive(peer, message)
 
-    def _on_line_end(self, line: SessionLine, error: RemoteProtocolError | None) -> None:
-        self._drop(line)
-        if error is not None:
-            self.refused += 1
-            self._on_refused(line.peer, error)
-
-    def _drop(self, line: SessionLine) -> None:
-        """Closes a line; the frame that it has sent the beginning of goes by ZMQ."""
-        lines = self._lines.get(line.peer, {})
-        if lines.get(line.session) is line:
-            del lines[line.session]
-            if not lines:
-                del self._lines[line.peer]
-        line.close()
-        unfinished, line.unfinished = line.unfinished, b""
-        if unfinished:
-            self._send(line.peer, unfinished)
-
-    def _detach_all(self, peers: set[str]) -> None:
-        for line in [line for peer in peers for line in self._lines.get(peer, {}).values()]:
-            self._drop(line)
+    def refused_message(self, peer: str, error: RemoteProtocolError) -> None:
+        """As LineOwner."""
+        self.refused += 1
+        self._on_refused(peer, error)
 
     def _on_dialled_frame(self, dialled: Dialled, frame: zmq.Frame) -> None:
         now = self._loop.time()
@@ -469,11 +414,10 @@ class Bus:
         self._pass_on(dialled.name, message)
 
     def _pass_on(self, peer: str, message: Message) -> None:
-        """A message of ZMQ: what the peer had sent by a line before it comes first."""
-        if peer in self._lines:
-            self.read_lines(peer)
-        self.received += 1
-        self._receive(peer, message)
+        """A message of ZMQ: what the peer had sent by a line before it comes first. A dialled endpoint may be another
+        name of the process whose line it is."""
+        self._lines.read(None if peer in self._dialled else peer)
+        self.received_message(peer, message)
 
     def peer_name(self, name: str) -> str:
         """Returns the name that `receive` uses for a dialling peer, from its key, its listed name, or its node."""

@@ -45,11 +45,12 @@ class SessionLine:
         take: Callable[[SessionLine, bytes], None],
         ended: Callable[[SessionLine, RemoteProtocolError | None], None],
         limits: BusLimits,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         """`greeted`: the peer's OPENING was read already. Raises OSError, and closes the socket then."""
         self.peer, self.session = peer, session
         self._socket, self._take, self._ended, self._limits = socket, take, ended, limits
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._open = greeted  # for frames to be sent
         self._unsent = b""  # the rest of what the kernel has the beginning of
         self.unfinished = b""  # the frame that this belongs to
@@ -135,6 +136,7 @@ class SessionLine:
         except BlockingIOError:
             return
         except OSError:  # half a frame is out, and nothing may follow it
+            self.read_now()  # what the peer sent before its end
             self._end(None)
             return
         if not self._unsent:

@@ -37,6 +37,7 @@ class Ends:
         self.line = SessionLine(
             self.ours, peer="p", session=SESSION, greeted=greeted, take=self._take,
             ended=lambda _, error: self.ended.append(error), limits=replace(LIMITS, **limits),
+            loop=asyncio.get_running_loop(),
         )  # fmt: skip
 
     def _take(self, _: SessionLine, frame: bytes) -> None:
@@ -181,9 +182,10 @@ async def test_a_line_that_ends_within_a_frame_names_it() -> None:
     ends = Ends()
     narrow(ends)
     assert ends.line.send(b"x" * LIMITS.line_bytes_max)
+    ends.say(b"the last")
     ends.theirs.close()
     await until(lambda: ends.ended)
-    assert ends.ended == [None]
+    assert (ends.ended, ends.taken) == ([None], [b"the last"])
     assert ends.line.unfinished == b"x" * LIMITS.line_bytes_max
     assert not ends.line.send(b"y")
 
@@ -236,15 +238,14 @@ async def test_what_has_been_sent_is_read_at_once_and_within_a_bound() -> None:
 @on_loop
 async def test_what_is_read_at_once_and_not_taken_yet_is_bounded() -> None:
     """A peer that sends without end, by the line and by ZMQ, makes nobody hold more than twice what a line holds."""
-    ends = Ends(line_queue_frames=1)
+    ends, accepted = Ends(line_queue_frames=1), 0
     for _ in range(200):
         with suppress(BlockingIOError):
-            ends.theirs.send((pack("<I", 4) + b"full") * 8_192)
+            accepted += ends.theirs.send((pack("<I", 4) + b"full") * 8_192)
         ends.line.read_now()
     assert len(ends.taken) == 1
-    assert len(ends.line._received) <= 2 * LIMITS.line_queue_bytes
+    assert accepted < 4 * LIMITS.line_queue_bytes, "what is read, and what the kernel holds"
     ends.line.close()
-    ends.line.read_now()
 
 
 # On a bus
@@ -343,14 +344,16 @@ async def test_what_a_peer_has_sent_by_a_line_comes_before_what_it_sends_by_zmq(
 @on_loop
 async def test_a_frame_that_a_line_has_begun_goes_by_zmq_when_the_line_ends() -> None:
     async with joined() as (prefill, decode_node, peer):
-        line = lines_of(prefill.bus)[SESSION]
-        line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        prefill.bus.attach("node:d", SESSION, ours, greeted=True)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         large = Landed(SESSION, 1, 4_096, bytes(LIMITS.line_bytes_max - 100), b"")
         assert prefill.bus.send("node:d", large)
-        assert line.unfinished
+        assert lines_of(prefill.bus)[SESSION].unfinished
         assert prefill.bus.send("node:d", Goodbye(7, "shutdown"))
         await until(lambda: len(decode_node.heard) == 2)
         assert decode_node.heard == [(peer, large), (peer, Goodbye(7, "shutdown"))]
+        theirs.close()
 
 
 @on_loop

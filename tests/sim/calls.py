@@ -69,11 +69,11 @@ class Call:
         slow, peers = rng.random() < p.opens_late, [node.name for node in self.decodes]
         if self._strange_decode:  # alone, or of two ranks
             peers = [self._strange_decode, "another rank"][: rng.randint(1, 2)]
+        grants = len(peers)
+        allowed = None if world.strangers and room.honest and rng.random() < 0.3 else peers  # None: whoever is first
         for source in self.sources:
             wait = rng.uniform(0.1, 2.0) if slow else rng.expovariate(500.0)
-            source.node.later(
-                wait, lambda each=source: each.open(seconds=room.deadline, grants=len(peers), peers=peers)
-            )
+            source.node.later(wait, lambda each=source: each.open(seconds=room.deadline, grants=grants, peers=allowed))
         if rng.random() < p.abort:
             part = rng.choice([*self.sources, *self.targets])
             part.node.later(rng.choice([0.001, 0.02, 0.5, 2.0]) * rng.random(), part.abort)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -93,6 +93,8 @@ class DecodeNode(Process):
         self.ends.update({name: node.deaths for name, node in world.prefills.items()})
         self.asked: dict[tuple[int, int], float] = {}  # when a session's grant was first given up
         self.granted: Counter[int] = Counter()  # the highest number, by session
+        self.grants_of: dict[int, set[tuple[int, int]]] = defaultdict(set)  # sessions and numbers, by room
+        self.landed: set[tuple[int, int]] = set()  # of these, whose Landed has come
         for peer in [spell(world, name) for name in world.prefills]:
             if not p.led or world.rng.random() < 0.2:
                 self.dialled.add(peer)
@@ -191,6 +193,8 @@ class DecodeNode(Process):
         if session is None or not isinstance(message, Landed | Failed):
             return
         lease, seen = session.leases.get(message.grant), self.world.seen
+        if isinstance(message, Landed):
+            self.landed.add((message.session, message.grant))
         if isinstance(message, Failed) and not message.quiescent:
             seen["Failed before its writing has ended"] += 1
         elif lease is None:
@@ -225,6 +229,7 @@ class DecodeNode(Process):
                 self.offered.add(session)
                 self.later(0.001, lambda s=session, r=reach: self.perform(self.core.offered(s, r, self.clock)))
             case fx.Fence(session):
+                self.lines.detach(session)
                 self._fence(session)
             case fx.Verify():
                 self.later(world.stretch(world.profile.write, 1.0), lambda: self._verify(effect))
@@ -238,6 +243,7 @@ class DecodeNode(Process):
             case fx.RoomLeased(room) if self.desk is not None:
                 self.desk.leased(room)
             case fx.RoomReady() | fx.RoomFailed() | fx.RoomDrained():
+                self._check_lost(effect)
                 self.rooms[effect.room].on_event(effect)
             case fx.SessionLost() | fx.PeerRefused() | fx.HangUp():
                 self._check_parting(effect)
@@ -284,6 +290,7 @@ class DecodeNode(Process):
     def _check_parting(self, effect: fx.SessionLost | fx.PeerRefused | fx.HangUp) -> None:
         """None parts from an honest peer; but a new process cannot map what the dead one had, without saying so."""
         if isinstance(effect, fx.HangUp):
+            self.lines.end(effect.peer)
             self.repeats.forgotten(effect.peer)
         if not isinstance(effect, fx.SessionLost) and effect.peer in self.world.strangers:
             return
@@ -299,6 +306,18 @@ class DecodeNode(Process):
         refused = isinstance(effect, fx.PeerRefused) and "(transfer)" in effect.detail
         if not refused or not self.world.prefills[plain(effect.peer)].deaths:
             self.world.fail(f"{self.name}: {effect}")
+
+    def _check_lost(self, effect: fx.DecodeEvent) -> None:
+        """What a peer has sent counts before its end: no room is lost that has landed."""
+        if not isinstance(effect, fx.RoomFailed) or effect.cause is not Cause.PEER_LOST:
+            return
+        world, grants = self.world, self.grants_of.get(effect.room, set())
+        arrived = {(session, number) for session, _ in grants for number in self.lines.landed(session)} | self.landed
+        if grants and grants <= arrived:
+            world.fail(f"{self.name} loses room {effect.room}, of which every Landed has come: {effect.detail}")
+        room = self.rooms[effect.room].room
+        if world.profile.closes and "goodbye" in effect.detail and room.sources and all(s.landed for s in room.sources):
+            world.fail(f"{self.name} loses room {effect.room}, which has landed, to its prefill's Goodbye")
 
     def _die_registering(self, peer: str) -> None:
         """What it has sent arrives late, when another process of its name has a session there. Who has not heard its
@@ -365,6 +384,7 @@ class DecodeNode(Process):
         kept, share = self.core.prefill_peers.peers[peer].quarantined_bytes, self.limits.quarantine_fraction_max
         if message.grant > self.granted[session.id] and kept > share * self._arena_bytes:
             self.world.fail(f"{self.name} grants slots to {peer}, which keeps {kept} bytes in quarantine")
+        self.grants_of[message.room].add((session.id, message.grant))
         self.granted[session.id] = max(message.grant, self.granted[session.id])
 
     def check_ledger(self) -> None:
@@ -384,6 +404,8 @@ class DecodeNode(Process):
             taken += sum(count for block in blocks.values() for _, count in block.runs[place])
             if taken != free.ready - free.free_slots:
                 world.fail(f"{self.name}: {free.ready - free.free_slots} slots are taken, {taken} are held")
+        if core.idle and (leases or core.rooms):
+            world.fail(f"{self.name} says that it is idle, with {len(core.rooms)} rooms and {len(leases)} leases")
         by_peer, kept = Counter[str](), dict[int, int]()
         for lease in leases:
             if lease.state is Lease.GRANTED and lease.message.room not in core.rooms:

@@ -68,6 +68,7 @@ class Kernels:
                 return
             self._world.seen["evidence that somebody is gone"] += 1
             self._said.setdefault(observer.name, {})[name] = stands
+            observer.lines.read(name)  # what it had sent counts before its end
             observer.gone(name, evidence, host=host)
             self._say(observer, name, evidence, AGAIN, stands, host=host)
 

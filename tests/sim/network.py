@@ -95,4 +95,4 @@ class Network:
 
     def deliver(self, process: Process, source: str, frame: bytes, way: object) -> None:
         """The process receives a frame."""
-        process.receive(source, decode(frame))
+        process.hear(source, decode(frame))

@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pdtransfer.errors import Cause
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.sharing import holds_of
-from pdtransfer.handoff.states import WRITER_GRANT_ENDS, SessionState
+from pdtransfer.handoff.states import WRITER_GRANT_ENDS, SessionState, WriterGrantState
 from pdtransfer.layout.layout import Component
 from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
 
 from .copies import Copy, Mapping
 from .fairness import Repeats
 from .groups import Group, members
+from .lines import join
 from .pools import ROW, Shape, components, memory
 from .process import Alarm, Process
 from .promises import WriterPromises
@@ -86,7 +88,7 @@ class PrefillNode(Process):
         orphan = world.rng.random() < world.profile.orphans
         world.log(f"{self.name} is killed{', a child writes on' if orphan else ''}")
         world.seen["prefill kills"] += 1
-        self.die()
+        self.die(forked=orphan)
         delay = world.rng.uniform(0.5, 4.0) if orphan else 0.0002
         for mapping in self.mappings.values():
             world.at(delay, lambda mapping=mapping: mapping.live.discard(mapping))
@@ -105,6 +107,22 @@ class PrefillNode(Process):
         self._leave(list(self.core.peers), self.identity.incarnation)
         for mapping in self.mappings.values():
             mapping.live.discard(mapping)
+
+    def close(self, tries: int = 400) -> None:
+        """As a client's close, which fails what is under way and waits for no acknowledgement: now, or soon, when a
+        grant has landed that is not acknowledged."""
+        if self.dead or self.world.healed:
+            return
+        grants = [grant for session in self.core.sessions.values() for grant in session.grants.values()]
+        if tries and not any(grant.state is WriterGrantState.LANDED for grant in grants):
+            self.later(0.001, lambda: self.close(tries - 1))
+            return
+        self.world.seen["prefills that leave with grants unacknowledged"] += 1
+        for room in list(self.core.rooms):
+            self.perform(self.core.abort(room, self.clock, Cause.SHUTDOWN, "this node is closed"))
+        self.depart()
+        for source in self.rooms.values():
+            source.on_killed()
 
     def _check_fenced(self, life: int) -> None:
         """Nobody has to come back for what a dead one kept: the kernel's proof suffices."""
@@ -167,6 +185,7 @@ class PrefillNode(Process):
                 self.later(world.stretch(0.002, 0.5), lambda s=session, r=reach, c=theirs: self._map(s, r, c))
             case fx.Unmap(session):
                 self.promises.unmapped(session)
+                self.lines.detach(session)
                 if session in self.mappings:
                     mapping = self.mappings.pop(session)
                     mapping.live.discard(mapping)
@@ -195,7 +214,19 @@ class PrefillNode(Process):
         mapping.hbm_direct = bool(reach.hbm_handle) and self.world.rng.random() < 0.5
         mapping.live.add(mapping)
         self.mappings[session] = mapping
+        if self.world.profile.lines and self.world.rng.random() < self.world.profile.lines:
+            self._join(session, node)
         self._follow(session, mapping)
+
+    def _join(self, session: int, node: Process) -> None:
+        """The connection of the hand-over is the session's line."""
+
+        def known() -> bool:
+            session_of = node.core.prefill_peers.sessions.get(session)
+            return session_of is not None and session_of.state in (SessionState.REGISTERING, SessionState.UP)
+
+        if node.name in self.world.decodes:
+            join(self, node, session, known)
 
     def _follow(self, session: int, mapping: Mapping) -> None:
         """Takes what the arena's owner has backed meanwhile, and looks again until that is all."""

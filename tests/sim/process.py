@@ -11,6 +11,7 @@ from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Goodbye, Message, Reject
 
+from .lines import ProcessLines
 from .pools import BLOCK
 
 if TYPE_CHECKING:
@@ -41,15 +42,22 @@ class Process:
         self.life, self.deaths, self.died = 1, 0, -math.inf
         self.backlog: list[Callable[[], None]] = []
         self.awaits: list[Process] = []  # who has to be there before it is started again
+        self.lines = ProcessLines(self)
 
     def send(self, peer: str, message: Message) -> None:
-        """Over the network. Who is honest is not accused; except of words on a session that this process, or the one
-        before it, has dropped, and that a repeated Register has it try to map again, in vain."""
+        """By a line, or over the network. Who is honest is not accused; except of words on a session that this process,
+        or the one before it, has dropped, and that a repeated Register has it try to map again, in vain."""
         accused = isinstance(message, Reject) and message.reason == Cause.BREACH.value
         accused = accused and peer not in self.world.strangers
         if accused and "not yet Registered" not in str(message.fields):
             self.world.fail(f"{self.name} accuses {peer}: {message.fields}")
-        self.world.network.send(self, peer, message)
+        if not self.lines.send(peer, message):
+            self.world.network.send(self, peer, message)
+
+    def hear(self, source: str, message: Message) -> None:
+        """Takes what comes over the network: what its sender had sent by a line comes first."""
+        self.lines.read(source)
+        self.receive(source, message)
 
     def fail(self, text: str) -> None:
         """The world has failed: this process does what it must not."""
@@ -74,7 +82,10 @@ class Process:
             action()
 
     def later(self, delay: float, action: Callable[[], None]) -> None:
-        life = self.life
+        self.act_in(self.life, delay, action)
+
+    def act_in(self, life: int, delay: float, action: Callable[[], None]) -> None:
+        """As `later`, in this life or never."""
         self.world.at(delay, lambda: self.act(life, action))
 
     def freeze(self, seconds: float) -> None:
@@ -97,7 +108,9 @@ class Process:
             for action in backlog:
                 action()
 
-    def die(self) -> None:
+    def die(self, *, forked: bool = False) -> None:
+        """`forked`: a child has its sockets."""
+        self.lines.die(held=forked)
         self.dead, self.frozen, self.backlog = True, False, []
         self.disturbed += 1
         self.life += 1
@@ -123,6 +136,7 @@ class Process:
         elif self.dead:
             self.world.log(f"{self.name} is started again")
             self.dead = False
+            self.lines = ProcessLines(self)
             self.start()
 
     def start(self) -> None:
@@ -168,4 +182,5 @@ class Alarm:
     def _fire(self, when: float) -> None:
         if self._at == when:
             self._at = None
+            self._process.lines.read()
             self._tick()

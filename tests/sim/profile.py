@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse", "apart", "placed", "led", "hasty", "waiting",
-    "strangers", "spelled", "starved",
+    "strangers", "spelled", "starved", "lines",
 )  # fmt: skip
 
 
@@ -81,6 +81,13 @@ class Profile:
     dial_fails: float = 0.0  # a rank that a leader named, and that cannot be dialled this time
     spellings: int = 1  # names of each process that is dialled
     placed: bool = False  # decode's engine chooses the slots, and now and then wrong ones
+    lines: float = 0.0  # a session that has a line beside the network
+    line_delay: float = 0.001  # mean time until a process reads what has come by one
+    line_queue: int = 1 << 18  # bytes that one holds in each direction
+    line_bytes: int = 16 << 10  # of a frame that goes by one
+    line_forks: float = 0.0  # an end of one that a forked child has as well
+    line_faults: int = 0  # a line ends in one direction, or a process forgets it
+    closes: int = 0  # prefills that leave while decode has not acknowledged what has landed
 
 
 def draw(seed: int, kind: str | None = None) -> Profile:
@@ -300,6 +307,27 @@ def _spelled(base: Profile, rng: random.Random) -> Profile:
     )  # fmt: skip
 
 
+def _lines(base: Profile, rng: random.Random) -> Profile:
+    """Half of them have lines that fail and no other fault but loss, so that a room that only waits is seen. In the
+    others prefills leave and decodes freeze, and the network loses nothing and keeps its order."""
+    lined = replace(
+        base, lines=rng.choice([0.7, 1.0]), line_delay=rng.choice([0.0002, 0.005, 0.1]),
+        line_queue=rng.choice([90, 300, 1 << 18]), line_forks=rng.choice([0.0, 0.5]),
+        line_bytes=rng.choice([64, 16 << 10]), span=rng.choice([0.2, 2.0]), write=rng.choice([0.0001, 0.01]), skew=0.0,
+        window=rng.choice([8, 64]),
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return replace(
+            lined, patient=True, arena_tokens=4096, pool_tokens=4096, loss=rng.choice([0.0, 0.05]),
+            line_faults=rng.choice([1, 2, 3]), opens_late=rng.choice([0.0, 0.3]), abort=rng.choice([0.0, 0.2]),
+        )  # fmt: skip
+    return replace(
+        lined, ordered=True, closes=rng.randint(1, 3), freezes=rng.choice([0, 1]), restart=(0.5, 2.0),
+        delay=rng.choice([0.0002, 0.005]), abort=rng.choice([0.0, 0.1]),
+        line_queue=rng.choice([50, 120, 1 << 18]), line_delay=rng.choice([0.001, 0.02, 0.1]),
+    )  # fmt: skip
+
+
 def _groups(base: Profile, rng: random.Random) -> Profile:
     """As "fleet", of workers with up to four ranks."""
     return replace(
@@ -353,6 +381,7 @@ FURTHER = {
     "strangers": _strangers,
     "spelled": _spelled,
     "starved": _starved,
+    "lines": _lines,
     "checked": _checked,
     "groups": _groups,
     "leaving": _leaving,

@@ -151,6 +151,7 @@ class StrangerDecode(Stranger):
             bad = (
                 self._overlap, self._change, self._grant_twice, self._grant_foreign, self._grant_beyond,
                 self._leave_as_another, self._release_unended, self._abort_others, self._use_an_earlier,
+                self._give_up_leased,
             )  # fmt: skip
             move: Callable[[_Opened], None] = rng.choice([self._grant] * 6 + [self._abort] + [*bad])
             move(opened)
@@ -236,10 +237,21 @@ class StrangerDecode(Stranger):
             if session.peer != self.name:
                 self.send(opened.peer, Abort(session.id, max(session.grants, default=1)))
 
+    def _give_up_leased(self, opened: _Opened) -> None:
+        """A room that is for whoever grants it first, and that another decode has leased."""
+        prefill = self.world.prefills[opened.peer]
+        sources = [source for source in prefill.rooms.values() if source.peers is None and not source.over]
+        rooms = [prefill.core.rooms.get(source.room.id) for source in sources]
+        leased = [room.id for room in rooms if room is not None and room.leased]
+        if leased:
+            self._count("rooms given up that another has leased")
+            self.send(opened.peer, Abort(opened.id, opened.next_grant, self.world.rng.choice(leased)))
+            opened.next_grant += 1
+
     def _room(self, opened: _Opened, *, own: bool) -> Room | None:
         """One that this peer has open: of its own, or of an honest decode."""
-        sources = self.world.prefills[opened.peer].rooms.values()
-        rooms = [each.room for each in sources if not each.over and (self.name in (each.peers or ())) is own]
+        sources = [each for each in self.world.prefills[opened.peer].rooms.values() if each.peers is not None]
+        rooms = [each.room for each in sources if not each.over and (self.name in each.peers) is own]
         return self.world.rng.choice(rooms) if rooms else None
 
     def _slots(self, opened: _Opened, room: Room | None) -> list[list[int]] | None:

@@ -20,9 +20,9 @@ from tests.sim.profile import KINDS
 from tests.sim.world import World
 from tests.support.effort import some
 
-SEEDS = some(2_400)
+SEEDS = some(2_600)
 CHUNK = 25  # seeds a test, so that several workers can share them
-SHOWN = 225  # the first of them, which test_worlds_show_what_they_are_for runs
+SHOWN = 250  # the first of them, which test_worlds_show_what_they_are_for runs
 
 
 @pytest.mark.parametrize("first", range(SHOWN, SEEDS, CHUNK))
@@ -93,7 +93,8 @@ def test_every_world_with_strangers_keeps_the_invariants(chunk: int) -> None:
     for what in (
         "grants that overlap", "grants said again with other slots", "rooms granted twice",
         "grants for rooms of others", "grants beyond the window", "unended grants released",
-        "Goodbyes of another life", "words on sessions of others", "bytes landed that were not granted",
+        "Goodbyes of another life", "words on sessions of others",
+        "rooms given up that another has leased", "bytes landed that were not granted",
         "numbers landed that were not granted", "older words that ask for a Hello", "calls for a Hello",
         "arenas registered as larger than they are", "new lives",
     ):  # fmt: skip
@@ -106,6 +107,18 @@ def test_every_world_whose_processes_have_several_names_keeps_the_invariants(chu
     tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="spelled")
     assert not tally.failure, tally.failure
     for what in ("messages by a second name", "second names", "ready", "prefill kills", "requests: finished"):
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_whose_sessions_have_lines_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="lines")
+    assert not tally.failure, tally.failure
+    for what in (
+        "lines", "messages by a line", "frames that a line took a part of", "lines that end one way",
+        "lines that nobody reads", "frames that a line had begun when it ended",
+        "prefills that leave with grants unacknowledged", "freezes", "ready",
+    ):  # fmt: skip
         assert tally.seen[what] > 0, what
 
 

@@ -19,6 +19,7 @@ from .calls import Call
 from .decodes import DecodeNode
 from .groups import Group
 from .kernels import Kernels
+from .lines import damage
 from .network import Network
 from .pools import LAYERS, Shape
 from .prefills import PrefillNode
@@ -167,6 +168,10 @@ class World:
         killed = rng.sample(nodes, min(p.kills, len(nodes))) if p.exact else rng.choices(nodes, k=p.kills)
         for node in killed:
             self._plan(partial(self.kill, node), first=0.3 if p.exact else 0.0)
+        for _ in range(p.line_faults):
+            self._plan(partial(damage, self))
+        for _ in range(p.closes):
+            self.at(rng.uniform(0.1, 1.0) * p.span, rng.choice([*self.prefills.values()]).close)
         for _ in range(p.router_kills):
             self._plan(rng.choice([*self.routers.values()]).kill)
         if p.leaves:  # one after another: who is refused by one that drains is tried again once

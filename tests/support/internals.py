@@ -36,7 +36,7 @@ def route_of(bus: Bus, peer: str) -> bytes | None:
 
 def lines_of(bus: Bus) -> dict[int, Any]:
     """Its lines, by session."""
-    return dict(sorted((session, line) for lines in bus._lines.values() for session, line in lines.items()))
+    return {line.session: line for line in sorted(bus._lines.of(), key=lambda line: line.session)}
 
 
 def dialled_by(bus: Bus) -> dict[str, Any]:

@@ -277,6 +277,17 @@ def deaf_writer_not_quarantined(patch: Patch) -> None:
     patch(Leases, "repeat", hopeful)
 
 
+def silent_leases_forgotten_by_a_drain(patch: Patch) -> None:
+    """A node is idle although it has leased slots to a peer that is silent."""
+
+    def idle(self: DecodeSessions) -> bool:
+        sessions = self.prefill_peers.sessions.values()
+        leases = any(session.leases for session in sessions if session.state is not SessionState.SILENT)
+        return not self.rooms and not leases and not self.post_landing
+
+    patch(DecodeSessions, "idle", property(idle))
+
+
 def silent_peer_not_fenced(patch: Patch) -> None:
     """Of a peer that is silent nobody asks whether it can still write, until another comes in its place."""
     fence = PrefillPeers._fence

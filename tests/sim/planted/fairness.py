@@ -83,6 +83,18 @@ def nobody_admitted_after_a_fence(patch: Patch) -> None:
     patch(DecodeSessions, "fenced", fenced)
 
 
+def timers_lost_in_compaction(patch: Patch) -> None:
+    """The heap drops live entries with the stale ones."""
+    set_timer = Timers.set
+
+    def forget(self: Timers[Any], key: Any, when: float) -> None:
+        if len(self._heap) > 64 + 4 * len(self._live):
+            self._heap.clear()
+        set_timer(self, key, when)
+
+    patch(Timers, "set", forget)
+
+
 def timers_not_moved(patch: Patch) -> None:
     """What has a time keeps it."""
     set_ = Timers.set

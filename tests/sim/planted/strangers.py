@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from pdtransfer.errors import Cause
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import SessionRecord
 from pdtransfer.handoff.prefill import writer_grants
@@ -59,6 +60,20 @@ def second_grant_of_a_session_taken(patch: Patch) -> None:
 def anybody_may_grant(patch: Patch) -> None:
     """Who knows a room's label may have its rows."""
     patch(OpenRoom, "admits", lambda self, peer: True)
+
+
+def anybody_may_give_up_a_leased_room(patch: Patch) -> None:
+    """An Abort of a decode that has not granted for the room fails it, whoever has leased it."""
+    withdraw = PrefillSessions._withdraw
+
+    def fail(self: PrefillSessions, room_id: int, peer: str, detail: str, now: float) -> None:
+        room = self.rooms.get(room_id)
+        if room is not None and room.admits(peer):
+            self._fail(room, Cause.ABORTED, f"{peer} gave it up", now)
+        else:
+            withdraw(self, room_id, peer, detail, now)
+
+    patch(PrefillSessions, "_withdraw", fail)
 
 
 def anybody_may_end_a_grant(patch: Patch) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer import kernels
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.client import clients as client_module
 from pdtransfer.client.aio import AsyncDecode, AsyncPrefill, DecodeRoomHandle, PrefillRoomHandle
@@ -29,11 +28,10 @@ from pdtransfer.client.clients import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
 from pdtransfer.handoff.effects import RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
-from pdtransfer.transports import copier
 from pdtransfer.transports.options import WriterOptions
-from pdtransfer.transports.shm import writer
 from tests.support.bus_peers import pair as keys
 from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
+from tests.support.copy_gate import Gate
 from tests.support.internals import core_of, lines_of, node_of
 from tests.support.layout_tensors import Pool, mha, mla
 from tests.support.processes import open_files
@@ -316,28 +314,6 @@ def test_rooms_wait_for_slots_in_order_and_one_that_never_fits_is_refused_at_onc
 
 
 # Giving up
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """Holds every copy, in the copy threads, until it is opened."""
-    made = Gate()
-    monkeypatch.setattr(writer, "_INLINE_BYTES_MAX", 0)
-    monkeypatch.setattr(copier.kernels, "copy", made)
-    yield made
-    made.opened.set()
-
-
-class Gate:
-    def __init__(self) -> None:
-        self.opened, self.entered, self._copy = threading.Event(), threading.Event(), kernels.copy
-        self.copies = 0
-
-    def __call__(self, *arguments: object, **named: object) -> bool:
-        self.copies += 1
-        self.entered.set()
-        assert self.opened.wait(60)
-        return self._copy(*arguments, **named)
 
 
 def is_leasable(pair: Pair, room: int) -> bool:
@@ -832,19 +808,28 @@ def test_close_ends_rooms_under_way_on_both_sides_and_gives_everything_back() ->
     assert {thread for thread in threading.enumerate() if thread.name.startswith("pdtransfer")} <= threads
 
 
+class Held:
+    """An event that holds up whoever asks it."""
+
+    def __init__(self, until: threading.Event) -> None:
+        self._until = until
+
+    def query(self) -> bool:
+        return self._until.wait(PATIENCE_S)
+
+
 def test_rooms_that_have_landed_are_ready_although_prefill_leaves_before_decode_has_read_it(pair: Pair) -> None:
     """Landed goes by the session's line, and Goodbye by ZMQ: more than a turn of decode's loop reads of a line."""
     pair.expect(1, 10)
     pair.send(1, 10)
     pair.ready(1)
-    pair.decode.release(1)
     rooms, held = range(2, 42), threading.Event()
     for room in rooms:
         pair.expect(room, 4)
         pair.prefill.open(room, tokens=4)
     pair.until(lambda: all(pair.prefill_said(room, RoomLeased) for room in rooms))
     assert lines_of(node_of(pair.prefill).bus), "the session has a line"
-    node_of(pair.decode).bus._loop.call_soon_threadsafe(held.wait, PATIENCE_S)
+    pair.decode.release(1, after=Held(held))  # its loop asks the event, and stands still
     try:
         for room in rooms:
             pair.prefill.push(room, pair.pages(room, 4), rows=(0, 4))

@@ -21,6 +21,7 @@ from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases, extents_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.node.thread_queues import ThreadQueues
 from tests.support.client_pair import Expected, Late, Pair, client_pair, slots_of_pages
+from tests.support.copy_gate import Gate
 from tests.support.waiting import on_loop
 
 TOKENS = 40
@@ -68,6 +69,24 @@ def test_an_aborted_room_fails_at_once_and_drains_with_the_proof(pair: Pair) -> 
     assert pair.failed(1).cause is Cause.ABORTED
     drained(pair, 1)
     assert pair.decode.state(1) is KVPoll.FAILED
+
+
+def test_slots_are_not_given_back_while_a_write_of_their_room_is_under_way(gate: Gate, pair: Pair) -> None:
+    slots = chosen(7)
+    pair.expect(1, TOKENS, slots={"kv": slots})
+    pair.send(1, TOKENS)
+    assert gate.entered.wait(60)
+    pair.decode.abort(1)
+    assert pair.failed(1).cause is Cause.ABORTED
+    pair.until(lambda: pair.prefill_said(1, RoomFailed))  # so prefill has answered what it could
+    pair.expect(2, TOKENS, slots={"kv": slots})
+    assert "that has not drained" in pair.failed(2).detail
+    assert pair.decode_said(1, RoomDrained) is None
+    gate.opened.set()
+    drained(pair, 1)
+    pair.expect(3, TOKENS, slots={"kv": slots})
+    pair.send(3, TOKENS)
+    pair.ready(3)
 
 
 def test_slots_of_a_room_that_has_not_drained_are_refused_and_that_room_lands(pair: Pair) -> None:

@@ -68,3 +68,13 @@ def test_moving_a_key_over_and_over_keeps_the_heap_small() -> None:
         timers.set("always", 5.0)
         timers.set("to and fro", float(number % 2))
     assert len(timers._heap) < 200
+
+
+def test_moving_a_key_over_and_over_loses_no_other() -> None:
+    """The heap is made anew without its stale entries, again and again."""
+    timers: Timers[int] = Timers()
+    for key in range(50):
+        timers.set(key, 100.0 + key)
+    for number in range(2_000):
+        timers.set(50, float(number))
+    assert [timers.pop(1_000.0) for _ in range(51)] == [*range(50), None]

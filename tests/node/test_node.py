@@ -19,6 +19,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from pdtransfer.bus import Bus
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
@@ -161,22 +162,28 @@ async def test_a_node_that_stood_still_calls_no_peer_silent() -> None:
 
 
 @on_loop
-async def test_what_has_come_by_a_line_counts_before_its_senders_silence() -> None:
-    """As of a loop that was held up: the time is over, and what came in time was not received yet."""
-    async with nodes(limits=replace(LIMITS, ping_ms=60_000, silence_ms=120_000)) as it:
+async def test_what_has_arrived_is_received_before_a_tick() -> None:
+    calls, clock = list[str](), LoopClock(SLACK_S)
+    due = [clock.now() + 0.02]
+
+    def tick() -> None:
+        calls.append("tick")
+        due.clear()
+
+    Ticker(lambda: min(due, default=None), tick, clock, lambda: calls.append("receive")).arm()
+    await until(lambda: not due)
+    assert calls[-2:] == ["receive", "tick"]
+
+
+@on_loop
+async def test_both_nodes_read_their_lines_before_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Bus] = []
+    monkeypatch.setattr(Bus, "read_lines", lambda bus: read.append(bus))
+    async with nodes() as it:
         it.expect(1)
-        await until(lambda: it.decode.core.rooms[1].state is DecodeRoom.LANDING and lines_of(it.decode.bus))
-        await until(lambda: all(line._open for line in lines_of(it.prefill.bus).values()))
-        for line in lines_of(it.decode.bus).values():
-            asyncio.get_running_loop().remove_reader(line._socket)
         it.send(1)
-        await until(lambda: any(isinstance(told, RoomLanded) for told in it.told_p))
-        assert it.told_d == []
-        peers = it.decode.core.prefill_peers
-        peers.peers[it.endpoint].liveness.last_seen -= 200.0
-        peers.timers.set(("alive", it.endpoint, 0), 0.0)
-        it.decode._run.ticker._fire()
-        assert [type(told) for told in it.told_d] == [RoomReady]
+        await it.ready(1)
+        await until(lambda: {it.prefill.bus, it.decode.bus} <= set(read))
 
 
 # Performer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -16,6 +15,7 @@ from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.process import connection_limit, http
 from pdtransfer.process.http import Health, HttpListener, application
 from pdtransfer.router import openai_http
+from tests.support.processes import forked_descriptors
 from tests.support.router_site import site
 from tests.support.waiting import on_loop, run_on_loop, until
 
@@ -315,19 +315,14 @@ def test_half_a_surrogate_pair_is_a_400_that_names_its_field() -> None:
 
 @on_loop
 async def test_an_answer_and_a_listener_end_although_a_forked_child_has_their_descriptors() -> None:
-    """A child has what os.dup makes here: another descriptor of the same connection, or of the listener."""
     async with listening() as (listener, connect):
         assert listener.doors is not None
-        assert listener._server is not None
         reader, writer = await connect()
         await until(lambda: len(listener.doors))
-        (transport,) = listener.doors._waiting
-        inherited = [os.dup(transport.get_extra_info("socket").fileno()), os.dup(listener._server.sockets[0].fileno())]
-        writer.write(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
-        async with asyncio.timeout(10):
-            assert (await reader.read()).endswith(b'{"live":true}'), "the answer, and the end"
-        await listener.close()
-        with pytest.raises(ConnectionRefusedError):
-            await connect()
-        for descriptor in inherited:
-            os.close(descriptor)
+        with forked_descriptors():
+            writer.write(GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            async with asyncio.timeout(10):
+                assert (await reader.read()).endswith(b'{"live":true}'), "the answer, and the end"
+            await listener.close()
+            with pytest.raises(ConnectionRefusedError):
+                await connect()

@@ -312,8 +312,8 @@ class DecodeNode(Process):
         if not isinstance(effect, fx.RoomFailed) or effect.cause is not Cause.PEER_LOST:
             return
         world, grants = self.world, self.grants_of.get(effect.room, set())
-        arrived = {(session, number) for session, _ in grants for number in self.lines.landed(session)} | self.landed
-        if grants and grants <= arrived:
+        unread = {(session, number) for session, _ in grants for number in self.lines.landed(session)} & grants
+        if unread and grants <= unread | self.landed:
             world.fail(f"{self.name} loses room {effect.room}, of which every Landed has come: {effect.detail}")
         room = self.rooms[effect.room].room
         if world.profile.closes and "goodbye" in effect.detail and room.sources and all(s.landed for s in room.sources):

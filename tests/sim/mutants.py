@@ -184,7 +184,7 @@ MUTANTS: dict[str, Mutant] = {
     "overlapping grants taken": Mutant(strangers.overlapping_grants_taken, "strangers", 24),
     "other slots taken for a repeat": Mutant(strangers.other_slots_taken_for_a_repeat, "strangers", 9),
     "a second grant of a session taken": Mutant(strangers.second_grant_of_a_session_taken, "strangers", 15),
-    "anybody may grant": Mutant(strangers.anybody_may_grant, "strangers", 3),
+    "anybody may grant": Mutant(strangers.anybody_may_grant, "strangers", 21),
     "anybody may give up a leased room": Mutant(strangers.anybody_may_give_up_a_leased_room, "strangers", 18),
     "anybody may end a grant": Mutant(strangers.anybody_may_end_a_grant, "strangers", 3),
     "anybody may end a lease": Mutant(strangers.anybody_may_end_a_lease, "strangers", 9),

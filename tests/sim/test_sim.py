@@ -22,7 +22,7 @@ from tests.support.effort import some
 
 SEEDS = some(2_600)
 CHUNK = 25  # seeds a test, so that several workers can share them
-SHOWN = 250  # the first of them, which test_worlds_show_what_they_are_for runs
+SHOWN = 300  # the first of them, which test_worlds_show_what_they_are_for runs
 
 
 @pytest.mark.parametrize("first", range(SHOWN, SEEDS, CHUNK))

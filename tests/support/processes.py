@@ -82,3 +82,17 @@ def no_descriptors() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def forked_descriptors() -> Iterator[None]:
+    """Another descriptor of everything that is open now, for so long: what a forked child has."""
+    inherited: list[int] = []
+    for number in list(map(int, os.listdir("/proc/self/fd"))):
+        with suppress(OSError):  # the directory itself, which is closed by now
+            inherited.append(os.dup(number))
+    try:
+        yield
+    finally:
+        for number in inherited:
+            os.close(number)

@@ -38,7 +38,7 @@ from pdtransfer.transports.shm.handover import receive
 from pdtransfer.transports.shm.writer import ShmWriter
 from pdtransfer.wire import Reach
 from tests.support.internals import sessions_of
-from tests.support.processes import deliver, no_descriptors, open_files
+from tests.support.processes import deliver, forked_descriptors, no_descriptors, open_files
 from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first
 from tests.support.waiting import on_loop, until
 
@@ -343,26 +343,23 @@ async def test_a_line_that_the_owner_cannot_keep_is_closed(arena: ArenaMemory, d
 async def test_a_hand_over_ends_although_a_forked_child_has_its_descriptors(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    """A child has what os.dup makes here: another descriptor of the same connection, or of the listener."""
     owner = ShmArena(arena, directory=directory)
     wrong = msgspec.structs.replace(await owner.offer(WRITER), token=bytes(32))
-    peer = connected(wrong)
-    await until(lambda: owner.listener._connections)
-    (connection,) = owner.listener._connections.values()
-    inherited = [os.dup(connection.socket.fileno()), os.dup(owner.listener._socket.fileno())]
-    peer.sendall(handover.REQUEST.pack(handover.MAGIC, WRITER, wrong.token))
-    async with asyncio.timeout(10):
-        assert await said(peer) == b"", "the refusal"
-    waiting = connected(wrong)  # it is not accepted before the listener ends
-    await owner.close()
-    async with asyncio.timeout(10):
-        assert await said(waiting) == b""
-    with pytest.raises(OSError, match=r"refused|No such file"):
-        connected(wrong)
-    for descriptor in inherited:
-        os.close(descriptor)
-    for socket_ in (peer, waiting):
-        socket_.close()
+    before = open_files()
+    waiting, peer = connected(wrong), connected(wrong)
+    await until(lambda: open_files() == before + 4)  # both are accepted
+    with forked_descriptors():
+        waiting.sendall(bytes(48))
+        async with asyncio.timeout(10):
+            assert (await said(waiting)) == b"", "the refusal"
+        late = connected(wrong)  # it is not accepted before the listener ends
+        await owner.close()
+        async with asyncio.timeout(10):
+            assert (await said(peer)) == (await said(late)) == b""
+        with pytest.raises(OSError, match=r"refused|No such file"):
+            connected(wrong)
+    for each in (peer, waiting, late):
+        each.close()
 
 
 @pytest.mark.parametrize("shown", [b"pdt-lime", b"GET / HTTP/1.1"])

@@ -11,18 +11,20 @@ import pytest
 
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff.decode import window_slots
-from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.decode.room_request import PlacedRows, RoomRequest
 from pdtransfer.handoff.effects import (
     Fence,
     Forget,
     HangUp,
     Offer,
     PeerRefused,
+    RoomDrained,
     RoomFailed,
     RoomReady,
     Send,
     SessionLost,
 )
+from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.handoff.states import Lease, SessionState
 from pdtransfer.limits import AHEAD_MAX
 from pdtransfer.wire import (
@@ -1116,3 +1118,63 @@ def test_every_peer_without_a_session_is_being_greeted() -> None:
         end.tick(0.3)
         peer = end.core.prefill_peers.peers[P]
         assert peer.session is not None or ("hello", P, 0) in end.core.prefill_peers.timers
+
+
+# What is given back, and when
+
+
+@pytest.mark.parametrize("way", ["abort", "deadline", "failed", "silence", "goodbye", "reject"])
+def test_slots_that_an_engine_chose_are_given_back_with_their_lease_and_not_with_their_room(way: str) -> None:
+    end = DecodeEnd(engine_slots=True)
+    session = end.up()
+    placed = tuple(PlacedRows(0, extents_of(np.arange(rows))) for rows in (8, 2))
+    grant = end.granted(1, tokens=8, placed=placed, deadline=end.now + 5.0)
+    end.hear(Granted(session, grant.grant))
+    match way:
+        case "abort":
+            effects = end.core.abort(1, end.now)
+        case "deadline":
+            effects = end.live(5.2, P)
+        case "failed":
+            effects = end.hear(Failed(session, grant.grant, "transfer", "", False))
+        case "silence":
+            effects = end.tick(LIMITS.silence_ms / 1e3 + 1.0)
+        case "goodbye":
+            effects = end.hear(Goodbye(end.incarnation, "shutdown"))
+        case _:
+            effects = end.hear(Reject(session, "transfer", ()))
+    effects += end.live(1.0, P) if way in ("abort", "deadline", "failed") else end.tick(1.0)
+    assert failure(effects)[0] == 1, "the room has ended at once"
+    assert of(effects, RoomDrained) == [], "its writer may still write"
+    assert not end.core.idle
+    assert end.free == [SLOTS - 8, SLOTS - 2]
+    if way in ("abort", "deadline", "failed"):
+        effects = end.hear(Drained(session, grant.grant))
+    else:
+        effects = end.core.fenced(session, end.now)
+    assert of(effects, RoomDrained) == [RoomDrained(1)]
+    assert end.free == ALL_FREE
+    assert end.core.idle
+
+
+def test_slots_that_an_engine_chose_are_given_back_with_the_last_of_their_leases() -> None:
+    end = DecodeEnd(engine_slots=True)
+    end.up(P, holds=KV)
+    end.up(P2, holds=C4)
+    placed = tuple(PlacedRows(0, extents_of(np.arange(rows))) for rows in (8, 2))
+    first, second = sent(end.expect(1, 8, P, P2, placed=placed), Grant)
+    end.core.abort(1, end.now)
+    assert of(end.hear(Drained(first.session, first.grant)), RoomDrained) == []
+    assert of(end.hear(Drained(second.session, second.grant), peer=P2), RoomDrained) == [RoomDrained(1)]
+
+
+def test_a_node_is_not_idle_while_it_has_leased_slots_to_a_silent_peer() -> None:
+    end = DecodeEnd()
+    session = end.up()
+    end.granted(1)
+    end.tick(LIMITS.silence_ms / 1e3 + 1.0)
+    assert end.core.prefill_peers.sessions[session].state is SessionState.SILENT
+    assert not end.core.rooms
+    assert not end.core.idle
+    end.core.fenced(session, end.now)
+    assert end.core.idle

@@ -968,3 +968,21 @@ def test_no_hello_is_answered_before_the_group_is_known() -> None:
     end.core.set_group(group)
     (welcome,) = sent(end.hear(end.hello()), Welcome)
     assert welcome.identity.group == group
+
+
+@pytest.mark.parametrize("granted_before", [False, True])
+def test_a_leased_room_goes_on_although_another_decode_gives_it_up(granted_before: bool) -> None:
+    """It is for whoever grants it first. The other never had a grant of it, or one that came too late."""
+    end = PrefillEnd()
+    end.up(S)
+    other = end.up(0xB0, peer=D2)
+    end.open(1)
+    end.hear(grant(1))
+    if granted_before:
+        end.hear(grant(1, session=other), peer=D2)
+    effects = end.hear(Abort(other, 1, 1), peer=D2)
+    assert of(effects, RoomFailed) == []
+    effects = end.push() + end.finish()
+    for write in of(effects, Write):
+        effects += end.wrote(write)
+    assert of(effects, RoomLanded) == [RoomLanded(1, kv_bytes(8))]

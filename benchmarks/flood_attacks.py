@@ -111,7 +111,7 @@ def nested_sampling(target: FloodTarget) -> Iterator[int]:
 
 
 def largest_prompts(target: FloodTarget) -> Iterator[int]:
-    """Bodies of the largest size that are right: lists of ids, of which each has too many for its answer to fit."""
+    """Bodies of the largest size that are right: lists of ids, some fifty prompts."""
     prompt = b"[" + b"1000," * 30_000 + b"1],"
     return _posted(target, "/v1/completions", _of_size(b'{"max_tokens":1,"prompt":[', prompt, prompt[:-1] + b"]}"))
 

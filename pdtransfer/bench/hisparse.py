@@ -223,7 +223,8 @@ class HotBatch:
             _mark(self._arena, plane, slots, layer)
         for group, layers in enumerate(size.groups):
             wanted = self._rows[:, None] * size.tokens + self._positions[group]
-            found = self.pool.swap_in(group, self._positions[group], self._lengths, self._rows).long()
+            slots_on_device = self.pool.swap_in(group, self._positions[group], self._lengths, self._rows)
+            found = self._torch.as_tensor(slots_on_device).long()
             for layer in layers:
                 words = self._plane(layer).view(self._torch.int64)[found.view(-1)].view(*found.shape, -1)
                 assert bool((words[:, :, 0] == wanted + layer * slots).all()), layer
@@ -313,7 +314,7 @@ class HotBatch:
 
     def _whole(self, tick: Callable[[str], None] = _silent) -> None:
         for group, layers in enumerate(self.size.groups):
-            slots = self.pool.plan(group, self._positions[group], self._lengths, self._rows)
+            slots = self._torch.as_tensor(self.pool.plan(group, self._positions[group], self._lengths, self._rows))
             tick("plan")
             self.pool.bring(group)
             tick("copy")

@@ -38,7 +38,7 @@ WORKDIR /opt/pdtransfer
 FROM build AS router-build
 RUN /build/install /opt/pdtransfer router && /build/install /opt/pdtransfer /dist/*.whl
 COPY deploy/image /build/
-RUN /build/finish pdtransfer.router.router
+RUN /build/finish pdtransfer.serve.router.router
 
 FROM scratch AS router
 COPY --from=router-build /image /
@@ -62,7 +62,7 @@ RUN PDTRANSFER_CACHE=/var/cache/pdtransfer bin/python -B -c \
         "import sys; from pdtransfer.kernels import load; native = load(); print(native.text); sys.exit(not native.used)" \
     && chown -R pdtransfer:pdtransfer /var/cache/pdtransfer
 COPY deploy/image /build/
-RUN /build/finish pdtransfer.worker.daemon,pdtransfer.worker.group.gloo,pdtransfer.reference.factory,mooncake.engine \
+RUN /build/finish pdtransfer.serve.worker.daemon,pdtransfer.serve.worker.group.gloo,pdtransfer_lab.models.factory,mooncake.engine \
         $(dpkg -L ibverbs-providers | grep -E '[.](so|driver)$') $(find /usr/lib -name 'librdmacm.so.1')
 
 FROM scratch AS worker

@@ -36,8 +36,8 @@ test: $(VENV)/.stamp
 # What meets peers, and whole processes among hostile ones, under python -O: no peer may be held off by an assertion.
 test-optimized: $(VENV)/.stamp
 	@PYTHONOPTIMIZE=1 $(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal \
-	    tests/wire tests/bus tests/node tests/worker tests/handoff/test_hostile.py tests/handoff/decode tests/handoff/prefill \
-	    tests/integration/test_hostile.py tests/integration/test_keys.py $(ARGS)
+	    tests/library/wire tests/library/bus tests/library/client tests/serve/worker tests/library/handoff/test_hostile.py tests/library/handoff/decode tests/library/handoff/prefill \
+	    tests/serve/integration/test_hostile.py tests/serve/integration/test_keys.py $(ARGS)
 
 # A glance while you work: few cases of each test, no slow ones, no whole processes.
 test-fast: $(VENV)/.stamp
@@ -46,13 +46,13 @@ test-fast: $(VENV)/.stamp
 # On a host with a card; elsewhere each test says why it is skipped, and the figures say what is missing.
 test-gpu: $(VENV)/.stamp
 	@$(RUN) -m pytest -m gpu -rs $(ARGS)
-	@$(RUN) -m benchmarks kernels
+	@$(RUN) -m pdtransfer bench kernels --more
 
 # On a host with two cards: KV from one to the other, however it is laid out, and whoever dies on the way.
 # ARGS=--devices=cuda:0,cuda:0 does it with one card, cpu,cpu with none.
 test-two-gpu: $(VENV)/.stamp
-	@$(RUN) -m pytest tests/two_gpu -m two_gpu -rs -n 16 --dist worksteal $(ARGS)
-	@$(RUN) -m benchmarks pd
+	@$(RUN) -m pytest tests/lab/two_gpu -m two_gpu -rs -n 16 --dist worksteal $(ARGS)
+	@$(RUN) -m pdtransfer bench pd --goals
 
 # Real engines of others on the CPU, in environments of their own, .venv-vllm and .venv-sglang: no other target runs these.
 test-engines: test-vllm test-sglang
@@ -81,7 +81,7 @@ check: $(VENV)/.stamp
 # What a user sizes a host with, then what measures and attacks the parts.
 bench: $(VENV)/.stamp
 	@for part in copy transfer hisparse; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
-	@for part in plan verify prefix bus handoff poll idle load siege faults; do $(RUN) -m benchmarks $$part $(ARGS) || exit 1; done
+	@for part in plan verify prefix bus handoff poll idle load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
 
 # What the images install, written anew where pyproject.toml changed; ARGS=--upgrade takes the newest versions.
 locks: $(VENV)/.stamp

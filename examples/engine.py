@@ -4,7 +4,7 @@
     python -m pdtransfer decode --engine examples.engine:create --bind tcp://127.0.0.1:7201
     python -m pdtransfer router --prefill tcp://127.0.0.1:7101 --decode tcp://127.0.0.1:7201
 
-`python -m` finds the module because the current directory, the checkout, is on its path. `pdtransfer.engine_api`
+`python -m` finds the module because the current directory, the checkout, is on its path. `pdtransfer.serve.engine_api`
 describes every call that an engine receives; here is the least that serves completions over HTTP.
 
 The KV of position p in a layer is a stamp of the layer and of tokens 0 to p, repeated over the row. The token at index
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtransfer import Component, Layout, Span, allocate, host_layout
-from pdtransfer.engine_api import (
+from pdtransfer.serve.engine_api import (
     Broken,
     Computed,
     EngineConfig,

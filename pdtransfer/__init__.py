@@ -1,7 +1,7 @@
 """Carries the KV cache of a prefill worker straight into a decode worker's host DRAM.
 
-Every name that an engine needs to embed a client is importable from here. `pdtransfer.client`, where they come from, is
-loaded at the first use of one, so that `import pdtransfer` costs nothing.
+Every name that an engine needs to embed a client is importable from here. They come from `pdtransfer.client.api`, which
+is loaded at the first use of one, so that `import pdtransfer` costs nothing.
 """
 
 from __future__ import annotations
@@ -10,82 +10,23 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "C4_PARTS",
-    "DSA_INDEX_PARTS",
-    "HOST_LAYOUTS",
-    "ITEM_LAYOUTS",
-    "Address",
-    "AllowList",
-    "ArenaFullError",
-    "ArenaMemory",
-    "ArenaOptions",
-    "AsyncDecode",
-    "AsyncPrefill",
-    "BusLimits",
-    "CapacityError",
-    "CardMemory",
-    "Cause",
-    "Component",
-    "ConfigError",
-    "DecodeClient",
-    "DecodeEvent",
-    "DecodeRoomHandle",
-    "Endpoint",
-    "Event",
-    "Hbm",
-    "KVPoll",
-    "KeyPair",
-    "Layout",
-    "LayoutMismatchError",
-    "Limits",
-    "LocalProtocolError",
-    "Mapping",
-    "Member",
-    "Network",
-    "NodeSettings",
-    "PDTransferError",
-    "PagePart",
-    "Plane",
-    "PrefillClient",
-    "PrefillEvent",
-    "PrefillRoomHandle",
-    "Ranks",
-    "RemoteProtocolError",
-    "Replicas",
-    "RoomAsked",
-    "RoomDrained",
-    "RoomFailed",
-    "RoomFailedError",
-    "RoomLanded",
-    "RoomLeased",
-    "RoomReady",
-    "Span",
-    "Transport",
-    "TransportError",
-    "WorldError",
-    "WriterOptions",
-    "__version__",
-    "allocate",
-    "deepseek_v4",
-    "host_layout",
-    "item_layout",
-    "room_id",
-    "strided_layout",
-    "weights_digest",
-]
-
 if TYPE_CHECKING:
-    from .client import *
+    from .client.api import *
 else:
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from . import client
+        from .client import api
 
-        return globals().setdefault(name, getattr(client, name))
+        if name == "__all__":
+            return [*api.__all__, "__version__"]
+        if name not in api.__all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, getattr(api, name))
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    from .client import api
+
+    return sorted({*globals(), *api.__all__})

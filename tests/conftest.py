@@ -17,7 +17,7 @@ from hypothesis import settings
 
 if not __debug__:
     # Under -O only asserts that pytest has rewritten are checked: those of test modules, and now of what helps them.
-    pytest.register_assert_rewrite("tests.support", "tests.sim")
+    pytest.register_assert_rewrite("tests.support", "tests.library.sim")
 
 from tests.support.effort import (
     CASES_MAX,
@@ -36,7 +36,7 @@ settings.load_profile("no deadline")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--devices", default="", help="prefill's and decode's, as cuda:0,cuda:0: runs all of tests/two_gpu on them"
+        "--devices", default="", help="prefill's and decode's, as cuda:0,cuda:0: runs all of tests/lab/two_gpu on them"
     )
     parser.addoption("--full", action="store_true", help="all cases, seeds and examples, as in continuous integration")
     parser.addoption("--fast", action="store_true", help="a glance: few cases of each test, and none that are slow")

@@ -14,20 +14,22 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin
 
 from cyclopts import App
+from pdtransfer_lab.bench.models import components
 from prometheus_client import CollectorRegistry
 
-from pdtransfer.bench.models import components
-from pdtransfer.commands.cli import COMMANDS, app
-from pdtransfer.config.config import HTTP_ENGINES, RouterConfig
-from pdtransfer.engine_api import HotFigures
+from pdtransfer.client.decode_node import DecodeNode
+from pdtransfer.client.prefill_node import PrefillNode
+from pdtransfer.client.settings import NodeSettings
 from pdtransfer.environment import PREFIX
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.node import DecodeNode, NodeSettings, PrefillNode
-from pdtransfer.process.process_metrics import http_counter, process_registry
-from pdtransfer.router.router import Router
-from pdtransfer.router.servers.server_router import ServerRouter
-from pdtransfer.worker.daemon_metrics import DecodeMetrics, PrefillMetrics
-from pdtransfer.worker.worker_times import DecodeTimes, PrefillTimes
+from pdtransfer.serve.commands.cli import COMMANDS, app
+from pdtransfer.serve.engine_api import HotFigures
+from pdtransfer.serve.process.process_metrics import http_counter, process_registry
+from pdtransfer.serve.router.router import Router
+from pdtransfer.serve.router.servers.server_router import ServerRouter
+from pdtransfer.serve.settings.config import HTTP_ENGINES, RouterConfig
+from pdtransfer.serve.worker.daemon_metrics import DecodeMetrics, PrefillMetrics
+from pdtransfer.serve.worker.worker_times import DecodeTimes, PrefillTimes
 
 from .proto_generator.schema import choices
 

@@ -37,12 +37,14 @@ from ..handoff.sharing import Replicas
 from ..layout.layout import Component, slots_of_rows
 from ..limits import PEERS_MAX, TOKENS_MAX
 from ..memory.arena_memory import ArenaMemory
-from ..node import DecodeNode, NodeSettings, PrefillNode
-from ..node.thread_queues import ThreadQueues
 from ..threads import cpus_of, run_loop, run_on
 from ..transports.device_events import Event
 from ..transports.options import ArenaOptions, WriterOptions
 from ..wire import Member, pack_ids
+from .decode_node import DecodeNode
+from .prefill_node import PrefillNode
+from .settings import NodeSettings
+from .thread_queues import ThreadQueues
 
 STATES_MAX = 65_536  # ended rooms whose state is kept
 ASKED_MAX = (

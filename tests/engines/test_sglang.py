@@ -20,9 +20,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdtransfer.config.config import RouterConfig
 from pdtransfer.limits import Limits
-from pdtransfer.router.servers.server_router import ServerRouter
+from pdtransfer.serve.router.servers.server_router import ServerRouter
+from pdtransfer.serve.settings.config import RouterConfig
 from tests.support.sglang_engine import ANSWER_S, ENVIRONMENT, PYTHON, RefusedError, SglangPair, SglangServer, free_port
 from tests.support.vllm_engine import Checkpoints, prompts
 from tests.support.waiting import run_on_loop, until

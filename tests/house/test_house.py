@@ -24,7 +24,7 @@ import pytest
 
 import pdtransfer
 from pdtransfer.bus.keys import Address, AllowList, KeyPair
-from pdtransfer.commands import cli
+from pdtransfer.serve.commands import cli
 from tests.support.paths import REPO
 
 PYPROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
@@ -156,17 +156,17 @@ def linted_as_it_is() -> str:
             "pdtransfer.layout is not allowed to import pdtransfer.wire",
         ),
         ("client/labels.py", "import rich", "pdtransfer.client is not allowed to import rich"),
-        ("errors.py", "from . import config", "pdtransfer.errors is not allowed to import pdtransfer.config"),
+        ("errors.py", "from . import config", "pdtransfer.errors is not allowed to import pdtransfer.serve.settings"),
         ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse is not allowed to import torch"),
         (
             "reference/tokens.py",
             "from ..bus import Bus",
-            "pdtransfer.reference is not allowed to import pdtransfer.bus",
+            "pdtransfer_lab.models is not allowed to import pdtransfer.bus",
         ),
         (
             "config/config.py",
             "from ..reference.factory import create",
-            "pdtransfer.config.config -> pdtransfer.reference.factory",
+            "pdtransfer.serve.settings.config -> pdtransfer_lab.models.factory",
         ),
         ("novelty.py", '"""A module that has no place yet."""', "- pdtransfer.novelty"),
     ],
@@ -290,7 +290,7 @@ def test_nothing_that_serves_waits_for_a_whole_device() -> None:
     waits = {
         (name.removeprefix("pdtransfer.") + where, call)
         for name, tree in modules()
-        if not name.startswith("pdtransfer.bench")
+        if not name.startswith("pdtransfer_lab.bench")
         for where, call in device_wide(tree)
     }
     assert waits == set(MAY_WAIT_FOR_A_WHOLE_DEVICE)
@@ -311,7 +311,7 @@ def test_who_waits_for_a_stream_asks_its_events() -> None:
     waits = {
         name.removeprefix("pdtransfer.") + where
         for name, tree in modules()
-        if not name.startswith("pdtransfer.bench")
+        if not name.startswith("pdtransfer_lab.bench")
         for where, called in calls(tree)
         if called == "synchronise"
     }
@@ -379,11 +379,11 @@ def test_an_engine_waits_for_its_card_by_asking_it() -> None:
         for name, tree in modules()
         if name.startswith(
             (
-                "pdtransfer.reference.",
+                "pdtransfer_lab.models.",
                 "pdtransfer.kernels.hot_",
                 "pdtransfer.kernels.stream",
                 "pdtransfer.kernels.plane",
-                "pdtransfer.adapters.transformers.",
+                "pdtransfer.serve.engines.transformers.",
             )
         )
         for where, how in pageable(tree)

@@ -18,10 +18,10 @@ import pytest
 import yaml
 
 from pdtransfer.bus.keys import Address, AllowList, Endpoint, KeyPair
-from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
-from pdtransfer.process.http import CLOSE_S
-from pdtransfer.router.admin import read_token
-from pdtransfer.router.api_keys import ApiKeys
+from pdtransfer.serve.process.http import CLOSE_S
+from pdtransfer.serve.router.admin import read_token
+from pdtransfer.serve.router.api_keys import ApiKeys
+from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
 from tests.support.manifests import (
     COMPONENTS,
     KUBERNETES,

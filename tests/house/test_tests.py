@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -13,15 +12,15 @@ from tests.support.effort import VARIABLE, Effort, is_picked, some
 from tests.support.paths import REPO
 
 TESTS = REPO / "tests"
-# Not packages of pdtransfer: real engines, helpers, checks of the repository, whole processes, the simulator, peers
-# written from the protocol's text, two cards, tools.
-OTHERS = {"benchmarks", "engines", "house", "integration", "sim", "stranger", "support", "tools", "two_gpu"}
+HOUSES = {"library": "pdtransfer", "serve": "pdtransfer/serve", "lab": "lab/pdtransfer_lab"}
+# Not packages: whole processes, the simulator, peers written from the protocol's text, two cards.
+OTHERS = {"comparisons", "integration", "sim", "stranger", "two_gpu"}
 # Names that only these modules define: anything that waits, asks the kernel of a process, or sets up a namespace.
 GENERAL = ("networks", "paths", "processes", "waiting")
 # Characters of a syntax tree: below it, two functions alike say nothing.
 ALIKE_MIN = 500
 # Mutants read and replace what no test of behaviour may.
-MUTANTS = ("sim/planted", "support/planted.py")
+MUTANTS = ("library/sim/planted", "support/planted.py")
 PRIVATE_READS_MAX = 261
 PUBLIC = {"_replace", "_exit"}  # of named tuples and of os: documented names
 
@@ -70,9 +69,10 @@ def private_reads(tree: ast.Module) -> list[str]:
 
 
 def test_every_folder_of_tests_is_that_of_a_package() -> None:
-    folders = {Path(name).parts[0] for name in files() if "/" in name} - OTHERS
-    packages = {path.parent.name for path in (REPO / "pdtransfer").glob("*/__init__.py")}
-    assert folders <= packages
+    for house, root in HOUSES.items():
+        folders = {path.name for path in (TESTS / house).iterdir() if path.is_dir() and path.name != "__pycache__"}
+        packages = {path.parent.name for path in (REPO / root).glob("*/__init__.py")}
+        assert folders - OTHERS <= packages, house
 
 
 def test_no_test_imports_from_another_test() -> None:

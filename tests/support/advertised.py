@@ -22,9 +22,9 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdtransfer.bus.keys import generate
-from pdtransfer.commands.probes.network import _listening
-from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
-from pdtransfer.config.config_to_argv import config_to_argv
+from pdtransfer.serve.commands.probes.network import _listening
+from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.config_to_argv import config_to_argv
 from tests.support.fleets import decode_config, generated, prefill_config, prompts
 from tests.support.networks import far_namespace
 from tests.support.paths import REPO

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from pdtransfer.bench import report
+from pdtransfer_lab.bench import report
 
 
 def printed(

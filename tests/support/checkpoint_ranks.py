@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer.adapters.transformers import create
-from pdtransfer.engine_api import Computed, Prefilled, Request, Token
 from pdtransfer.layout.layout import slots_of_rows
+from pdtransfer.serve.engine_api import Computed, Prefilled, Request, Token
+from pdtransfer.serve.engines.transformers import create
 from tests.support.checkpoints import components_of, config, move
 from tests.support.engine_group import Threads, together
 

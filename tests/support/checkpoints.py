@@ -14,9 +14,18 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from pdtransfer.adapters.transformers import create
-from pdtransfer.engine_api import Broken, Computed, EngineConfig, EngineDescription, Finished, Prefilled, Request, Token
 from pdtransfer.layout.layout import Component, Layout, slots_of_rows
+from pdtransfer.serve.engine_api import (
+    Broken,
+    Computed,
+    EngineConfig,
+    EngineDescription,
+    Finished,
+    Prefilled,
+    Request,
+    Token,
+)
+from pdtransfer.serve.engines.transformers import create
 from pdtransfer.wire import Sampling
 
 WINDOW = 24

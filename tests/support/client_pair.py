@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from pdtransfer.client.clients import DecodeClient, PrefillClient
+from pdtransfer.client.settings import NodeSettings
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.node import NodeSettings
 from pdtransfer.transports.options import WriterOptions
 from tests.support.layout_tensors import CANARY, Model, Pool, mla
 from tests.support.waiting import PATIENCE_S

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer.engine_api import Computed, Prefilled, Request, SharedMemory
 from pdtransfer.kernels import copy
 from pdtransfer.layout.layout import slots_of_rows
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import plan
+from pdtransfer.serve.engine_api import Computed, Prefilled, Request, SharedMemory
 
 
 class ComponentPair:

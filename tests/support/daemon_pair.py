@@ -17,21 +17,21 @@ from prometheus_client import CollectorRegistry
 
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
 
-from pdtransfer.config.config import DecodeConfig, PrefillConfig
+from pdtransfer.client.settings import NodeSettings
+from pdtransfer.client.thread_queues import ThreadQueues
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.node import NodeSettings
-from pdtransfer.node.thread_queues import ThreadQueues
-from pdtransfer.tracing.ended_request import EndedRequest, EndedRequests
-from pdtransfer.tracing.timeline import Journeys
+from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
+from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
+from pdtransfer.serve.tracing.timeline import Journeys
+from pdtransfer.serve.worker import engine_thread
+from pdtransfer.serve.worker.daemon import attach, create_engine
+from pdtransfer.serve.worker.decode_daemon import DecodeDaemon
+from pdtransfer.serve.worker.decode_rank import DecodeRank
+from pdtransfer.serve.worker.engine_thread import Order, Quit, follower_steps
+from pdtransfer.serve.worker.follower import Follower
+from pdtransfer.serve.worker.group.leader import GroupLeader
+from pdtransfer.serve.worker.prefill_daemon import PrefillDaemon
 from pdtransfer.wire import Begin, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
-from pdtransfer.worker import engine_thread
-from pdtransfer.worker.daemon import attach, create_engine
-from pdtransfer.worker.decode_daemon import DecodeDaemon
-from pdtransfer.worker.decode_rank import DecodeRank
-from pdtransfer.worker.engine_thread import Order, Quit, follower_steps
-from pdtransfer.worker.follower import Follower
-from pdtransfer.worker.group.leader import GroupLeader
-from pdtransfer.worker.prefill_daemon import PrefillDaemon
 from tests.support.routing_world import identity
 from tests.support.waiting import until
 

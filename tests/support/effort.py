@@ -16,9 +16,7 @@ from tests.support.paths import REPO
 
 VARIABLE = "TESTS_EFFORT"  # set before tests are imported, for workers and programs of tests, too
 CASES_MAX = 2  # of a test, with --fast
-SLOW_FOLDERS = {
-    REPO / "tests" / name for name in ("bench", "benchmarks", "house", "integration", "sim", "tools", "two_gpu")
-}
+SLOW_FOLDERS = {REPO / "tests" / name for name in ("lab", "house", "serve/integration", "library/sim", "tools")}
 ENGINES_FOLDER = REPO / "tests" / "engines"  # in no effort: they need an environment of their own
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from pdtransfer_lab.models.factory import Generation, generate_many
 
-from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.wire import Sampling
 from tests.support.engine_pair import config
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdtransfer.engine_api import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
 from pdtransfer.layout.layout import Layout, expand_pages
-from pdtransfer.stamp.generation import Generation
+from pdtransfer.serve.engine_api import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
+from pdtransfer.serve.engines.stamp.generation import Generation
 from pdtransfer.wire import Sampling
 
 SMALL = {"layers": "2"}  # every mechanism is there with two layers
@@ -23,7 +23,7 @@ def config(role="prefill", *, attention="mla", slots=2048, page_size=16, host_la
 
 def create(made: EngineConfig):
     """The reference engine, where a test names no other; torch is imported with it."""
-    from pdtransfer.reference.factory import create
+    from pdtransfer_lab.models.factory import create
 
     return create(made)
 

@@ -22,10 +22,10 @@ import aiohttp
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
-from pdtransfer.engine_api import EngineConfig
 from pdtransfer.limits import Limits
-from pdtransfer.process.fleet import Daemon, Fleet
+from pdtransfer.serve.engine_api import EngineConfig
+from pdtransfer.serve.process.fleet import Daemon, Fleet
+from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.transports.options import Network
 from pdtransfer.wire import Sampling
 from tests.support.paths import REPO
@@ -33,7 +33,7 @@ from tests.support.processes import children, command_line
 from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
-    from pdtransfer.reference.factory import Generation
+    from pdtransfer_lab.models.factory import Generation
 
 ENGINE = "tests.support.engines.faulty:create"
 LAYERS = "layers=2"
@@ -76,7 +76,7 @@ def equal(answer: Answer, expected: Generation) -> bool:
 @cache
 def generated(attention: str, prompt: str, max_tokens: int = TOKENS) -> Generation:
     """What a single process makes of the prompt."""
-    from pdtransfer.reference.factory import generate_many
+    from pdtransfer_lab.models.factory import generate_many
 
     config = EngineConfig(
         role="decode",

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from pdtransfer.errors import TransportError
-from pdtransfer.firewall import Firewall
-from pdtransfer.firewall.ruleset import HostNetwork, admit_networks
-from pdtransfer.firewall.table import strangers
+from pdtransfer.serve.firewall import Firewall
+from pdtransfer.serve.firewall.ruleset import HostNetwork, admit_networks
+from pdtransfer.serve.firewall.table import strangers
 from tests.support.waiting import until
 
 OWN, PEER, OTHER, STRANGER, ADMITTED = (f"10.213.83.{last}" for last in (1, 2, 3, 7, 99))

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 
 from pdtransfer.client.clients import DecodeClient, PrefillClient
-from pdtransfer.engine_api import HBM_ALIGNMENT
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
+from pdtransfer.serve.engine_api import HBM_ALIGNMENT
 from pdtransfer.transports.options import WriterOptions
 from tests.support.client_pair import Expected, Pair, component, settings
 from tests.support.layout_tensors import CANARY, Pool, mla

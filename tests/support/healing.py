@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer.process.fleet import Daemon
+from pdtransfer.serve.process.fleet import Daemon
 from tests.support.engines import plain
 from tests.support.fleets import LIMITS, TOKENS, Answer, Site, prompts
 from tests.support.processes import open_files

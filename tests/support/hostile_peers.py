@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.process.fleet import Daemon
+from pdtransfer.serve.process.fleet import Daemon
 from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.wire import (
     Begin,

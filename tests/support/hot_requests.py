@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pdtransfer.engine_api import HiSparse
 from pdtransfer.limits import Limits
+from pdtransfer.serve.engine_api import HiSparse
 from tests.support.engine_pair import SMALL, prompts, request
 
 TOP, HOT = 16, 48

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdtransfer.kernels.hot_pool import HotPool
+from pdtransfer.hisparse.hot_pool import HotPool
 from pdtransfer.kernels.pools import Pool
 from tests.support.layout_tensors import CANARY, Model, content, mha, mla
 from tests.support.layout_tensors import Pool as Tensors

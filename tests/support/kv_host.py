@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.client.clients import DecodeClient, PrefillClient
+from pdtransfer.client.settings import NodeSettings
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import ArenaMemory, allocate
-from pdtransfer.node import NodeSettings
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from tests.support.internals import core_of
 from tests.support.networks import DATA_PORTS

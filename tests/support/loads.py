@@ -6,7 +6,7 @@ import asyncio
 import signal
 from typing import Any
 
-from pdtransfer.process.fleet import Daemon
+from pdtransfer.serve.process.fleet import Daemon
 from tests.support.engines import plain
 from tests.support.fleets import Answer, Site, prompts
 from tests.support.healing import right, said

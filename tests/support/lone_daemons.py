@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
-from pdtransfer.process.fleet import Daemon
+from pdtransfer.serve.process.fleet import Daemon
+from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.transports.mooncake.settings import why_not
 from tests.support.waiting import PATIENCE_S, wait_for
 

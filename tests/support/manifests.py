@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from pdtransfer.bus.keys import generate
-from pdtransfer.commands import cli
+from pdtransfer.serve.commands import cli
 from tests.support.paths import REPO
 
 KUBERNETES = REPO / "deploy" / "kubernetes"

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdtransfer.kernels.hot_requests import HotRequests
+from pdtransfer.hisparse.hot_requests import HotRequests
 
 _PRESENT = np.uint64(63)  # the bit of a page that the process has mapped in
 _ENTRY_BYTES = 8

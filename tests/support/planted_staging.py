@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.kernels.hot_pool import HotPool
+from pdtransfer.hisparse.hot_pool import HotPool
 from pdtransfer.kernels.pools import Pool
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from pdtransfer.router.readings import ReadRelayed
-from pdtransfer.router.servers.server_request import ServerRequest, request_of
-from pdtransfer.router.text import BytesText
+from pdtransfer.serve.router.readings import ReadRelayed
+from pdtransfer.serve.router.servers.server_request import ServerRequest, request_of
+from pdtransfer.serve.router.text import BytesText
 
 
 def relayed(

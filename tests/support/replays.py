@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.adapters.transformers import steps
+from pdtransfer.serve.engines.transformers import steps
 
 
 class Replays:

@@ -11,14 +11,14 @@ from typing import Any
 import aiohttp
 
 from pdtransfer.bus import Bus
-from pdtransfer.config.config import RouterConfig
+from pdtransfer.client.core_driver import EffectRunner, LoopClock, Ticker
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import Limits
-from pdtransfer.node.core_driver import EffectRunner, LoopClock, Ticker
-from pdtransfer.router.router import Router
-from pdtransfer.tracing.ended_request import EndedRequest, EndedRequests
+from pdtransfer.serve.router.router import Router
+from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
+from pdtransfer.serve.worker.service import Service, StartRoom, StopRoom
 from pdtransfer.wire import Begin, End, Load, Logprobs, unpack_ids
-from pdtransfer.worker.service import Service, StartRoom, StopRoom
 from tests.support.routing_world import identity
 from tests.support.waiting import until
 

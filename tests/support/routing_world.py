@@ -12,11 +12,11 @@ import numpy as np
 
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import Limits
-from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, Refusal
-from pdtransfer.router.router_rooms import CompletionRequest
-from pdtransfer.router.routing import Routing
+from pdtransfer.serve.router.router_effects import Accepted, Emit, Fail, Finish, Refusal
+from pdtransfer.serve.router.router_rooms import CompletionRequest
+from pdtransfer.serve.router.routing import Routing
+from pdtransfer.serve.worker.service import Service, StartRoom, StopRoom
 from pdtransfer.wire import Begin, End, Identity, Load, Message, Ranks, Sampling, decode, encode, pack_ids, unpack_ids
-from pdtransfer.worker.service import Service, StartRoom, StopRoom
 
 ROUTER = "node:router"
 LIMITS = Limits(resend_ms=50, resend_ms_max=400, ping_ms=200, silence_ms=1_000, room_deadline_ms=8_000)

@@ -36,7 +36,7 @@ from pdtransfer.wire import (
     Welcome,
     pack_extents,
 )
-from tests.sim.pools import LAYERS, ROW, components
+from tests.library.sim.pools import LAYERS, ROW, components
 
 P, P2, P3 = "tcp://p0", "tcp://p1", "tcp://p2"
 D, D2 = "node:d0", "node:d1"

@@ -11,14 +11,14 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host import mha
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from pdtransfer.adapters.cache_memory import CacheMemory
-from pdtransfer.adapters.heads import Heads
+from pdtransfer import DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
+from pdtransfer.adapters.kit.cache_memory import CacheMemory
+from pdtransfer.adapters.kit.heads import Heads
 from pdtransfer.adapters.sglang import hooks
 from pdtransfer.adapters.sglang.decode import ReceivingSide
 from pdtransfer.adapters.sglang.labels import Uses
 from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, extent_of, kv_buffers, pools
 from pdtransfer.adapters.sglang.prefill import SendingSide
-from pdtransfer.client import DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.wire import Ranks
 from tests.engines.plugins import sglang_on_cpu
 from tests.support.waiting import wait_for

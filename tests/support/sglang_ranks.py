@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer.adapters.cache_memory import CacheMemory
-from pdtransfer.adapters.heads import Heads
+from pdtransfer import ArenaMemory, DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
+from pdtransfer.adapters.kit.cache_memory import CacheMemory
+from pdtransfer.adapters.kit.heads import Heads
 from pdtransfer.adapters.sglang.changes import Change
 from pdtransfer.adapters.sglang.decode import ReceivingSide
 from pdtransfer.adapters.sglang.labels import Uses
 from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, KVPools, extent_of, kv_buffers, pools, state_buffers
 from pdtransfer.adapters.sglang.prefill import SendingSide, Sent
-from pdtransfer.client import ArenaMemory, DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.wire import Ranks
 from tests.support.client_pair import LIMITS
 from tests.support.waiting import wait_for

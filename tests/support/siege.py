@@ -38,7 +38,7 @@ from pdtransfer.wire import (
     encode,
     pack_extents,
 )  # fmt: skip
-from tests.sim.pools import LAYERS, ROW, components
+from tests.library.sim.pools import LAYERS, ROW, components
 from tests.support.session_ends import D2, LIMITS, P2, REACH, D, P, grant, identity
 
 

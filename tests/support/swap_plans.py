@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdtransfer.kernels.swap import SwapPlan
+from pdtransfer.hisparse.swap import SwapPlan
 
 
 def plan_for(requests: int, top: int) -> SwapPlan:

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import aiohttp
 from aiohttp import web
 
-from pdtransfer.config.config import RouterConfig
 from pdtransfer.limits import Limits
-from pdtransfer.router.servers.dialects import DIALECTS
-from pdtransfer.router.servers.server_router import ServerRouter
-from pdtransfer.tracing.ended_request import EndedRequest, EndedRequests
+from pdtransfer.serve.router.servers.dialects import DIALECTS
+from pdtransfer.serve.router.servers.server_router import ServerRouter
+from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
 from tests.support.waiting import until
 
 LIMITS = Limits(ping_ms=20, silence_ms=20_000, room_deadline_ms=60_000)

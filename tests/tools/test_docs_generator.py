@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.commands.cli import COMMANDS
 from pdtransfer.limits import Limits
+from pdtransfer.serve.commands.cli import COMMANDS
 from tools import docs_generator
 
 ROOT = Path(docs_generator.__file__).parent.parent

@@ -10,8 +10,8 @@ from pdtransfer.errors import Cause
 from pdtransfer.handoff import states
 from pdtransfer.handoff.states import diagram
 from pdtransfer.layout.layout import DTYPE_BYTES
-from pdtransfer.router import router_rooms as routed
-from pdtransfer.worker import service_rooms as served
+from pdtransfer.serve.router import router_rooms as routed
+from pdtransfer.serve.worker import service_rooms as served
 
 from .schema import Json, choices, constants
 

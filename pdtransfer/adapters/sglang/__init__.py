@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from ..versions import check_version
+from ..kit.versions import check_version
 
 VERSIONS = (0, 5, 23), (0, 5, 23)  # of SGLang: the first and the last whose interface this package speaks
 

@@ -28,16 +28,16 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_parallel
 
-from ...client import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
+from ...client.api import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
 from ...environment import adapter_settings
 from ...errors import ConfigError, LocalProtocolError
 from ...layout.layout import DTYPE_BYTES
 from ...wire import Ranks
-from ..cache_memory import CacheMemory, Extent
-from ..heads import Heads
-from ..model_facts import dtype_name, model_facts, model_name, named_facts
-from ..reachable import Reachable, RequestError
-from ..settings import Settings
+from ..kit.cache_memory import CacheMemory, Extent
+from ..kit.heads import Heads
+from ..kit.model_facts import dtype_name, model_facts, model_name, named_facts
+from ..kit.reachable import Reachable, RequestError
+from ..kit.settings import Settings
 from . import hooks
 from .changes import Change
 from .decode import ReceivingSide

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...client import KVPoll
+from ...client.api import KVPoll
 
 
 @dataclass(frozen=True, slots=True)

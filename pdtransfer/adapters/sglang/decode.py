@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...client import DecodeClient, KVPoll, RoomDrained, RoomFailed, RoomReady
+from ...client.api import DecodeClient, KVPoll, RoomDrained, RoomFailed, RoomReady
 from ...errors import LocalProtocolError
 from .changes import Change
 from .labels import Uses

@@ -14,8 +14,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
-from ..cache_memory import CacheMemory, Extent, made_in_one_piece
-from ..reachable import RequestError
+from ..kit.cache_memory import CacheMemory, Extent, made_in_one_piece
+from ..kit.reachable import RequestError
 from .peers import NO_SERVER, dp_ranks, server_fields
 from .pools import Buffers, extent_of
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..bootstrap_rooms import USE_BITS, room_of, tag_of
+from ..kit.bootstrap_rooms import USE_BITS, room_of, tag_of
 
 _KEPT_MAX = 65_536
 

@@ -18,7 +18,7 @@ from ...errors import RemoteProtocolError
 from ...limits import PEERS_MAX
 from ...schema import convert
 from ...wire.ranks import SIZE_MAX
-from ..reachable import Reachable, RequestError
+from ..kit.reachable import Reachable, RequestError
 
 ADDRESSES_MAX = 1_024  # of servers whose faults are remembered
 _TEXT_LENGTH_MAX = 256

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from ...limits import AUX_BYTES_MAX, COMPONENTS_MAX
-from ..cache_memory import Extent
-from ..heads import Heads
+from ..kit.cache_memory import Extent
+from ..kit.heads import Heads
 
 Memory = Literal["dram", "hbm"]
 Rows = Literal["tokens", "pages", "once"]

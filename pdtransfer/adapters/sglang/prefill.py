@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...client import (
+from ...client.api import (
     Event,
     KVPoll,
     LocalProtocolError,
@@ -25,7 +25,7 @@ from ...client import (
     RoomLanded,
     RoomLeased,
 )
-from ..quiesce import Quiescence
+from ..kit.quiesce import Quiescence
 from .changes import Change
 from .labels import Meetings
 from .pools import KV, PAGE_SIZE_MAX, CachePart, KVPools

@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..versions import check_version
+from ..kit.versions import check_version
 
 VERSIONS = (0, 26), (0, 33)  # of vLLM: the first and the last minor version whose interface this package speaks
 

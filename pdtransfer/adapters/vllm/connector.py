@@ -20,14 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ...bus.keys import address_of
-from ...client import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
+from ...client.api import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
 from ...errors import ConfigError
 from ...wire import Ranks
-from ..cache_memory import CacheMemory, Extent
-from ..heads import Heads
-from ..model_facts import model_name
-from ..reachable import Reachable
-from ..settings import Settings
+from ..kit.cache_memory import CacheMemory, Extent
+from ..kit.heads import Heads
+from ..kit.model_facts import model_name
+from ..kit.reachable import Reachable
+from ..kit.settings import Settings
 from . import dialect
 from .orders import Orders
 from .pools import Pools, pools, range_of

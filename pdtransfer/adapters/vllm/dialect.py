@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 
 from ...errors import ConfigError
 from ...wire import Ranks
-from ..model_facts import dtype_name, model_facts, named_facts
+from ..kit.model_facts import dtype_name, model_facts, named_facts
 from . import token_rows
 from .orders import KVGroup
 from .token_rows import Kinds

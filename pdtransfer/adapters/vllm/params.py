@@ -14,13 +14,13 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from ...bus.keys import Endpoint, address_of
-from ...client import room_id
+from ...client.api import room_id
 from ...errors import RemoteProtocolError
 from ...limits import PEERS_MAX
 from ...schema import convert
 from ...wire.ranks import SIZE_MAX, label, ranks_of
-from .. import bootstrap_rooms
-from ..reachable import Reachable, RequestError
+from ..kit import bootstrap_rooms
+from ..kit.reachable import Reachable, RequestError
 
 TEXT_LENGTH_MAX = 256
 Text = Annotated[str, Meta(min_length=1, max_length=TEXT_LENGTH_MAX, pattern=r"\A[!-~]+\Z")]

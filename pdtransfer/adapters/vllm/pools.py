@@ -22,7 +22,7 @@ from ...errors import ConfigError, LocalProtocolError
 from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from ...layout.layout_builders import Axis, strided_layout
 from ...limits import COMPONENTS_MAX
-from ..heads import Heads
+from ..kit.heads import Heads
 from .orders import KVGroup
 
 KV, LATENT = "kv", "latent"  # a component, and a kind in it, as all adapters name them where rows are tokens

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol, cast
 
-from ...client import room_id
-from ..reachable import Reachable, RequestError
+from ...client.api import room_id
+from ..kit.reachable import Reachable, RequestError
 from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw, slots_of
 from .params import GiveUp, ReceiveFrom, SendTo, answer, own_label, parse, shared_id
 

@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ...client import (
+from ...client.api import (
     Cause,
     DecodeClient,
     Event,
@@ -29,7 +29,7 @@ from ...client import (
     room_id,
 )
 from ...handoff.cell_sizes import is_full
-from ..quiesce import Quiescence
+from ..kit.quiesce import Quiescence
 from . import figures
 from .orders import Chunk, Open, Orders, Receive, Refuse, Withdraw
 from .pools import Pools

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdtransfer.engine_api import EngineConfig
 from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.serve.engine_api import EngineConfig
 from tests.support.engines import plain
 from tests.support.engines.plain import HELD_S
 

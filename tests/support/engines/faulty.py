@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdtransfer.engine_api import Broken, EngineConfig, Finished, Request, Token
+from pdtransfer.serve.engine_api import Broken, EngineConfig, Finished, Request, Token
 from tests.support.engines import plain
 
 HELD_S = 2e-3  # between two looks at a gate
@@ -99,5 +99,5 @@ def create(config: EngineConfig) -> Any:
         del options["model"]
         make = plain.create
     else:
-        from pdtransfer.reference.factory import create as make
+        from pdtransfer_lab.models.factory import create as make
     return Slow(make(replace(config, options=options)), config, **own)

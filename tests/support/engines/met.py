@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pdtransfer.engine_api import EngineConfig
+from pdtransfer.serve.engine_api import EngineConfig
 from tests.support.waiting import PATIENCE_S, wait_for
 
 

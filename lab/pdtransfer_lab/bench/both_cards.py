@@ -1,0 +1,134 @@
+"""Two cards that push into the host at once, each from a process of its own, beside either of them alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing.connection import Connection
+from statistics import median
+
+import numpy as np
+
+from pdtransfer.errors import PDTransferError, WorldError
+from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.kernels.card import card
+from pdtransfer.kernels.pools import Pool
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.serve.process.setup import prepare
+from pdtransfer.transports.card_launcher import PoolCard
+from pdtransfer.transports.card_writer import CardWrite, CardWriter
+
+from .models import PAGE_SIZE, latent_layout
+from .processes import Failure, answer, begun
+
+_SLOTS, _TOKENS, _WRITES = 8_192, 4_096, 64  # 288 MB a write; some 0.35 s in all
+_ROUNDS = 3
+_AHEAD_S = 0.05  # from the order until both begin
+_ANSWER_S = 60.0
+_answer = partial(answer, who="a pushing process", within_s=_ANSWER_S)
+
+
+def measure(ordinals: Sequence[int]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """GB/s of each of two cards while it pushes alone, and while both do: medians of three rounds, in turn.
+
+    Each is what a writer's thread reaches with 64 writes of 4,096 tokens, 61 planes of 1,152 bytes, from pages anywhere
+    in a pool in the card's memory to one run of slots of a page_first arena, whose memory is of the card's NUMA node.
+    """
+    with ExitStack() as held:
+        pipes: list[Connection] = []
+        for ordinal in ordinals:
+            process, ours = begun(_serve, ordinal)
+            held.callback(process.kill)
+            held.callback(ours.close)
+            pipes.append(ours)
+        for pipe in pipes:
+            _answer(pipe)
+        alone, together = ([list[float](), list[float]()] for _ in range(2))
+        for _ in range(_ROUNDS):
+            for at, pipe in enumerate(pipes):
+                alone[at] += _push((pipe,))
+            for at, rate in enumerate(_push(pipes)):
+                together[at].append(rate)
+        return (median(alone[0]), median(alone[1])), (median(together[0]), median(together[1]))
+
+
+def _push(pipes: Sequence[Connection]) -> list[float]:
+    start_s = time.monotonic() + _AHEAD_S
+    for pipe in pipes:
+        pipe.send(start_s)
+    return [_answer(pipe) for pipe in pipes]
+
+
+def _serve(pipe: Connection, ordinal: int) -> None:
+    """Pushes from each time on that the pipe brings, until the pipe ends."""
+    prepare()
+    try:
+        pushing = _Pushing(ordinal)
+        pipe.send(0.0)
+        while True:
+            start_s = pipe.recv()
+            pipe.send(pushing.rate(start_s))
+    except PDTransferError as error:
+        pipe.send(Failure(str(error)))
+    except (EOFError, ConnectionResetError):
+        pass
+
+
+class _Pushing:
+    """A pool, an arena and a writer's thread; they last as long as the process."""
+
+    def __init__(self, ordinal: int) -> None:
+        here = card(ordinal)
+        near = latent_layout("layer_first", slots=_SLOTS, page_size=PAGE_SIZE)
+        far = latent_layout("page_first", slots=_TOKENS, page_size=1)
+        arena = ArenaMemory.create(far.end)
+        if (node := here.numa_node) is not None:
+            arena.mapping.bind(node)
+        arena.prefault()
+        self._held = arena, here.register(arena.mapping.address, arena.byte_count)
+        self._source = Pool(layout=near, address=here.allocate(near.end), card=ordinal)
+        self._target = Pool(layout=far, address=self._held[1].device_address, card=ordinal, host=True)
+        pages = np.random.default_rng(ordinal).permutation(_SLOTS // PAGE_SIZE)[: _TOKENS // PAGE_SIZE]
+        self._slots = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel().astype(np.int64)
+        writer = PoolCard(ordinal)
+        writer.prepare()
+        self._left, self._over, self._text = 0, threading.Event(), ""
+        self._pusher = CardWriter(writer.launcher, self._ended)
+        self.rate(0.0)
+
+    def rate(self, start_s: float) -> float:
+        """GB/s from that second on."""
+        self._left = _WRITES
+        self._over.clear()
+        writes = [self._write(number) for number in range(_WRITES)]
+        time.sleep(max(0.0, start_s - time.monotonic()))
+        begin_s = time.monotonic()
+        for each in writes:
+            self._pusher.add(each)
+        self._over.wait(_ANSWER_S)
+        if self._text or self._left:
+            raise WorldError(f"a push ended otherwise: {self._text or 'not at all'}")
+        return _WRITES * _TOKENS * self._target.layout.row_bytes / (time.monotonic() - begin_s) / 1e9
+
+    def _write(self, number: int) -> CardWrite:
+        order = Write(
+            session=1, grant=1, room=1, write=number, component=0, layers=self._target.layout.layer_range,
+            source_slots=self._slots, target_slots=np.arange(_TOKENS, dtype=np.int64),
+        )  # fmt: skip
+        row_bytes = self._target.layout.row_bytes
+        return CardWrite(order=order, done=_nobody, source=self._source, target=self._target, row_bytes=row_bytes)
+
+    def _ended(self, push: CardWrite) -> None:
+        """In the writer's thread."""
+        if push.outcome is not Outcome.LANDED:
+            self._text = push.text or push.outcome.name
+        self._left -= 1
+        if not self._left:
+            self._over.set()
+
+
+def _nobody(order: Write, outcome: Outcome, text: str, checksum: int) -> None:
+    """The pusher reports the last write."""

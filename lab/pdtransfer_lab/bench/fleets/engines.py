@@ -1,0 +1,306 @@
+"""Real vLLM engines: one beside prefill and decode engines with a KV connector between them, ours and vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from json import dumps
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pdtransfer.errors import ConfigError, PDTransferError
+
+from ..report import about, print_tables
+from ..shapes import make_model
+from .requests import drive, figure, middle, option, p99, prompts_of
+from .vllm_fleet import CONNECTORS, Answer, Fleet, Setup, running
+
+ONE = "one engine"
+STREAMS = 8  # of decode, beside which prompts are handed over
+STREAM_PROMPT, STREAM_TOKENS = 256, 2_000
+BESIDE_PROMPTS, BESIDE_TOKENS = 12, 64 << 10  # prompts of a round: so many, or with so many tokens if that is more
+BESIDE_CLIENTS, BESIDE_ROUNDS = 2, 2
+SHORT_PROMPT = 1  # computed as any step of decode is
+FEWEST, WARM = 5, 2  # requests of a cell, if their tokens fit at once; and before it
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Requests of one kind: `clients` send `requests` prompts of `prompt` tokens, each the next one after its last."""
+
+    prompt: int
+    clients: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a fleet did in one cell. Times in ms; NaN where there are none."""
+
+    fleet: str
+    prompt: int
+    clients: int
+    requests: int
+    failed: int
+    identical: int | None  # requests whose tokens are those of the one engine, if that was measured
+    ttft_ms: float
+    ttft_ms_p99: float
+    gap_ms: float
+    gap_ms_p99: float
+    tokens_s: float
+    prefill_ms: float  # from asking to prefill's answer
+    handoff_ms: float
+    handoff_ms_p99: float
+    exposed_ms: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Decode's streams while prefill computes prompts: that stay there, and that are handed over. Times in ms."""
+
+    fleet: str
+    prompt: int
+    gap_ms: float
+    gap_ms_p99: float
+    gap_beside_ms: float
+    gap_beside_ms_p99: float
+    prefill_s: float  # of all prompts that stay
+    prefill_beside_s: float
+    failed: int
+
+
+@dataclass(slots=True)
+class Result:
+    """All rows, in the order in which they were measured."""
+
+    rows: list[Row] = field(default_factory=list[Row])
+    beside: list[Beside] = field(default_factory=list[Beside])
+    metrics: dict[str, float] = field(default_factory=dict[str, float])  # of our connector, on decode
+    broken: dict[str, str] = field(default_factory=dict[str, str])  # fleets that did not run, or not to the end
+
+
+def setup_of(
+    model: str, options: Sequence[str], python: Path, cards: Sequence[str], settings: Sequence[str],
+    environment: Sequence[str], logs: Path,
+) -> Setup:  # fmt: skip
+    """A run's setup, from a command line; `logs` is made, and a model that is only dimensions in it. Raises
+    ConfigError."""
+    logs.mkdir(parents=True, exist_ok=True)
+    path = Path(model)
+    if not path.is_dir():
+        path = make_model(model, logs / model)
+        options = ("--load-format", "dummy", *options)
+    if not python.exists():
+        raise ConfigError(f"python = {str(python)!r}: is not there; make venv-vllm makes one")
+    try:
+        extra = {name: json.loads(value) for name, value in map(option, settings)}
+    except ValueError as error:
+        raise ConfigError(f"setting: {error}") from None
+    vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+    return Setup(
+        python=python, model=path, options=tuple(options), cards=tuple(cards), extra=extra, logs=logs,
+        environment=dict(map(option, environment)), vocabulary=vocabulary,
+    )  # fmt: skip
+
+
+def cells(prompts: Sequence[int], clients: Sequence[int], each: int, at_once_max: int) -> list[Cell]:
+    """Every prompt length with every number of clients; a cell with more tokens at once than fit is left out.
+
+    A cell has five requests, or `each` of every client; fewer if they have more tokens, but one of every client."""
+    return [
+        Cell(prompt, number, max(number, min(max(FEWEST, number * each), at_once_max // prompt)))
+        for prompt in prompts
+        for number in clients
+        if prompt * number <= at_once_max
+    ]
+
+
+def measure(
+    setup: Setup, *, fleets: Sequence[str], cells: Sequence[Cell], tokens: int, beside: Sequence[int], out: Path | None,
+    progress: Callable[[str], None],
+) -> Result:  # fmt: skip
+    """Servers are vLLM's OpenAI server, a process a card; clients are in this process and take streams, greedily, with
+    EOS ignored. Prompts are random token ids, the same for all fleets; prefix caches are off unless options say
+    otherwise. One engine has the first card. Of two engines, prefill has the first card and decode the second; prefill
+    is asked for one token. A connector that lets decode be asked before prefill has answered is asked at once, the
+    others one after the other, each as its own proxy does. Before each cell two prompts
+    of its length run at once, uncounted.
+
+    *Hand-off* is from prefill's answer, which it gives after its last step, to decode's first token, at the client.
+    *Exposed* is the median time to the first token less that of the one engine, in the same cell. *ITL* is between
+    chunks of a stream. *Identical* counts requests with the tokens of the one engine.
+
+    *Beside*: eight streams of decode, while two clients keep prefill busy with prompts. These stay there, and for each
+    decode gets a prompt of one token of its own; or they are handed over, for one token. Two rounds each, in turn; gaps
+    of both rounds, and the sum of the times that prefill took.
+    """
+    return asyncio.run(_measure(setup, fleets, cells, tokens, beside, out, progress))
+
+
+async def _measure(
+    setup: Setup, fleets: Sequence[str], cells: Sequence[Cell], tokens: int, beside: Sequence[int], out: Path | None,
+    progress: Callable[[str], None],
+) -> Result:  # fmt: skip
+    result = Result()
+    expected: dict[Cell, list[list[int]]] = {}
+    firsts: dict[Cell, float] = {}
+
+    def keep(kind: str, made: Any) -> None:
+        if out is not None:
+            with out.open("a") as file:
+                file.write(dumps({"kind": kind, **made}) + "\n")
+        progress(f"{kind}: {made}")
+
+    for name in fleets:
+        began = time.monotonic()
+        try:
+            async with running(setup, None if name == ONE else CONNECTORS[name]) as fleet:
+                progress(f"{name}: started in {time.monotonic() - began:.0f} s")
+                for cell in cells:
+                    result.rows.append(row := await _cell(name, fleet, setup, cell, tokens, expected, firsts))
+                    keep("row", asdict(row))
+                for prompt in beside if name != ONE else ():
+                    result.beside.append(found := await _beside(name, fleet, setup, prompt))
+                    keep("beside", asdict(found))
+                if name == "PDTransferConnector":
+                    result.metrics = await fleet.metrics("vllm:pdtransfer")
+                    keep("metrics", result.metrics)
+        except (PDTransferError, OSError, aiohttp.ClientError, TimeoutError, KeyError) as error:
+            result.broken[name] = str(error) or repr(error)
+            keep("broken", {"fleet": name, "error": result.broken[name]})
+    return result
+
+
+async def _cell(
+    name: str, fleet: Fleet, setup: Setup, cell: Cell, tokens: int, expected: dict[Cell, list[list[int]]],
+    firsts: dict[Cell, float],
+) -> Row:  # fmt: skip
+    warm = prompts_of(WARM, cell.prompt, setup.vocabulary, seed=1)
+    await drive(warm, WARM, lambda prompt: fleet.ask(prompt, min(tokens, 4)))
+    prompts = prompts_of(cell.requests, cell.prompt, setup.vocabulary, seed=2)
+    began = time.monotonic()
+    answers = await drive(prompts, cell.clients, lambda prompt: fleet.ask(prompt, tokens))
+    seconds = time.monotonic() - began
+    right = [each for each in answers if not each.error]
+    ttft = [1e3 * each.ttft_s for each in right]
+    gaps = [1e3 * gap for each in right for gap in each.gaps_s]
+    hand_offs = [1e3 * (each.chunks_s[0] - each.prefilled_s) for each in right if each.prefilled_s is not None]
+    prefills = [1e3 * (each.prefilled_s - each.asked_s) for each in right if each.prefilled_s is not None]
+    if name == ONE:
+        expected[cell], firsts[cell] = [each.tokens for each in answers], middle(ttft)
+    same = None
+    if cell in expected:
+        same = sum(not each.error and each.tokens == own for each, own in zip(answers, expected[cell], strict=True))
+    return Row(
+        fleet=name, prompt=cell.prompt, clients=cell.clients, requests=cell.requests, failed=len(answers) - len(right),
+        identical=same, ttft_ms=middle(ttft), ttft_ms_p99=p99(ttft),
+        gap_ms=middle(gaps), gap_ms_p99=p99(gaps), tokens_s=sum(len(each.tokens) for each in right) / seconds,
+        prefill_ms=middle(prefills), handoff_ms=middle(hand_offs), handoff_ms_p99=p99(hand_offs),
+        exposed_ms=middle(ttft) - firsts.get(cell, nan) if name != ONE else nan,
+        error=next((each.error for each in answers if each.error), ""),
+    )  # fmt: skip
+
+
+async def _beside(name: str, fleet: Fleet, setup: Setup, prompt: int) -> Beside:
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    failed = 0
+    for number in range(BESIDE_ROUNDS):
+        for handed in (False, True):
+            found, took, errors = await _beside_round(fleet, setup, prompt, handed=handed, seed=10 + number)
+            gaps[handed] += found
+            seconds[handed].append(took)
+            failed += errors
+    return Beside(
+        fleet=name, prompt=prompt, gap_ms=middle(gaps[False]), gap_ms_p99=p99(gaps[False]),
+        gap_beside_ms=middle(gaps[True]), gap_beside_ms_p99=p99(gaps[True]), prefill_s=sum(seconds[False]),
+        prefill_beside_s=sum(seconds[True]), failed=failed,
+    )  # fmt: skip
+
+
+async def _beside_round(
+    fleet: Fleet, setup: Setup, prompt: int, *, handed: bool, seed: int
+) -> tuple[list[float], float, int]:
+    """The gaps of decode's streams in ms, the time that prefill took in s, and how many prompts failed."""
+    streams = [Answer(time.monotonic()) for _ in range(STREAMS)]
+    texts = prompts_of(STREAMS, STREAM_PROMPT, setup.vocabulary, seed)
+    background = [
+        asyncio.create_task(fleet.decode_alone(text, STREAM_TOKENS, into))
+        for text, into in zip(texts, streams, strict=True)
+    ]
+    while not all(each.chunks_s or each.error for each in streams):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    left = iter(prompts_of(max(BESIDE_PROMPTS, BESIDE_TOKENS // prompt), prompt, setup.vocabulary, seed))
+    short = prompts_of(1, SHORT_PROMPT, setup.vocabulary, seed)[0]
+    rests: list[asyncio.Task[Any]] = []
+    answers: list[Answer] = []
+
+    async def client() -> None:
+        for each in left:
+            if handed:
+                answer, rest = await fleet.hand_over(each, 1)
+                answers.append(answer)
+                rests.append(rest)
+            else:
+                await fleet.prefill_alone(each)
+                rests.append(asyncio.create_task(fleet.decode_alone(short, 1)))
+
+    await asyncio.sleep(0.2)
+    began = time.monotonic()
+    await asyncio.gather(*(client() for _ in range(BESIDE_CLIENTS)))
+    took = time.monotonic() - began
+    await asyncio.gather(*rests)
+    ended = time.monotonic()
+    for each in background:
+        each.cancel()
+    await asyncio.gather(*background, return_exceptions=True)
+    gaps = [
+        1e3 * (after - before)
+        for each in streams
+        for before, after in zip(each.chunks_s, each.chunks_s[1:], strict=False)
+        if before >= began and after <= ended
+    ]
+    await asyncio.sleep(0.5)  # both engines are idle again
+    return gaps, took, sum(bool(each.error) for each in (*answers, *streams))
+
+
+def tables(result: Result) -> list[list[list[str]]]:
+    """Both tables, each with its head first."""
+    rows = [["fleet", "prompt", "clients", "requests", "failed", "identical", "TTFT p50, ms", "p99", "ITL p50, ms",
+             "p99", "tokens/s", "prefill p50, ms", "hand-off p50, ms", "p99", "exposed, ms"]]  # fmt: skip
+    rows += [
+        [each.fleet, f"{each.prompt:,}", str(each.clients), str(each.requests), str(each.failed),
+         "-" if each.identical is None else str(each.identical),
+         *map(figure, (each.ttft_ms, each.ttft_ms_p99, each.gap_ms, each.gap_ms_p99, each.tokens_s, each.prefill_ms,
+                        each.handoff_ms, each.handoff_ms_p99, each.exposed_ms))]
+        for each in result.rows
+    ]  # fmt: skip
+    beside = [["fleet", "prompts of", "ITL p50, ms", "beside", "ITL p99, ms", "beside", "slowed", "prefill, s",
+               "beside", "slowed", "failed"]]  # fmt: skip
+    beside += [
+        [each.fleet, f"{each.prompt:,}", *map(figure, (each.gap_ms, each.gap_beside_ms, each.gap_ms_p99,
+         each.gap_beside_ms_p99)), f"{each.gap_beside_ms_p99 / each.gap_ms_p99 - 1:+.1%}",
+         *map(figure, (each.prefill_s, each.prefill_beside_s)), f"{each.prefill_beside_s / each.prefill_s - 1:+.1%}",
+         str(each.failed)]
+        for each in result.beside
+    ]  # fmt: skip
+    broken = [["fleet", "did not run to its end"], *([name, text] for name, text in result.broken.items())]
+    ours = [["decode's metric", "value"], *([name, f"{value:g}"] for name, value in sorted(result.metrics.items()))]
+    return [each for each in (rows, beside, broken, ours) if len(each) > 1]
+
+
+def show(result: Result, *, as_json: bool) -> int:
+    """Prints it. Returns a command's status: 1 if nothing was measured."""
+    found = tables(result)
+    if as_json:
+        print(json.dumps({"tables": found} | about(measure)))
+        return 0 if result.rows else 1
+    print_tables(found, width=180)
+    return 0 if result.rows else 1

@@ -1,0 +1,326 @@
+"""More parts of `pdtransfer bench`, which measure and attack this project itself, beside what they are held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from pdtransfer.serve.commands.flags import Json, counted
+from pdtransfer.serve.settings.config import BenchModel
+
+from ..bench.fleets.requests import option
+from ..bench.report import show
+from .bench import bench, progress
+
+COMPARISONS = Group("Comparisons and attacks", help="Of this project's own parts, beside what they are held against.")
+
+
+@bench.command(group=COMPARISONS)
+def crossing(
+    *,
+    tokens: Annotated[int, counted("Tokens of one room.")] = 8_192,
+    rooms: Annotated[int, counted("Rooms to move in each arena.")] = 8,
+    model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or the reference model's.")] = "deepseek",
+    json: Json = False,
+) -> int:
+    """Whole rooms over Mooncake, beside one synchronous write of a bare engine and a raw socket."""
+    from ..bench import crossing as part
+
+    return show(part.measure(tokens=tokens, rooms=rooms, model=model), part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def stall(
+    *,
+    tokens: Annotated[int, counted("Tokens of one room.")] = 4_096,
+    rooms: Annotated[int, counted("Rooms to move.")] = 96,
+    json: Json = False,
+) -> int:
+    """What an embedded client takes of its scheduler's thread while large rooms move."""
+    from ..bench import stall as part
+
+    return show(part.measure(tokens=tokens, rooms=rooms), part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def poll(
+    *,
+    calls: Annotated[int, counted("Calls in one round.")] = 100_000,
+    rounds: Annotated[int, counted("Rounds of each client.")] = 21,
+    json: Json = False,
+) -> int:
+    """What an embedded client's poll costs where nothing has happened."""
+    from ..bench import poll as part
+
+    return show(part.measure(calls=calls, rounds=rounds), part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def pages(*, gib: Annotated[float, Parameter(help="GiB of each of two arenas.")] = 1.0, json: Json = False) -> int:
+    """An arena in pages of 4 KiB against one in what `--huge-pages auto` finds: backing, registering, copies."""
+    from ..bench import pages as part
+
+    figures = part.measure(gib=gib)
+    return show(figures, part.lines(figures), part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def engines(
+    model: Annotated[str, Parameter(help="A model's directory, or dimensions with random weights: qwen3-8b, tiny.")],
+    /,
+    *options: Annotated[str, Parameter(help="For vLLM's servers, behind --.", allow_leading_hyphen=True)],
+    python: Annotated[Path, Parameter(help="An interpreter that has vLLM.")] = Path(".venv-vllm/bin/python"),
+    fleet: Annotated[tuple[str, ...], Parameter(help="'one engine', or a connector; may be repeated.")] = (
+        "one engine",
+        "PDTransferConnector",
+    ),
+    card: Annotated[tuple[str, ...], Parameter(help="Of the first and second server; repeated. None on CPUs.")] = (),
+    prompt: Annotated[tuple[int, ...], counted("Tokens of a prompt; may be repeated.")] = (1_024,),
+    clients: Annotated[tuple[int, ...], counted("Requests under way at once; may be repeated.")] = (1, 8),
+    requests: Annotated[int, counted("Requests of each client.")] = 2,
+    tokens: Annotated[int, counted("Tokens to generate.")] = 64,
+    at_once: Annotated[int, counted("Tokens of prompts at once; cells with more are left out.")] = 300_000,
+    beside: Annotated[tuple[int, ...], counted("Tokens of prompts beside decode's streams; may be repeated.")] = (),
+    setting: Annotated[tuple[str, ...], Parameter(help="name=JSON of kv_connector_extra_config; repeated.")] = (),
+    environment: Annotated[tuple[str, ...], Parameter(help="NAME=value for the servers; may be repeated.")] = (),
+    logs: Annotated[Path, Parameter(help="Where the servers' logs and rows.jsonl are written.")] = Path(
+        "build/engines"
+    ),
+    json: Json = False,
+) -> int:
+    """Real vLLM: one engine, and prefill and decode engines with a KV connector, ours and vLLM's own, side by side."""
+    from ..bench.fleets import engines as part
+
+    setup = part.setup_of(model, options, python, card, setting, environment, logs)
+    result = part.measure(
+        setup, fleets=fleet, cells=part.cells(prompt, clients, requests, at_once), tokens=tokens, beside=beside,
+        out=setup.logs / "rows.jsonl", progress=progress,
+    )  # fmt: skip
+    return part.show(result, as_json=json)
+
+
+@bench.command(group=COMPARISONS)
+def checkpoints(
+    model: Annotated[
+        str, Parameter(help="A checkpoint's directory, or of which shape random weights are: qwen3-8b, ...")
+    ],
+    /,
+    *,
+    device: Annotated[tuple[str, ...], Parameter(help="Prefill's and decode's; once for both.")] = ("cpu",),
+    prompt: Annotated[tuple[int, ...], counted("Tokens of a prompt; may be repeated.")] = (1_024,),
+    clients: Annotated[tuple[int, ...], counted("Requests under way at once; may be repeated.")] = (1, 8, 64),
+    requests: Annotated[int, counted("Requests of each client.")] = 2,
+    tokens: Annotated[int, counted("Tokens to generate.")] = 128,
+    chunk_tokens: Annotated[int, counted("Tokens that prefill computes at a time.")] = 8_192,
+    slots: Annotated[int, counted("Tokens that each side's memory holds.")] = 131_072,
+    check: Annotated[int, counted("Prompts of each length whose tokens are held against generate.")] = 4,
+    engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),
+    logs: Annotated[Path, Parameter(help="Where logs and timelines are written.")] = Path("build/checkpoints"),
+    json: Json = False,
+) -> int:
+    """A checkpoint behind the daemons, beside transformers' generate: TTFT, ITL, tokens/s, exposed transfer."""
+    from ..bench.fleets import checkpoints as part
+
+    logs.mkdir(parents=True, exist_ok=True)
+    given = dict(map(option, engine_option))
+    wanted = part.Measured(
+        model=part.model_of(model, logs), devices=(device[0], device[-1]), logs=logs.resolve(), prompts=prompt,
+        clients=clients, requests=requests, tokens=tokens, chunk_tokens=chunk_tokens, slots=slots, check=check,
+        options=given if Path(model).is_dir() else {"weights": "random"} | given,
+    )  # fmt: skip
+    return part.show(part.measure(wanted, progress=progress), as_json=json)
+
+
+@bench.command(group=COMPARISONS)
+def plan(
+    *,
+    tokens: Annotated[int, counted("Tokens of one room.")] = 131_072,
+    planes: Annotated[int, counted("Planes that each token has.")] = 61,
+    json: Json = False,
+) -> int:
+    """The planner: slots and two layouts to slot runs, pages in a row and rows scattered."""
+    from ..bench.fleets import plan as part
+
+    return show(part.measure(tokens=tokens, layers=planes), part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def verify(
+    *,
+    tokens: Annotated[int, counted("Tokens of one large room.")] = 4_096,
+    rooms: Annotated[int, counted("Small rooms to move, each way.")] = 1_000,
+    json: Json = False,
+) -> int:
+    """What --verify costs: the checksum beside a memcpy, and hand-offs and rooms with and without it."""
+    from ..bench import verify as part
+
+    return show(part.measure(tokens=tokens, rooms=rooms), part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def prefix(
+    *,
+    tokens: Annotated[int, counted("Tokens of one room.")] = 80,
+    rooms: Annotated[int, counted("Rooms to move, each way.")] = 500,
+    json: Json = False,
+) -> int:
+    """What the prefix cache costs rooms that share nothing, and what it spares those that do."""
+    from ..bench.fleets import prefix as part
+
+    return show(part.measure(tokens=tokens, rooms=rooms), part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def bus(*, rounds: Annotated[int, counted("Messages to send.")] = 20_000, json: Json = False) -> int:
+    """Messages between two processes: round trip, and echoes a second."""
+    from ..bench import bus as part
+
+    return show(part.measure(messages=max(1, rounds // 5), rounds=5), part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def idle(*, seconds: Annotated[int, counted("How long to watch.")] = 10, json: Json = False) -> int:
+    """What an idle daemon costs in CPU and memory."""
+    from ..bench.fleets import idle as part
+
+    return show(part.measure(seconds=seconds), part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def load(
+    *,
+    rooms: Annotated[int, counted("Rooms against each number of peers.")] = 6_000,
+    memory_rooms: Annotated[int, counted("Rooms over which memory is watched.")] = 200_000,
+    seconds: Annotated[int, counted("How long to watch idle peers.")] = 20,
+    concurrency: Annotated[int, counted("Rooms under way at once.")] = 64,
+    json: Json = False,
+) -> int:
+    """Hand-offs against 1, 10 and 100 peers, what 100 idle ones cost, and memory over very many rooms."""
+    from ..bench.fleets import load as part
+
+    figures = part.measure(rooms=rooms, memory_rooms=memory_rooms, idle_seconds=seconds, concurrency=concurrency)
+    return show(figures, part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def siege(
+    *,
+    rooms: Annotated[int, counted("Rooms in quiet, and as many under each attack.")] = 500,
+    rounds: Annotated[int, counted("How often that is done.")] = 5,
+    connections: Annotated[int, counted("Junk connections to hold open.")] = 10_000,
+    json: Json = False,
+) -> int:
+    """Healthy hand-offs while strangers and hostile peers attack: p99 over p99 in quiet, for each attack."""
+    from ..bench.fleets import siege as part
+
+    figures = part.measure(rooms=rooms, rounds=rounds, connections=connections)
+    return show(figures, part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def floods(
+    *attacks: Annotated[str, Parameter(help="Only these, by name.")],
+    seconds: Annotated[float, Parameter(help="In quiet, and as long under each attack.")] = 8.0,
+    rounds: Annotated[int, counted("How often that is done.")] = 3,
+    clients: Annotated[int, counted("Requests under way at once.")] = 8,
+    attackers: Annotated[int, counted("Processes that attack each listener.")] = 1,
+    json: Json = False,
+) -> int:
+    """Requests to a whole fleet while strangers and hostile peers flood its listeners: goodput over that in quiet."""
+    from json import dumps
+
+    from ..bench.fleets import floods as part
+    from ..bench.report import about
+
+    given = part.FloodMeasure(seconds=seconds, rounds=rounds, clients=clients, attackers=attackers)
+    rows = part.measure(given, attacks=attacks, progress=progress)
+    if json:
+        print(dumps({"tables": [[part.HEAD, *rows]]} | about(part.measure)))
+    else:
+        part.show(rows)
+    return 0
+
+
+@bench.command(group=COMPARISONS)
+def faults(
+    *,
+    rooms: Annotated[int, counted("Rooms in quiet.")] = 1_000,
+    aborts: Annotated[int, counted("Rooms to abort.")] = 1_000,
+    rounds: Annotated[int, counted("How often a peer is frozen.")] = 5,
+    json: Json = False,
+) -> int:
+    """How soon aborted slots are free, and healthy hand-offs beside a peer that is frozen."""
+    from ..bench.fleets import faults as part
+
+    return show(part.measure(rooms=rooms, aborts=aborts, rounds=rounds), part.LINES, part.measure, json=json)
+
+
+@bench.command(group=COMPARISONS)
+def storms(
+    *kinds: Annotated[str, Parameter(help="Only these fleets, by name.")],
+    storms: Annotated[int, counted("Storms over each fleet.")] = 4,
+    seed: Annotated[int, counted("Of the first storm; each next one has the next.")] = 1,
+    json: Json = False,
+) -> int:
+    """Whole fleets in storms of SIGKILL and SIGSTOP: no answer wrong, no request hung, and how soon all is right."""
+    from json import dumps
+
+    from ..bench.fleets import storms as part
+    from ..bench.report import about
+
+    outcomes = part.measure(storms=storms, seed=seed, kinds=kinds, progress=progress)
+    if json:
+        print(dumps({"tables": [[part.HEAD, *part.rows(outcomes)]]} | about(part.measure)))
+    else:
+        part.show(outcomes)
+    return int(part.failed(outcomes))
+
+
+@bench.command(group=COMPARISONS)
+def fleet_check(
+    trace: Annotated[Path, Parameter(help="Mooncake's JSON lines or BurstGPT's CSV.")],
+    /,
+    *,
+    requests: Annotated[int, counted("Requests of the trace.")] = 300,
+    speed: Annotated[float, Parameter(help="How many times as fast they come.")] = 1.0,
+    scale: Annotated[float, Parameter(help="Factor for their lengths.")] = 0.05,
+    prefill: Annotated[int, counted("Prefill workers.")] = 2,
+    decode: Annotated[int, counted("Decode workers.")] = 2,
+    engine: Annotated[str, Parameter(help="Of the daemons; by default one that only takes its time.")] = "",
+    model: Annotated[str, Parameter(help="A checkpoint's directory, instead of an engine.")] = "",
+    engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),
+    chunk_tokens: Annotated[int, counted("Tokens that prefill computes at a time.")] = 256,
+    slots: Annotated[int, counted("Slots of each pool and arena.")] = 16_384,
+    json: Json = False,
+) -> int:
+    """The fleet model beside a real fleet of this host, with rates measured in the same run."""
+    from json import dumps
+
+    from ..bench.fleets import fleet_check as part
+    from ..bench.report import about
+
+    workers = part.CheckedFleet(
+        prefill=prefill, decode=decode, model=model, engine=engine or part.ENGINE, options=engine_option,
+        chunk_tokens=chunk_tokens, slots=slots,
+    )  # fmt: skip
+    result = part.measure(trace, workers=workers, requests=requests, speed=speed, scale=scale, progress=progress)
+    if json:
+        print(dumps(result | about(part.measure)))
+    else:
+        part.show(result)
+    return 0
+
+
+@bench.command(group=COMPARISONS)
+def figures(
+    *results: Annotated[Path, Parameter(help="Files of what parts have printed with --json, an object a line.")],
+    directory: Annotated[Path, Parameter(help="Where the pages are written.")] = Path("docs/figures/runs"),
+) -> int:
+    """Writes a page for each result, of pdtransfer bench too: its tables, host, date, method and commit."""
+    from ..bench.figures import write
+
+    for path in (path for each in results for path in write(each, directory)):
+        print(path)
+    return 0

@@ -1,0 +1,70 @@
+"""The reference engine: the factory that daemons call, and generation in a single process without transfers.
+
+Tests compare disaggregated runs with `generate_many`, which runs the same prefill and decode on one pool of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdtransfer.serve.engine_api import DecodeEngine, EngineConfig, PrefillEngine
+from pdtransfer.serve.engines.stamp.generation import Generation, generated
+from pdtransfer.wire import Sampling
+
+from .architecture import EngineOptions, Options
+from .decode import ReferenceDecode
+from .description import build_model
+from .hybrid import HybridDecode, HybridPrefill
+from .hybrid_rows import HybridOptions
+from .model import Transformer
+from .prefill import ReferencePrefill
+
+
+def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
+    """The engine for `config.role`; the option `pools` names that of a hybrid model. Raises ConfigError."""
+    if "pools" in config.options:
+        hybrid = HybridOptions.parse(config.options)
+        return HybridPrefill(config, hybrid) if config.role == "prefill" else HybridDecode(config, hybrid)
+    options = Options.parse(config.options)
+    return engine_of(config, options, build_model(config, options))
+
+
+def engine_of(config: EngineConfig, options: EngineOptions, model: Transformer) -> PrefillEngine | DecodeEngine:
+    """The engine for `config.role` with this model."""
+    match config.role:
+        case "prefill":
+            return ReferencePrefill(config, options, model)
+        case "decode":
+            return ReferenceDecode(config, options, model)
+
+
+def generate(config: EngineConfig, prompt: NDArray[np.int64], sampling: Sampling) -> Generation:
+    """Runs one request in this process. Raises ValueError for an invalid request or one that does not fit."""
+    return generate_many(config, [(prompt, sampling)])[0]
+
+
+def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]]) -> list[Generation]:
+    """Runs requests in this process, as many at a time as fit `config.slots`, and returns outcomes in their order.
+
+    Only `attention`, `options` and `device` of `config` affect the outcomes.
+    """
+    return generated(*_alone(config), requests)
+
+
+def _alone(config: EngineConfig) -> tuple[ReferencePrefill | HybridPrefill, DecodeEngine]:
+    """Both engines, on one pool."""
+    if "pools" in config.options:
+        hybrid = HybridOptions.parse(config.options | {"index_memory": "dram"})
+        writes, reads = HybridPrefill(config, hybrid), HybridDecode(config, hybrid)
+        reads.take(writes.flat)
+        return writes, reads
+    options = Options.parse(config.options)
+    model = build_model(config, options)
+    prefill = ReferencePrefill(replace(config, role="prefill"), options, model)
+    decode = ReferenceDecode(replace(config, role="decode"), options, model)
+    decode.take(prefill.flat)
+    return prefill, decode

@@ -1,0 +1,190 @@
+"""Where an engine's KV cache lies, and how writers get there.
+
+On the CPU the engine's cache is allocated inside a memfd arena. On a card decode names the engine's own allocation to
+the writers of its host. Where neither is possible, rows land in host memory and are copied once more, to the engine's
+cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+
+from ...errors import ConfigError, WorldError
+from ...kernels.card import card as card_of
+from ...memory import cuda_ipc
+from ...memory.arena_memory import ArenaMemory
+from ...memory.engine_pools import CardMemory
+from ...memory.hbm import Hbm
+from .torch_memory import MeasuredTensors, PooledTensors, arena_tensor, pooled_bytes
+
+log = logging.getLogger(__name__)
+
+GAP_BYTES_MAX = 1 << 30  # between allocations that are taken for one range
+_MENDED_BY = (
+    "Memory of torch's expandable segments cannot be shared: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, "
+    "leave expandable_segments out of PYTORCH_ALLOC_CONF, and leave the engine's sleep mode off"
+)
+T = TypeVar("T")
+COPIED_UP = "what lands is copied once more, from host memory to the engine's KV cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [first, end) that an engine's KV cache lies in, on a card or in this process's memory."""
+
+    first: int
+    end: int
+    card: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Decode: an arena, and the memory of it that the components are in. Their bases count from `base`."""
+
+    arena: ArenaMemory
+    base: int
+    memory: Literal["dram", "hbm"]
+    copied_up: bool
+
+    def place(self, address: int) -> tuple[int, Literal["dram", "hbm"]]:
+        """What a buffer at this address counts its base from, and the memory that it is in."""
+        start = self.arena.mapping.address
+        return (start, "dram") if start <= address < start + self.arena.byte_count else (self.base, self.memory)
+
+
+class CacheMemory:
+    """The memory of one worker's KV cache, of which the engine allocates tensors of `sizes` bytes."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = list(sizes)
+        self._arena: ArenaMemory | None = None
+        self._landing: tuple[ArenaMemory, Extent] | None = None
+        self._target: Target | None = None
+
+    def pooled(self) -> PooledTensors:
+        """A context in which the engine allocates its cache on the CPU: inside the arena. Raises WorldError where
+        the host cannot back it."""
+        arena = self._arena = ArenaMemory.create(pooled_bytes(self._sizes), name="engine-kv-cache")
+        arena.prefault()
+        return PooledTensors(arena_tensor(arena), self._sizes.__contains__)
+
+    def pooled_on(self, device: torch.device) -> PooledTensors:
+        """A context in which the engine allocates its cache on a card: in one allocation for all tensors."""
+        backing = torch.zeros(pooled_bytes(self._sizes), dtype=torch.uint8, device=device)
+        return PooledTensors(backing, self._sizes.__contains__)
+
+    def has_beside(self, address: int | None = None) -> bool:
+        """Whether `beside` was called, and returned memory with this address; a card can access it."""
+        if self._landing is None or address is None:
+            return self._landing is not None
+        mapping = self._landing[0].mapping
+        return mapping.address <= address < mapping.address + mapping.byte_count
+
+    def beside(self, extent: Extent, byte_count: int) -> torch.Tensor:
+        """Memory of the host for the engine, uint8 (byte_count,) and all zero, in one arena with where rows for the
+        cache in `extent` land. Raises WorldError where the host cannot back it."""
+        assert self._landing is None
+        first = pooled_bytes([extent.end - extent.first])
+        arena = ArenaMemory.create(first + byte_count, name="engine-host-pool")
+        if extent.card is not None:
+            arena.card = card_of(extent.card)
+        arena.prefault()
+        self._landing = arena, extent
+        return arena_tensor(arena)[first : first + byte_count]
+
+    def pool_fd(self, extent: Extent) -> int:
+        """The memfd that the cache lies in, by which writers on other hosts read it; -1 if there is none."""
+        return self._arena.fd if self._arena is not None and self._holds(self._arena, extent) else -1
+
+    def base(self, extent: Extent) -> int:
+        """The address from which the planes of a pool count: where the memfd is mapped, or where the cache begins."""
+        if self._arena is not None and self._holds(self._arena, extent):
+            return self._arena.mapping.address
+        return extent.first
+
+    def target(self, extent: Extent) -> Target:
+        """What decode offers to writers. Raises ConfigError for a cache in too many places, WorldError for memory that
+        the host does not have."""
+        if self._arena is not None and self._holds(self._arena, extent):
+            self._target = Target(self._arena, self._arena.mapping.address, "dram", copied_up=False)
+            return self._target
+        byte_count = extent.end - extent.first
+        if byte_count > 2 * sum(self._sizes) + GAP_BYTES_MAX:
+            raise ConfigError(f"KV cache: {sum(self._sizes)} bytes are spread over a range of {byte_count}")
+        if self._landing is not None and self._landing[1] != extent:
+            raise ConfigError("KV cache: it is not where it was when host memory was set aside beside it")
+        handle = b"" if extent.card is None else exported(extent, extent.card)
+        if not handle:
+            where = (
+                "the engine allocated its KV cache elsewhere" if extent.card is None else "no peer can write this card"
+            )
+            log.warning("%s: %s", where, COPIED_UP)
+        arena = self._landing[0] if self._landing else ArenaMemory.create(byte_count, name="engine-landing")
+        if extent.card is not None and arena.card is None:
+            arena.card = card_of(extent.card)
+        arena.prefault()
+        arena.hbm = Hbm(
+            base=0, byte_count=byte_count, address=extent.first, card=extent.card, handle=handle, free=lambda: None
+        )
+        self._target = Target(arena, extent.first, "hbm", copied_up=not handle)
+        return self._target
+
+    def close(self) -> None:
+        """Unmaps what is ours, unless the engine's tensors still lie there: then it ends with the process."""
+        held = self._arena, self._landing and self._landing[0], self._target and self._target.arena
+        for arena in {id(each): each for each in held if each}.values():
+            with suppress(BufferError):
+                arena.close()
+
+    @staticmethod
+    def _holds(arena: ArenaMemory, extent: Extent) -> bool:
+        start = arena.mapping.address
+        return extent.card is None and start <= extent.first and extent.end <= start + arena.byte_count
+
+
+def made_in_one_piece(
+    make: Callable[[], T], device: torch.device, *, has_beside: bool = False
+) -> tuple[CacheMemory, T]:
+    """What an engine makes, with its tensors on this device in one allocation, and their memory.
+
+    `make` is called twice, for an engine whose sizes are not known before: what it makes first is measured and dropped.
+    On the CPU no memory backs that one yet; on a card it is freed first, so that one cache at a time is there. On the
+    CPU they are in the arena, unless host memory will be set `beside` them.
+    """
+    with MeasuredTensors(device) as measured:
+        make()
+    memory = CacheMemory(measured.sizes)
+    if device.type == "cpu" and not has_beside:
+        with memory.pooled():
+            return memory, make()
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        pooled = memory.pooled_on(device)
+    except torch.OutOfMemoryError as error:
+        log.warning("KV cache: is not in one allocation: %s", error)
+        return memory, make()
+    with pooled:
+        return memory, make()
+
+
+def exported(extent: Extent, card: int) -> bytes:
+    """The handle by which processes of this host write a card's memory; empty, with the reason in the log, where they
+    cannot."""
+    here, byte_count = card_of(card), extent.end - extent.first
+    try:
+        base, whole = here.range_of(extent.first)
+        if extent.first - base + byte_count <= whole:
+            return cuda_ipc.export(CardMemory(card=card, address=extent.first, byte_count=byte_count)).packed
+        why = f"it lies in several allocations, the first has {whole} bytes"
+    except WorldError as error:
+        why = str(error)
+    log.warning("KV cache on card %d: no other process can write it: %s. %s", card, why, _MENDED_BY)
+    return b""

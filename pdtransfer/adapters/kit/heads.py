@@ -1,0 +1,34 @@
+"""How the ranks of an engine share a model's KV heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...wire import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The KV heads of a model, and this rank's part of them."""
+
+    total: int
+    ranks: Ranks
+
+    def first(self, count: int) -> int:
+        """The number of this rank's first head, of `count` in a layer."""
+        return (
+            self.ranks.tp_rank * self.total // self.ranks.tp_size if self._replicas(count) > 1 else self._split(count)
+        )
+
+    def replica(self, count: int) -> tuple[int, int]:
+        """This rank's number among those that hold the same heads, and how many there are."""
+        replicas = self._replicas(count)
+        return self.ranks.tp_rank % replicas, replicas
+
+    def _split(self, count: int) -> int:
+        return self.ranks.tp_rank * count
+
+    def _replicas(self, count: int) -> int:
+        """Ranks share the heads out; where there are fewer heads than ranks, several hold the same one."""
+        size = self.ranks.tp_size
+        return size // self.total if count == 1 and self.total < size and size % self.total == 0 else 1

@@ -1,0 +1,46 @@
+"""Which peers a decode engine may dial, where a request names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...bus.keys import AllowList, Endpoint, is_literal, is_loopback
+from ...errors import ConfigError
+
+
+class RequestError(ValueError):
+    """A field of a request is missing or wrong; the text is one line that names it. It fails its request alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reachable:
+    """The peers that a decode engine may dial: those on its list, or without one those of this host."""
+
+    allowed: AllowList | None = None
+    insecure: bool = False
+    field: str = "remote_host"  # by which a request names the host
+
+    def check(self, source: str) -> None:
+        """Raises RequestError unless the endpoint is well-formed and may be dialled. No name is looked up."""
+        try:
+            endpoint = Endpoint.parse(source)
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
+        if self.allowed is not None:
+            if why := self.allowed.why_not(endpoint.server_key or "", "prefill"):
+                raise RequestError(f"endpoint {source!r}: its key: {why}")
+            return
+        if endpoint.server_key is not None:
+            raise RequestError(f"endpoint {source!r}: has a key, this engine has none: set key and allow")
+        host = endpoint.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if not self.insecure and host != "localhost" and not (is_literal(host) and is_loopback(endpoint.address)):
+            raise RequestError(f"{self.field}: {host} is another host: set key and allow, or insecure, on both engines")
+
+    def key_of(self, name: str) -> str:
+        """KEY@ of the peer that the list has under this name; empty without a list."""
+        if self.allowed is None:
+            return ""
+        found = next((key for key, listed in self.allowed.names.items() if listed == name), None)
+        if found is None:
+            raise RequestError(f"remote_engine_id: {name!r} is not on this engine's list of peers")
+        return f"{found}@"

@@ -1,0 +1,134 @@
+"""The settings of an adapter, as an engine's configuration holds them: checked when the engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+from ...bounds import bound, match, port_range
+from ...bus.keys import Address, AllowList, KeyPair, address_of, check_exposure, is_loopback, key_of
+from ...errors import ConfigError
+from ...limits import Limits
+from ...threads import AUTO, cpus_of
+from ...transports.options import Network, Protocol
+from ...transports.registry import check_name
+from ...wire import Ranks
+
+TIME_LEFT_S_MAX = 86_400.0
+SILENCE_S_MIN, SILENCE_S_MAX = 1.0, 3_600.0  # several Pings at least
+PORT_MAX = 0xFFFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an engine's configuration may say of hand-offs; each field is a setting of the same name.
+
+    A wrong value, and an unknown name, is a ConfigError of one line that names it.
+    """
+
+    bind: str = "tcp://127.0.0.1:0"  # prefill: worker rank r listens on the port + r; port 0: on any
+    advertise: str = ""  # the host that decode engines dial, if it is not the one in bind
+    key: Path | None = None  # this engine's secret key; those of further ranks lie beside it, as keygen names them
+    allow: Path | None = None  # the list of peers: their names and public keys
+    insecure: bool = False  # let other hosts connect without keys
+    model: str = ""  # the name under which peers know the weights; by default the model's name or path
+    time_left_s: float = 120.0  # after which a hand-off that has not ended fails
+    silence_s: float = Limits().silence_ms / 1e3  # after which a peer that does not answer counts as lost
+    client_cpus: str = (
+        AUTO  # of this connector's threads: auto undoes the engine's binding, inherit leaves it; or 0-3,6
+    )
+    transport: str = "auto"  # how KV travels: auto, or a transport's name
+    transport_ports: str = "21000-21999"  # of transports between hosts
+    transport_protocol: Protocol = "tcp"
+    copy_threads: int = 2  # prefill: threads that copy rows in host memory
+    verify: bool = False  # decode: read back what has landed, and compare its checksum with prefill's
+
+    def __post_init__(self) -> None:
+        named = f"bind = {self.bind!r}"
+        try:
+            address = Address.parse(self.bind)
+        except ConfigError as error:
+            raise ConfigError(f"{named}: must be tcp://host:port ({error})") from None
+        if address.port_first != address.port_last:
+            raise ConfigError(f"{named}: must be tcp://host:port, with one port")
+        if (self.key is None) is not (self.allow is None):
+            one, other = ("allow", "key") if self.key is None else ("key", "allow")
+            raise ConfigError(f"{one} = '{getattr(self, one)}': useless without {other}")
+        check_exposure(self.bind, named=named, keyed=self.key is not None, insecure=self.insecure)
+        if address.wildcard and not self.advertise:
+            raise ConfigError(f"{named}: peers cannot dial that: set advertise to a host that they can")
+        if self.advertise:
+            match("advertise", self.advertise, r"[0-9A-Za-z._:-]{1,200}", "a host")
+        match("model", self.model, r"[ -~]{0,128}", "at most 128 printable ASCII characters")
+        bound("time_left_s", self.time_left_s, 1.0, TIME_LEFT_S_MAX)
+        bound("silence_s", self.silence_s, SILENCE_S_MIN, SILENCE_S_MAX)
+        cpus_of(self.client_cpus, named="client_cpus")
+        bound("copy_threads", self.copy_threads, 1, 64)
+        check_name(self.transport)
+        port_range("transport_ports", self.transport_ports)
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any], where: str) -> Self:
+        """The settings in `extra`, which the user wrote at `where`. Raises ConfigError."""
+        hints = get_type_hints(cls)
+        known = {each.name: hints[each.name] for each in fields(cls)}
+        if unknown := sorted(extra.keys() - known.keys()):
+            raise ConfigError(f"{where}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
+        return cls(**{name: _checked(name, value, known[name]) for name, value in extra.items()})
+
+    @property
+    def host(self) -> str:
+        """The host that decode engines dial."""
+        return self.advertise or Address.parse(self.bind).host
+
+    @property
+    def limits(self) -> Limits:
+        """What this engine allows its peers."""
+        return Limits(silence_ms=int(self.silence_s * 1e3))
+
+    @property
+    def network(self) -> Network:
+        """How peers on other hosts reach this engine's transports."""
+        ports = port_range("transport_ports", self.transport_ports)
+        return Network(
+            host=self.advertise, ports=ports, protocol=self.transport_protocol, loopback=is_loopback(self.bind)
+        )
+
+    def bind_of(self, rank: int) -> str:
+        """Where a rank listens, by its number among the ranks of all engines that share this setting."""
+        address = Address.parse(self.bind)
+        if address.port_first == 0:
+            return self.bind
+        port = address.port_first + rank
+        if port > PORT_MAX:
+            raise ConfigError(f"bind = {self.bind!r}: rank {rank} has no port, the last one is {PORT_MAX}")
+        return address_of(address.host, port)
+
+    def keys_of(self, ranks: Ranks) -> tuple[KeyPair | None, AllowList | None]:
+        """The key pair of a rank, and the list of its peers. Raises ConfigError."""
+        if self.key is None or self.allow is None:
+            return None, None
+        leads = ranks.tp_rank == ranks.pp_rank == 0
+        return KeyPair.read(self.key if leads else key_of(self.key, ranks)), AllowList.read(self.allow)
+
+
+def _checked(name: str, value: Any, hint: object) -> Any:
+    """The value as its field's type. JSON has no paths, and may write 120.0 as 120."""
+    if hint == Path | None:
+        if value is None or (isinstance(value, str) and value):
+            return value and Path(value)
+        raise ConfigError(f"{name} = {value!r}: must be a path")
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(get_args(hint))}")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        words = {bool: "true or false", int: "an integer", float: "a number"}
+        raise ConfigError(
+            f"{name} = {value!r}: must be {words.get(hint, 'a text') if isinstance(hint, type) else hint}"
+        )
+    return value

@@ -1,0 +1,1 @@
+"""The daemons, the router, and the commands that run and watch them: `pip install '.[daemons]'`."""

@@ -1,0 +1,296 @@
+"""The command pdtransfer: binds flags, environment and file to a config, and runs the command.
+
+Each command imports its implementation when it runs, so that --help and the router do not wait for torch. Exit status:
+0 done, 1 failed, 2 misused, 130 interrupted. An error is one line on standard error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token
+from cyclopts.config import Dict, Env
+
+from ... import __version__
+from ...bounds import match, port_range
+from ...environment import PREFIX, launcher_variables
+from ...errors import ConfigError, PDTransferError, missing_extra
+from ...limits import Limits
+from ..process import logs
+from ..settings.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from ..settings.ranks import launched
+from .demo_config import DemoConfig
+from .flags import FLAT, Json, counted
+from .installed import add_installed
+from .worker_commands import workers
+
+FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+
+COMMANDS: dict[str, type[Config | DemoConfig]] = {
+    "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig,
+}  # fmt: skip
+
+
+app = App(
+    name="pdtransfer",
+    help="Carries the KV cache of a prefill worker straight into a decode worker's host DRAM.",
+    help_epilogue="Any flag may be set in the environment (PDTRANSFER_FLAG_NAME), or in the file that --config names. "
+    "A flag wins over the environment, and the environment over the file. Below all of them, torchrun's RANK, "
+    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set the rank flags.",
+    version=__version__,
+    default_parameter=Parameter(negative=()),
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+app.meta.suppress_keyboard_interrupt = False
+app.command(workers)
+kernels = App(name="kernels", help="The kernels that run on a card.")
+app.command(kernels)
+
+
+@app.command
+def prefill(config: Annotated[PrefillConfig | None, FLAT] = None) -> int:
+    """Runs a prefill daemon: computes prompts and writes their KV into decode's memory."""
+    return _serve(config or PrefillConfig())
+
+
+@app.command
+def decode(config: Annotated[DecodeConfig | None, FLAT] = None) -> int:
+    """Runs a decode daemon: owns the arena, and generates from it."""
+    return _serve(config or DecodeConfig())
+
+
+@app.command
+def router(config: Annotated[RouterConfig | None, FLAT] = None) -> int:
+    """Runs the router: the HTTP API in front of prefill and decode daemons, or of vLLM or SGLang servers."""
+    return _serve(config or RouterConfig())
+
+
+def _serve(config: Config) -> int:
+    logs.start(node=config.node, role=config.role, level=config.log_level, file=config.log_file, form=config.log_format)
+    if isinstance(config, RouterConfig):
+        from ..router.router import run
+
+        return run(config)
+    from ..worker.daemon import run as run_daemon
+
+    return run_daemon(config)
+
+
+@app.command
+def demo(
+    config: Annotated[DemoConfig | None, FLAT] = None,
+    *,
+    router: Annotated[str, Parameter(help="Use the running router at this URL, and start nothing.")] = "",
+    metrics: Annotated[
+        tuple[str, ...], Parameter(help="host:port of a decode daemon behind it; may be repeated.")
+    ] = (),
+) -> int:
+    """Starts everything on this host, sends prompts, and checks each answer against a single process."""
+    from .demo import run
+
+    config = config or DemoConfig()
+    if metrics and not router:
+        raise ConfigError(f"metrics = {metrics[0]!r}: needs --router, the URL of a running fleet")
+    if router:
+        match("router", router, r"https?://[^/\s]+/?", "the URL of a running router, http://host:port")
+    for each in metrics:
+        match("metrics", each, r"[^/\s]+:\d{1,5}", "host:port of a decode daemon's /metrics")
+    return run(config, router=router, metrics=metrics) if router else run(config)
+
+
+@app.command
+def top(
+    *,
+    router: Annotated[str, Parameter(help="The router's URL.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[Path | None, Parameter(help="A file with an API key, for a router that asks for one.")] = None,
+    interval: Annotated[float, Parameter(help="Seconds between two pictures.")] = 1.0,
+    once: Annotated[bool, Parameter(help="Print one picture, as where the output is no terminal.")] = False,
+    json: Annotated[bool, Parameter(help="Print the router's status document once.")] = False,
+) -> int:
+    """Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it."""
+    from .top import run
+
+    if not 0.1 <= interval <= 3_600:
+        raise ConfigError(f"interval = {interval}: must be 0.1 to 3600 seconds")
+    return run(router, key=api_key, interval_s=interval, once=once, json=json)
+
+
+@app.command
+def timeline(
+    *files: Annotated[Path, Parameter(help="Files, or directories of them, that processes wrote by --timeline.")],
+    output: Annotated[Path | None, Parameter(help="Writes all of them as one file, for ui.perfetto.dev.")] = None,
+    json: Json = False,
+) -> int:
+    """Breaks down the time to each room's first token, from the timelines of prefill, decode and router."""
+    from ..tracing.merge_traces import run
+
+    return run(files, output=output, json=json)
+
+
+@app.command
+def doctor(
+    *,
+    transport_ports: Annotated[
+        tuple[str, ...], Parameter(help="Port range of this host's daemons, first-last; may be repeated.")
+    ] = (),
+    json: Json = False,
+) -> int:
+    """Lists what this host has and lacks, with a command to fix each problem; status 1 if something required is
+    missing."""
+    from .doctor import run
+
+    for each in transport_ports:
+        port_range("transport_ports", each)
+    return run(json=json, transport_ports=transport_ports)
+
+
+@app.command
+def keygen(
+    name: Annotated[str, Parameter(help="The node's name, optionally with a directory.")],
+    /,
+    *,
+    tp_size: Annotated[
+        int, counted("Ranks of a worker that share the heads: a key for each, beside its leader's.")
+    ] = 1,
+    pp_size: Annotated[int, counted("Stages of a worker that share the layers: the same.")] = 1,
+    json: Json = False,
+) -> int:
+    """Writes NAME.key, which stays secret, and NAME.pub, a line for the allow-list of every peer."""
+    from ...bus.keys import generate, key_of
+    from ...wire.ranks import ranks_of
+
+    others = ranks_of(tp_size, pp_size)[1:]
+    for path in (Path(name), *(key_of(Path(name), ranks) for ranks in others)):
+        line = generate(path)
+        print(dumps({"name": line.split()[0], "public": line.split()[1]}) if json else line)
+    return 0
+
+
+@kernels.command(name="build")
+def kernels_build(
+    *,
+    arch: Annotated[tuple[str, ...], Parameter(help="Architectures such as sm_90; by default the cards' own.")] = (),
+    json: Json = False,
+) -> int:
+    """Compiles every kernel into the cache ahead of time; with --arch also on a host without a card."""
+    from ...kernels.build import run
+
+    return run(arch, json=json)
+
+
+@app.meta.default
+def launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    config: Annotated[Path | None, Parameter(help="A TOML file of settings.")] = None,
+    debug: Annotated[bool, Parameter(help="Show the traceback of a failure.")] = False,
+) -> int:
+    """Loads environment and file, runs the command, and returns its status."""
+    try:
+        app.config = sources(config)
+        return app(tokens, exit_on_error=False, print_error=False, verbose=False) or 0
+    except (CycloptsError, ConfigError):
+        raise
+    except BrokenPipeError:
+        # The reader has closed our output: print nothing more, not even at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:  # the last place that can turn an error into one line
+        if debug:
+            raise
+        if missing := missing_extra(error):
+            raise missing from error
+        return _print_error(_line(error), FAILED)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns the exit status; raises only under --debug."""
+    app.meta.config = [Env(PREFIX, command=False, show=False)]
+    try:
+        tokens = sys.argv[1:] if arguments is None else list(arguments)
+        add_installed(app, tokens)
+        return app.meta(tokens, exit_on_error=False, print_error=False, verbose=False) or 0
+    except (CycloptsError, ConfigError) as error:
+        return _print_error(str(error), MISUSED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _line(error: Exception) -> str:
+    match error:
+        case PDTransferError():
+            return str(error)
+        case OSError():
+            return f"{error.filename or type(error).__name__}: {error.strerror or error}"
+        case _:
+            return f"a bug, not a misuse: {type(error).__name__}: {error}; --debug shows where"
+
+
+def _print_error(text: str, status: int) -> int:
+    print("pdtransfer: " + logs.printable(" ".join(text.split())), file=sys.stderr)
+    return status
+
+
+def sources(path: Path | None) -> list[Callable[..., None]]:
+    """Returns the sources, strongest first. Raises ConfigError for an invalid file.
+
+    Ignores variables that no command knows: container platforms set PDTRANSFER_*_PORT and similar ones.
+    """
+    environment = Env(PREFIX, command=False, show=False)
+    if path is None:
+        return [environment, _launcher]
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config = '{path}': {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"config = '{path}': not TOML: {error}") from error
+    return [environment, Dict(data=_sections(path, table), source=str(path)), _launcher]
+
+
+def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
+    """Sets rank flags that are not given from torchrun's variables. Raises ConfigError."""
+    if commands not in (("prefill",), ("decode",)):
+        return
+    by_field = {each.name.lstrip("-").replace("-", "_"): each for each in arguments}
+    given = {name: each.tokens[-1].value for name, each in by_field.items() if each.tokens}
+    for name, value in launched(launcher_variables(), given, stages=commands == ("prefill",)).items():
+        by_field[name].tokens[:] = [Token(keyword=name, value=value, source="launcher")]
+
+
+def _sections(path: Path, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns one table for each command: its own keys over those above all tables."""
+    known = {command: [each.name for each in fields(kind)] for command, kind in COMMANDS.items()}
+    limits = [each.name for each in fields(Limits)]
+    shared = {key: value for key, value in table.items() if key not in COMMANDS}
+    _known(path, "", shared, sorted({name for names in known.values() for name in names}))
+    sections: dict[str, dict[str, Any]] = {}
+    for command, names in known.items():
+        own = cast("dict[str, Any]", table.get(command, {}))
+        _known(path, f"[{command}] ", own, names)
+        for place, each in (("[limits] ", shared), (f"[{command}.limits] ", own)):
+            _known(path, place, each.get("limits", {}), limits)
+        merged = {key: value for key, value in shared.items() if key in names} | own
+        if "limits" in merged:
+            merged["limits"] = shared.get("limits", {}) | own.get("limits", {})
+        sections[command] = merged
+    # Doctor checks the ports of all daemons in the file.
+    ports = {each["transport_ports"] for each in sections.values() if "transport_ports" in each}
+    return sections | ({"doctor": {"transport_ports": sorted(ports)}} if ports else {})
+
+
+def _known(path: Path, place: str, table: object, names: list[str]) -> None:
+    if not isinstance(table, dict):
+        raise ConfigError(f"config = '{path}': {place}must be a table")
+    for key in cast("dict[str, object]", table):
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            raise ConfigError(f"config = '{path}': {place}{key} is unknown" + (f"; is it {near[0]}?" if near else ""))

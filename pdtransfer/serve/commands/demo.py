@@ -1,0 +1,463 @@
+"""The demo: runs daemons as processes, sends prompts, and checks each answer against a single process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from math import ceil
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import uvloop
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ...environment import pip_install
+from ...errors import ConfigError, PDTransferError, WorldError
+from ...kernels import driver
+from ...limits import Limits
+from ..process.fleet import Fleet, Standing
+from ..process.signals import end_with_parent
+from ..settings.config import REFERENCE, STAMP, DecodeConfig, PrefillConfig, RouterConfig
+from .demo_config import DemoConfig
+from .demo_model import DemoModel
+
+SETTLE_S = 10.0  # every slot must be free by then
+WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
+WARNINGS_MAX = 20  # log lines of the daemons that a failed demo shows
+RETRIES = 100  # of one request, while the fleet is full
+SLOTS_MAX = 131_072
+REFERENCE_SLOTS, CHECKPOINT_SLOTS = 65_536, 4_096  # the fewest, and the step; a checkpoint's tokens take more memory
+HOT_TOKENS = 128  # with --hisparse: the fewest that the device holds of a long request
+HOT_REQUESTS = 3  # such requests on the device at once; the others wait and take turns
+LIMITS = Limits(room_deadline_ms=600_000)  # the last prompt waits for all others, on a slow host for long
+
+
+@dataclass(slots=True)
+class DemoAnswer:
+    """The answer to one prompt."""
+
+    prompt: str
+    prompt_tokens: int = 0
+    text: str = ""
+    seconds: float = 0.0
+    tokens: int = 0
+    cached: int = 0  # prompt tokens that decode had cached
+    error: str = ""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])  # the router's `pdtransfer` object
+    differs: tuple[str, ...] = ()  # digests that differ from the single process's
+    identical: bool = False
+
+
+def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) -> int:
+    """The command `pdtransfer demo`; returns 1 when an answer is not identical, or a slot is leaked.
+
+    With `router`, the URL of a running one, it starts nothing; `metrics` is host:port of each decode rank.
+    """
+    extra, package = ("reference", "torch") if config.model == REFERENCE else ("transformers", "transformers")
+    if config.model != STAMP and find_spec(package) is None:
+        raise ConfigError(f"the demo's engine needs {package}: {pip_install(extra)}")
+    for number in config.cards:
+        if number is not None:
+            driver.check(number)
+    return uvloop.run(_until_stopped(config, Standing(router, metrics) if router else None))
+
+
+async def _until_stopped(config: DemoConfig, standing: Standing | None) -> int:
+    """SIGTERM or closing the terminal stops the daemons too, as Ctrl-C does."""
+    loop, demo = asyncio.get_running_loop(), asyncio.ensure_future(_run(config, standing))
+    stopped: list[int] = []
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        demo.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await demo
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        return 128 + stopped[0]
+
+
+async def _run(config: DemoConfig, standing: Standing | None) -> int:
+    with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as logs:
+        try:
+            status = await _show(config, Path(logs), standing)
+        except PDTransferError:
+            _print_warnings(Path(logs))
+            raise
+        if status:
+            _print_warnings(Path(logs))
+    return status
+
+
+async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> int:
+    """Starts the fleet, sends, compares, prints; returns the exit status."""
+    console = Console(stderr=True, quiet=config.json)
+    model = DemoModel(config)
+    texts = model.prompts()
+    text = f"starting {config.prefill} prefill, {config.decode} decode and a router"
+    with _stage(console, f"using the router at {standing.url}" if standing else text):
+        fleet = await (standing or _fleet(config, model, texts, logs)).__aenter__()
+    try:
+        answers, seconds = await _ask(config, model, fleet, texts, console)
+        leaked = await _leaked(fleet)
+        metrics = await _metrics(fleet) if config.verify or config.hisparse else {}
+    finally:
+        await fleet.__aexit__()
+    with _stage(console, "the same prompts in a single process, nothing transferred"):
+        reference = await _reference(config, texts)
+    for answer, expected in zip(answers, reference, strict=True):
+        # An empty digest is of nothing: an engine may be told to make none.
+        answer.differs = tuple(name for name, own in expected.items() if not own or answer.facts.get(name) != own)
+        answer.identical = not answer.error and not answer.differs
+    report = make_report(config, answers, seconds, leaked)
+    if config.verify:
+        report |= {name: metrics[f"pdtransfer_{name}"] for name in ("grants_verified", "grants_mismatched")}
+    if config.hisparse:
+        report |= hot_report(metrics, ranks=len(fleet.metrics), hot_tokens=_hot_tokens(model), answers=answers)
+    if config.json:
+        print(json.dumps(report))
+    else:
+        show(answers, report, speaks=model.speaks)
+    return 0 if succeeded(report) else 1
+
+
+def _print_warnings(logs: Path) -> None:
+    """Prints the daemons' warnings and errors, because their logs are deleted with the demo."""
+    lines = [line for log in sorted(logs.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
+    for line in [line for line in lines if WARNING.search(line)][-WARNINGS_MAX:]:
+        print(line, file=sys.stderr)
+
+
+def _stage(console: Console, text: str) -> AbstractContextManager[object]:
+    return console.status(text) if console.is_terminal else nullcontext(console.print(text))
+
+
+def _fleet(config: DemoConfig, model: DemoModel, texts: Sequence[str], logs: Path) -> Fleet:
+    """A fleet whose pools hold the whole load, up to a bound; beyond it requests queue."""
+    sizes = [len(model.ids(text)) for text in texts]
+    wanted = sum(size + config.max_tokens for size in sizes) + max(sizes)
+    step = CHECKPOINT_SLOTS if model.speaks else REFERENCE_SLOTS
+    slots = min(SLOTS_MAX, -(-wanted // step) * step)
+    options = tuple(f"{name}={value}" for name, value in model.engine_options().items())
+    prefill = [
+        PrefillConfig(
+            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, attention=config.attention, slots=slots,
+            page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
+            limits=LIMITS, engine_option=options, device=config.devices[0], tp_size=config.prefill_tp,
+            pp_size=config.prefill_pp, transport=config.transport, timeline=config.timeline,
+        )
+        for number in range(config.prefill)
+    ]  # fmt: skip
+    limits = replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6) if config.hisparse else LIMITS
+    decode = [
+        DecodeConfig(
+            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, attention=config.attention, slots=slots,
+            page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=limits,
+            socket_directory=logs / "sockets", engine_option=options, device=config.devices[1], verify=config.verify,
+            tp_size=config.decode_tp, transport=config.transport, timeline=config.timeline,
+            **(_hisparse(_hot_tokens(model)) if config.hisparse else {}),
+        )
+        for number in range(config.decode)
+    ]  # fmt: skip
+    router = RouterConfig(
+        listen="127.0.0.1:0", node="router", limits=LIMITS, timeline=config.timeline, model=config.model
+    )  # fmt: skip
+    return Fleet(prefill, decode, router, logs)
+
+
+def _hisparse(hot: int) -> dict[str, Any]:
+    """Settings of a decode daemon whose device has room for few HiSparse requests."""
+    return {
+        "enable_hisparse": True, "hot_tokens": hot, "device_slots": HOT_REQUESTS * (hot + 1), "dense_slots": 64,
+    }  # fmt: skip
+
+
+def _hot_tokens(model: DemoModel) -> int:
+    top = model.engine_options().get("top_k", "")
+    return max(HOT_TOKENS, int(top) if top.isdecimal() else 0)
+
+
+async def _ask(
+    config: DemoConfig, model: DemoModel, fleet: Fleet | Standing, texts: Sequence[str], console: Console
+) -> tuple[list[DemoAnswer], float]:
+    """Sends every prompt, limited by the concurrency, and streams the answers."""
+    answers = [DemoAnswer(text, len(model.ids(text))) for text in texts]
+    gate = asyncio.Semaphore(config.concurrency)
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+    with progress:
+        requests = progress.add_task("requests", total=len(texts))
+        tokens = progress.add_task("tokens", total=len(texts) * config.max_tokens)
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=LIMITS.room_deadline_ms / 1e3)
+        connector = aiohttp.TCPConnector(limit=config.concurrency)
+        async with aiohttp.ClientSession(fleet.url, timeout=timeout, connector=connector) as session:
+            await _ready(session)
+
+            async def run_one(answer: DemoAnswer) -> None:
+                async with gate:
+                    try:
+                        await _complete(config, model, session, answer, lambda count: progress.advance(tokens, count))
+                    except (aiohttp.ClientError, TimeoutError) as error:
+                        answer.error = f"{type(error).__name__}: {error}"
+                    progress.advance(requests)
+
+            start = time.perf_counter()
+            first = 1 if config.shared_prefix else 0  # the first request caches the shared prefix
+            for batch in (answers[:first], answers[first:]):
+                await asyncio.gather(*(run_one(answer) for answer in batch))
+    return answers, time.perf_counter() - start
+
+
+async def _ready(session: aiohttp.ClientSession) -> None:
+    try:
+        for _ in range(200):
+            async with session.get("/health") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.05)
+    except aiohttp.ClientError as error:
+        raise WorldError(f"no router answers: {error}") from error
+    raise WorldError("the router finds no pair of workers")
+
+
+async def _complete(
+    config: DemoConfig, model: DemoModel, session: aiohttp.ClientSession, answer: DemoAnswer,
+    on_tokens: Callable[[int], None],
+) -> None:  # fmt: skip
+    body = model.body(answer.prompt) | {"stream": True, "stream_options": {"include_usage": True}}
+    body |= {"enable_hisparse": True} if config.hisparse else {}
+    start = time.perf_counter()
+    for _ in range(RETRIES):
+        async with session.post(model.path, json=body) as response:
+            if response.status == 429:
+                await asyncio.sleep(float(response.headers.get("Retry-After", "1")))
+                continue
+            if response.status != 200:
+                answer.error = (await response.text())[:200]
+                return
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    _event(answer, json.loads(line[6:]), on_tokens)
+        answer.seconds = time.perf_counter() - start
+        return
+    answer.error = "the fleet stayed full"
+
+
+def _event(answer: DemoAnswer, event: dict[str, Any], on_tokens: Callable[[int], None]) -> None:
+    """Handles one event. A piece counts as one token until the last event gives the total."""
+    if "error" in event:
+        answer.error = str(event["error"].get("message", event["error"]))
+        return
+    tokens = answer.tokens + len(event["choices"])
+    for choice in event["choices"]:
+        answer.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+    if "pdtransfer" in event:
+        answer.facts = event["pdtransfer"]
+    if event.get("usage") is not None:
+        tokens = event["usage"]["completion_tokens"]
+        answer.cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+    on_tokens(tokens - answer.tokens)
+    answer.tokens = tokens
+
+
+async def _metrics(fleet: Fleet | Standing) -> dict[str, int]:
+    """Returns the sums of all decode ranks' metrics, by name."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    total: Counter[str] = Counter()
+    async with aiohttp.ClientSession() as session:
+        for address in fleet.metrics:
+            try:
+                async with session.get(f"http://{address}/metrics") as response:
+                    families = text_string_to_metric_families(await response.text())
+            except aiohttp.ClientError as error:
+                raise WorldError(f"a decode daemon does not answer: {error}") from error
+            for family in families:
+                total[family.name] += int(sum(sample.value for sample in family.samples))
+    return dict(total)
+
+
+async def _leaked(fleet: Fleet | Standing) -> int | None:
+    """Returns the slots that decode daemons have not freed once nothing runs; None without metrics addresses."""
+    if not fleet.metrics:
+        return None
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        metrics = await _metrics(fleet)
+        leaked = metrics["pdtransfer_slots"] - metrics["pdtransfer_slots_free"]
+        if not leaked or time.monotonic() >= deadline:
+            return leaked
+        await asyncio.sleep(0.05)
+
+
+async def _reference(config: DemoConfig, prompts: Sequence[str]) -> list[dict[str, str]]:
+    """Generates in a process of its own: it needs torch, and can be killed at any time."""
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_send_reference, args=(sender, config, list(prompts)), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        return await asyncio.to_thread(receiver.recv)
+    except EOFError:
+        raise WorldError("the single process for comparison has failed") from None
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _send_reference(pipe: Connection, config: DemoConfig, prompts: list[str]) -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which kills this process
+    pipe.send(DemoModel(config).generate(prompts))
+
+
+def make_report(
+    config: DemoConfig, answers: Sequence[DemoAnswer], seconds: float, leaked: int | None
+) -> dict[str, Any]:
+    """Returns the report that `--json` prints."""
+    done = [answer for answer in answers if answer.facts]
+    handoffs_ms = sorted(a.facts["handoff_us"] / 1e3 for a in done if a.facts.get("handoff_us") is not None)
+    copied = [(a.facts["kv_bytes"], a.facts["copy_us"]) for a in done]
+    copy_us = sum(us for _, us in copied)
+    tokens = sum(answer.tokens for answer in answers)
+    return {
+        "requests": len(answers),
+        "identical": sum(answer.identical for answer in answers),
+        "all_identical": all(answer.identical for answer in answers),
+        "differ": sorted({name for answer in answers for name in answer.differs}),
+        "failed": sum(bool(answer.error) for answer in answers),
+        "attention": config.attention,
+        "prefill": config.prefill,
+        "decode": config.decode,
+        "prefill_tp": config.prefill_tp,
+        "prefill_pp": config.prefill_pp,
+        "decode_tp": config.decode_tp,
+        "bytes": sum(byte_count for byte_count, _ in copied),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in done),
+        "cached_tokens": sum(answer.cached for answer in done),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(done) / seconds, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "handoff_ms_p50": round(median(handoffs_ms), 3) if handoffs_ms else None,
+        "handoff_ms_p99": round(handoffs_ms[ceil(0.99 * (len(handoffs_ms) - 1))], 3) if handoffs_ms else None,
+        "copy_gb_s": round(sum(b for b, _ in copied) / copy_us / 1e3, 3) if copy_us else None,
+        "slots_leaked": leaked,
+    }
+
+
+def hot_report(
+    figures: Mapping[str, int], *, ranks: int, hot_tokens: int, answers: Sequence[DemoAnswer]
+) -> dict[str, Any]:  # fmt: skip
+    """Returns HiSparse's part of the report.
+
+    `figures` are sums over `ranks` decode ranks, by metric. Ranks of a group swap in the same tokens, each its own
+    heads.
+    """
+    hits, misses = (figures.get(f"pdtransfer_hot_{name}", 0) for name in ("hits", "misses"))
+    others = ("swapped_bytes", "preloaded_bytes", "retracts", "index_copies")
+    return {
+        "hot_tokens": hot_tokens,
+        "longer_than_hot": sum(answer.prompt_tokens > hot_tokens for answer in answers),
+        "hot_ranks": ranks,
+        "hot_hits": hits,
+        "hot_misses": misses,
+        "hit_rate": round(hits / (hits + misses), 4) if hits + misses else None,
+    } | {name: figures.get(f"pdtransfer_{name}", 0) for name in others}
+
+
+def succeeded(report: dict[str, Any]) -> bool:
+    """Whether the run succeeded.
+
+    A mismatch is a failure even if every answer is identical: the room failed, and a second prefill hid it.
+    """
+    wrong = ("slots_leaked", "grants_mismatched")
+    verified = report.get("grants_verified", report["requests"]) >= report["requests"]
+    return report["all_identical"] and verified and not any(report.get(name) for name in wrong)
+
+
+def show(answers: Sequence[DemoAnswer], report: dict[str, Any], *, speaks: bool = False) -> None:
+    """Prints the table of answers and the summary; what was said as well where a model speaks."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("prompt, and answer" if speaks else "prompt", justify="left" if speaks else "right")
+    for name in ("cached", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
+        table.add_column(name, justify="right", no_wrap=name != "identical")
+    for answer in sorted(answers, key=lambda each: each.prompt_tokens):
+        facts = answer.facts
+        said = f"{answer.prompt_tokens:,} B"
+        if speaks:
+            said = f"{escape(answer.prompt)}\n[dim]{escape(' '.join(answer.text.split()))}"
+        if answer.error:
+            table.add_row(said, "", "", "", "", "", "", f"[red]failed: {escape(answer.error)}")
+            continue
+        handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
+        table.add_row(
+            said,
+            f"{answer.cached:,}" if answer.cached else "-",
+            f"{facts['kv_bytes']:,}",
+            f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",
+            f"{handoff_us / 1e3:.2f} ms" if handoff_us is not None else "-",
+            str(answer.tokens),
+            f"{answer.seconds:.2f} s",
+            "[green]yes" if answer.identical else "[red]NO",
+        )
+    console = Console(width=None if sys.stdout.isatty() else 120 if speaks else 100)
+    console.print(table)
+    leaked = "slots not counted" if report["slots_leaked"] is None else f"{report['slots_leaked']} slots leaked"
+    verified, color = "", "green" if succeeded(report) else "red"
+    if "grants_verified" in report:
+        verified = f"; {report['grants_verified']} grants verified, {report['grants_mismatched']} mismatched"
+    console.print(
+        f"\n{report['requests']} requests, {report['bytes'] / 1e6:,.1f} MB of KV in {report['seconds']:.1f} s: "
+        f"{report['requests_per_s']:.1f} requests/s, {report['tokens_per_s']:.0f} tokens/s, "
+        f"copies at {report['copy_gb_s']} GB/s\n"
+        f"{report['cached_tokens']:,} of {report['prompt_tokens']:,} prompt tokens were cached\n"
+        f"hand-off, last cell written to READY: {_handoff(report)}\n"
+        f"[{color}]{report['identical']} of {report['requests']} identical to a single process "
+        f"(tokens, logits, KV); {leaked}{verified}{_hot(report)}"
+    )
+
+
+def _handoff(report: dict[str, Any]) -> str:
+    """Returns the summary's times of hand-offs; there are none between workers that share no clock."""
+    if report["handoff_ms_p50"] is None:
+        return "not known, since no prefill and decode read one clock (pdtransfer_handoff_seconds bounds it)"
+    return f"p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms"
+
+
+def _hot(report: dict[str, Any]) -> str:
+    """Returns the summary's line for HiSparse."""
+    if "hot_tokens" not in report:
+        return ""
+    where = f"on {report['hot_ranks']} ranks together, " if report["hot_ranks"] > 1 else ""
+    found = "nothing swapped" if report["hit_rate"] is None else f"{report['hit_rate']:.1%} of picks were hot"
+    return (
+        f"\n{report['longer_than_hot']} prompts are longer than the {report['hot_tokens']} tokens that the device "
+        f"holds of each: {found}, {where}{report['hot_misses']:,} swapped in, {report['swapped_bytes'] / 1e6:,.1f} MB; "
+        f"{report['retracts']} retracts, {report['index_copies']} index copies"
+    )

@@ -1,0 +1,106 @@
+"""Settings of the demo: the fleet, the prompts, and the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ...bounds import bound, card_of, match, power_of_two
+from ...errors import ConfigError
+from ...transports.registry import TRANSPORTS, check_name
+from ...wire import Ranks
+from ...wire.ranks import SIZE_MAX, ranks_of
+from ..settings.config import BUILT_IN, PAGE_SIZE_MAX, REFERENCE, STAMP, Attention, HostLayout
+from ..settings.ranks import check_device, device_of
+
+
+def _help(text: str) -> Parameter:
+    return Parameter(help=text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """A router, prefill and decode workers, and prompts whose answers are compared with a single process."""
+
+    model: Annotated[
+        str,
+        _help("What answers: a Hugging Face checkpoint's directory, reference: random weights, or stamp: digests."),
+    ] = REFERENCE
+    requests: Annotated[int | None, _help("Prompts to send; by default 32, or each question to a checkpoint.")] = None
+    concurrency: Annotated[int, _help("Concurrent requests.")] = 32
+    prompt_bytes_max: Annotated[int, _help("Prompts have 1 to this many bytes, but for a checkpoint's.")] = 8_192
+    shared_prefix: Annotated[int, _help("Bytes of a common prefix; the first prompt is sent ahead.")] = 0
+    max_tokens: Annotated[int, _help("Tokens to generate for each.")] = 32
+    seed: Annotated[int, _help("Determines the prompts.")] = 0
+    attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
+    engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
+    device: Annotated[str, _help("Device of prefill and decode: cpu, cuda or cuda:N.")] = "cpu"
+    prefill_device: Annotated[str, _help("Device of prefill, if another; cuda:N,cuda:M,... is a card a rank.")] = ""
+    decode_device: Annotated[str, _help("Device of decode, likewise.")] = ""
+    prefill: Annotated[int, _help("Prefill workers.")] = 1
+    decode: Annotated[int, _help("Decode workers.")] = 1
+    prefill_tp: Annotated[int, _help("Processes of a prefill worker that share the heads of each layer.")] = 1
+    prefill_pp: Annotated[int, _help("Stages of a prefill worker that share the layers.")] = 1
+    decode_tp: Annotated[int, _help("Processes of a decode worker that share the heads of each layer.")] = 1
+    prefill_page_size: Annotated[int, _help("Tokens a page of prefill's pool; a power of two.")] = 64
+    decode_page_size: Annotated[int, _help("Tokens a page of decode's arena; a power of two.")] = 1
+    prefill_layout: Annotated[HostLayout, _help("How prefill's pool is laid out.")] = "layer_first"
+    decode_layout: Annotated[
+        HostLayout, Parameter(name=("--decode-layout", "--host-layout"), help="How decode's arena is laid out.")
+    ] = "page_first"
+    transport: Annotated[str, _help(f"How KV reaches decode's arena: auto, {' or '.join(TRANSPORTS)}.")] = "auto"
+    verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
+    hisparse: Annotated[bool, _help("Decode from the arena, with the hot tokens on the device.")] = False
+    timeline: Annotated[Path | None, _help("Directory for all timelines, for `pdtransfer timeline`.")] = None
+    json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
+
+    def __post_init__(self) -> None:
+        card_of(self.device)
+        check_name(self.transport)
+        if self.requests is not None:
+            bound("requests", self.requests, 1, 1_000_000)
+        bound("concurrency", self.concurrency, 1, 4_096)
+        bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)
+        bound("shared_prefix", self.shared_prefix, 0, 1 << 18)
+        bound("max_tokens", self.max_tokens, 1, 65_536)
+        bound("seed", self.seed, 0, (1 << 63) - 1)
+        bound("prefill", self.prefill, 1, 64)
+        bound("decode", self.decode, 1, 64)
+        if self.model not in BUILT_IN and (self.hisparse or max(self.prefill_tp, self.prefill_pp, self.decode_tp) > 1):
+            raise ConfigError(f"hisparse, prefill_tp, prefill_pp and decode_tp are for {REFERENCE} and {STAMP} alone")
+        for option in self.engine_option:
+            match("engine_option", option, r"[\w.-]+=.*", "name=value")
+        for name in ("prefill_tp", "prefill_pp", "decode_tp"):
+            bound(name, getattr(self, name), 1, SIZE_MAX)
+        power_of_two("prefill_page_size", self.prefill_page_size, PAGE_SIZE_MAX)
+        power_of_two("decode_page_size", self.decode_page_size, PAGE_SIZE_MAX)
+        for name, device, ranks in self._workers:
+            check_device(device, ranks, name if getattr(self, name) else "device")
+        if len({number is None for number in self.cards}) > 1:
+            text = f"prefill_device = {self.devices[0]!r}, decode_device = {self.devices[1]!r}"
+            raise ConfigError(f"{text}: a card computes other bits than the CPU, so no answer would be identical")
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        """The devices of prefill and of decode."""
+        return self.prefill_device or self.device, self.decode_device or self.device
+
+    @property
+    def cards(self) -> set[int | None]:
+        """The cards of all ranks; None stands for the CPU."""
+        return {
+            card_of(device_of(device, ranks))
+            for _, device, own in self._workers
+            for ranks in ranks_of(own.tp_size, own.pp_size)
+        }
+
+    @property
+    def _workers(self) -> tuple[tuple[str, str, Ranks], ...]:
+        prefill, decode = self.devices
+        return (
+            ("prefill_device", prefill, Ranks(tp_size=self.prefill_tp, pp_size=self.prefill_pp)),
+            ("decode_device", decode, Ranks(tp_size=self.decode_tp)),
+        )

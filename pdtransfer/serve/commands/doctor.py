@@ -1,0 +1,126 @@
+"""Lists what this host has and lacks, with a command to fix each problem."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from json import dumps
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ...bounds import port_range
+from ...environment import complete_environment, pip_install
+from ...probe import KERNEL, Probe, Seen, State, missing, warn
+from ...transports.registry import TRANSPORTS
+from ..settings.config import PrefillConfig
+from .probes import builds, cards, host, kernel, network
+
+VENV = complete_environment()
+
+COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "missing": "red"}
+FOUND_COLUMNS_MIN = 30  # on a narrow terminal
+
+PROBES = (
+    Probe("python", builds.python, required=True),
+    Probe("packages", builds.packages, VENV, required=True),
+    Probe("torch", builds.torch, pip_install("reference")),
+    Probe("native copy", builds.copy, VENV),
+    Probe("kernel cache", builds.cache, "export PDTRANSFER_CACHE=<a directory of this user>"),
+    Probe("cards", cards.cards, "nvidia-smi"),
+    Probe("card links", cards.links, "lspci -vv"),
+    Probe("card kernels", cards.kernels, "pdtransfer kernels build"),
+    Probe("MPS", cards.mps, "pgrep -l nvidia-cuda-mps"),
+    Probe("sealed memfd", kernel.memfd, KERNEL, required=True),
+    Probe("fence lock", kernel.lock, KERNEL, required=True),
+    Probe("descriptor passing", kernel.unix_socket, KERNEL, required=True),
+    Probe("boot id", kernel.boot_id, "mount -t proc proc /proc", required=True),
+    Probe("memory", host.memory, "mount -t proc proc /proc"),
+    Probe("huge pages", host.huge_pages, "mount -t sysfs sysfs /sys"),
+    Probe("NUMA", host.numa, "mount -t sysfs sysfs /sys"),
+    Probe("shared memory mount", host.shm, "mount -t tmpfs tmpfs /dev/shm"),
+    Probe("memlock limit", host.memlock, "ulimit -l"),
+    Probe("open files limit", host.descriptors, "ulimit -n"),
+    Probe("clock", host.clock, "mount -t sysfs sysfs /sys"),
+    Probe("CURVE", builds.curve, VENV),
+    Probe("RDMA", network.rdma, "ibv_devinfo"),
+    Probe("addresses", network.addresses, "ip address"),
+    Probe("ports", network.ports, "ss -ltnp"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line: `found` describes the host, `mend` is the command that fixes a problem, empty for none."""
+
+    name: str
+    state: State
+    found: str
+    mend: str
+
+
+def run(*, json: bool, transport_ports: Sequence[str] = ()) -> int:
+    """Runs every probe, and prints a table or one JSON object; returns 1 if something required is missing.
+
+    `transport_ports` are the port ranges of this host's daemons, first-last.
+    """
+    findings = examine(transport_ports=transport_ports)
+    lacking = [each.name for each in findings if each.state == "missing"]
+    if json:
+        print(dumps({"ok": not lacking, "findings": [asdict(each) for each in findings]}))
+    else:
+        _show(findings, lacking)
+    return int(bool(lacking))
+
+
+def examine(root: Path = Path("/"), *, transport_ports: Sequence[str] = ()) -> list[Finding]:
+    """Returns the findings of all probes for the host's files below `root`. Never raises."""
+    return [_finding(probe, root) for probe in probes(transport_ports)]
+
+
+def probes(transport_ports: Sequence[str] = ()) -> list[Probe]:
+    """Returns all probes, of every transport as well, for daemons with these port ranges, by default the default."""
+    ports = sorted({port_range("transport_ports", each) for each in transport_ports}) or [PrefillConfig().network.ports]
+    own = (probe for each in TRANSPORTS.values() for probe in each.probes(ports))
+    firewall = Probe("engine firewall", network.firewall, "nft list ruleset")
+    return [*PROBES, *own, firewall, Probe("transport", network.transport)]
+
+
+def _finding(probe: Probe, root: Path) -> Finding:
+    try:
+        seen = probe.look(root)
+    except Exception as error:  # noqa: BLE001 (no host, and no bug of one probe, hides what the others see)
+        seen = _untried(probe, error)
+    return Finding(name=probe.name, state=seen.state, found=seen.found, mend=seen.mend)
+
+
+def _untried(probe: Probe, error: Exception) -> Seen:
+    found = " ".join(f"cannot be tried: {type(error).__name__}: {error}".split())
+    mend = probe.mend or "pdtransfer doctor --json, into a report"
+    return missing(found, mend) if probe.required else warn(found, mend)
+
+
+def _show(findings: list[Finding], lacking: list[str]) -> None:
+    console = Console(highlight=False)
+    states, subjects = (max(map(len, column)) for column in zip(*((f.state, f.name) for f in findings), strict=True))
+    indent = " " * (states + subjects + 4)
+    for each in findings:
+        lines = textwrap.wrap(each.found, max(FOUND_COLUMNS_MIN, console.width - len(indent)), break_on_hyphens=False)
+        line = Text(f"{each.state:{states}}", style=COLORS[each.state])
+        console.print(
+            line.append(f"  {each.name:{subjects}}  ", style="none").append(lines[0], style="none"), soft_wrap=True
+        )
+        for more in lines[1:]:
+            console.print(Text(indent + more), soft_wrap=True)
+        if each.mend:
+            # On one line, so that it can be copied.
+            console.print(Text(f"{indent}-> {each.mend}", style="bold"), soft_wrap=True)
+    warned = sum(each.state == "warn" for each in findings)
+    rest = f"{warned} warning{'s' * (warned != 1)}." if warned else ""
+    console.print(
+        f"Missing: {', '.join(lacking)}. {rest}".rstrip()
+        if lacking
+        else f"Nothing required is missing. {rest}".rstrip()
+    )

@@ -1,0 +1,29 @@
+"""Commands of other distributions, found by the entry points of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+
+from cyclopts import App
+
+from ...errors import ConfigError
+
+GROUP = "pdtransfer.commands"
+OF_LAB = ("bench", "plan", "replay")
+
+
+def add_installed(app: App, tokens: Sequence[str]) -> None:
+    """Adds the commands that are installed, unless `tokens` name one of `app` itself, which then starts sooner.
+
+    An entry point's value is a function or an App; its name is the command's. Raises ConfigError where `tokens` name a
+    command of pdtransfer-lab and that is not installed.
+    """
+    named = next((token for token in tokens if token in app or token in OF_LAB), None)
+    if named is not None and named in app:
+        return
+    for entry in entry_points(group=GROUP):
+        if entry.name not in app:
+            app.command(entry.load(), name=entry.name)
+    if named is not None and named not in app:
+        raise ConfigError(f"{named}: comes with pdtransfer-lab, which is not installed: pip install ./lab")

@@ -1,0 +1,123 @@
+"""Probes of the network: addresses, ports, RDMA devices, and the transports available for KV."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import re
+import socket
+import struct
+from pathlib import Path
+
+from ....bus.keys import Address
+from ....probe import Seen, names, ok, read, sockets, warn, within
+from ....transports.registry import TRANSPORTS
+from ....transports.select import needs_no_guard
+from ...firewall import why_no_table
+from ...settings.config import DecodeConfig, PrefillConfig, RouterConfig
+
+_SIOCGIFADDR = 0x8915
+_LISTEN = "0A"
+_RULES = "nft -f deploy/firewall.nft"
+_RDMA = "/sys/class/infiniband"
+_OWNER = "ss -ltnp shows the owner; or set another port"
+
+
+def addresses(_root: Path) -> Seen:
+    """Addresses that may be bound and advertised; a container's own is useless to another host."""
+    found: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _number, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # no IPv4 address
+                continue
+            found.append(f"{name} {socket.inet_ntoa(answer[20:24])}")
+    beyond = [each for each in found if not each.endswith(" 127.0.0.1")]
+    if beyond:
+        return ok(f"{', '.join(found)}: peers cannot dial 0.0.0.0, set --advertise to one of these")
+    return warn(
+        f"{', '.join(found) or 'none'}: no peer on another host reaches this one", "ip link; docker run --network"
+    )
+
+
+def ports(root: Path) -> Seen:
+    """Whether the default ports of daemons can be bound, and which addresses listen on them."""
+    prefill, decode, router = PrefillConfig(), DecodeConfig(), RouterConfig()
+    listening = _listening(root)
+    taken: list[str] = []
+    for name, address in (
+        ("prefill --bind", prefill.bind),
+        ("prefill --http", prefill.http),
+        ("decode --bind", decode.bind),
+        ("decode --http", decode.http),
+        ("router --listen", router.listen),
+    ):
+        at = Address.parse("tcp://" + address.removeprefix("tcp://"))
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((at.host, at.port_first))
+            except OSError as error:
+                bound = ", bound to " + " and ".join(listening[at.port_first]) if at.port_first in listening else ""
+                taken.append(f"{at.port_first} ({name}, {errno.errorcode.get(error.errno or 0, error)}{bound})")
+    if taken:
+        return warn(f"not free: {', '.join(taken)}", _OWNER)
+    return ok("the default ports of daemons are free")
+
+
+def _listening(root: Path) -> dict[int, list[str]]:
+    """Returns the addresses with a listener, by port."""
+    found: dict[int, list[str]] = {}
+    for state, host, port in sockets(root):
+        if state == _LISTEN:
+            found.setdefault(port, []).append(host)
+    return found
+
+
+def rdma(root: Path) -> Seen:
+    """RDMA devices with an active port, and whether a process may open them."""
+    devices = names(within(root, _RDMA))
+    if not devices:
+        return ok("none: KV goes to other hosts over TCP")
+    found: list[str] = []
+    down: list[str] = []
+    for device in devices:
+        for port in names(within(root, f"{_RDMA}/{device}/ports")):
+            at = within(root, f"{_RDMA}/{device}/ports/{port}")
+            state = re.sub(r"^\d+: ", "", read(at / "state")) or "unknown"
+            words = (f"{device} port {port} {state}", read(at / "rate"), read(at / "link_layer"))
+            found.append(", ".join(word for word in words if word))
+            if state != "ACTIVE":
+                down.append(device)
+    if not found:
+        return warn(f"{', '.join(devices)} without a port", f"ibv_devinfo -d {devices[0]}")
+    if not any(name.startswith("uverbs") for name in names(within(root, "/dev/infiniband"))):
+        text = f"{'; '.join(found)}, and no /dev/infiniband/uverbs* to open them by"
+        return warn(text, "modprobe ib_uverbs; docker run --device /dev/infiniband")
+    if len(down) == len(found):
+        return warn(f"{'; '.join(found)}: none is up", f"ibv_devinfo -d {down[0]}; ip link set <its interface> up")
+    return ok("; ".join(found))
+
+
+def transport(root: Path) -> Seen:
+    """The transports that a session would choose, and why."""
+    here = next(each.name for each in TRANSPORTS.values() if not each.why_not())
+    reasons = {each.name: each.why_not() for each in TRANSPORTS.values() if each.any_host}
+    far = next((name for name, reason in reasons.items() if not reason), "")
+    if not far:
+        what, _, mend = next(iter(reasons.values())).rpartition(": ")
+        return warn(f"on this host {here}; to other hosts none ({what})", mend)
+    note = ", unless RDMA is requested" if names(within(root, _RDMA)) else ""
+    return ok(f"on this host {here}; to other hosts {far} over TCP{note}")
+
+
+def firewall(_root: Path) -> Seen:
+    """Whether this user's daemons can close their transports' ports to all but peers, tried with an empty table."""
+    if reason := needs_no_guard("auto", loopback=False):
+        return ok(f"not needed: {reason}")
+    if reason := why_no_table():
+        mends = "apt-get" in reason or "CAP_NET_ADMIN" in reason
+        text, mend = reason.rsplit(": ", 1) if mends else (reason, _RULES)
+        return warn(f"none by this user, so every host that reaches the ports reaches arenas: {text}", mend)
+    return ok("daemons of this user admit only peers with a session to their engines' ports")

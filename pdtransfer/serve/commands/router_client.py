@@ -1,0 +1,56 @@
+"""Asks a router over HTTP, for commands that run beside it."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from ...errors import ConfigError, WorldError
+from ..process.logs import printable
+
+WAIT_S = 5.0  # for one answer
+ANSWER_BYTES_MAX = 16 << 20
+
+
+class RouterClient:
+    """One connection to a router, made anew when it breaks."""
+
+    def __init__(self, name: str, url: str) -> None:
+        """`name` is the flag that gave the URL. Raises ConfigError for what is no URL."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"{name} = {url!r}: must be http://host:port ({error})") from None
+        if parts.scheme not in ("http", "https") or not host:
+            raise ConfigError(f"{name} = {url!r}: must be http://host:port")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._path = parts.path.rstrip("/")
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}"
+        self._connection = kind(host, port, timeout=WAIT_S)
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        """Returns the status and the body. Raises WorldError where there is no answer."""
+        try:
+            self._connection.request(method, self._path + path, body, dict(headers or {}))
+            answer = self._connection.getresponse()
+            got = answer.read(ANSWER_BYTES_MAX + 1)
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise WorldError(f"{self.url} does not answer: {_reason(error)}") from None
+        if len(got) > ANSWER_BYTES_MAX:
+            self._connection.close()
+            raise WorldError(f"{self.url}{path}: its answer is longer than {ANSWER_BYTES_MAX} bytes")
+        return answer.status, got
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
+
+
+def _reason(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return printable(text)

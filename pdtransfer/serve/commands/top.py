@@ -1,0 +1,154 @@
+"""A live view of a fleet in the terminal: the status document of its router, drawn again and again."""
+
+from __future__ import annotations
+
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+
+from ...errors import ConfigError, WorldError
+from ..router.status import FleetStatus
+from .router_client import RouterClient
+from .top_view import view
+
+_Document = TypeVar("_Document")
+
+
+class StatusSource:
+    """Asks one router for its status document."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        """`key` is an API key, for a router that asks for one. Raises ConfigError for what is no URL of a router."""
+        self._router = RouterClient("router", url)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.url = self._router.url
+
+    def ask(self) -> bytes:
+        """Returns the document. Raises WorldError where the router does not answer with one."""
+        status, body = self._router.request("GET", "/status", headers=self._headers)
+        if status == 401:
+            raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
+        if status != 200:
+            raise WorldError(f"{self.url}/status answers {status}: it is no router of pdtransfer, or an older one")
+        return body
+
+    def status(self) -> FleetStatus:
+        """Returns the document as it is now. Raises WorldError."""
+        return self._decoded(FleetStatus)
+
+    def json(self) -> str:
+        """Returns the document as one line, with fields that only a newer version knows. Raises WorldError."""
+        return msgspec.json.encode(self._decoded(dict[str, Any])).decode()
+
+    def _decoded(self, kind: type[_Document]) -> _Document:
+        body = self.ask()
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise WorldError(f"{self.url}/status: {error}") from None
+        except RecursionError:
+            raise WorldError(f"{self.url}/status: nested too deeply") from None
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._router.close()
+
+
+class _Screen:
+    """What is drawn: the latest document, and why there is no newer one."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.status: FleetStatus | None = None
+        self.why = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        height = options.height or console.height
+        yield view(
+            self.status, self.url, self.why, width=options.max_width, height=height, ascii_only=options.ascii_only
+        )
+
+
+def run(url: str, *, key: Path | None, interval_s: float, once: bool, json: bool) -> int:
+    """The command `pdtransfer top`; returns its exit status. Raises ConfigError and WorldError."""
+    source, console = (
+        StatusSource(url, "" if key is None else _key(key)),
+        Console(highlight=False, markup=False, emoji=False),
+    )
+    try:
+        if json:
+            print(source.json())
+            return 0
+        if once or not console.is_terminal:
+            ascii_only = console.options.ascii_only
+            console.print(
+                view(source.status(), source.url, "", width=console.width, height=None, ascii_only=ascii_only)
+            )
+            return 0
+        with _single_keys() as key_pressed:
+            _watch(source, console, interval_s, key_pressed)
+        return 0
+    finally:
+        source.close()
+
+
+def _watch(source: StatusSource, console: Console, interval_s: float, key_pressed: Callable[[float], str]) -> None:
+    """Draws until `q` is pressed. A router that does not answer is asked again."""
+    screen = _Screen(source.url)
+    with Live(screen, console=console, screen=True, auto_refresh=False, transient=True) as live:
+        while True:
+            began_s = time.monotonic()
+            try:
+                screen.status, screen.why = source.status(), ""
+            except WorldError as error:
+                screen.why = str(error)
+            live.refresh()
+            if key_pressed(max(0.0, began_s + interval_s - time.monotonic())) in ("q", "Q"):
+                return
+
+
+def _key(path: Path) -> str:
+    """Reads an API key. Raises ConfigError."""
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key = '{path}': {getattr(error, 'strerror', None) or error}") from None
+    if not key.isascii() or not key.isprintable() or len(key.split()) != 1:
+        raise ConfigError(f"api_key = '{path}': must be one word of ASCII characters")
+    return key
+
+
+@contextmanager
+def _single_keys() -> Generator[Callable[[float], str]]:
+    """Lets keys be read one by one, without an echo; yields a wait of so many seconds for one, which returns it or an
+    empty text. Restores the terminal."""
+    if not sys.stdin.isatty():
+        yield _only_wait
+        return
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+
+    def wait(seconds: float) -> str:
+        readable, _, _ = select.select([file], [], [], seconds)
+        return sys.stdin.read(1) if readable else ""
+
+    try:
+        tty.setcbreak(file)
+        yield wait
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+def _only_wait(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""

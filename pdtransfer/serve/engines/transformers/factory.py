@@ -1,0 +1,175 @@
+"""Makes the engine of a role, and generates in a single process without transfers.
+
+Tests and the demo compare disaggregated runs with `generate_many`, which runs the same prefill and decode on one pool.
+"""
+
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache
+
+from ....errors import ConfigError
+from ....wire import Sampling
+from ...engine_api import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
+from .checkpoint import Checkpoint, ModelOptions, kept_by, load, placed, with_cache
+from .decode import CheckpointDecode
+from .layers import WINDOW, LayerShape, describe
+from .paged import PagedModel
+from .prefill import CheckpointPrefill
+from .ranks import share_of, split, together
+
+_PROOF_TOKENS = 11
+_PROOF_KEYS = 1_024  # of the step: most are masked, as those of a longer request in the same batch
+_DIFFERENCE_MAX = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.1}  # relative to all logits
+
+
+def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
+    """The engine for `config.role`. Raises ConfigError."""
+    options = ModelOptions.parse(config.options)
+    checkpoint = loaded(config, options)
+    match config.role:
+        case "prefill":
+            return CheckpointPrefill(config, options, checkpoint)
+        case "decode":
+            return CheckpointDecode(config, options, checkpoint)
+
+
+def loaded(config: EngineConfig, options: ModelOptions) -> Checkpoint:
+    """The checkpoint, which computes the same over a pool as over transformers' own cache. Raises ConfigError."""
+    if config.chunk_tokens < 1 or config.batch_max < 1:
+        raise ConfigError(f"chunk_tokens: {config.chunk_tokens}, batch_max: {config.batch_max}: both are at least 1")
+    checkpoint = load(config, options)
+    checkpoint.enter()
+    ranks = config.group.ranks
+    try:
+        expected = _whole(checkpoint)
+        if ranks.tp_size == 1:
+            _prove(checkpoint, config, expected)
+            return checkpoint
+        shares = together(ranks.tp_size, lambda group: _proven(checkpoint, replace(config, group=group), expected))
+        return placed(checkpoint, config, split(checkpoint.model, config.group), shares[ranks.tp_rank])
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
+        raise ConfigError(f"model = {options.model!r}: over a paged cache: {error}") from error
+
+
+@torch.inference_mode()
+def _whole(checkpoint: Checkpoint) -> Tensor:
+    """Logits of some tokens, computed at once over transformers' own cache."""
+    text = checkpoint.model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=text)
+    model = checkpoint.model
+    return model(_proof(checkpoint)[None], use_cache=True, **with_cache(model, cache)).logits[0].float()
+
+
+def _proof(checkpoint: Checkpoint) -> Tensor:
+    return torch.arange(1, _PROOF_TOKENS + 1, device=checkpoint.device) % checkpoint.vocabulary
+
+
+def _proven(checkpoint: Checkpoint, config: EngineConfig, expected: Tensor) -> tuple[LayerShape, ...]:
+    """What a rank's layers keep; its share of the model computes the same as the whole. Raises as `_prove`."""
+    checkpoint.enter()
+    model, ranks = split(checkpoint.model, config.group), config.group.ranks
+    found = zip(checkpoint.shapes, kept_by(model, checkpoint.device), strict=True)
+    shapes = tuple(share_of(whole, own, ranks) for whole, own in found)
+    _prove(replace(checkpoint, model=model, shapes=shapes), config, expected)
+    return shapes
+
+
+@torch.inference_mode()
+def _prove(checkpoint: Checkpoint, config: EngineConfig, whole: Tensor) -> None:
+    """Raises ValueError if some tokens in two chunks and a step have other logits than at once. The step is as in a
+    batch with a longer request: a model must not read positions out of the number of keys."""
+    device = checkpoint.device
+    ids = _proof(checkpoint)
+    small = replace(config, role="prefill", slots=16, page_size=1, host_layout="layer_first")
+    described = describe(small, checkpoint.shapes, name="", digest=b"", window_slots=0, hbm=False)
+    memory = torch.zeros(described.memory_bytes, dtype=torch.uint8, device=device)
+    model = PagedModel(checkpoint, memory, described.components)
+    slots = {each.name: torch.arange(15, 15 - _PROOF_TOKENS, -1, device=device) for each in described.components}
+    rest, last = 4, _PROOF_TOKENS - 1
+    found = [model.chunk(ids[:rest], slots, done=0), model.chunk(ids[rest:last], slots, done=rest)]
+    keys = max(_PROOF_TOKENS, min(_PROOF_KEYS, checkpoint.context_tokens))
+    one = {name: torch.nn.functional.pad(own, (0, keys - _PROOF_TOKENS))[None] for name, own in slots.items()}
+    position, begin = torch.tensor([last], device=device), torch.tensor([0], device=device)
+    window = max(model.window, _PROOF_TOKENS)
+    ring = torch.tensor([min(window, _PROOF_TOKENS)], device=device)
+    found.append(model.step(ids[last:], one, position, last=keys, begins=begin, ring=ring)[0])
+    made, expected = torch.stack(found), whole[[rest - 1, last - 1, last]]
+    difference = float((made - expected).norm() / expected.norm())
+    if not difference <= _DIFFERENCE_MAX[checkpoint.shapes[0].dtype]:
+        raise ValueError(f"its logits differ by {difference:.3f} of their size from those over transformers' own cache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """One request's outcome, with digests of its tokens, and of logits and KV with the option `digests`."""
+
+    tokens: tuple[int, ...]
+    reason: str  # "stop" or "length"
+    tokens_digest: bytes
+    logits_digest: bytes
+    kv_digest: bytes
+
+
+def generate_many(
+    config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]], checkpoint: Checkpoint | None = None
+) -> list[Generated]:
+    """Runs requests in this process, as many at a time as fit `config.slots`, and returns outcomes in their order.
+
+    Takes `checkpoint` where it was loaded before. Raises ConfigError, and ValueError for an invalid request.
+    """
+    options = ModelOptions.parse(config.options)
+    checkpoint = checkpoint or loaded(config, options)
+    prefill = CheckpointPrefill(replace(config, role="prefill"), options, checkpoint)
+    decode = CheckpointDecode(replace(config, role="decode"), options, checkpoint)
+    decode.take(prefill.memory, prefill.card)
+    rooms = [Request(room=at, prompt=prompt, sampling=sampling) for at, (prompt, sampling) in enumerate(requests)]
+    waiting = deque(rooms)
+    slots: dict[int, dict[str, NDArray[np.int64]]] = {}
+    tokens: list[list[int]] = [[] for _ in requests]
+    outcomes: dict[int, Generated] = {}
+    while len(outcomes) < len(requests):
+        while waiting:
+            own = prefill.admit_with_growth(waiting[0], waiting[0].sampling.max_tokens)
+            if own is None:
+                break
+            admitted = waiting.popleft()
+            slots[admitted.room] = _with_ring(prefill, own, len(admitted.prompt))
+        for event in prefill.step() or decode.step():
+            match event:
+                case Prefilled(room=room, aux=aux):
+                    decode.admit(rooms[room], slots.pop(room), aux)
+                case Token(room=room, id=token):
+                    tokens[room].append(token)
+                case Finished(room=room):
+                    prefill.free(room)
+                    outcomes[room] = Generated(
+                        tokens=tuple(tokens[room]), reason=event.reason, tokens_digest=event.tokens_digest,
+                        logits_digest=event.logits_digest, kv_digest=event.kv_digest,
+                    )  # fmt: skip
+                case Broken(room=room, detail=detail):
+                    raise RuntimeError(f"request {room}: {detail}")
+                case _:
+                    pass
+    return [outcomes[at] for at in range(len(requests))]
+
+
+def _with_ring(
+    prefill: CheckpointPrefill, slots: dict[str, NDArray[np.int64]], tokens: int
+) -> dict[str, NDArray[np.int64]]:
+    """The slots of a prompt of `tokens`, with as many of a window as decode takes, from the first that it needs on."""
+    made = dict(slots)
+    for component in prefill.card.components:
+        if component.name == WINDOW:
+            begin = tokens - component.rows(tokens)
+            made[WINDOW] = slots[WINDOW][begin : begin + component.rows(len(slots[WINDOW]))]
+    return made

@@ -1,0 +1,87 @@
+"""The process that reads large bodies for a router: `python -m pdtransfer.serve.router.body_child MODEL PARENT`.
+
+Its standard input is a socket. It reads one body after the other, and knows no clients, keys or workers: whatever a
+body makes of it, the router goes on. It ends with the router.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+
+import msgspec
+
+from ...errors import ConfigError
+from .body_frames import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED
+from .completions import BadRequestError
+from .model_text import load_text
+from .readings import READINGS, RefusedBody
+from .text import TextCodec
+
+MEMORY_BYTES_MAX = 4 << 30  # private memory of this process: a body of the largest size makes some 300 MB of objects
+NICE = 5  # answers that are under way come before prompts that are to be read
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Reads until the router closes the socket."""
+    model, parent = sys.argv[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):
+        return  # it died before prctl
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they may come to the whole group: the router decides
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # prompts are in its memory
+    os.nice(NICE)
+    pipe = socket.socket(fileno=0)
+    try:
+        text = load_text(model)
+    except ConfigError as error:
+        _answer(pipe, FAILED, str(error).encode())
+        return
+    gc.disable()  # what a body makes has no cycles, and looking for them takes most of the time
+    _answer(pipe, READY, b"")
+    while True:
+        reading, body = (_received(pipe, length) for length in ASK.unpack(_received(pipe, ASK.size)))
+        _read(pipe, text, reading, body)
+
+
+def _read(pipe: socket.socket, text: TextCodec, reading: bytes, body: bytes) -> None:
+    try:
+        read = READINGS.decode(reading).read(body, text)
+        parts, read.parts = read.parts, []
+        head = msgspec.msgpack.encode(read)
+    except BadRequestError as error:
+        _answer(pipe, REFUSED, msgspec.msgpack.encode(RefusedBody.of(error)))
+    except Exception as error:  # noqa: BLE001 -- whatever it is, the next body is read
+        _answer(pipe, FAILED, f"{type(error).__name__}: {error}"[:500].encode(errors="replace"))
+    else:
+        _answer(pipe, READ, head, len(parts))
+        for part in parts:
+            pipe.sendall(PART.pack(len(part)))
+            pipe.sendall(part)
+
+
+def _answer(pipe: socket.socket, kind: int, head: bytes, parts: int = 0) -> None:
+    pipe.sendall(ANSWER.pack(kind, len(head), parts) + head)
+
+
+def _received(pipe: socket.socket, length: int) -> bytes:
+    """Ends this process where the router has closed the socket."""
+    data = bytearray(length)
+    left = memoryview(data)
+    while left:
+        if not (count := pipe.recv_into(left)):
+            sys.exit()
+        left = left[count:]
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,473 @@
+"""The router's workers: which are connected, their load, and which pair serves a request.
+
+Hello repeats until Welcome; Ping checks that the same process is alive. Only a Pong proves it, because it needs both
+directions. A lost worker is sent Hello again without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import count
+
+from ...errors import Cause
+from ...handoff.effects import Send
+from ...handoff.liveness import HELLO_WANTED, NAME_TAKEN, Liveness
+from ...handoff.prefix import KnownPrefixes, block_keys, root_key
+from ...handoff.states import step
+from ...handoff.timers import Timers
+from ...limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, Limits
+from ...wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
+from .candidates import CandidatesByModel
+from .placement import EVERYONE, PrefixHolders, Ranking
+from .pool_worker import (  # fmt: skip
+    WORKER_STATE,
+    Departure,
+    Model,
+    NoPair,
+    Role,
+    RoutedPrompt,
+    Worker,
+    WorkerEvent,
+    WorkerPair,
+    WorkerState,
+    model_text,
+    obstacle,
+    reasons,
+)
+from .router_effects import WorkerChanged, WorkerLeft
+
+OBSTACLES_MAX = 3  # that /health shows of one worker
+
+
+def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], model: str | None) -> str:
+    """Explains why the ready workers make no pair."""
+    for role, models in (("prefill", prefills), ("decode", decodes)):
+        if not models:
+            return f"no {role} worker is ready; the router's /health says why"
+    prefill_models, decode_models = (", ".join(sorted(map(model_text, models))) for models in (prefills, decodes))
+    what = "of one model" if model is None else f"of model {model!r}"
+    if any(model is None or key[0] == model for key in set(prefills) & set(decodes)):
+        return f"no prefill and decode workers {what} can work together; the router's /health says why"
+    return f"no prefill and decode workers {what} are ready: prefill has {prefill_models}, decode has {decode_models}"
+
+
+class WorkerPool:
+    """All of a router's workers. Effects go to `out`; `lost` is called for each worker that is lost."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        limits: Limits,
+        out: Callable[[Send | WorkerChanged | WorkerLeft], None],
+        lost: Callable[[Worker, Cause, str, float], None],
+    ) -> None:
+        self._identity, self._limits, self._out, self._lost = identity, limits, out, lost
+
+        self._holders = PrefixHolders()
+        self._candidates = CandidatesByModel()
+        self._by_node: dict[str, Worker] = {}  # connected ones, by their names
+        self._numbers = count()
+        self._free_numbers: list[int] = []  # of workers that have left: masks stay as short as the fleet was large
+        self._decode_count = 0
+        self._slow: set[Worker] = set()  # connected ones that have not answered for slow_ms
+        workers = [self._new(peer, "prefill") for peer in prefill] + [self._new(peer, "decode") for peer in decode]
+        self.by_peer = {worker.peer: worker for worker in workers}
+        assert len(self.by_peer) == len(workers), "each worker has one role"
+        self.timers: Timers[str] = Timers()
+
+    def start(self, now: float) -> None:
+        """Sends the first Hello to each worker."""
+        for worker in self.by_peer.values():
+            self._hello(worker, now)
+
+    def add(self, peer: str, role: Role, now: float) -> None:
+        """Takes a worker in, or keeps one that was to leave or to drain."""
+        worker = self.by_peer.get(peer)
+        if worker is None:
+            worker = self.by_peer[peer] = self._new(peer, role)
+            self._hello(worker, now)
+        assert worker.role == role, "the caller has compared them"
+        self._depart(worker, Departure.STAYS)
+
+    def drain(self, peer: str) -> None:
+        """Gives a worker no new rooms; those under way run to their end."""
+        worker = self.by_peer[peer]
+        if worker.departure is Departure.STAYS:
+            self._depart(worker, Departure.DRAINS)
+
+    def remove(self, peer: str) -> None:
+        """Drains a worker, and forgets it once its last room has ended."""
+        worker = self.by_peer[peer]
+        self._depart(worker, Departure.LEAVES)
+        self.left(worker)
+
+    def _depart(self, worker: Worker, departure: Departure) -> None:
+        worker.departure = departure
+        self._candidates.changed(worker)
+
+    def left(self, worker: Worker) -> None:
+        """Forgets a worker that is to leave and has no room any more."""
+        here = self.by_peer.get(worker.peer) is worker  # not one that was added since
+        if here and worker.departure is Departure.LEAVES and not worker.rooms:
+            if worker.state is WorkerState.CONNECTED:
+                self._out(Send(worker.peer, Goodbye(self._identity.incarnation, Cause.SHUTDOWN.value)))
+            self.timers.clear(worker.peer)
+            del self.by_peer[worker.peer]
+            self._candidates.forget(worker)
+            self._slow.discard(worker)
+            self._rename(worker, "")
+            worker.known.clear()  # before another worker gets its number
+            self._free_numbers.append(worker.number)
+            self._decode_count -= worker.role == "decode"
+            self._out(WorkerLeft(worker.peer))
+
+    def tick(self, now: float) -> None:
+        """Repeats Hello to unconnected workers, sends Ping to connected ones, and detects silence."""
+        while (peer := self.timers.pop(now)) is not None:
+            if (worker := self.by_peer.get(peer)) is None:
+                continue  # it has left
+            if worker.state is WorkerState.CONNECTING:
+                self._hello(worker, now)
+                continue
+            if not self._lost_by_silence(worker, now):
+                if worker.liveness.slow(now):
+                    self._slow.add(worker)
+                self._ping(worker, now)
+
+    def gone(self, worker: Worker, evidence: str, now: float) -> None:
+        """There is evidence that the worker is gone; empty: no longer. It is repeated while it stands."""
+        worker.liveness.report(evidence, now)
+        if worker.state is WorkerState.CONNECTED:
+            self._lost_by_silence(worker, now)
+
+    def _lost_by_silence(self, worker: Worker, now: float) -> bool:
+        lost = worker.liveness.silent(now)
+        if lost:
+            self._lose(worker, Cause.PEER_LOST, worker.liveness.why(worker.peer, now), now)
+            self._hello(worker, now)
+        return lost
+
+    def receive(self, worker: Worker, message: Message, now: float) -> bool:
+        """Handles a message about the worker itself; returns False for any other message."""
+        self._candidates.changed(worker)
+        match message:
+            case Welcome():
+                self._welcome(worker, message, now)
+            case Reject(reason=reason) if reason in HELLO_WANTED:
+                self._hello(worker, now)
+            case Reject():
+                text = f"{worker.peer} refuses ({message.reason}): " + "; ".join(message.fields)
+                breach = message.reason == Cause.BREACH.value  # else no room on it is wrong: others may be tried
+                self.refuse(worker, Cause.BREACH if breach else Cause.PEER_LOST, text, now)
+            case Pong():
+                self._pong(worker, message, now)
+            case Goodbye():
+                if worker.state is WorkerState.CONNECTED and worker.liveness.incarnation == message.incarnation:
+                    text = f"{worker.peer} sent Goodbye ({message.reason})"
+                    worker.liveness.part(message.incarnation)
+                    self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
+                    self._hello(worker, now)
+            case Load() if worker.state is WorkerState.CONNECTED:
+                begins = message.ready and not (worker.load and worker.load.ready)
+                worker.loaded(message)
+                worker.ready_since = now if begins else worker.ready_since
+                for each in self.by_peer.values() if begins else (worker,):
+                    self._heed(each, now)
+            case Load():
+                pass  # of a process that has left
+            case _:
+                return False
+        return True
+
+    def begin(self, pair: WorkerPair, room: int, prompt: RoutedPrompt) -> int:
+        """A room begins on this pair. Returns the tokens of the prompt that are known to be cached at decode."""
+        for worker in (pair.prefill, pair.decode):
+            worker.rooms.add(room)
+            self._candidates.changed(worker)
+        pair.prefill.prompt_tokens += len(prompt.ids) // 4
+        cached = pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
+        pair.decode.known.learn(pair.keys)
+        pair.decode.promise(room, prompt.tokens)
+        return cached
+
+    def end(self, worker: Worker, room: int, prompt_tokens: int) -> None:
+        """A room of so many prompt tokens has ended on this worker."""
+        worker.rooms.discard(room)
+        worker.forget_promise(room)
+        if worker.role == "prefill":
+            worker.prompt_tokens -= prompt_tokens
+        self._candidates.changed(worker)
+
+    def choose(
+        self, prompt: RoutedPrompt, *, model: str | None, enable_hisparse: bool, avoid: Iterable[Worker], now: float
+    ) -> WorkerPair | NoPair:
+        """Chooses the least loaded pair: prefill by pending prompt tokens, decode by free slots, then by rooms.
+
+        Each prompt token cached at a decode worker counts as `prefix_weight` free slots, unless the room would queue
+        there. Workers in `avoid`, and slow ones, come last. Both workers serve one model; HiSparse needs a decode
+        worker that supports it.
+        """
+        avoided = self._slow.union(avoid)
+        best: WorkerPair | None = None
+        waits_ms: list[float] = []
+
+        def accepts(worker: Worker) -> bool:
+            return worker.full_ms(now, self._limits, enable_hisparse=enable_hisparse) == 0
+
+        for key, among in self._candidates.all().items():
+            decodes = among.sparse if enable_hisparse else among.decode
+            if (model is not None and key[0] != model) or not among.prefill or not decodes:
+                continue
+            keys = self._keys(key, prompt)
+            pair = self._best_pair(among.prefill, decodes, keys, prompt.tokens, avoided, accepts)
+            if pair is None:
+                wait_ms = self._wait_ms(among.prefill, decodes, now, enable_hisparse=enable_hisparse)
+                if wait_ms is not None:
+                    waits_ms.append(wait_ms)
+                continue
+            left = pair.decode.slots_left(enable_hisparse=enable_hisparse)
+            if best is None or left > best.decode.slots_left(enable_hisparse=enable_hisparse):
+                best = pair
+        if best is not None:
+            return best
+        if waits_ms:
+            return NoPair("every worker is full", int(min(waits_ms)) + 1)
+        return NoPair(
+            _no_pair_reason(self._candidates.groups("prefill"), self._candidates.groups("decode"), model), None
+        )
+
+    def models(self) -> Mapping[str, int]:
+        """Returns the models that a ready pair serves, in order. Of each, the tokens of a prompt and its answer that
+        some pair takes; TOKENS_MAX where its workers do not say."""
+        return self._candidates.served()
+
+    def why_not(self, trouble: Callable[[str], str]) -> dict[str, str]:
+        """Why no room can land with each worker, by peer; empty where one can. `trouble` returns what keeps a peer from
+        being reached."""
+        others = {"prefill": self._candidates.groups("decode"), "decode": self._candidates.groups("prefill")}
+        return {peer: self._why_not(each, others[each.role], trouble(peer)) for peer, each in self.by_peer.items()}
+
+    def _why_not(self, worker: Worker, others: dict[Model, list[Worker]], trouble: str) -> str:
+        """`others` are the usable workers of the other role."""
+        if worker.state is not WorkerState.CONNECTED:
+            parts = (worker.why, trouble) if worker.lost or not trouble else (trouble,)
+            return "; ".join(part for part in parts if part)
+        if not worker.usable:
+            if worker.departure is not Departure.STAYS:
+                return worker.departure.value
+            return "it is draining" if worker.load is not None and worker.load.draining else "it is not ready yet"
+        if not others:
+            return ""  # the other role's workers have the reason
+        if worker.model not in others:
+            there = ", ".join(sorted(map(model_text, others)))
+            return f"it has {model_text(worker.model)}, and no ready worker of the other role has: {there}"
+        found: list[str] = []
+        for each in others[worker.model]:
+            text = obstacle(worker, each) if worker.role == "prefill" else obstacle(each, worker)
+            if not text:
+                return ""
+            found.append(text)
+        return "; ".join(found[:OBSTACLES_MAX])
+
+    def goodbye(self, reason: str) -> None:
+        """Sends Goodbye to each connected worker."""
+        for worker in self.by_peer.values():
+            if worker.state is WorkerState.CONNECTED:
+                self._out(Send(worker.peer, Goodbye(self._identity.incarnation, reason)))
+
+    def _keys(self, model: Model, prompt: RoutedPrompt) -> tuple[bytes, ...]:
+        if self._decode_count == 1 or not self._limits.prefix_weight:
+            return ()  # no choice to make
+        if prompt.keys is not None:
+            return prompt.keys[:PREFIX_PLACED_BLOCKS_MAX]
+        root, blocks_max = root_key(*model, prompt.salt), PREFIX_PLACED_BLOCKS_MAX
+        return block_keys(root, prompt.ids, block_tokens=self._limits.prefix_block_tokens, blocks_max=blocks_max)
+
+    def _best_pair(
+        self, prefills: Ranking[Worker], decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int,
+        avoided: Collection[Worker], accepts: Callable[[Worker], bool],
+    ) -> WorkerPair | None:  # fmt: skip
+        """The best decode worker that some prefill worker can serve now, and the best of these; avoided ones last."""
+
+        def serves(decode: Worker) -> Callable[[Worker], bool]:
+            return lambda each: accepts(each) and not obstacle(each, decode)
+
+        def served(each: Worker) -> bool:
+            return accepts(each) and prefills.best(EVERYONE, serves(each)) is not None
+
+        decode = self._best_decode(decodes, keys, tokens, lambda each: each not in avoided and served(each))
+        if decode is None and avoided:
+            decode = self._best_decode(decodes, keys, tokens, served)
+        if decode is None:
+            return None
+        fits = serves(decode)
+        found = prefills.best(EVERYONE, lambda each: each not in avoided and fits(each))
+        found = found or prefills.best(EVERYONE, fits)
+        assert found is not None, "some prefill worker serves it"
+        return WorkerPair(found[1], decode, keys)
+
+    def _wait_ms(
+        self, prefills: Ranking[Worker], decodes: Ranking[Worker], now: float, *, enable_hisparse: bool
+    ) -> float | None:
+        """When some pair of these may accept a room; None where no two of them can work together."""
+        both = prefills.items()
+        able = [each for each in decodes.items() if any(not obstacle(prefill, each) for prefill in both)]
+        if not able:
+            return None
+        sides = [
+            min(each.full_ms(now, self._limits, enable_hisparse=enable_hisparse) for each in side)
+            for side in (both, able)
+        ]
+        return max(sides) or self._limits.resend_ms_max
+
+    def _best_decode(
+        self, decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int, passes: Callable[[Worker], bool]
+    ) -> Worker | None:
+        """The worker with the highest score, then the fewest rooms. Of those that know equally much of the prompt the
+        first in the ranking has the highest."""
+        best: tuple[tuple[int, int, str], Worker] | None = None
+        for level in self._holders.levels(keys):
+            found = decodes.best(level.mask, passes)
+            if found is not None:
+                (negative, rooms, peer), worker = found
+                ranked = (-self._score(-negative, tokens, level.blocks), rooms, peer)
+                if best is None or ranked < best[0]:
+                    best = ranked, worker
+        return None if best is None else best[1]
+
+    def _score(self, slots_left: int, tokens: int, known_blocks: int) -> int:
+        """Returns the free slots plus the weight of the cached prefix."""
+        prefix = known_blocks * self._limits.prefix_block_tokens
+        fits = slots_left >= tokens - prefix
+        return slots_left + (self._limits.prefix_weight * prefix if fits else 0)
+
+    def _new(self, peer: str, role: Role) -> Worker:
+        number = self._free_numbers.pop() if self._free_numbers else next(self._numbers)
+        self._decode_count += role == "decode"
+        known = KnownPrefixes(
+            self._limits.prefix_keys_max,
+            learned=lambda key: self._holders.add(key, number),
+            forgot=lambda keys: self._holders.discard(keys, number),
+        )
+        return Worker(peer, role, Liveness(self._limits, 0.0), number, known)
+
+    def _welcome(self, worker: Worker, message: Welcome, now: float) -> None:
+        identity = message.identity
+        if worker.liveness.late(identity.incarnation, now):
+            return  # A late message of an earlier process.
+        for name, actual, expected in (("version", message.version, VERSION), ("role", identity.role, worker.role)):
+            if actual != expected:
+                text = f"{name}: {worker.peer} has {actual!r}, this router expects {expected!r}"
+                self.refuse(worker, Cause.PEER_LOST, text, now)
+                return
+        if (twin := self._twin(worker, identity)) is not None and self._is_one(worker, twin, identity):
+            text = f"the same worker as {twin.peer}: its rooms go there"
+            self.refuse(worker, Cause.PEER_LOST, text, now, orderly=True)
+            return
+        if twin is not None:
+            text = f"node: {identity.node!r} is the name of {worker.peer} and of {twin.peer}: give each its own --node"
+            if worker.why != text:
+                for each in (worker, twin):
+                    self._out(Send(each.peer, Reject(0, NAME_TAKEN, (text[:TEXT_LENGTH_MAX],))))
+            self.refuse(worker, Cause.PEER_LOST, text, now)
+            return
+        if missing := [member.node for member in identity.group[1:] if not member.endpoint]:
+            text = f"group: {worker.peer} gives no endpoint for {', '.join(missing)}"
+            self.refuse(worker, Cause.PEER_LOST, text, now)
+            return
+        if worker.liveness.restarted(identity.incarnation, now) and worker.state is WorkerState.CONNECTED:
+            self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+            if self.by_peer.get(worker.peer) is not worker:
+                return  # it has left with its last room
+        if worker.state is WorkerState.CONNECTING:
+            self._out(WorkerChanged(worker.peer, ""))
+        worker.state = step(WORKER_STATE, worker.state, WorkerEvent.WELCOME)
+        self._rename(worker, identity.node)
+        worker.identity, worker.why = identity, ""
+        worker.liveness.seen(now)
+        worker.liveness.hello_ms = 0
+        self._ping(worker, now)
+
+    def _twin(self, worker: Worker, identity: Identity) -> Worker | None:
+        """The other connected worker of this name. It stays: the one that came later is refused."""
+        known = self._by_node.get(identity.node)
+        return None if known is worker else known
+
+    @staticmethod
+    def _is_one(worker: Worker, twin: Worker, identity: Identity) -> bool:
+        """Whether both endpoints lead to one process: it says so, and with keys both have its key."""
+        assert twin.identity is not None
+        keys = {split_key(each.peer)[0] for each in (worker, twin)}
+        return identity.incarnation == twin.identity.incarnation and len(keys) == 1
+
+    def _rename(self, worker: Worker, node: str) -> None:
+        """The worker is connected by this name; an empty one: it is not connected."""
+        if worker.identity is not None and self._by_node.get(worker.identity.node) is worker:
+            del self._by_node[worker.identity.node]
+        if node:
+            self._by_node[node] = worker
+
+    def _pong(self, worker: Worker, message: Pong, now: float) -> None:
+        if worker.state is not WorkerState.CONNECTED or worker.liveness.late(message.incarnation, now):
+            return
+        if message.incarnation == worker.liveness.incarnation:
+            worker.liveness.seen(now)
+            self._slow.discard(worker)
+            self._heed(worker, now)
+            for figures in message.figures:
+                worker.figures.add(figures)
+        else:
+            self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+            self._hello(worker, now)
+
+    def _heed(self, decode: Worker, now: float) -> None:
+        if decode.load is not None and (decode.load.unusable or decode.unusable):
+            since = (
+                now - (self._limits.silence_ms + 2 * self._limits.resend_ms_max) / 1e3
+            )  # decode greets it anew by then
+            decode.unusable = reasons(decode.load, self.by_peer.values(), since)
+            self._candidates.changed(decode)
+
+    def refuse(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
+        """Disconnects a worker, and sends Hello again at the slowest rate: it may be replaced by a matching one."""
+        if worker.state is WorkerState.CONNECTED:
+            self._lose(worker, cause, text, now, orderly=orderly)
+        elif worker.why != text:
+            self._out(WorkerChanged(worker.peer, text, orderly))
+        worker.why, worker.lost = text, True
+        worker.liveness.hello_ms = self._limits.resend_ms_max
+        self.timers.set(worker.peer, now + worker.liveness.hello_ms / 1e3)
+
+    def _lose(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
+        worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
+        self._slow.discard(worker)
+        self._candidates.changed(worker)
+        self._rename(worker, "")
+        worker.why, worker.lost, worker.load, worker.liveness.hello_ms = text, True, None, 0
+        worker.unusable = {}
+        self._out(WorkerChanged(worker.peer, text, orderly))
+        worker.full_until = worker.sparse_full_until = 0.0
+        worker.known.clear()
+        worker.figures.clear()
+        self._lost(worker, cause, text, now)
+
+    def _hello(self, worker: Worker, now: float) -> None:
+        if self.by_peer.get(worker.peer) is not worker:
+            return  # it has left
+        self.timers.set(worker.peer, now + worker.liveness.next_hello_ms() / 1e3)
+        self._out(Send(worker.peer, Hello(VERSION, VERSION, self._identity)))
+
+    def _ping(self, worker: Worker, now: float) -> None:
+        self.timers.set(worker.peer, now + self._limits.ping_ms / 1e3)
+        self._out(Send(worker.peer, Ping(self._identity.incarnation, self._prefills_to_name(worker))))
+
+    def _prefills_to_name(self, worker: Worker) -> tuple[str, ...]:
+        """Returns some prefill endpoints that a decode worker's rooms may name, the next ones at each call."""
+        ranks = self._candidates.prefill_endpoints(worker.model) if worker.role == "decode" else ()
+        if len(ranks) <= AHEAD_PING:
+            return tuple(ranks)
+        first = worker.next_introduced % len(ranks)
+        worker.next_introduced = first + AHEAD_PING
+        return tuple(ranks[each % len(ranks)] for each in range(first, first + AHEAD_PING))

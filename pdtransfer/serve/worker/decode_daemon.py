@@ -1,0 +1,337 @@
+"""A decode daemon: KV in, tokens out. The node lands rooms in the arena, and the engine generates from them in place.
+
+The leader of several ranks waits for every rank's arena: a room is admitted once it is READY on all ranks, and fails on
+all ranks once it fails on one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from ...client.settings import NodeSettings
+from ...client.thread_queues import ThreadQueues
+from ...clock_name import clock_digest
+from ...errors import Cause, LocalProtocolError, RemoteProtocolError
+from ...limits import TEXT_LENGTH_MAX, TOKENS_MAX, UNUSABLE_MAX
+from ...memory.arena_memory import ArenaMemory
+from ...wire import Begin, End, Load, Message, RankFailed, RankReady, Unusable, WorkerFigures
+from ..engine_api import DecodeEngine, Finished, Token
+from ..settings.config import DecodeConfig
+from ..tracing.ended_request import EndedRequests
+from ..tracing.timeline import FIRST_TOKEN, LANDING, SLOTS, Journeys
+from .daemon_figures import DaemonTotals
+from .decode_rank import DecodeRank, DecodeRankRoom
+from .ended_rooms import WorkerFacts, ended_room, timed
+from .engine_thread import Drop, Order, leader_steps
+from .group.leader import GroupLeader, JoinedRank, RankReport
+from .router_link import RouterLink, check_sampling_of, failure, request_of
+from .service import Service
+
+RETRY_MS_MIN = 100  # smallest Retry-After of a request that is refused because too many wait
+
+
+@dataclass(slots=True, eq=False)
+class DecodeWork:
+    """A room that generates, or will."""
+
+    begin: Begin
+    local_id: int  # used once; engines and other ranks know the room by it
+    ranks_ready: set[int] = field(default_factory=set[int])  # by their numbers in the group
+    ready_ns: int = 0  # when the last rank became ready
+    token_s: float = 0.0  # when its latest token came, by CLOCK_MONOTONIC
+    kv_bytes: int = 0  # of all ranks
+    prefix: int = TOKENS_MAX  # cached tokens: the smallest of all ranks, since each rank evicts by itself
+    tokens: int = 0  # generated
+    dropped: tuple[Cause, str] | None = None  # why it is to end early
+    ended: bool = False  # its router has its End; the engine may still read its slots
+
+    @property
+    def room_id(self) -> int:
+        """The router's id of the room; nodes know the room by it."""
+        return self.begin.room
+
+
+class DecodeDaemon:
+    """Joins the rank of this process, the reports of the other ranks, and the routers."""
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        settings: NodeSettings,
+        engine: DecodeEngine,
+        arena: ArenaMemory,
+        port: ThreadQueues[Order],
+        registry: CollectorRegistry,
+        group: GroupLeader | None = None,
+        journeys: Journeys | None = None,
+        ended: EndedRequests | None = None,
+    ) -> None:
+        """`ended` gets a record of each room at its end."""
+        self.config, self._engine, self.port, self.group = config, engine, port, group or GroupLeader()
+        self.group.reported = self._on_report
+        announce = None if self.group.size == 1 else self.group.step
+        steps, self._journeys = leader_steps(engine, port, announce), journeys or Journeys()
+        self._report = ended or EndedRequests()
+        self._facts = WorkerFacts("decode", config.node, engine.card.model)
+        self.rank = DecodeRank(
+            config, settings, engine, arena, port, steps, self, registry, self._journeys,
+            others=self._receive, leased=self._leased,
+        )  # fmt: skip
+        self._report.subscribe(self.rank.times.ended)
+        self.node, self.thread = self.rank.node, self.rank.thread
+        self._rooms_ended, self._rooms_begun = self.rank.metrics.rooms.ended, self.rank.metrics.rooms.begun
+        service = Service(self.node.core.prefill_peers.identity, config.limits)
+        self.desk = RouterLink(
+            service,
+            self.node.bus.send,
+            start=self._start,
+            stop=self._stop,
+            load=self.load,
+            figures=self._figures,
+            introduce=self._introduce,
+            refused=self._refused,
+        )
+        self.node.others_gone = self.desk.gone
+        # Routers hear of it at once, and not with the next Ping: they choose no pair that cannot work together.
+        loop = asyncio.get_running_loop()
+
+        def report_soon() -> None:
+            loop.call_soon(self.desk.report_load)
+
+        self.node.core.prefill_peers.watch = report_soon
+        self._totals = DaemonTotals()
+        self._work: dict[int, DecodeWork] = {}  # by local id
+        self._rooms: dict[int, DecodeWork] = {}  # by room id
+        self._local_ids = count(1)
+        self._sparse = 0  # number of these rooms that want HiSparse
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing waits for an acknowledgement."""
+        return self.rank.idle and self.desk.idle
+
+    def load(self) -> Load:
+        """Total and free tokens for requests of either kind. Slots that the prefix cache can give up are free."""
+        core, cache = self.node.core, self.node.core.cache
+        free, total = cache.scarcest(enable_hisparse=False)
+        sparse_free, sparse_total = cache.scarcest(enable_hisparse=True)
+        return Load(
+            ready=True,
+            draining=self.node.core.draining,
+            rooms_running=len(core.rooms) - len(core.admission),
+            rooms_queued=len(core.admission),
+            slots_free=free,
+            slots_total=total,
+            slots_quarantined=cache.tokens_of(core.leases.quarantined_bytes),
+            enable_hisparse=self.config.enable_hisparse,
+            sparse_slots_free=sparse_free,
+            sparse_slots_total=sparse_total,
+            unusable=tuple(Unusable(name, why[:TEXT_LENGTH_MAX]) for name, why in self.node.unusable()[:UNUSABLE_MAX]),
+        )
+
+    def _figures(self) -> WorkerFigures:
+        return self._totals.decode_figures(self.node, self._engine.figures if self.config.enable_hisparse else None)
+
+    def backed(self, bytes_ready: int) -> None:
+        """The first `bytes_ready` bytes of the arena are backed now; routers get the new number of free slots."""
+        self.node.ready(bytes_ready)
+        self.desk.run([])
+
+    def end_all(self, cause: Cause, detail: str) -> None:
+        """Ends all rooms under way because the worker cannot go on, so that the routers get the reason.
+
+        The engine may be inside a step, for ever if another rank is gone: its slots come back when that step returns,
+        or with the end of this process.
+        """
+        for work in list(self._work.values()):
+            self._fail(work, cause, detail)
+            self._end(work, failure(work.room_id, cause, detail))
+
+    # Reports of this process's rank
+
+    def ready(self, local_id: int, kv_bytes: int, prefix: int) -> None:
+        self._ready(self._work[local_id], 0, kv_bytes, prefix)
+
+    def failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        self._fail(self._work.get(local_id), cause, detail, retry_ms)
+
+    def tokens(self, made: Iterable[Token]) -> None:
+        """Sends a room's tokens of one step in one message."""
+        now = time.monotonic()
+        tokens: dict[int, list[Token]] = {}
+        for token in made:
+            tokens.setdefault(token.room, []).append(token)
+            if token.index == 0 and token.room in self._work:
+                self._journeys.reached(self._work[token.room].room_id, *FIRST_TOKEN)
+        for local_id, own in tokens.items():
+            ids = [token.id for token in own]
+            logprobs = b"".join(token.logprobs.pack() for token in own if token.logprobs is not None)
+            work = self._work.get(local_id)
+            if work is not None:
+                if work.token_s:
+                    self.rank.times.token((now - work.token_s) / len(ids), len(ids))
+                work.token_s = now
+            try:
+                if work is not None:
+                    work.tokens += len(ids)
+                    self._totals.tokens += len(ids)
+                    self.desk.tokens(work.room_id, ids, logprobs)
+            except LocalProtocolError as error:  # more tokens than the request asked for
+                self._fail(work, Cause.ENGINE, str(error))
+
+    def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:
+        work = self._work[room.local_id]
+        self._forget(work)
+        if work.dropped is not None:
+            reason, detail, finished = work.dropped[0].value, work.dropped[1], None
+        end = End(
+            work.room_id,
+            reason,
+            detail[:TEXT_LENGTH_MAX],
+            0,
+            kv_bytes=work.kv_bytes,
+            stamp_ns=work.ready_ns,
+            prefix=work.prefix,
+            clock=clock_digest() if work.ready_ns else b"",
+        )
+        if finished is not None:
+            end = msgspec.structs.replace(
+                end,
+                tokens_digest=finished.tokens_digest,
+                logits_digest=finished.logits_digest,
+                kv_digest=finished.kv_digest,
+            )
+        self._end(work, end)
+
+    # Reports of the other ranks
+
+    def _on_report(self, rank: JoinedRank, report: RankReport) -> None:
+        work = self._work.get(report.local_id)
+        match report:
+            case RankReady() | RankFailed() if work is None:
+                pass  # The room has failed since.
+            case RankReady(_, _, kv_bytes, prefix) if work is not None and rank.place not in work.ranks_ready:
+                self._ready(work, rank.place, kv_bytes, prefix)
+            case RankFailed(_, _, cause, detail, retry_ms):
+                self._fail(work, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
+            case _:
+                raise RemoteProtocolError("kind", f"{type(report).__name__} of room {report.local_id}, not due")
+
+    # Requests of routers
+
+    def _receive(self, peer: str, message: Message) -> bool:
+        """Whether the message came from a peer that dialled this node, which only routers do."""
+        router = peer not in self.node.core.prefill_peers.peers
+        if router:
+            self.desk.receive(peer, message)
+        return router
+
+    def _introduce(self, sources: tuple[str, ...]) -> None:
+        self.node.introduce(sources)
+        self.group.introduce(sources)
+
+    def _start(self, begin: Begin) -> None:
+        self._rooms_begun.inc()
+        try:
+            request = request_of(begin, next(self._local_ids))
+            if begin.room in self._rooms:  # another router's, which has ended; the engine still holds its slots
+                raise ValueError(f"room: {begin.room:016x} is in use")
+            if begin.enable_hisparse and not self.config.enable_hisparse:
+                raise ValueError("enable_hisparse: the request wants it, this node is run without it")
+            check_sampling_of(begin, self._engine.card)
+            self._engine.check(request)
+        except (ValueError, RemoteProtocolError) as error:
+            self._refuse(begin, failure(begin.room, Cause.REFUSED, str(error)))
+            return
+        if begin.enable_hisparse and (full := self._full()) is not None:
+            self._refuse(begin, failure(begin.room, Cause.FULL, *full))
+            return
+        work = DecodeWork(begin, request.room)
+        self._work[work.local_id] = self._rooms[work.room_id] = work
+        self._sparse += begin.enable_hisparse
+        self.rank.start(begin, request)
+
+    def _full(self) -> tuple[str, int] | None:
+        """Why no further HiSparse request is accepted now, and in how many ms to try again; None if one is."""
+        figures, most = self._engine.figures, self.config.limits.hisparse_queue_max
+        waiting = self._sparse - figures.running
+        if waiting < most:
+            return None
+        detail = f"hisparse_queue_max = {most}: {waiting} requests wait for the device"
+        return detail, max(figures.retry_ms, RETRY_MS_MIN)
+
+    def _leased(self, room_id: int) -> None:
+        """Starts the room on the other ranks. They lease in the leader's order: two rooms with some slots each would
+        wait for each other."""
+        if (journey := self._journeys.of(room_id)) is not None:
+            journey.peer, journey.transport = self.node.way_of(room_id)
+        self._journeys.reached(room_id, *SLOTS)
+        work = self._rooms.get(room_id)
+        if work is not None:
+            self.group.room(work.local_id, work.begin)
+
+    def _stop(self, room_id: int, cause: Cause) -> None:
+        self._fail(self._rooms.get(room_id), cause, "the router gave it up")
+
+    # Steps of a room
+
+    def _ready(self, work: DecodeWork, place: int, kv_bytes: int, prefix: int) -> None:
+        """The room is ready on one rank; it generates once it is ready on all."""
+        work.ranks_ready.add(place)
+        work.kv_bytes += kv_bytes
+        self._totals.landed(kv_bytes)
+        work.prefix = min(work.prefix, prefix)
+        if len(work.ranks_ready) == self.group.size:
+            self._journeys.reached(work.room_id, *LANDING, byte_count=work.kv_bytes)
+            work.ready_ns = time.monotonic_ns()
+            landing = self.rank.rooms[work.local_id].landing
+            assert landing is not None, "this rank is one of them"
+            self.port.to_engine(self.rank.generate(work.local_id, landing.aux))
+
+    def _fail(self, work: DecodeWork | None, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        """Fails a room before it generates, on every rank, with the first cause. Its slots are the engine's until
+        Dropped."""
+        if work is None:
+            return
+        if work.ready_ns:
+            work.dropped = cause, detail
+            self.port.to_engine(Drop(work.local_id))
+            return
+        self._forget(work)
+        self._end(work, failure(work.room_id, cause, detail, retry_ms))
+        self.group.abort(work.local_id, cause, detail)
+        self.rank.abort(work.local_id, cause, detail)
+
+    def _forget(self, work: DecodeWork) -> None:
+        del self._work[work.local_id], self._rooms[work.room_id]
+        self._sparse -= work.begin.enable_hisparse
+
+    def _end(self, work: DecodeWork, end: End) -> None:
+        """Ends the room once for its router, though its slots may be held for longer."""
+        if not work.ended:
+            work.ended = True
+            journey = self._journeys.of(work.room_id)
+            end = timed(end, journey)
+            self._say(end)
+            cached = None if work.prefix == TOKENS_MAX else work.prefix
+            self._report(ended_room(self._facts, work.begin, end, journey, tokens=work.tokens, cached=cached))
+
+    def _refuse(self, begin: Begin, end: End) -> None:
+        self._say(end)
+        self._refused(begin, end)
+
+    def _refused(self, begin: Begin, end: End) -> None:
+        """Another room may have the same id: this one has no journey."""
+        self._report(ended_room(self._facts, begin, end, None))
+
+    def _say(self, end: End) -> None:
+        self._rooms_ended.labels(end.reason).inc()
+        self._totals.ended(end)
+        self.desk.end(end)

@@ -1,0 +1,112 @@
+"""A follower: its node and engine carry out the leader's orders, and the leader gets the results.
+
+No router knows a follower. Its engine repeats the leader's steps, so both have the same rooms at every step. Reports of
+its node may come at any time. Without its leader it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ...client.thread_queues import ThreadQueues
+from ...clock_name import clock_digest
+from ...errors import Cause, RemoteProtocolError
+from ...limits import TEXT_LENGTH_MAX
+from ...wire import (
+    Message,
+    Ping,
+    RankDrained,
+    RankFailed,
+    RankLanded,
+    RankPicked,
+    RankReady,
+    RankReload,
+    RankRoom,
+    StepOrders,
+)
+from ..engine_api import Finished, Token
+from .decode_rank import DecodeRank, DecodeRankRoom
+from .engine_thread import Order
+from .group.follower import GroupFollower
+from .prefill_rank import PrefillRank
+from .router_link import request_of
+
+
+class Follower:
+    """Connects the leader with the `rank` of this process, which is set later. `reload` reads the allow-list again."""
+
+    rank: PrefillRank | DecodeRank
+
+    def __init__(self, group: GroupFollower, port: ThreadQueues[list[Order]], reload: Callable[[], None]) -> None:
+        self.port, self._send, self._reload = port, group.bus.send, reload
+
+    # Orders of the leader
+
+    def take(self, message: Message) -> None:
+        """Carries out a leader's message. Raises RemoteProtocolError for an invalid one."""
+        rank = self.rank
+        match message:
+            case StepOrders(_, orders):
+                self.port.to_engine([rank.order(each) for each in orders])
+            case RankRoom():
+                self._start(message)
+            case RankFailed(_, local_id, cause, detail):
+                aborted = rank.abort(local_id, Cause.of(cause), detail)
+                if aborted is not None:
+                    self._ended(cause)
+            case Ping(_, peers) if isinstance(rank, DecodeRank):
+                rank.node.introduce(peers)
+            case RankReload():
+                self._reload()
+            case _:
+                raise RemoteProtocolError("kind", f"{type(message).__name__} is nothing that a leader sends")
+
+    def _start(self, message: RankRoom) -> None:
+        self.rank.metrics.rooms.begun.inc()
+        try:
+            request = request_of(message.begin, message.local_id)
+        except ValueError as error:
+            raise RemoteProtocolError("RankRoom.begin", str(error)) from None
+        if isinstance(self.rank, DecodeRank) and self.rank.has(message.begin.room):
+            # The leader's engine has dropped another room of this id, and this one has not yet.
+            self.failed(message.local_id, Cause.REFUSED, f"room: {message.begin.room:016x} is in use")
+        else:
+            self.rank.start(message.begin, request)
+
+    # Reports of this rank
+
+    def ready(self, local_id: int, kv_bytes: int, prefix: int) -> None:
+        assert isinstance(self.rank, DecodeRank)
+        room_id = self.rank.rooms[local_id].room_id
+        self.rank.journeys.reached(room_id, "landing", "READY", byte_count=kv_bytes)
+        self._send(RankReady, local_id, kv_bytes, prefix)
+
+    def computed(self, local_id: int, aux: bytes | None) -> None:
+        assert isinstance(self.rank, PrefillRank)
+        if aux is not None:
+            self._send(RankPicked, local_id, aux)
+        self.rank.finish(local_id, b"")
+
+    def landed(self, local_id: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+        self._ended("done")
+        self._send(RankLanded, local_id, kv_bytes, copy_us, stamp_ns, clock_digest())
+
+    def drained(self, local_id: int) -> None:
+        self._send(RankDrained, local_id)
+
+    def failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        self._ended(cause.value)
+        self._send(RankFailed, local_id, cause.value, detail[:TEXT_LENGTH_MAX], retry_ms)
+
+    def engine_failed(self, local_id: int, cause: Cause, detail: str) -> None:
+        if cause is not Cause.REFUSED:  # the leader's engine refuses it as well
+            self._send(RankFailed, local_id, cause.value, detail[:TEXT_LENGTH_MAX])
+
+    def tokens(self, made: Iterable[Token]) -> None:
+        """The leader's engine generates the same tokens."""
+
+    def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:  # noqa: ARG002
+        self._ended(reason)
+
+    def _ended(self, reason: str) -> None:
+        self.rank.metrics.rooms.ended.labels(reason).inc()

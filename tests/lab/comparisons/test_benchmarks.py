@@ -1,0 +1,266 @@
+"""Benchmarks of our own parts run, with counts so small that their figures mean nothing, and print their figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pdtransfer_lab.bench import bus, crossing, models, pages, poll, stall, verify
+from pdtransfer_lab.bench import handoff_beside_zmq as handoff
+from pdtransfer_lab.bench.faulty_ranks import FaultyRankPair
+from pdtransfer_lab.bench.fleets import attacks, faults, idle, load, plan, prefix, siege
+from pdtransfer_lab.commands.comparisons import bench as app
+
+from pdtransfer.serve.commands.cli import main
+from pdtransfer.transports.mooncake.settings import why_not
+from tests.support.bench_output import printed, sizes
+
+ROW_BYTES = 4 * 576 * 4  # of a token in the reference model's MLA: layers, elements, float32
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[FaultyRankPair]:
+    source, target = models.components("mla", source_slots=256, target_slots=64)
+    with FaultyRankPair(source, target) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_echoes_are_timed_one_by_one(ranks: FaultyRankPair, blocking: bool) -> None:
+    for trips in (1, 5):
+        trips_ns = ranks.echo(trips, blocking=blocking)
+        assert trips_ns.shape == (trips,)
+        assert (trips_ns > 0).all()
+    assert (ranks.hand_off(1, tokens=1).ready > 0).all()  # the nodes have their loops again
+
+
+def test_prefix_sets_rooms_with_the_cache_beside_rooms_without(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = prefix.measure(tokens=130, rooms=8, rounds=2)
+    assert (figures["rest_tokens"], figures["saved_share"]) == (2, 128 / 130)
+    for name in ("off", "own", "shared"):
+        assert 0 < float(figures[f"{name}_handoff_us"]) < float(figures[f"{name}_ready_us"])
+        assert float(figures[f"{name}_cpu_us"]) > 0
+    assert "98% of" in printed(prefix.LINES, figures, plan.measure, capsys)
+
+
+def test_a_poll_without_events_is_timed_beside_a_call_that_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = poll.measure(calls=50, rounds=3)
+    for name in ("prefill", "decode", "empty"):
+        assert 0 < float(figures[f"{name}_ns"]) <= float(figures[f"{name}_ns_max"])
+    assert "50 calls a round" in printed(poll.LINES, figures, plan.measure, capsys)
+
+
+def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = handoff.measure(tokens=16, rooms=20, concurrency=4, rounds=2)
+    assert figures["room_bytes"] == 16 * ROW_BYTES
+    assert figures["rate_room_bytes"] == 7 * ROW_BYTES <= 64 << 10
+    assert 0 < float(figures["handoff_us_p50"]) < float(figures["ready_us_p50"])
+    assert float(figures["handoff_us_p50"]) <= float(figures["handoff_us_p99"])
+    assert float(figures["handoffs_s_min"]) <= float(figures["handoffs_s"]) <= float(figures["handoffs_s_max"])
+    assert (
+        min(
+            sizes(figures, "_us_p50")
+            + sizes(figures, "_cpu_us")
+            + sizes(figures, "_to_raw_p50")
+            + sizes(figures, "_to_blocking_p50")
+        )
+        > 0
+    )
+    assert "ZMQ's round trip" in printed(handoff.LINES, figures, plan.measure, capsys)
+
+
+def test_plan_says_what_it_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = plan.measure(tokens=1_000, layers=3, page_size=16, repeats=1)
+    assert figures["bytes"] == 1_000 * 3 * 1_152
+    assert 1 < int(figures["runs_contiguous"]) <= 63
+    assert min(sizes(figures, "_ms")) > 0
+    assert "1000 tokens x 3 planes" in printed(plan.LINES, figures, plan.measure, capsys)
+
+
+def test_bus_is_set_beside_bare_sockets(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = bus.measure(rounds=1, messages=20)
+    assert min(sizes(figures, "_us_p50") + sizes(figures, "_echoes_s")) > 0
+    assert figures["bus_to_raw_p50"] == float(figures["bus_us_p50"]) / float(figures["raw_us_p50"])
+    assert "bus with keys" in printed(bus.LINES, figures, plan.measure, capsys)
+
+
+@pytest.mark.slow
+def test_idle_watches_both_daemons_alone_and_with_a_session(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "_SETTLE_SECONDS", 0.0)
+    figures = idle.measure(seconds=1)
+    for name in ("prefill_alone", "decode_alone", "prefill_session", "decode_session", "torch"):
+        private, pss, rss = (float(figures[f"{name}_{size}_mib"]) for size in ("private", "pss", "rss"))
+        assert 0 < private <= pss <= rss
+    assert all(0 <= percent < 100 for percent in sizes(figures, "_cpu_percent"))
+    assert len(sizes(figures, "_cpu_percent")) == 4
+    assert "decode, with a session" in printed(idle.LINES, figures, plan.measure, capsys)
+
+
+@pytest.mark.slow
+def test_load_meets_crowds_on_either_side_and_watches_idle_ones_and_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_SETTLE_SECONDS", 0.0)
+    figures = load.measure(rooms=30, memory_rooms=80, idle_seconds=1, concurrency=4)
+    assert len(sizes(figures, "_handoffs_s")) == 2 * len(load.CROWD)
+    assert min(sizes(figures, "_handoffs_s") + sizes(figures, "_cpu_us")) > 0
+    for side in ("prefill", "decode"):
+        assert 0 <= float(figures[f"{side}_idle_percent"]) < 100
+        points = [float(figures[f"{side}_memory_mib_{number}"]) for number in range(1, 9)]
+        assert figures[f"{side}_memory_growth_mib"] == points[-1] - points[0]
+    assert figures["memory_rooms"] == 80
+    assert "1 decode, 100 prefill" in printed(load.LINES, figures, plan.measure, capsys)
+
+
+def test_rooms_go_to_all_nodes_of_either_side() -> None:
+    source, target = models.components("mla", source_slots=64, target_slots=64)
+    with FaultyRankPair(source, target, prefill_nodes=3, keys=True) as ranks:
+        assert len(set(ranks.endpoints)) == 3
+        assert (ranks.hand_off(6, tokens=4, at_once=6).ready > 0).all()
+    with FaultyRankPair(source, target, decode_nodes=3) as ranks:
+        # As many as all arenas together hold: one alone could not have them.
+        assert (ranks.hand_off(6, tokens=32, at_once=6).ready > 0).all()
+
+
+@pytest.mark.slow
+def test_verify_sets_checksums_beside_memcpy_and_rooms_beside_rooms(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = verify.measure(tokens=64, rooms=4, repeats=1)
+    assert figures["bytes"] == figures["room_bytes"] == 64 * 61 * 1_152
+    for name in ("handoff_us", "handoff_verified_us", "room_gb_s", "room_verified_gb_s", "page_first_pages_2"):
+        assert float(figures[name]) > 0, name
+    assert "verified" in printed(verify.LINES, figures, plan.measure, capsys)
+
+
+@pytest.mark.slow
+def test_siege_sets_each_attack_beside_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = siege.measure(rooms=20, rounds=1, connections=30)
+    for name in attacks.ATTACKS:
+        assert figures[f"{name}_count"] > 0, name
+        assert figures[f"{name}_p99_ratio"] == figures[f"{name}_us_p99"] / figures[f"{name}_quiet_us_p99"]
+    assert "junk connections" in printed(siege.LINES, figures, plan.measure, capsys)
+
+
+def test_faults_time_aborts_and_a_healthy_peer_beside_a_frozen_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_FROZEN_SECONDS", 0.1)
+    figures = faults.measure(rooms=20, aborts=10, rounds=1)
+    assert 0 < int(figures["aborts"]) <= 10
+    assert 0 < float(figures["abort_us_p50"]) <= float(figures["abort_us_p99"])
+    assert figures["frozen_p99_ratio"] == float(figures["frozen_us_p99"]) / float(figures["quiet_us_p99"])
+    assert "beside a frozen peer" in printed(faults.LINES, figures, plan.measure, capsys)
+
+
+def test_aborted_rooms_give_their_slots_back_and_those_that_were_ready_are_not_timed(ranks: FaultyRankPair) -> None:
+    taken = ranks.abort([0.0, 0.0, 600.0], tokens=16)
+    assert len(taken) == 2
+    assert (taken > 0).all()
+    assert (ranks.hand_off(4, tokens=16).ready > 0).all()
+
+
+def test_memory_is_what_the_kernel_says_of_the_process() -> None:
+    before = idle.memory_of(os.getpid())
+    held = np.ones(64 << 20, np.uint8)
+    after = idle.memory_of(os.getpid())
+    assert after.rss >= after.pss >= after.private >= len(held)
+    assert after.private - before.private > len(held) // 2
+
+
+def test_a_scheduler_beside_moving_rooms_is_told_what_its_client_took(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = stall.measure(tokens=700, rooms=6, at_once=2)  # two chunks each
+    for side in ("prefill", "decode"):
+        p50, p99, most = (float(figures[f"{side}_turn_{which}_us"]) for which in ("p50", "p99", "max"))
+        assert 0 <= p50 <= p99 <= most
+        assert figures[f"{side}_turns"]
+        assert all(figures[f"{side}_{which}_p50_us"] for which in ("work", "quiet"))
+    assert figures["room_mib"] == 700 * 61 * 1_152 / (1 << 20)
+    assert "6 x 47 MiB" in printed(stall.LINES, figures, plan.measure, capsys)
+
+
+def test_pages_of_both_sizes_are_measured_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = pages.measure(gib=1 / 16, repeats=1)
+    for name in ("small", "auto"):
+        assert str(figures[f"{name}_pages"]).startswith(("4 KiB", "2 MiB"))
+        for what in ("back_ms", "enter_ms", "memcpy_gb_s", "scatter_gb_s", "collect_gb_s"):
+            assert min(sizes(figures, f"{name}_{what}")) > 0
+    assert figures["small_pages"] == "4 KiB"
+    assert "of 0.0625 GiB each" in " ".join(printed(pages.lines(figures), figures, plan.measure, capsys).split())
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_crossing_sets_rooms_beside_a_synchronous_write_and_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = crossing.measure(tokens=100, rooms=1, large_bytes=32 << 20)
+    assert all(figures[f"{arena}_gb_s"] > 0 for arena in ("fresh", "half", "scattered"))
+    assert figures["alone_ms"] > 0
+    assert "straight from the pool" in printed(crossing.LINES, figures, plan.measure, capsys)
+
+
+# Pages of figures
+
+
+def test_a_page_of_figures_has_its_table_host_date_method_and_commit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app(["plan", "--tokens=1000", "--planes=2", "--json"]) == 0
+    results = tmp_path / "results"
+    results.write_text(capsys.readouterr().out)
+    figures = json.loads(results.read_text())
+    assert figures["bytes"] == 1_000 * 2 * 1_152
+    assert app(["figures", str(results), f"--directory={tmp_path / 'made'}"]) == 0
+    written = tmp_path / "made" / "plan.md"
+    assert capsys.readouterr().out == f"{written}\n"
+    page = written.read_text()
+    for name in ("host", "date", "commit", "method", "title"):
+        assert figures[name] in page, name
+    assert f"| pages into one extent | {figures['contiguous_ms']:.2f} ms | 1000 tokens x 2 planes; aim: 1 |" in page
+
+
+@pytest.mark.parametrize("text", ["x", "{}", "[1]", '{"part": "plan"}'])
+def test_what_no_benchmark_has_printed_makes_no_page(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    results.write_text(text)
+    assert main(["bench", "figures", str(results), f"--directory={tmp_path / 'made'}"]) != 0
+    assert str(results) in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+# Commands
+
+PARTS = {  # what each is called with by default
+    "handoff --beside=zmq": {"tokens": 16, "rooms": 2_000, "concurrency": 64},
+    "crossing": {"tokens": 8_192, "rooms": 8, "model": "deepseek"},
+    "poll": {"calls": 100_000, "rounds": 21},
+    "stall": {"tokens": 4_096, "rooms": 96},
+    "plan": {"tokens": 131_072, "layers": 61},
+    "verify": {"tokens": 4_096, "rooms": 1_000},
+    "prefix": {"tokens": 80, "rooms": 500},
+    "bus": {"messages": 4_000, "rounds": 5},
+    "idle": {"seconds": 10},
+    "load": {"rooms": 6_000, "memory_rooms": 200_000, "idle_seconds": 20, "concurrency": 64},
+    "siege": {"rooms": 500, "rounds": 5, "connections": 10_000},
+    "faults": {"rooms": 1_000, "aborts": 1_000, "rounds": 5},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_part_has_a_command(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, object]] = []
+    module = {"handoff --beside=zmq": "handoff_beside_zmq"}.get(name, name)
+    folder = "fleets." if module in ("plan", "prefix", "idle", "load", "siege", "faults") else ""
+    part = importlib.import_module(f"pdtransfer_lab.bench.{folder}{module}")
+    monkeypatch.setattr(part, "measure", lambda **given: seen.append(given) or {})
+    monkeypatch.setattr(part, "LINES", ())
+    assert app([*name.split(), "--json"]) == 0
+    assert seen == [PARTS[name]]
+    assert {"host", "date", "method", "commit", "tables"} <= set(json.loads(capsys.readouterr().out))

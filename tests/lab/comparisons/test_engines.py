@@ -1,0 +1,158 @@
+"""`pdtransfer bench engines` with servers that compute nothing in place of vLLM's."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from pdtransfer_lab.bench.fleets import engines, vllm_fleet
+from pdtransfer_lab.bench.fleets.engines import ONE, Cell, Row
+
+from pdtransfer.errors import ConfigError
+
+# One server: its tokens follow from the prompt. Decode refuses what prefill has not been asked for, and a connector's
+# decode that is not asked as its own proxy does it.
+SERVER = """
+import argparse, asyncio, json, os
+from pathlib import Path
+from aiohttp import web
+given, _ = (parser := argparse.ArgumentParser()).parse_known_args()
+for name in ("model", "port", "kv-transfer-config", "folder"):
+    parser.add_argument(f"--{name}", default="{}")
+given, _ = parser.parse_known_args()
+config, folder = json.loads(given.kv_transfer_config), Path(given.folder)
+connector, role = config.get("kv_connector"), config.get("kv_role")
+if connector == "NixlConnector" and role == "kv_consumer" and (folder / "broken").exists():
+    raise SystemExit("ValueError: no such connector")
+
+async def generate(request):
+    body = await request.json()
+    params = body.get("kv_transfer_params") or {}
+    if role == "kv_producer":
+        assert body["max_tokens"] == 1 and not body.get("stream")
+        if params:
+            assert params["do_remote_decode"]
+            (folder / params["transfer_id"]).touch()
+        return web.json_response({"kv_transfer_params": params and {
+            "do_remote_prefill": True, "remote_engine_id": "P", "transfer_id": params["transfer_id"],
+            "remote_request_id": "r"}})
+    if params:
+        assert params["do_remote_prefill"] and params["remote_engine_id"] == "P"
+        assert (connector == "MooncakeConnector") == ("remote_bootstrap_addr" in params)
+        while not (folder / params["transfer_id"]).exists():
+            assert connector != "NixlConnector", "asked before prefill had answered"
+            await asyncio.sleep(0.001)
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    for at in range(body["max_tokens"]):
+        ids = [(sum(body["prompt"]) + at + (connector == "MooncakeConnector")) % 97]
+        await answer.write(b"data: " + json.dumps({"choices": [{"token_ids": ids}]}).encode() + b"\\n\\n")
+        await asyncio.sleep(0.001)
+    await answer.write(b"data: [DONE]\\n\\n")
+    return answer
+
+async def health(_):
+    return web.Response()
+
+async def metrics(_):
+    return web.Response(text='vllm:pdtransfer_rooms_total{end="received"} 3.0\\nvllm:other 1\\n')
+
+async def query(_):
+    return web.json_response({"0": {"engine_id": "P"}})
+
+async def main():
+    app = web.Application(client_max_size=1 << 30)
+    app.add_routes([web.post("/v1/completions", generate), web.get("/health", health), web.get("/metrics", metrics),
+                    web.get("/query", query)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    if connector == "MooncakeConnector" and role == "kv_producer":
+        await web.TCPSite(runner, "127.0.0.1", int(os.environ["VLLM_MOONCAKE_BOOTSTRAP_PORT"])).start()
+    await web.TCPSite(runner, "127.0.0.1", int(given.port)).start()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def setup(folder: Path) -> vllm_fleet.Setup:
+    package = folder / "stub" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(SERVER)
+    return engines.setup_of(
+        "tiny", ("--folder", str(folder)), Path(sys.executable), (), (),
+        [f"PYTHONPATH={folder / 'stub'}"], folder / "logs",
+    )  # fmt: skip
+
+
+def measured(made: vllm_fleet.Setup, fleets: tuple[str, ...], **more: object) -> engines.Result:
+    options: dict[str, object] = {"cells": [Cell(20, 2, 4)], "tokens": 5, "beside": (), "out": None} | more
+    return engines.measure(made, fleets=fleets, progress=lambda _: None, **options)  # type: ignore[arg-type]
+
+
+def test_each_connector_is_asked_as_its_own_proxy_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("STREAM_TOKENS", 400), ("BESIDE_TOKENS", 0), ("BESIDE_PROMPTS", 3), ("BESIDE_ROUNDS", 1)):
+        monkeypatch.setattr(engines, name, value)
+    out = tmp_path / "rows.jsonl"
+    result = measured(setup(tmp_path), (ONE, *vllm_fleet.CONNECTORS), out=out, beside=(30,))
+    assert result.broken == {}
+    rows = {row.fleet: row for row in result.rows}
+    assert list(rows) == [ONE, "PDTransferConnector", "NixlConnector", "MooncakeConnector"]
+    assert [row.error for row in result.rows] == [""] * 4
+    assert [(row.failed, row.identical) for row in result.rows] == [(0, 4), (0, 4), (0, 4), (0, 0)]
+    assert math.isnan(rows[ONE].handoff_ms)
+    for name, connector in vllm_fleet.CONNECTORS.items():
+        row = rows[name]
+        assert row.exposed_ms == pytest.approx(row.ttft_ms - rows[ONE].ttft_ms)
+        assert row.prefill_ms > 0
+        assert connector.at_once or row.prefill_ms < row.ttft_ms_p99, "decode is asked after prefill"
+        assert 0 < row.gap_ms <= row.gap_ms_p99
+    assert rows["NixlConnector"].handoff_ms > 0
+    beside = [(each.fleet, each.prompt, each.failed) for each in result.beside]
+    assert beside == [(name, 30, 0) for name in vllm_fleet.CONNECTORS]
+    assert min(each.gap_ms for each in result.beside) > 0
+    assert result.metrics == {'vllm:pdtransfer_rooms_total{end="received"}': 3.0}
+    kinds = [json.loads(line)["kind"] for line in out.read_text().splitlines()]
+    assert kinds == ["row", "row", "beside", "metrics", "row", "beside", "row", "beside"]
+    head, *body = engines.tables(result)[0]
+    assert len(head) == len(body[0]) == 15
+
+
+def test_a_fleet_that_does_not_start_leaves_the_others(tmp_path: Path) -> None:
+    (tmp_path / "broken").touch()
+    result = measured(setup(tmp_path), ("NixlConnector", "PDTransferConnector"))
+    assert list(result.broken) == ["NixlConnector"]
+    assert "ValueError: no such connector" in result.broken["NixlConnector"]
+    assert [(row.fleet, row.identical) for row in result.rows] == [("PDTransferConnector", None)]
+
+
+def test_cells_have_what_fits() -> None:
+    assert engines.cells((1_000, 30_000), (1, 4, 32), 2, 100_000) == [
+        Cell(1_000, 1, 5), Cell(1_000, 4, 8), Cell(1_000, 32, 64), Cell(30_000, 1, 3),
+    ]  # fmt: skip
+
+
+def test_wrong_options_are_named(tmp_path: Path) -> None:
+    for arguments, text in (
+        (
+            ("huge", (), Path(sys.executable), (), (), ()),
+            "model = 'huge': neither a directory nor one of qwen3-8b, deepseek-v2-lite, tiny",
+        ),
+        (("tiny", (), tmp_path / "python", (), (), ()), "is not there; make venv-vllm makes one"),
+        (("tiny", (), Path(sys.executable), (), ("verify",), ()), "'verify': must be name=value"),
+        (("tiny", (), Path(sys.executable), (), ("verify=yes",), ()), "setting: Expecting value"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            engines.setup_of(*arguments, tmp_path / "logs")
+
+
+def test_rows_without_a_figure_show_none() -> None:
+    row = Row(
+        fleet=ONE, prompt=8, clients=1, requests=1, failed=1, identical=None, error="x",
+        **dict.fromkeys(("ttft_ms", "ttft_ms_p99", "gap_ms", "gap_ms_p99", "tokens_s", "prefill_ms", "handoff_ms",
+                         "handoff_ms_p99", "exposed_ms"), math.nan),
+    )  # fmt: skip
+    assert engines.tables(engines.Result(rows=[row]))[0][1][5:] == ["-"] * 10

@@ -1,0 +1,128 @@
+"""Rooms from one device's memory into another's, exact to the byte, also where somebody gives up or dies on the way."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdtransfer.bounds import card_of
+from pdtransfer.handoff.effects import RoomFailed, RoomReady
+from tests.lab.two_gpu.clients import Landed, Two, holds, two
+from tests.support.internals import node_of, sessions_of
+
+STILL_S = 0.3  # dozens of launches
+ROOMS = ((1, 1), (2, 1_000), (3, 2_111), (4, 64))  # and the tokens of each
+LARGE = 8_000
+
+
+@contextmanager
+def both(devices: tuple[str, str], direct: bool) -> Iterator[Two]:
+    """Two clients, the writer of which reaches HBM or not."""
+    if direct and card_of(devices[1]) is None:
+        pytest.skip("without a card no other process reaches what stands for HBM")
+    with two(devices, prefix_cache=False) as it:
+        assert it.arena.hbm is not None
+        if not direct:
+            it.arena.hbm.handle = b""
+        yield it
+
+
+def untouched(it: Two) -> bool:
+    """Whether nothing has landed in the arena's range for HBM."""
+    assert it.arena.hbm is not None
+    return holds(it.arena.mapping.array[it.arena.hbm.base :][: it.arena.hbm.byte_count])
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["ipc", "copied-up"])
+def test_both_components_of_a_room_are_exact_to_the_byte_and_nothing_else_is_touched(
+    devices: tuple[str, str], direct: bool
+) -> None:
+    with both(devices, direct) as it:
+        into = Landed()
+        for room, tokens in ROOMS:
+            it.send(room, tokens, growth=5)
+        for room, tokens in ROOMS:
+            into.add(it.ready(room), room, tokens)
+        into.check(it)
+        assert it.core.post_landing.hbm_copies.copies.total() == (0 if direct else len(ROOMS))
+        (session,) = it.core.prefill_peers.sessions.values()
+        assert session.hbm_direct is direct
+        assert untouched(it) is direct, "where rows are written to HBM, the arena's range stays as it is"
+        for room, _ in ROOMS:
+            it.decode.release(room)
+        it.until(lambda: it.core.idle)
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["ipc", "copied-up"])
+def test_rooms_that_are_aborted_on_the_way_give_slots_back_that_nobody_writes_any_more(
+    devices: tuple[str, str], direct: bool, measured: Callable[[str], None]
+) -> None:
+    with both(devices, direct) as it:
+        into = Landed()
+        it.send(99, 100)  # a tenant, whose rows stay as they are
+        into.add(it.ready(99), 99, 100)
+        free = it.free
+        for room in range(1, 21):
+            it.send(room, LARGE, how="begin" if room == 1 else "send")  # that one cannot come to its end before
+            it.hears(f"Leased {room}")
+            time.sleep(0.0007 * (room % 5))
+            it.decode.abort(room)
+            if isinstance(it.end_of(room), RoomReady):
+                it.decode.release(room)
+            it.until(lambda: it.free == free)
+            kept = wiped(it, into)
+            assert kept(), "written after its proof"
+        time.sleep(STILL_S)
+        assert kept()
+        failed = sum(isinstance(each, RoomFailed) for each in it.said)
+        measured(f"{failed} of 20 rooms were aborted on the way")
+        assert failed
+
+
+def wiped(it: Two, into: Landed) -> Callable[[], bool]:
+    """Canaries over all that is nobody's, and a look whether they and the tenants are still there."""
+    for memory, expected in ((it.arena.mapping.array, into.kv), (it.hbm, into.index)):
+        whole: Any = expected.pool.memory
+        if memory is it.hbm:
+            it.hbm.copy_(it.hbm.new_tensor(whole))
+        else:
+            memory[: len(whole)] = whole
+    return lambda: (
+        bool((it.arena.mapping.array[: len(into.kv.pool.memory)] == into.kv.pool.memory).all())
+        and np.array_equal(it.hbm.cpu().numpy(), into.index.pool.memory)
+    )
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["ipc", "copied-up"])
+def test_a_killed_prefills_slots_stay_in_quarantine_until_nobody_writes_them(
+    devices: tuple[str, str], direct: bool, measured: Callable[[str], None]
+) -> None:
+    with both(devices, direct) as it:
+        into = Landed()
+        it.send(1, 100)
+        into.add(it.ready(1), 1, 100)
+        free = it.free
+        it.send(2, LARGE, how="begin")
+        it.hears("Leased 2")
+        killed = time.monotonic()
+        it.process.send_signal(signal.SIGKILL)
+        shm = node_of(it.decode).transport._made["shm"]
+
+        def fenced() -> bool:
+            if it.free != free:
+                return False
+            assert all(shm.quiet(each) for each in list(sessions_of(shm))), "its lock is held, and its slots are free"
+            return True
+
+        it.until(fenced)
+        measured(f"slots free {time.monotonic() - killed:.3f} s after SIGKILL")
+        assert isinstance(it.end_of(2), RoomFailed)
+        kept = wiped(it, into)
+        time.sleep(STILL_S)
+        assert kept(), "written after the fence"

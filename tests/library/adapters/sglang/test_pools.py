@@ -1,0 +1,152 @@
+"""SGLang's buffers, and the components that are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
+from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, HeadCounts, KVPools, kv_buffers, pools, state_buffers
+from pdtransfer.errors import ConfigError
+from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
+from pdtransfer.wire import Ranks
+from tests.support.sglang_ranks import HEADS, ITEM, LAYERS, SLOTS, STATES, WIDTH, Pool, model_of
+
+
+def made_of(pool: Pool, model: HeadCounts | None = None, **changed: Any) -> KVPools:
+    args = pool.args
+    vars(args).update(changed)
+    base = pool.raw.ctypes.data
+    return pools(
+        args, model or model_of(Ranks()), lambda _: (base, "dram"), kv=kv_buffers(args), states=state_buffers(args)
+    )
+
+
+def a_pool(states: tuple[str, ...] = (), *, page_size: int = 4, heads: int = HEADS, latent: bool = False) -> Pool:
+    pool = Pool(None, page_size, heads, states, latent)
+    pool.raw[:] = np.random.default_rng(2).integers(0, 256, len(pool.raw), np.uint8)
+    return pool
+
+
+def test_a_row_is_a_token_of_one_layer_and_kind() -> None:
+    pool = a_pool()
+    [part] = made_of(pool).parts
+    layout = part.component.layout
+    assert (part.name, part.component.tokens_per_row, layout.page_size, layout.slots) == ("kv", 1, 1, SLOTS)
+    assert layout.row_bytes == 2 * LAYERS * HEADS * WIDTH * 4
+    for at, plane in enumerate(layout.planes):
+        row = pool.raw[layout.address(at, 37) :][: plane.row_bytes].tobytes()
+        assert row == pool.kv["kv".index(plane.kind), plane.layer, 37].tobytes()
+        assert (plane.head_start, plane.head_count) == (0, HEADS)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_indices_of_pages_become_slots(page_size: int) -> None:
+    [part] = made_of(a_pool(page_size=page_size)).parts
+    assert part.slots(np.array([1, 0], np.int32)).tolist() == [*range(page_size, 2 * page_size), *range(page_size)]
+    assert part.component.layout.row_bytes == 2 * LAYERS * HEADS * WIDTH * 4  # whatever the pages are
+
+
+def test_a_latent_is_one_head_that_every_rank_has() -> None:
+    ranks = Ranks(1, 2)
+    made = made_of(a_pool(latent=True), model_of(ranks, latent=True))
+    assert {(plane.kind, plane.head_start, plane.head_count) for plane in made.components[0].layout.planes} == {
+        ("latent", 0, 1)
+    }
+    assert made.replicas == {"kv": (1, 2)}
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2), (4, 1), (2, 8), (8, 2)])
+@pytest.mark.parametrize("total", [2, 4])
+def test_the_shares_of_all_prefill_ranks_are_what_a_decode_rank_has(sizes: tuple[int, int], total: int) -> None:
+    def made(size: int, at: int) -> KVPools:
+        return made_of(a_pool(heads=max(1, total // size)), model_of(Ranks(at, size), total=total))
+
+    sources = [made(sizes[0], at) for at in range(sizes[0])]
+    held = [holds_of(each.components, Ranks(at, sizes[0]), each.replicas) for at, each in enumerate(sources)]
+    for at in range(sizes[1]):
+        target = made(sizes[1], at).components
+        shares = {str(number): share_of(target, holds, at) for number, holds in enumerate(held)}
+        assert uncovered(target, shares) == ""
+
+
+def test_layers_of_a_stage_and_of_a_draft_model_keep_their_numbers() -> None:
+    pool = a_pool()
+    [part] = made_of(pool, prefill_start_layer=5).parts
+    assert {plane.layer for plane in part.component.layout.planes} == {5, 6, 7}
+    [part] = made_of(pool, kv_layer_ids=[1, 4, 9] * 2).parts
+    assert [(plane.kind, plane.layer) for plane in part.component.layout.planes] == [
+        (kind, layer) for kind in "kv" for layer in (1, 4, 9)
+    ]
+    [part] = made_of(pool, num_draft_entries=2).parts
+    numbers = [(plane.kind, plane.layer) for plane in part.component.layout.planes]
+    assert numbers == [("k", 0), ("k", 1), ("v", 0), ("v", 1), ("k", DRAFT_LAYER), ("v", DRAFT_LAYER)]
+
+
+def test_states_are_components_with_rows_of_their_own() -> None:
+    pool = a_pool(STATES)
+    made = made_of(pool, model_of(Ranks(1, 2)))
+    kv, swa, dsa, mamba = made.components
+    assert [(each.name, each.span.kind, each.tokens_per_row) for each in made.components] == [
+        ("kv", "all", 1), ("swa", "all", 1), ("dsa", "all", 4), ("mamba", "once", 1),
+    ]  # fmt: skip
+    assert (kv.rows(10), swa.rows(10), dsa.rows(10), mamba.rows(10)) == (10, 10, 3, 1)
+    assert dsa.layout.row_bytes == LAYERS * 4 * ITEM
+    row = pool.raw[mamba.layout.address(2, 5) :][:ITEM].tobytes()
+    assert row == pool.arrays["mamba"][2, 5].tobytes()
+    # The index is the same on all ranks; a recurrent state is this rank's own.
+    assert (dsa.layout.planes[0].head_start, made.replicas["dsa"]) == (0, (1, 2))
+    assert (mamba.layout.planes[0].head_start, made.replicas["mamba"]) == (1, (0, 1))
+
+
+def test_several_items_of_a_layer_are_several_kinds() -> None:
+    made = made_of(a_pool(("mamba",)), state_layer_ids=[[4, 4, 6]])
+    planes = made.components[1].layout.planes
+    assert [(plane.layer, plane.kind) for plane in planes] == [(4, "item"), (4, "item1"), (6, "item")]
+
+
+def test_windows_may_have_other_heads() -> None:
+    ranks = Ranks(1, 2)
+    model = replace(model_of(ranks), window_heads=Heads(8, ranks), window_head_count=4)
+    made = made_of(a_pool(("swa",)), model)
+    assert [each.layout.planes[0].head_start for each in made.components] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("states", "changed", "text"),
+    [
+        ((), {"aux_item_lens": [1 << 16, 64]}, "metadata of a request: 65600 bytes, of 65536 that can cross"),
+        ((), {"mla_compression_ratios": [4, 128]}, "DeepSeek V4"),
+        (("dsa",), {"state_types": ["dsa_tail"]}, "state dsa_tail: cannot cross yet, one each of block_scale"),
+        (("swa",), {"swa_kv_cache_layout": "hnd"}, "state swa: its layout is hnd, nhd can cross"),
+        ((), {"kv_item_lens": [128] * 5 + [127]}, "kv: an item of 127 bytes is no page of 4 rows"),
+        ((), {"kv_data_lens": [4_096] * 6, "kv_item_lens": [128] * 5 + [256]}, r"its buffers hold \[64, 128\] rows"),
+    ],
+)  # fmt: skip
+def test_what_cannot_cross_is_refused_with_the_reason(
+    states: tuple[str, ...], changed: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        made_of(a_pool(states), **changed)
+
+
+def test_buffers_that_are_not_of_each_layer_are_refused() -> None:
+    pool = a_pool()
+    args = pool.args
+    with pytest.raises(ConfigError, match="kv: 5 buffers are not k and v of each layer"):
+        pools(args, model_of(Ranks()), lambda _: (0, "dram"), kv=kv_buffers(args).part(0, 5), states=[])
+
+
+def test_a_component_is_in_one_memory() -> None:
+    args = a_pool().args
+    first = args.kv_data_ptrs[0]
+    with pytest.raises(ConfigError, match="kv: some of its buffers are in host memory, and some are not"):
+        pools(
+            args, model_of(Ranks()), lambda address: (first, "dram" if address == first else "hbm"),
+            kv=kv_buffers(args), states=[],
+        )  # fmt: skip

@@ -1,0 +1,360 @@
+"""Both sides with real clients, and numpy arrays in place of SGLang's KV pools."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
+from pdtransfer import KVPoll
+from tests.support.sglang_ranks import AUX, HEADS, LAYERS, WIDTH, Rank, World, rows, slots_of, world
+from tests.support.waiting import wait_for
+
+
+def landed(made: World, source: object, target: object, tokens: int, *, prefix: int = 0) -> bool:
+    """Whether tokens [prefix, tokens) of these pages are the same on both sides."""
+    p, d = made.prefill[0].pool.page_size, made.decode[0].pool.page_size
+    here = rows(made.prefill, slots_of(source, p)[prefix:tokens])
+    return np.array_equal(here, rows(made.decode, slots_of(target, d)[: tokens - prefix]), equal_nan=True)
+
+
+def test_a_request_lands_in_the_pages_that_decode_chose() -> None:
+    with world() as made:
+        before = made.decode[0].pool.kv.copy()
+        made.hand_over(7, source=[5, 2, 9], target=[1, 8, 4])
+        assert landed(made, [5, 2, 9], [1, 8, 4], 12)
+        assert made.decode[0].aux == {3: AUX}
+        others = np.setdiff1d(np.arange(before.shape[2]), slots_of([1, 8, 4], 4))
+        assert np.array_equal(made.decode[0].pool.kv[:, :, others], before[:, :, others])
+        assert made.decode[0].side.is_drained(7)
+
+
+def test_prefill_waits_until_decode_has_memory_and_either_may_come_first() -> None:
+    with world() as made:
+        sent = made.begin(7)
+        assert made.prefill[0].state(7) is KVPoll.BOOTSTRAPPING
+        made.expect(7, [1, 8])
+        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        assert (sent.tokens, sent.prefix) == (8, 0)
+        assert sent.leased_s is not None
+        made.push(7, [5, 2], aux=AUX)
+        made.until(7, KVPoll.SUCCESS)
+        assert sent.kv_bytes == 2 * LAYERS * 8 * HEADS * WIDTH * 4
+
+
+def test_chunks_land_before_the_last_one_is_computed() -> None:
+    with world() as made:
+        made.meet(7, [1, 8, 4])
+        made.push(7, [5, 2])
+        wait_for(lambda: landed(made, [5, 2], [1, 8], 8))
+        assert made.decode[0].state(7) is KVPoll.BOOTSTRAPPING
+        made.push(7, [9], first_page=2, aux=AUX)
+        made.until(7, KVPoll.SUCCESS)
+        assert landed(made, [5, 2, 9], [1, 8, 4], 12)
+
+
+@pytest.mark.parametrize(("prefill_page", "decode_page"), [(1, 16), (16, 1), (4, 16), (16, 4), (64, 1)])
+@pytest.mark.parametrize("tokens", [5, 16, 23])
+def test_page_sizes_differ(prefill_page: int, decode_page: int, tokens: int) -> None:
+    with world(prefill_page=prefill_page, decode_page=decode_page) as made:
+        source = list(range(128 // prefill_page))[::-1][: -(-tokens // prefill_page)]
+        target = list(range(1, 128 // decode_page))[: -(-tokens // decode_page)]
+        made.hand_over(7, source=source, target=target)
+        assert landed(made, source, target, tokens)
+
+
+@pytest.mark.parametrize("pages", [(4, 4), (8, 4), (4, 8), (16, 4)])
+def test_what_decode_has_does_not_cross(pages: tuple[int, int]) -> None:
+    """Decode's radix cache has the first 8 tokens, which may be no whole page of prefill."""
+    with world(prefill_page=pages[0], decode_page=pages[1]) as made:
+        tokens, count = 20, -(-20 // pages[0])
+        target = list(range(2, 2 + -(-12 // pages[1])))
+        made.meet(7, target, prefix=8)
+        prefix = made.prefill[0].side.prefix(7)
+        assert prefix == 8 // pages[0] * pages[0]
+        source = list(range(count))[::-1]
+        made.push(7, source[prefix // pages[0] :], aux=AUX)
+        made.until(7, KVPoll.SUCCESS)
+        assert landed(made, source, target, tokens, prefix=8)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2), (4, 2)])
+def test_ranks_share_the_heads_out(sizes: tuple[int, int]) -> None:
+    with world(prefill_tp=sizes[0], decode_tp=sizes[1]) as made:
+        made.hand_over(7, source=[5, 2, 9], target=[1, 8, 4])
+        assert landed(made, [5, 2, 9], [1, 8, 4], 12)
+        assert all(rank.aux == {3: AUX} for rank in made.decode)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_every_rank_has_the_whole_latent(sizes: tuple[int, int]) -> None:
+    with world(prefill_tp=sizes[0], decode_tp=sizes[1], latent=True) as made:
+        made.hand_over(7, source=[5, 2, 9], target=[1, 8, 4])
+        for rank in made.decode:
+            assert np.array_equal(
+                rank.pool.kv[:, :, slots_of([1, 8, 4], 4)],
+                made.prefill[0].pool.kv[:, :, slots_of([5, 2, 9], 4)], equal_nan=True,
+            )  # fmt: skip
+
+
+def test_ranks_of_dp_attention_are_engines_of_their_own() -> None:
+    """Each has whole rows of its own requests, and decode takes from both at once."""
+    with world(prefill_dp=2) as made:
+        one, two = [World([rank], made.decode) for rank in made.prefill]
+        one.meet(7, [1, 8, 4])
+        two.meet(8, [2, 9, 5], aux_index=4)
+        two.push(8, [5, 2, 9], aux=AUX[::-1])
+        one.push(7, [5, 2, 9], aux=AUX)
+        one.until(7, KVPoll.SUCCESS)
+        two.until(8, KVPoll.SUCCESS)
+        assert landed(one, [5, 2, 9], [1, 8, 4], 12)
+        assert landed(two, [5, 2, 9], [2, 9, 5], 12)
+        assert made.decode[0].aux == {3: AUX, 4: AUX[::-1]}
+
+
+def test_states_cross_by_their_own_indices() -> None:
+    """A window's last two pages, the index of each page behind decode's prefix, and the state of the request."""
+    with world(states=("swa", "dsa", "mamba")) as made:
+        sent, got = ([np.array(each) for each in found] for found in (([6, 1], [5, 2], [4]), ([3, 0], [1, 8], [2])))
+        made.hand_over(
+            7, source=[5, 2], target=[1, 8], states=sent, decode={"prefix": 4, "states": got},
+        )  # fmt: skip
+        ours, theirs = made.prefill[0].pool.arrays, made.decode[0].pool.arrays
+        assert landed(made, [0, 5, 2], [1, 8], 12, prefix=4)
+        window = rows(made.prefill, slots_of([6, 1], 4), "swa")
+        assert np.array_equal(window, rows(made.decode, slots_of([3, 0], 4), "swa"), equal_nan=True)
+        assert np.array_equal(ours["dsa"][:, [5, 2]], theirs["dsa"][:, [1, 8]])
+        assert np.array_equal(ours["mamba"][:, 4], theirs["mamba"][:, 2])
+        assert not theirs["mamba"][:, [0, 1, 3, 4, 5]].any()
+
+
+@pytest.mark.parametrize("pages", [(4, 16), (16, 4)])
+def test_windows_begin_at_pages_of_either_size(pages: tuple[int, int]) -> None:
+    """Of 40 tokens the last 10 are seen; each side has the pages that hold them."""
+    with world(prefill_page=pages[0], decode_page=pages[1], states=("swa",)) as made:
+        first = [30 // page for page in pages]
+        counts = [-(-40 // page) for page in pages]
+        windows = [np.arange(count - begin)[::-1] for count, begin in zip(counts, first, strict=True)]
+        made.hand_over(
+            7, source=range(counts[0]), target=range(counts[1]), states=[windows[0]], decode={"states": [windows[1]]}
+        )
+        ours = slots_of(windows[0], pages[0])[30 - first[0] * pages[0] :][:10]
+        theirs = slots_of(windows[1], pages[1])[30 - first[1] * pages[1] :][:10]
+        assert np.array_equal(rows(made.prefill, ours, "swa"), rows(made.decode, theirs, "swa"), equal_nan=True)
+
+
+def test_a_number_may_be_used_again() -> None:
+    with world() as made:
+        for source, target in (([5], [1]), ([2], [8])):
+            made.hand_over(7, source=source, target=target)
+            assert landed(made, source, target, 4)
+            for rank in made.prefill:
+                rank.side.give_up(7)
+                rank.states.clear()
+            made.decode[0].states.clear()
+
+
+def test_decode_gives_up_before_prefill_has_heard_and_asks_again() -> None:
+    """Prefill finds a room that decode has given up: the request fails, and the next try works."""
+    with world() as made:
+        made.expect(7, [1])
+        wait_for(lambda: made.prefill[0].turn() or made.prefill[0].side._meetings._asked)
+        made.decode[0].side.give_up(7)
+        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
+        made.begin(7)
+        made.until(7, KVPoll.FAILED, made.prefill)
+        assert "d0 gave it up" in made.prefill[0].states[7][-1].reason
+        made.meet(7, [8])
+        made.push(7, [5], aux=AUX)
+        made.until(7, KVPoll.SUCCESS)
+        assert landed(made, [5], [8], 4)
+
+
+def test_prefill_gives_up_before_decode_asks_and_decode_does_not_wait() -> None:
+    """Decode would hold its pages until its deadline. The number may be used again."""
+    with world() as made:
+        made.begin(7)
+        made.prefill[0].side.give_up(7)
+        made.expect(7, [1, 8])
+        wait_for(lambda: made.prefill[0].turn() or made.decode[0].state(7) is KVPoll.FAILED)
+        reason = f"aborted: {made.sources[0]}: its request was given up before"
+        assert made.decode[0].states[7][-1].reason == reason
+        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
+        made.hand_over(7, source=[5, 2], target=[1, 8])
+        assert landed(made, [5, 2], [1, 8], 8)
+
+
+def test_a_request_that_decode_gives_up_before_it_has_pages_fails_at_prefill() -> None:
+    """Prefill would wait for decode's pages until SGLang's own limit, which is minutes."""
+    with world() as made:
+        made.begin(7)
+        made.decode[0].side.withdraw(7, made.sources, "SGLang gave it up")
+        made.until(7, KVPoll.FAILED, made.prefill)
+        assert made.prefill[0].states[7][-1].reason.endswith("gave it up: bootstrap_room 7: SGLang gave it up")
+        made.hand_over(7, source=[5, 2], target=[1, 8])
+
+
+def test_a_request_whose_engines_do_not_fit_fails_on_both_sides() -> None:
+    """Prefill never meets a Grant of it, and SGLang's limit for that is minutes."""
+    with world(decode_weights=b"x") as made:
+        made.begin(7)
+        made.expect(7, [1, 8])
+        made.until(7, KVPoll.FAILED, made.prefill)
+        made.until(7, KVPoll.FAILED, made.decode)
+        for side in (made.prefill, made.decode):
+            assert "weights: d0 has '78'" in side[0].states[7][-1].reason
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_decode_gives_up_and_prefill_fails(pushed: bool) -> None:
+    with world() as made:
+        made.meet(7, [1, 8])
+        if pushed:
+            made.push(7, [5])
+        made.decode[0].side.give_up(7)
+        made.until(7, KVPoll.FAILED, made.prefill)
+        assert "d0 gave it up" in made.prefill[0].states[7][-1].reason
+        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
+        assert 7 not in made.decode[0].states  # SGLang knows what it gave up
+        made.hand_over(8, source=[5, 2], target=[1, 8])  # its pages are free
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_prefill_gives_up_and_decode_fails(pushed: bool) -> None:
+    with world() as made:
+        made.meet(7, [1, 8])
+        if pushed:
+            made.push(7, [5])
+        made.prefill[0].side.give_up(7)
+        made.until(7, KVPoll.FAILED, made.decode)
+        why = "aborted" if pushed else "bootstrap_room 7 was given up"
+        assert made.decode[0].states[7][-1].reason == f"aborted: {made.sources[0]}: {why}"
+        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
+        made.push(7, [2], first_page=1, aux=AUX)  # a chunk that was under way
+        assert made.prefill[0].state(7) is KVPoll.WAITING_FOR_INPUT  # nothing more is reported
+
+
+@contextmanager
+def silent(rank: Rank) -> Iterator[None]:
+    """The rank's own thread answers nobody."""
+    here, go_on = Event(), Event()
+
+    def block() -> None:
+        here.set()
+        go_on.wait()
+
+    rank.client._port.to_loop(block)
+    assert here.wait(60.0)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_pages_are_held_while_they_may_be_written(host: bool) -> None:
+    """A writer that does not answer: the request ends at once, and its pages stay until it has said that it is done."""
+    with world(host=host) as made:
+        made.meet(7, [1, 8], host=host)
+        made.push(7, [5])
+        decode = made.decode[0]
+        with silent(made.prefill[0]):
+            decode.side.give_up(7)
+            for _ in range(25):
+                decode.turn()
+                assert not decode.side.is_drained(7)
+                time.sleep(0.02)
+        wait_for(lambda: decode.turn() or decode.side.is_drained(7))
+
+
+def test_a_dead_prefill_fails_the_request_with_its_name() -> None:
+    with world() as made:
+        made.meet(7, [1])
+        made.prefill[0].client.close()
+        made.until(7, KVPoll.FAILED, made.decode)
+        assert made.sources[0] in made.decode[0].states[7][-1].reason
+
+
+def test_requests_land_in_host_memory_or_in_the_cache_one_by_one() -> None:
+    with world(host=True) as made:
+        made.hand_over(7, source=[5, 2], target=[1, 8], decode={"host": True})
+        here = rows(made.prefill, slots_of([5, 2], 4))
+        assert np.array_equal(rows(made.decode, slots_of([1, 8], 4), host=True), here, equal_nan=True)
+        assert not made.decode[0].pool.raw.any()
+        made.hand_over(8, source=[5, 2], target=[1, 8])
+        assert landed(made, [5, 2], [1, 8], 8)
+
+
+def send_kvcache_hisparse(
+    pools: tuple[np.ndarray, np.ndarray], page_size: int, prefill_kv_indices: np.ndarray, dst_kv_indices: np.ndarray,
+    page_index_slice: slice,
+) -> None:  # fmt: skip
+    """What SGLang 0.5.10's call of this name does to both pools, (kinds, layers, slots, heads, width): prefill's pages
+    become tokens, and the last page ends where decode's host tokens do."""
+    source, target = pools
+    tokens = slots_of(prefill_kv_indices, page_size)
+    begin = page_index_slice.start * page_size
+    into = dst_kv_indices[begin : min(page_index_slice.stop * page_size, len(dst_kv_indices))]
+    target[:, :, into] = source[:, :, tokens[: len(into)]]
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_calls_of_sglang_0_5_10_reach_the_same_host_rows(page_size: int) -> None:
+    """Direct to host: `send_metadata(kv_indices)` has decode's host tokens, one a page; `send(kv_indices)` prefill's
+    pages, a chunk at a time."""
+    with world(prefill_page=page_size, decode_page=1, latent=True) as made:
+        tokens = page_size + 7
+        dst_kv_indices = np.random.default_rng(3).permutation(127)[:tokens].astype(np.int32) + 1
+        wanted = made.decode[0].pool.kv.copy()
+        made.meet(7, dst_kv_indices)
+        at, chunks = 0, [np.array([1], np.int32), np.array([0], np.int32)]
+        for kv_indices in chunks:
+            index_slice = slice(at, at + len(kv_indices))
+            at = index_slice.stop
+            made.push(7, kv_indices, first_page=index_slice.start, aux=AUX if at == len(chunks) else None)
+            both = made.prefill[0].pool.kv, wanted
+            send_kvcache_hisparse(both, page_size, kv_indices, dst_kv_indices, index_slice)
+        made.until(7, KVPoll.SUCCESS)
+        assert np.array_equal(made.decode[0].pool.kv, wanted, equal_nan=True)
+
+
+def test_metadata_of_another_size_fails_its_request_alone() -> None:
+    with world() as made:
+        made.meet(7, [1])
+        made.push(7, [5], aux=b"short")
+        made.until(7, KVPoll.FAILED, made.decode)
+        reason = made.decode[0].states[7][-1].reason
+        assert reason == "metadata of the request: 5 bytes were sent, this engine takes 128"
+        assert made.decode[0].aux == {}
+        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
+        made.hand_over(8, source=[5], target=[1])
+
+
+def test_pages_are_not_reused_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang gives them to another request as soon as `give_up` returns."""
+    with world() as made:
+        made.meet(7, [1, 8])
+        made.push(7, [5])
+        side, asked, may_drain, over = made.prefill[0].side, Event(), Event(), Event()
+        node = side._client._node
+        abort = node.abort
+
+        def late(room: int) -> None:
+            asked.set()
+            assert may_drain.wait(30.0)
+            abort(room)
+
+        monkeypatch.setattr(node, "abort", late)
+        thread = Thread(target=lambda: (side.give_up(7), over.set()))
+        thread.start()
+        assert asked.wait(30.0)
+        assert not over.wait(0.3)
+        may_drain.set()
+        assert over.wait(30.0)
+        thread.join()

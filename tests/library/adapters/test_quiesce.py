@@ -1,0 +1,56 @@
+"""What an engine waits for reads in flight is bounded for all requests of a step together."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pdtransfer.adapters.kit.quiesce import QUIESCE_S, Quiescence
+
+
+class Client:
+    """A client whose rooms drain after so many seconds, by a clock of its own."""
+
+    def __init__(self, drains_s: float) -> None:
+        self.now, self.aborted, self._drains_s = 100.0, dict[int, float](), drains_s
+
+    def abort(self, room: int) -> None:
+        self.aborted.setdefault(room, self.now)
+
+    def quiesce(self, room: int, timeout_s: float) -> bool:
+        self.abort(room)
+        left_s = max(0.0, self.aborted[room] + self._drains_s - self.now)
+        self.now += min(left_s, timeout_s)
+        return left_s <= timeout_s
+
+
+def test_rooms_of_one_step_drain_beside_each_other() -> None:
+    client = Client(drains_s=2.0)
+    Quiescence(client, lambda: client.now).wait((room, f"room {room}") for room in range(8))
+    assert client.now == 102.0
+    assert list(client.aborted) == [1, 2, 3, 4, 5, 6, 7, 0]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_no_step_waits_longer_for_many_requests_than_for_one(together: bool, caplog: pytest.LogCaptureFixture) -> None:
+    client = Client(drains_s=1_000.0)
+    quiescence, rooms = Quiescence(client, lambda: client.now), [(room, f"room {room}") for room in range(8)]
+    with caplog.at_level(logging.ERROR):
+        for each in [rooms] if together else [[room] for room in rooms]:
+            quiescence.wait(each)
+    assert client.now == 100.0 + QUIESCE_S
+    assert [each.getMessage() for each in caplog.records] == [
+        f"room {room}: its pages are still read after 30.0 s, and are reused" for room in range(8)
+    ]
+
+
+def test_the_time_comes_back_while_the_engine_runs() -> None:
+    client = Client(drains_s=1_000.0)
+    quiescence = Quiescence(client, lambda: client.now)
+    for room, waited_s in enumerate((QUIESCE_S, 10.0, QUIESCE_S)):
+        before = client.now
+        quiescence.wait([(room, "r")])
+        assert client.now - before == waited_s
+        client.now += 10.0 if room == 0 else 1_000.0
+    quiescence.wait([])

@@ -1,0 +1,480 @@
+"""What the scheduler's side orders, step by step, with stand-ins for vLLM's requests and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from pdtransfer import room_id
+from pdtransfer.adapters.kit.reachable import Reachable
+from pdtransfer.adapters.vllm import scheduler
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
+from pdtransfer.adapters.vllm.params import ReceiveFrom, parse
+from pdtransfer.adapters.vllm.scheduler import BlockTable, SchedulerSide
+
+SENDS: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+RECEIVES: dict[str, Any] = {
+    "do_remote_prefill": True, "remote_engine_id": "p0", "remote_request_id": "x", "remote_host": "127.0.0.1",
+    "remote_port": 7801, "tp_size": 1,
+}  # fmt: skip
+ADDRESS = ("tcp://127.0.0.1:7801",)
+STOPPED, ABORTED = "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED"
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_prompt_tokens: int
+    kv_transfer_params: Any
+    prompt_token_ids: Sequence[int] | None = None
+
+
+@dataclass
+class New:
+    req_id: str
+    block_ids: BlockTable
+    num_computed_tokens: int = 0
+
+
+@dataclass
+class Cached:
+    req_ids: Sequence[str] = ()
+    resumed_req_ids: Collection[str] = ()
+    new_block_ids: Sequence[BlockTable | None] = ()
+    num_computed_tokens: Sequence[int] = ()
+
+
+@dataclass
+class Step:
+    scheduled_new_reqs: Sequence[New] = ()
+    scheduled_cached_reqs: Cached = field(default_factory=Cached)
+    num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
+    preempted_req_ids: Collection[str] | None = None
+
+
+def new(name: str, blocks: BlockTable, count: int, computed: int = 0) -> Step:
+    return Step([New(name, blocks, computed)], num_scheduled_tokens={name: count})
+
+
+def more(name: str, blocks: BlockTable | None, count: int, computed: int, **others: Any) -> Step:
+    return Step((), Cached([name], (), [blocks], [computed]), {name: count}, **others)
+
+
+def side(*groups: KVGroup, **roles: bool) -> SchedulerSide:
+    found = groups or (KVGroup(0, 16),)
+    made = SchedulerSide(
+        found, engine_id="p0", block_bytes=[1_000] * len(found), **{"sends": True, "receives": True} | roles
+    )
+    made.endpoints = ADDRESS
+    return made
+
+
+def begun(made: SchedulerSide, tokens: int, params: Any = None, name: str = "a") -> Request:
+    request = Request(name, tokens, SENDS if params is None else params)
+    made.on_new_request(request)
+    return request
+
+
+def rows(orders: Orders) -> list[tuple[int, int, int]]:
+    return [(each.group, each.first, each.end) for chunk in orders.chunks for each in chunk.rows]
+
+
+# Prefill
+
+
+def test_a_prompt_in_one_step_is_opened_pushed_and_finished() -> None:
+    made = side()
+    request = begun(made, 40)
+    orders = made.orders(new("a", [[7, 3, 5]], 40))
+    assert orders == Orders(opens=[Open("a", "p0/a", 40)], chunks=[Chunk("a", (Rows(0, 0, 3, (7, 3, 5)),), last=True)])
+    keeps, params = made.on_finished(request, STOPPED)
+    assert keeps
+    assert parse(params, Reachable()) == ReceiveFrom("p0/a", ADDRESS)
+    assert made.orders(Step()) == Orders()
+
+
+def test_chunks_push_whole_blocks_and_the_last_one_what_is_left() -> None:
+    made = side()
+    begun(made, 40, SENDS | {"transfer_id": "xfer-1"})
+    first = made.orders(new("a", [[7, 3]], 24))
+    assert first.opens == [Open("a", "xfer-1", 40)]
+    assert first.chunks == [Chunk("a", (Rows(0, 0, 1, (7,)),), last=False)]
+    assert made.orders(more("a", None, 6, 24)).chunks == [], "no block is complete"
+    last = made.orders(more("a", [[5]], 10, 30))
+    assert last.chunks == [Chunk("a", (Rows(0, 1, 3, (7, 3, 5)),), last=True)]
+    assert made.orders(more("a", None, 1, 40)).chunks == []
+
+
+def test_what_prefills_own_cache_has_leaves_with_the_first_chunk() -> None:
+    made = side()
+    begun(made, 40)
+    assert rows(made.orders(new("a", [[7, 3, 5]], 8, computed=32))) == [(0, 0, 3)]
+
+
+def test_of_a_window_only_the_blocks_that_stay_are_pushed() -> None:
+    made = side(KVGroup(0, 16), KVGroup(1, 16, window=20))
+    begun(made, 100)
+    table = [list(range(1, 8)), [0, 0, 3, 4, 5, 6, 7]]
+    assert rows(made.orders(new("a", [table[0][:4], table[1][:4]], 64))) == [(0, 0, 4)]
+    assert rows(made.orders(more("a", [table[0][4:], table[1][4:]], 36, 64))) == [(0, 4, 7), (1, 5, 7)]
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "first"),
+    [(KVGroup(0, 16, window=20), 35, 0), (KVGroup(0, 16, window=20), 36, 1), (KVGroup(0, 16, chunk=32), 64, 2)],
+)
+def test_what_the_prompts_last_token_sees_crosses(group: KVGroup, tokens: int, first: int) -> None:
+    """Decode computes that token anew, so its window begins one token before that of the next."""
+    made = side(group)
+    begun(made, tokens)
+    end = group.rows(tokens)
+    orders = made.orders(new("a", [list(range(1, 1 + end))], tokens))
+    assert [(each.rows[0].first, each.rows[0].end, each.last) for each in orders.chunks] == [(first, end, True)]
+    assert group.first_row(made.matched_tokens(begun(made, tokens, RECEIVES, "b"), 0) or 0) == first
+    gives_up = made.orders(more("a", None, 1, tokens)).quiesce
+    assert gives_up == ["a"] * (group.first_row(tokens) > first), "vLLM frees these with the first generated token"
+
+
+def test_a_request_that_generates_on_gives_its_window_up_before_its_blocks_are_reused() -> None:
+    made = side(KVGroup(0, 16, window=20))
+    request = begun(made, 40)
+    made.orders(new("a", [[1, 2, 3]], 40))
+    assert made.orders(more("a", None, 1, 40)).quiesce == []
+    assert made.orders(more("a", None, 1, 51)).quiesce == ["a"]
+    assert made.orders(more("a", None, 1, 52)) == Orders(), "its blocks are others' by now"
+    assert made.on_finished(request, STOPPED) == (False, None)
+
+
+def test_a_preempted_request_is_quiesced_and_begins_again_in_another_room() -> None:
+    made = side()
+    request = begun(made, 40)
+    made.orders(new("a", [[7, 3]], 24))
+    assert made.orders(Step(preempted_req_ids={"a"})) == Orders(quiesce=["a"])
+    again = Step((), Cached(["a"], {"a"}, [[[9, 8, 6]]], [0]), {"a": 40})
+    orders = made.orders(again)
+    assert orders.opens == [Open("a", "p0/a#1", 40)]
+    assert orders.chunks == [Chunk("a", (Rows(0, 0, 3, (9, 8, 6)),), last=True)]
+    keeps, params = made.on_finished(request, STOPPED)
+    assert keeps
+    assert parse(params, Reachable()) == ReceiveFrom("p0/a#1", ADDRESS)
+
+
+def test_a_preempted_room_that_decode_may_know_fails_for_good() -> None:
+    made = side()
+    request = begun(made, 40, SENDS | {"transfer_id": "xfer-1"})
+    made.orders(new("a", [[7, 3]], 24))
+    assert made.orders(Step(preempted_req_ids={"a"})).quiesce == ["a"]
+    again = made.orders(Step((), Cached(["a"], {"a"}, [[[9, 8, 6]]], [0]), {"a": 40}))
+    assert (again.opens, again.chunks) == ([], [])
+    assert made.on_finished(request, STOPPED) == (False, None)
+
+
+def test_of_several_prompts_with_one_transfer_id_the_first_is_handed_over() -> None:
+    made = side()
+    one, two = (begun(made, 40, SENDS | {"transfer_id": "xfer-1"}, name) for name in "ab")
+    orders = made.orders(Step([New("b", [[1]]), New("a", [[7, 3, 5]])], num_scheduled_tokens={"b": 16, "a": 40}))
+    assert [each.request_id for each in (*orders.opens, *orders.chunks)] == ["a", "a"]
+    assert [made.on_finished(each, STOPPED)[0] for each in (two, one)] == [False, True]
+    begun(made, 40, SENDS | {"transfer_id": "xfer-1"}, "late")
+    assert made.orders(new("late", [[7, 3, 5]], 40)) == Orders()
+
+
+def test_a_request_has_the_id_that_decode_knows_before_prefill_answers() -> None:
+    """Unless an earlier one had it: a room is used once."""
+    made, uuid = side(), "0f8fad5bd9cb469fa16570867728950e"
+    names = [f"cmpl-{uuid}-0-{own}" for own in ("deadbeef", "0badcafe")]
+    for name, known in zip(names, (f"cmpl-{uuid}-0", names[1]), strict=True):
+        request = begun(made, 40, name=name)
+        [opened] = made.orders(new(name, [[7, 3, 5]], 40)).opens
+        assert opened.label == f"p0/{known}"
+        _, returned = made.on_finished(request, STOPPED)
+        assert returned is not None
+        assert returned["remote_request_id"] == known
+
+
+def test_decode_that_is_asked_again_computes_the_prompt() -> None:
+    """As llm-d's sidecar asks where prefill has another identity than it knew: with the same transfer_id."""
+    made = side()
+    request = begun(made, 40, RECEIVES | {"transfer_id": "xfer-1"})
+    assert made.matched_tokens(request, 0) == 39
+    made.on_blocks(request, [[7, 3, 5]], 39)
+    made.on_finished(request, ABORTED)
+    again = begun(made, 40, RECEIVES | {"transfer_id": "xfer-1", "remote_port": 7802}, "b")
+    assert made.matched_tokens(again, 0) == 0
+    assert [each.request_id for each in made.orders(Step()).receives] == ["a"]
+
+
+def test_a_bounded_number_of_labels_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "LABELS_MAX", 2)
+    made, names = side(), [f"{at}" for at in (0, 1, 2, 0, 2)]
+    for at, name in enumerate(names):
+        begun(made, 40, SENDS | {"transfer_id": name}, f"p{at}")
+        made.on_finished(begun(made, 40, RECEIVES | {"transfer_id": name}, f"d{at}"), ABORTED)
+    steps = [made.orders(new(f"p{at}", [[7, 3, 5]], 40)) for at in range(len(names))]
+    assert [len(each.opens) for each in steps] == [1, 1, 1, 1, 0]
+    assert len(steps[0].withdrawals) == 4
+
+
+def test_a_request_that_ends_before_its_prompt_is_computed_fails_its_room() -> None:
+    """Whatever vLLM calls its end."""
+    made = side()
+    request = begun(made, 40)
+    made.orders(new("a", [[7, 3]], 24))
+    assert made.on_finished(request, STOPPED) == (True, None)
+    assert made.orders(Step()).aborts == ["a"]
+
+
+def test_blocks_of_requests_without_a_hand_off_are_their_own() -> None:
+    made = side()
+    begun(made, 40)
+    made.orders(new("a", [[7, 3]], 24))
+    both = Cached(["other", "a"], (), [[[9]], [[5]]], [60, 24])
+    orders = made.orders(Step((), both, {"other": 1, "a": 16}))
+    assert orders.chunks == [Chunk("a", (Rows(0, 1, 3, (7, 3, 5)),), last=True)]
+
+
+def test_preempted_before_its_first_step_it_has_nothing_to_give_up() -> None:
+    made = side()
+    begun(made, 40)
+    assert made.orders(Step(preempted_req_ids={"a", "unknown"})) == Orders()
+
+
+@pytest.mark.parametrize(("steps", "keeps"), [(0, False), (1, True), (2, True)])
+def test_prefill_that_is_given_up_fails_its_room(steps: int, keeps: bool) -> None:
+    made = side()
+    request = begun(made, 40)
+    for step in (new("a", [[7, 3]], 24), more("a", [[5]], 16, 24))[:steps]:
+        made.orders(step)
+    assert made.on_finished(request, ABORTED) == (keeps, None)
+    assert made.has_word_for_peers, "decode is told now, whether a request here needs a step or not"
+    expected = Orders(aborts=["a"]) if keeps else Orders(withdrawals=[Withdraw("a", room_id("p0/a"))])
+    assert made.orders(Step()) == expected
+
+
+def test_a_hand_off_that_its_proxy_gives_up_fails_also_if_its_request_has_ended_or_comes_later() -> None:
+    made = side()
+    named = {"transfer_id": "xfer"}
+    given_up = {"abort_transfer_id": "xfer"}
+    withdrawn = [Withdraw("a", room_id("xfer"))]
+    request = begun(made, 40, SENDS | named)
+    made.orders(new("a", [[7, 3, 5]], 40))
+    assert made.on_finished(request, STOPPED)[0]
+    begun(made, 1, given_up, "b")
+    assert made.has_word_for_peers
+    assert made.orders(new("b", [[1]], 1)) == Orders(withdrawals=withdrawn)
+
+    made = side()
+    request = begun(made, 40, SENDS | named)
+    made.orders(new("a", [[7, 3]], 24))
+    begun(made, 1, given_up, "b")
+    assert made.orders(more("a", [[5]], 16, 24)) == Orders(withdrawals=withdrawn), "nothing more leaves"
+    assert made.on_finished(request, ABORTED) == (True, None)
+    assert made.orders(Step()).aborts == ["a"]
+
+    made = side()
+    begun(made, 1, given_up, "b")
+    assert made.orders(Step()) == Orders(withdrawals=[Withdraw("b", room_id("xfer"))])
+    request = begun(made, 40, SENDS | named)
+    assert made.orders(new("a", [[7, 3, 5]], 40)) == Orders()
+    assert made.on_finished(request, STOPPED) == (False, None)
+
+
+@pytest.mark.parametrize("params", [SENDS | {"transfer_id": 3}, {"do_remote_decode": "yes"}])
+def test_wrong_parameters_of_prefill_hand_nothing_over(params: Any) -> None:
+    made = side()
+    request = begun(made, 40, params)
+    assert made.matched_tokens(request, 0) == 0
+    assert made.orders(new("a", [[7, 3, 5]], 40)) == Orders()
+    assert made.on_finished(request, STOPPED) == (False, None)
+
+
+# Decode
+
+
+def test_a_request_waits_for_what_its_own_cache_lacks() -> None:
+    made = side()
+    request = begun(made, 40, RECEIVES)
+    assert [made.matched_tokens(request, 16) for _ in range(2)] == [23, 23]
+    made.on_blocks(request, [[7, 3, 5]], 23)
+    assert made.matched_tokens(request, 0) == 0, "it is asked for once"
+    made.on_blocks(request, [[7, 3, 5]], 0)
+    assert made.orders(Step()).receives == [Receive("a", room_id("p0/x"), ADDRESS, 40, 16, ((7, 3, 5),))]
+    assert made.on_finished(request, STOPPED) == (False, {"kv_bytes": 2_000, "kv_lost": False})
+    assert made.orders(Step()) == Orders()
+
+
+@pytest.mark.parametrize(("requests", "blocks"), [({"a"}, ()), ((), {5})], ids=["by request", "by block"])
+def test_an_answer_tells_that_its_kv_was_not_received(requests: Collection[str], blocks: Collection[int]) -> None:
+    made = side()
+    lost, fine = begun(made, 40, RECEIVES), begun(made, 40, RECEIVES | {"remote_request_id": "y"}, "b")
+    for request, table in ((lost, [[7, 3, 5]]), (fine, [[8, 2, 1]])):
+        made.on_blocks(request, table, 39)
+    made.orders(Step())
+    made.on_failed_loads((), ())
+    made.on_failed_loads(requests, blocks)
+    for request in (lost, fine):
+        made.on_blocks(request, [[7, 3, 5]], 0)
+    assert made.on_finished(lost, STOPPED) == (False, {"kv_bytes": 0, "kv_lost": True})
+    assert made.on_finished(fine, STOPPED) == (False, {"kv_bytes": 3_000, "kv_lost": False})
+
+
+def test_a_load_that_is_given_up_is_aborted() -> None:
+    made = side()
+    request = begun(made, 40, RECEIVES)
+    made.on_blocks(request, [[7, 3, 5]], 39)
+    made.orders(Step())
+    assert not made.on_finished(request, ABORTED)[0]
+    assert made.orders(Step()) == Orders(aborts=["a"])
+
+
+def choices(made: SchedulerSide, *prompts: Sequence[int] | None) -> list[Request]:
+    """Requests that vLLM makes of one, all with its parameters."""
+    found = [Request(f"{at}", 40, RECEIVES, prompt) for at, prompt in enumerate(prompts)]
+    for each in found:
+        made.on_new_request(each)
+    return found
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_choices_of_one_prompt_wait_for_the_one_that_is_received(ends: bool) -> None:
+    made = side()
+    first, *others = choices(made, [1, 2], [1, 2], [1, 2])
+    for _ in range(2):
+        assert [made.matched_tokens(each, 0) for each in others] == [None, None]
+        if made.matched_tokens(first, 0):
+            made.on_blocks(first, [[7, 3, 5]], 39)
+    assert len(made.orders(Step()).receives) == 1
+    if ends:
+        made.on_finished(first, ABORTED)
+    else:
+        made.on_blocks(first, [[7, 3, 5]], 0)
+    assert [made.matched_tokens(each, 32) for each in others] == [0, 0], "its blocks are in the prefix cache"
+    for each in others:
+        made.on_blocks(each, [[7, 3, 6]], 0)
+        assert made.on_finished(each, STOPPED) == (False, None)
+    assert made.orders(Step()) == Orders(aborts=["0"] * ends)
+
+
+@pytest.mark.parametrize("other", [[3, 4], None])
+def test_of_several_prompts_the_first_is_received_and_the_others_are_computed(other: Sequence[int] | None) -> None:
+    """Prompts of equal length cannot be told apart by it: none may get another one's KV."""
+    made = side()
+    one, two = choices(made, None if other is None else [1, 2], other)
+    assert [made.matched_tokens(each, 0) for each in (two, one)] == [0, 39]
+    made.on_blocks(two, [[1, 2, 4]], 0)
+    made.on_blocks(one, [[7, 3, 5]], 39)
+    made.on_finished(two, STOPPED)
+    made.on_finished(one, STOPPED)
+    assert made.matched_tokens(begun(made, 40, RECEIVES, "late"), 0) == 0
+    assert [each.slots for each in made.orders(Step()).receives] == [((7, 3, 5),)]
+
+
+@pytest.mark.parametrize(("tokens", "received"), [(1, 1), (16, 15), (17, 17), (18, 17), (33, 33)])
+def test_every_row_of_a_room_has_a_block(tokens: int, received: int) -> None:
+    """vLLM allocates blocks for what is received, and only later that of the token it computes itself."""
+    made = side()
+    request = begun(made, tokens, RECEIVES)
+    assert made.matched_tokens(request, 0) == received
+    blocks = [*range(1, 1 + -(-received // 16))]
+    made.on_blocks(request, [blocks], received)
+    [order] = made.orders(Step()).receives
+    assert (order.tokens, order.prefix, len(order.slots[0])) == (tokens, 0, KVGroup(0, 16).rows(tokens))
+
+
+def test_a_windows_lost_blocks_and_blocks_behind_the_prompt_are_no_slots() -> None:
+    made = side(KVGroup(0, 16), KVGroup(2, 16, window=20))
+    request = begun(made, 40, RECEIVES)
+    made.on_blocks(request, [[7, 3, 5, 9], [1, 1, 1], [0, 4, 6]], 39)
+    assert made.orders(Step()).receives[0].slots == ((7, 3, 5), (-1, 4, 6))
+
+
+@pytest.mark.parametrize("status", [STOPPED, ABORTED])
+def test_what_decode_does_not_need_prefill_need_not_keep(status: str) -> None:
+    """If the request is given up meanwhile, prefill may never begin."""
+    made = side()
+    request = begun(made, 40, RECEIVES)
+    made.on_blocks(request, [[7, 3, 5]], 0)
+    assert made.has_word_for_peers
+    assert made.orders(Step()) == Orders(
+        receives=[Receive("a", room_id("p0/x"), ADDRESS, 40, 40, ((-1, -1, -1),), awaited=False)]
+    )
+    assert made.on_finished(request, status) == (False, {"kv_bytes": 0, "kv_lost": False})
+    assert made.orders(Step()) == Orders(aborts=["a"] * (status == ABORTED))
+
+
+@pytest.mark.parametrize(("name", "shown"), [("cmpl-x-0", "cmpl-x-0"), ("f00d", "x (f00d)")])
+def test_a_request_that_ends_before_it_has_blocks_is_withdrawn_at_prefill(name: str, shown: str) -> None:
+    """Its client has left, or vLLM's server has refused it: then it is another request, of one token, under an id of
+    its own. Prefill took the Grant of that one token for a breach."""
+    made = side()
+    request = begun(made, 1, RECEIVES, name)
+    assert made.on_finished(request, ABORTED) == (False, None)
+    assert made.has_word_for_peers
+    assert made.orders(Step()) == Orders(withdrawals=[Withdraw(shown, room_id("p0/x"), ADDRESS)])
+
+
+def test_wrong_parameters_of_decode_fail_its_load_alone() -> None:
+    made = side()
+    request = begun(made, 40, RECEIVES | {"remote_port": 0})
+    assert made.matched_tokens(request, 0) == 39
+    made.on_blocks(request, [[7, 3, 5]], 39)
+    assert made.orders(Step()) == Orders(refusals=[Refuse("a", (7, 3, 5))])
+
+
+def test_blocks_that_decode_has_and_null_blocks_do_not_fail_with_a_load() -> None:
+    """Other requests may have them as well, and vLLM gives up each request whose blocks are named."""
+    made = side()
+    request = begun(made, 70, RECEIVES | {"remote_port": 0})
+    assert made.matched_tokens(request, 16) == 53
+    made.on_blocks(request, [[7, 0, 3, 5, 9]], 53)
+    assert made.orders(Step()) == Orders(refusals=[Refuse("a", (3, 5, 9))])
+
+
+@pytest.mark.parametrize("params", ["x", ["do_remote_prefill"], 7])
+def test_parameters_that_are_no_object_fail_their_load_alone(params: Any) -> None:
+    made = side()
+    request = begun(made, 40, params)
+    assert made.matched_tokens(request, 0) > 0
+    made.on_blocks(request, [[7, 3, 5]], 39)
+    assert made.orders(Step()) == Orders(refusals=[Refuse("a", (7, 3, 5))])
+
+
+def test_wrong_parameters_of_a_request_without_blocks_need_nothing() -> None:
+    made = side()
+    request = begun(made, 40, RECEIVES | {"remote_port": 0})
+    made.on_finished(request, ABORTED)
+    assert not made.has_word_for_peers
+    assert made.orders(Step()) == Orders()
+
+
+def test_a_role_that_an_engine_has_not_is_no_hand_off() -> None:
+    prefill, decode = side(receives=False), side(sends=False)
+    request = begun(prefill, 40, RECEIVES)
+    assert prefill.matched_tokens(request, 0) == 0
+    request = begun(decode, 40, SENDS)
+    assert decode.matched_tokens(request, 0) == 0
+    assert decode.orders(new("a", [[7, 3, 5]], 40)) == Orders()
+
+
+def test_an_engine_of_one_role_takes_its_own_requests_and_those_without_a_hand_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill, decode = side(receives=False), side(sends=False)
+    for made in (prefill, decode):
+        assert made.matched_tokens(begun(made, 40, {}, "plain"), 0) == 0
+    begun(prefill, 40, SENDS)
+    assert prefill.orders(new("a", [[7, 3, 5]], 40)).opens
+    assert decode.matched_tokens(begun(decode, 40, RECEIVES), 0) > 0
+    assert not caplog.records
+
+
+def test_a_request_without_a_hand_off_is_left_alone() -> None:
+    made = side()
+    request = begun(made, 40, {})
+    assert made.matched_tokens(request, 0) == 0
+    made.on_blocks(request, [[7, 3, 5]], 0)
+    assert made.orders(new("a", [[7, 3, 5]], 40)) == Orders()
+    assert made.on_finished(request, STOPPED) == (False, None)

@@ -1,0 +1,647 @@
+"""A worker's side with real clients on either end, and numpy arrays in place of vLLM's KV caches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import permutations
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
+import torch
+
+from pdtransfer import (
+    ArenaMemory,
+    Cause,
+    DecodeClient,
+    NodeSettings,
+    PrefillClient,
+    RoomDrained,
+    RoomFailed,
+    RoomReady,
+    WriterOptions,
+    room_id,
+)
+from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.vllm import figures, worker
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
+from pdtransfer.adapters.vllm.pools import Pools, pools
+from pdtransfer.adapters.vllm.worker import Results, WorkerSide
+from pdtransfer.handoff import cell_sizes
+from pdtransfer.wire import Ranks
+from tests.support.client_pair import LIMITS, Late
+from tests.support.waiting import wait_for
+
+LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 16, 2, 16, 8
+SHAPE = LAYERS, BLOCKS, HEADS, TOKENS, WIDTH
+NAMES = [f"model.layers.{at}.attn" for at in range(LAYERS)]
+
+
+Groups = list[tuple[KVGroup, list[str]]]
+ONE: Groups = [(KVGroup(0, TOKENS), NAMES)]
+TWO: Groups = [(KVGroup(0, TOKENS), NAMES[:2]), (KVGroup(1, TOKENS), NAMES[2:])]
+
+
+def described(cache: np.ndarray, base: int, groups: Groups, rows: str) -> Pools:
+    """The components of the cache, float32 (layers, blocks, heads, tokens, width), whose rows are blocks or tokens."""
+    views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
+    by_token = {name: view.transpose(1, 2) for name, view in views.items()}
+    kinds = {name: {"k": view[..., : WIDTH // 2], "v": view[..., WIDTH // 2 :]} for name, view in by_token.items()}
+    return pools(
+        views, groups, blocks=BLOCKS, base=base, heads=Heads(HEADS, Ranks()), kinds=kinds if rows == "tokens" else None
+    )
+
+
+class Site:
+    """Prefill's and decode's worker, and both KV caches."""
+
+    def __init__(
+        self, source: np.ndarray, target: np.ndarray, made: Pools, prefill: PrefillClient, decode: DecodeClient,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.source, self.target = source, target
+
+        def side(**clients: Any) -> WorkerSide:
+            both = {"prefill": None, "decode": None} | clients
+            return WorkerSide(**{"pools": made, "time_left_s": 20.0} | both | options)
+
+        self.prefill, self.decode = side(prefill=prefill), side(decode=decode)
+        self.both = side(prefill=prefill, decode=decode)
+        self.endpoint, self.clients = prefill.endpoint, (prefill, decode)
+        self.sent, self.received = Results(), Results()
+        self.figures = figures.empty()
+
+    def receive(self, name: str, label: str, tokens: int, blocks: list[int], **more: Any) -> Receive:
+        return Receive(
+            name, room_id(label), (self.endpoint,), tokens, **{"prefix": 0, "slots": (tuple(blocks),)} | more
+        )
+
+    def send(
+        self, name: str, label: str, tokens: int, blocks: list[int], after: Callable[[], Any] = lambda: None
+    ) -> None:
+        """One step that computes a whole prompt, and reports all layers but the last."""
+        self.step(Orders(opens=[Open(name, label, tokens)], chunks=[chunk(name, blocks)]), after, NAMES[:-1])
+
+    def step(self, orders: Orders, after: Callable[[], Any] = lambda: None, layers: Sequence[str] = NAMES) -> None:
+        """One step of prefill, which reports these layers."""
+        self.prefill.quiesce(orders)
+        self.prefill.begin(orders)
+        for layer in layers:
+            self.prefill.save(layer, after)
+        self.prefill.end(after)
+        assert not self.prefill.has_chunks
+
+    def poll(self, finished: tuple[str, ...] = ()) -> None:
+        for side, seen in ((self.prefill, self.sent), (self.decode, self.received)):
+            found = side.results(finished)
+            assert not seen.sent & found.sent
+            assert not seen.received & found.received
+            seen.sent |= found.sent
+            seen.received |= found.received
+            seen.failed |= found.failed
+            seen.failed_blocks |= found.failed_blocks
+            if (data := side.take_figures()) is not None:
+                figures.add(self.figures, data)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        def polled() -> object:
+            self.poll()
+            return condition()
+
+        wait_for(polled)
+
+    def landed(self, source: list[int], target: list[int]) -> bool:
+        """Whether these blocks are the same on both sides."""
+        return np.array_equal(self.target[:, target], self.source[:, source])
+
+
+def chunk(name: str, blocks: list[int], first: int = 0, last: bool = True) -> Chunk:
+    """A chunk that computes the rows from `first` on of a request's blocks."""
+    return Chunk(name, (Rows(0, first, len(blocks), tuple(blocks)),), last)
+
+
+class LateEvents:
+    """Makes events, which fire when the test says so."""
+
+    def __init__(self) -> None:
+        self.made: list[Late] = []
+
+    def make(self) -> Late:
+        self.made.append(Late())
+        return self.made[-1]
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", worker.__name__)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with made_site() as made:
+        yield made
+
+
+@contextmanager
+def made_site(groups: Groups = ONE, rows: str = "blocks", **side: Any) -> Iterator[Site]:
+    source = np.random.default_rng(1).random(SHAPE, np.float32)
+    arena = ArenaMemory.create(source.nbytes)
+    target = np.frombuffer(arena.mapping.view, np.float32, source.size).reshape(SHAPE)
+    options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
+    made = described(source, source.ctypes.data, groups, rows)
+    prefill = PrefillClient(
+        NodeSettings(node="p", **options), made.components, writer=WriterOptions(pool_address=source.ctypes.data)
+    )
+    landing = described(target, arena.mapping.address, groups, rows)
+    decode = DecodeClient(
+        NodeSettings(node="d", **options), landing.components, arena, engine_slots=True, prefix_cache=False, verify=True
+    )
+    with prefill, decode:
+        yield Site(source, target, made, prefill, decode, **side)
+
+
+def test_blocks_land_where_decode_wants_them(site: Site) -> None:
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.send("p", "room", 40, [7, 3, 5])
+    site.until(lambda: site.received.received)
+    assert (site.received.received, site.received.failed) == ({"d"}, set())
+    assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
+    assert not site.target[:, [block for block in range(BLOCKS) if block not in (4, 9, 2)]].any()
+    site.poll(("p", "another"))
+    site.until(lambda: site.sent.sent == {"p"})
+    byte_count = site.source[:, :3].nbytes
+    assert site.figures["rooms"] == {"sent": 1, "received": 1}
+    assert site.figures["bytes"] == {"sent": byte_count, "received": byte_count}
+    assert len(site.figures["seconds"]) == 1
+    assert figures.summary(site.figures)["rooms received"] == 1
+    assert not site.prefill._sent_rooms, "what has ended is forgotten"
+    assert not site.decode._received_rooms
+
+
+def test_a_request_is_not_reported_before_it_has_ended(site: Site) -> None:
+    """vLLM asserts that a request whose sending is finished has finished itself."""
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.send("p", "room", 40, [7, 3, 5])
+    site.until(lambda: site.received.received)
+    time.sleep(0.1)
+    site.poll()
+    assert site.sent.sent == set()
+    site.poll(("p",))
+    assert site.sent.sent == {"p"}
+    site.poll(("p",))
+
+
+def test_every_layer_of_a_large_chunk_waits_for_its_own_event(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_sizes, "WHOLE_BYTES_MAX", 0)
+    monkeypatch.setattr(worker, "CELL_BYTES_MIN", 1)
+    events = LateEvents()
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.send("p", "room", 40, [7, 3, 5], events.make)
+    assert len(events.made) == LAYERS, "two by their names, and what was not reported with the end of the step"
+    for event in events.made[:-1]:
+        event.fired = True
+    wait_for(lambda: np.array_equal(site.target[:2, [4, 9, 2]], site.source[:2, [7, 3, 5]]))
+    site.poll()
+    assert not site.received.received
+    events.made[-1].fired = True
+    site.until(lambda: site.received.received)
+    assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
+
+
+def test_layers_of_a_small_chunk_leave_together(site: Site) -> None:
+    events = LateEvents()
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.send("p", "room", 40, [7, 3, 5], events.make)
+    assert len(events.made) == 1, "an event of the last layer alone"
+    time.sleep(0.05)
+    assert not site.target.any()
+    events.made[0].fired = True
+    site.until(lambda: site.received.received)
+    assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
+
+
+def test_a_layer_that_was_left_out_leaves_by_itself(site: Site) -> None:
+    """What is reported in another order, or late, is pushed once all the same."""
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    orders = Orders(opens=[Open("p", "room", 40)], chunks=[chunk("p", [7, 3, 5])])
+    site.step(orders, layers=[NAMES[at] for at in (2, 0, 2)])
+    site.until(lambda: site.received.received)
+    assert site.landed([7, 3, 5], [4, 9, 2])
+
+
+@pytest.mark.parametrize("order", list(permutations(range(LAYERS))))
+def test_no_layer_leaves_before_it_is_computed_and_each_leaves_once(site: Site, order: tuple[int, ...]) -> None:
+    pushed: list[int] = []
+    push = site.clients[0].push
+
+    def noted(*args: Any, layers: tuple[int, int], after: Late, **more: Any) -> None:
+        assert set(range(*layers)) <= set(computed)
+        assert after in events.made
+        after.fired = True
+        pushed.extend(range(*layers))
+        push(*args, layers=layers, after=after, **more)
+
+    site.clients[0].push = noted
+    computed: list[int] = []
+    events = LateEvents()
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.prefill.begin(Orders(opens=[Open("p", "room", 40)], chunks=[chunk("p", [7, 3, 5])]))
+    for at in order:
+        computed.append(at)
+        site.prefill.save(NAMES[at], events.make)
+    site.prefill.end(events.make)
+    assert sorted(pushed) == [0, 1, 2]
+    site.until(lambda: site.received.received)
+    assert site.landed([7, 3, 5], [4, 9, 2])
+
+
+def test_layers_of_a_large_chunk_leave_in_cells_that_are_large_enough(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows are more than leave at once. The first layer is less than what is left, the second as much."""
+    row_bytes = LAYERS * HEADS * TOKENS * WIDTH * 4
+    monkeypatch.setattr(cell_sizes, "WHOLE_BYTES_MAX", 2 * row_bytes)
+    events = LateEvents()
+    site.send("p", "room", 40, [7, 3, 5], events.make)
+    assert len(events.made) == 2
+
+
+@pytest.mark.parametrize("layers", [NAMES, NAMES[:-1]])
+def test_cells_that_leave_together_wait_for_one_event(site: Site, layers: list[str]) -> None:
+    events = LateEvents()
+    opens = [Open("p", "room", 40), Open("q", "another", 20)]
+    site.step(Orders(opens=opens, chunks=[chunk("p", [7, 3, 5]), chunk("q", [1, 6])]), events.make, layers)
+    assert len(events.made) == 1
+    receives = [site.receive("d", "room", 40, [4, 9, 2]), site.receive("e", "another", 20, [8, 10])]
+    site.decode.begin(Orders(receives=receives))
+    events.made[0].fired = True
+    site.until(lambda: site.received.received == {"d", "e"})
+    assert site.landed([7, 3, 5, 1, 6], [4, 9, 2, 8, 10])
+
+
+def test_a_prompt_of_two_steps_lands_after_the_second(site: Site) -> None:
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.step(Orders(opens=[Open("p", "room", 40)], chunks=[chunk("p", [7], last=False)]))
+    wait_for(lambda: site.landed([7], [4]))
+    time.sleep(0.1)
+    site.poll()
+    assert site.received == Results()
+    site.step(Orders(chunks=[chunk("p", [7, 3, 5], first=1)]))
+    site.until(lambda: site.received.received)
+    assert site.landed([7, 3, 5], [4, 9, 2])
+
+
+def test_groups_leave_from_blocks_of_their_own() -> None:
+    with made_site(TWO) as site:
+        slots = {"slots": ((4, 9, 2), (-1, 8, 10))}
+        site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [], **slots)]))
+        rows = (Rows(0, 0, 3, (7, 3, 5)), Rows(1, 1, 3, (0, 6, 1)))
+        site.step(Orders(opens=[Open("p", "room", 40)], chunks=[Chunk("p", rows, last=True)]))
+        site.until(lambda: site.received.received)
+        assert site.received == Results(received={"d"})
+        assert np.array_equal(site.target[:2, [4, 9, 2]], site.source[:2, [7, 3, 5]])
+        assert np.array_equal(site.target[2, [8, 10]], site.source[2, [6, 1]])
+        assert not site.target[2, [4, 9, 2]].any()
+
+
+def test_rows_that_are_tokens_end_with_the_prompt() -> None:
+    with made_site(rows="tokens") as site:
+        site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+        site.send("p", "room", 40, [7, 3, 5])
+        site.until(lambda: site.received.received)
+        assert site.received == Results(received={"d"})
+        assert site.landed([7, 3], [4, 9])
+        assert np.array_equal(site.target[:, 2, :, :8], site.source[:, 5, :, :8])
+        assert not site.target[:, 2, :, 8:].any()
+
+
+def test_an_engine_that_sends_and_receives_does_both_in_one_step(site: Site) -> None:
+    orders = Orders(
+        opens=[Open("p", "room", 40)], receives=[site.receive("d", "room", 40, [4, 9, 2])],
+        chunks=[chunk("p", [7, 3, 5])],
+    )  # fmt: skip
+    site.both.begin(orders)
+    site.both.end(lambda: None)
+    found = [site.both.results(["p"])]
+    wait_for(lambda: found.append(site.both.results(())) or any(each.sent for each in found))
+    wait_for(lambda: found.append(site.both.results(())) or any(each.received for each in found))
+    assert site.landed([7, 3, 5], [4, 9, 2])
+    site.both.close()
+    for client in site.clients:
+        assert client.fileno() < 0, "it is closed"
+
+
+def test_rows_that_decode_has_do_not_cross(site: Site) -> None:
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2], prefix=16)]))
+    site.send("p", "room", 40, [7, 3, 5])
+    site.until(lambda: site.received.received)
+    assert not site.target[:, 4].any()
+    assert np.array_equal(site.target[:, [9, 2]], site.source[:, [3, 5]])
+
+
+def test_a_request_that_needs_nothing_frees_prefill_and_is_never_reported(site: Site) -> None:
+    site.send("p", "room", 40, [7, 3, 5])
+    site.poll(("p",))
+    time.sleep(0.1)
+    site.poll()
+    assert not site.sent.sent
+    orders = Orders(receives=[site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)])
+    site.decode.begin(orders)
+    site.until(lambda: site.sent.sent == {"p"})
+    site.until(lambda: site.figures["rooms"].get("received") == 1)
+    assert site.received == Results()
+
+
+def test_requests_that_share_decodes_blocks_land_together_and_fail_alone(site: Site) -> None:
+    """vLLM gives up every request whose blocks are named, also those that have them from its prefix cache."""
+    site.prefill.begin(Orders(opens=[Open("p", "lost", 40)]))
+    receives = [site.receive(name, label, 40, [4, *own], prefix=16)
+                for name, label, own in (("d", "lost", [9, 2]), ("e", "room", [8, 10]))]  # fmt: skip
+    site.decode.begin(Orders(receives=receives))
+    site.send("q", "room", 40, [7, 3, 5])
+    site.prefill.begin(Orders(aborts=["p"]))
+    site.until(lambda: site.received.received == {"d", "e"})
+    assert (site.received.failed, site.received.failed_blocks) == ({"d"}, {9, 2})
+    assert site.landed([3, 5], [8, 10])
+
+
+def test_decode_that_gives_up_is_reported_once_and_has_not_failed(site: Site) -> None:
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.decode.begin(Orders(aborts=["d", "unknown"]))
+    site.until(lambda: site.received.received == {"d"})
+    assert not site.received.failed
+    site.decode.begin(Orders(aborts=["d"]))
+    site.poll()
+
+
+def test_a_request_may_end_in_the_step_that_gave_it_blocks(site: Site) -> None:
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])], aborts=["d"]))
+    site.until(lambda: site.received.received == {"d"})
+    assert site.figures["causes"] == {"aborted": 1}
+    assert site.figures["rooms"] == {"failed": 1}
+
+
+def test_a_notice_whose_request_is_given_up_does_not_wait_for_prefill(site: Site) -> None:
+    """Which may have refused the request, and never begins."""
+    notice = site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)
+    site.decode.begin(Orders(receives=[notice]))
+    site.decode.begin(Orders(aborts=["d"]))
+    site.until(lambda: site.figures["causes"] == {"aborted": 1})
+    site.send("p", "room", 40, [7, 3, 5])
+    site.poll(("p",))
+    site.until(lambda: site.sent.sent == {"p"})
+    assert site.figures["causes"] == {"aborted": 2}
+
+
+@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+def test_a_room_that_decode_withdraws_frees_prefills_blocks(
+    order: str, site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    withdrawal = Withdraw("x (f00d)", room_id("room"), (site.endpoint,))
+    if order == "decode first":
+        site.decode.begin(Orders(withdrawals=[withdrawal]))
+    site.send("p", "room", 40, [7, 3, 5])
+    site.poll(("p",))
+    if order == "prefill first":
+        site.decode.begin(Orders(withdrawals=[withdrawal]))
+    site.until(lambda: site.sent.sent == {"p"})
+    assert site.figures["causes"] == {"aborted": 1}
+    assert "request p: its KV was not handed over: aborted: node:d gave it up: request x (f00d) was given up" in [
+        each.getMessage() for each in caplog.records
+    ]
+
+
+def test_a_room_that_prefill_withdraws_fails_decodes_load(site: Site) -> None:
+    """Of a request that had not begun, and of one that has ended and waits for decode."""
+    site.prefill.begin(Orders(withdrawals=[Withdraw("p", room_id("never"))]))
+    site.decode.begin(Orders(receives=[site.receive("d", "never", 40, [4, 9, 2])]))
+    site.until(lambda: site.received.failed == site.received.received == {"d"})
+    site.send("q", "waits", 40, [7, 3, 5])
+    site.poll(("q",))
+    site.prefill.begin(Orders(withdrawals=[Withdraw("q", room_id("waits"))]))
+    site.until(lambda: site.sent.sent == {"q"})
+
+
+class ToldLater:
+    """A decode client that says what the test has it say."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def expect(self, *_: Any, **__: Any) -> None:
+        """Takes the room."""
+
+    def poll(self) -> list[Any]:
+        told, self.events = self.events, []
+        return told
+
+
+def test_a_failed_load_is_received_only_once_nobody_can_write_its_blocks() -> None:
+    """vLLM gives the blocks of a request that is received to others. A writer that is only slow would write them."""
+    client = ToldLater()
+    cache = np.zeros(SHAPE, np.float32)
+    side = WorkerSide(
+        pools=described(cache, cache.ctypes.data, ONE, "blocks"),
+        prefill=None,
+        decode=cast("Any", client),
+        time_left_s=20.0,
+    )
+    side.begin(Orders(receives=[Receive("d", 7, ("tcp://127.0.0.1:1",), 40, 0, ((4, 9, 2),))]))
+    client.events = [RoomFailed(7, Cause.DEADLINE, "not ready in time")]
+    failed = side.results(())
+    assert (failed.failed, failed.failed_blocks, failed.received) == ({"d"}, {4, 9, 2}, set())
+    assert side.results(()) == Results()
+    client.events = [RoomDrained(7)]
+    assert side.results(()) == Results(received={"d"})
+
+
+def test_a_notice_that_fails_fails_no_load(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    notice = site.receive("d", "room", 40, [-1, -1, -1], prefix=40, awaited=False)
+    site.prefill.begin(Orders(opens=[Open("p", "room", 40)]))
+    site.decode.begin(Orders(receives=[notice]))
+    site.prefill.begin(Orders(aborts=["p"]))
+    site.until(lambda: site.figures["causes"].get("aborted") == 2)
+    time.sleep(0.1)
+    site.poll()
+    assert site.received == Results()
+    assert told(caplog) == {("INFO", "request p"), ("INFO", "request d")}
+
+
+def test_a_notice_of_a_label_that_was_asked_for_is_no_failure(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """A client that leaves has vLLM abort its request, and then notify the connector of it once more."""
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    notice = site.receive("another", "room", 1, [-1], prefix=1, awaited=False)
+    site.decode.begin(Orders(aborts=["d"], receives=[notice]))
+    site.until(lambda: site.received.received)
+    assert site.received == Results(received={"d"})
+    assert site.figures["causes"] == {"aborted": 1}
+    assert told(caplog) == {("INFO", "request d")}
+
+
+def told(caplog: pytest.LogCaptureFixture) -> set[tuple[str, str]]:
+    """What was logged about requests: the level, and which request."""
+    of_worker = [each for each in caplog.records if each.name == worker.__name__]
+    return {(each.levelname, each.getMessage().partition(":")[0]) for each in of_worker}
+
+
+def test_prefill_that_gives_up_fails_decodes_load(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [-1, 4, 2])]))
+    site.prefill.begin(Orders(opens=[Open("p", "room", 40)]))
+    site.prefill.end(lambda: None)
+    site.prefill.begin(Orders(aborts=["p"]))
+    site.poll(("p",))
+    site.until(lambda: site.received.received == {"d"} and site.sent.sent == {"p"})
+    assert (site.received.failed, site.received.failed_blocks) == ({"d"}, {4, 2})
+    assert site.figures["causes"] == {"aborted": 2}
+    assert told(caplog) == {("INFO", "request p"), ("WARNING", "request d")}
+
+
+def test_rooms_whose_peer_never_comes_fail_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    with made_site(time_left_s=0.3) as site:
+        site.send("p", "one", 40, [7, 3, 5])
+        site.poll(("p",))
+        site.decode.begin(Orders(receives=[site.receive("d", "other", 40, [4, 9, 2])]))
+        site.until(lambda: site.sent.sent == {"p"} and site.received.received == {"d"})
+        assert site.received.failed == {"d"}
+        assert site.figures["causes"] == {"deadline": 2}
+        assert told(caplog) == {("WARNING", "request p"), ("WARNING", "request d")}
+
+
+def test_a_refused_load_fails_at_once(site: Site) -> None:
+    wrong = site.receive("twice", "room", 40, [4, 4, 2])
+    site.decode.begin(Orders(refusals=[Refuse("d", (1, 2))], receives=[wrong]))
+    site.poll()
+    assert site.received.received == site.received.failed == {"d", "twice"}
+    assert site.received.failed_blocks == {1, 2, 4}
+    assert site.figures["causes"] == {"refused": 2}
+
+
+def test_a_label_that_was_used_hands_nothing_over_and_keeps_no_block(site: Site) -> None:
+    site.send("p", "room", 40, [7, 3, 5])
+    site.send("q", "room", 40, [1, 2, 4])
+    site.poll(("q",))
+    assert site.sent.sent == {"q"}
+
+
+def test_a_label_that_is_in_use_stays_with_its_first_request(site: Site) -> None:
+    """Nothing that becomes of the second request touches the room of the first."""
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.prefill.begin(Orders(opens=[Open("p", "room", 40), Open("q", "room", 40)]))
+    site.prefill.end(lambda: None)
+    site.poll()
+    assert site.figures["causes"] == {"refused": 1}
+    site.step(Orders(chunks=[chunk("q", [1, 6, 8])]))
+    site.step(Orders(aborts=["q"]))
+    site.step(Orders(quiesce=["q"]))
+    time.sleep(0.1)
+    site.poll()
+    assert site.received == Results()
+    assert not site.target.any()
+    site.step(Orders(chunks=[chunk("p", [7, 3, 5])]))
+    site.poll(("p",))
+    site.until(lambda: site.received.received and site.sent.sent == {"p"})
+    assert site.landed([7, 3, 5], [4, 9, 2])
+    assert site.figures["rooms"] == {"failed": 1, "sent": 1, "received": 1}
+
+
+def test_a_preempted_request_that_does_not_come_back_is_not_reported(site: Site) -> None:
+    """Its blocks are vLLM's again, and vLLM ends with a request that it does not know."""
+    site.send("p", "room", 40, [7, 3, 5])
+    site.step(Orders(quiesce=["p"], chunks=[chunk("p", [7, 3, 5])]))  # rows without a room stay where they are
+    site.poll(("p",))
+    site.until(lambda: site.figures["causes"] == {"aborted": 1})
+    site.poll(("p",))
+    assert not site.sent.sent
+
+
+def test_quiesce_returns_once_nothing_reads_the_blocks(site: Site) -> None:
+    late, later = Late(), Late()
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.send("p", "room", 40, [7, 3, 5], lambda: late)
+    site.prefill.quiesce(Orders(quiesce=["p", "unknown"]))
+    site.send("p", "another", 40, [7, 3, 5], lambda: later)  # the request comes back, in a room of its own
+    site.poll(("p",))
+    site.until(lambda: site.received.failed == {"d"})
+    assert not site.sent.sent, "of the first room vLLM has the blocks, of the second it has not"
+    assert "deadline" not in site.figures["causes"]
+    site.decode.begin(Orders(receives=[site.receive("e", "another", 40, [1, 3, 6])]))
+    later.fired = True
+    site.until(lambda: "e" in site.received.received and site.sent.sent == {"p"})
+    assert site.received.failed == {"d"}
+
+
+def test_figures_of_an_interval_are_bounded_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "SECONDS_MAX", 1)
+    now = [10.0]
+    with made_site(copied_up=True, clock=lambda: now[0]) as site:
+        site.decode.begin(Orders(receives=[site.receive("d", "one", 16, [4])]))
+        now[0] = 20.0
+        site.decode.begin(Orders(receives=[site.receive("e", "other", 16, [9])]))
+        now[0] = 30.5
+        site.send("p", "one", 16, [7])
+        site.send("q", "other", 16, [3])
+        found: set[str] = set()
+        wait_for(lambda: found.update(site.decode.results(()).received) or found == {"d", "e"})
+        data = site.decode.take_figures()
+        assert data is not None
+        assert (data["rooms"], data["copied_up_bytes"]) == ({"received": 2}, site.source[:, :2].nbytes)
+        assert data["seconds"] in ([20.5], [10.5])
+        assert site.decode.take_figures() is None
+
+
+def test_figures_of_ranks_and_intervals_add_up() -> None:
+    one, two = figures.empty(), figures.empty()
+    figures.count(one, "rooms", "sent")
+    figures.count(two, "rooms", "sent", 2)
+    figures.count(two, "causes", "deadline")
+    two["seconds"] = [0.25] * figures.SECONDS_MAX
+    one["seconds"] = [0.5]
+    figures.add(one, two)
+    assert (one["rooms"], one["causes"]) == ({"sent": 3}, {"deadline": 1})
+    assert len(one["seconds"]) == figures.SECONDS_MAX
+    assert figures.summary(one) == {"rooms sent": 3, "p50 transfer ms": 250.0, "max transfer ms": 500.0}
+    assert figures.is_empty(figures.empty())
+    assert not figures.is_empty(one)
+
+
+def test_prompts_that_decode_computes_itself_are_counted_and_a_tenth_of_them_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client, now = ToldLater(), [0.0]
+    cache = np.zeros(SHAPE, np.float32)
+    side = WorkerSide(
+        pools=described(cache, cache.ctypes.data, ONE, "blocks"), prefill=None, decode=cast("Any", client),
+        time_left_s=20.0, recomputes=True, clock=lambda: now[0],
+        facts={"block_size": "32", "dtype": "float32"},
+    )  # fmt: skip
+
+    def ends(room: int, event: Any) -> None:
+        side.begin(Orders(receives=[Receive(f"d{room}", room, ("tcp://127.0.0.1:1",), 40, 0, ((4, 9, 2),))]))
+        client.events = [event, RoomDrained(room)]
+        side.results(())
+
+    def warnings() -> list[str]:
+        texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        return [text for text in texts if "were computed here" in text]
+
+    for room in range(18):
+        ends(room, RoomReady(room, {}, b"", 960))
+    for room in (18, 19):
+        ends(room, RoomFailed(room, Cause.REFUSED, "block_size: d has '32', p '16'"))
+    assert warnings() == [], "2 of 20 are a tenth"
+    ends(20, RoomFailed(20, Cause.REFUSED, "block_size: d has '32', p '16'"))
+    text = "3 of the last 21 requests were computed here, since their KV was not received: "
+    assert warnings() == [text + "refused: block_size: d has '32', p '16'"]
+    ends(21, RoomFailed(21, Cause.DEADLINE, "late"))
+    assert len(warnings()) == 1, "once a minute"
+    now[0] = 61.0
+    ends(22, RoomFailed(22, Cause.DEADLINE, "late"))
+    assert len(warnings()) == 2
+    data = side.take_figures()
+    assert data is not None
+    assert (data["computed"], data["refusals"]) == (5, {"block_size=32": 3}), "a peer's words are no label"

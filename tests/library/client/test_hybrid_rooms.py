@@ -1,0 +1,326 @@
+"""Rooms of a hybrid model, all components in one: from a card-like layer_first pool into every host layout, by nodes
+over shared memory. The whole arena is compared with what it should hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdtransfer.client.decode_node import DecodeNode
+from pdtransfer.client.prefill_node import PrefillNode
+from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.layout.layout import Component
+from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.options import ArenaOptions, WriterOptions
+from pdtransfer.wire import pack_ids
+from tests.support.client_pair import settings
+from tests.support.hybrid_pools import WINDOW, Pools, pools_of
+from tests.support.layout_tensors import CANARY
+from tests.support.waiting import on_loop, until
+
+TOKENS = 4_096  # of the arena: sixteen pages of C4
+REQUESTS = 10
+TARGETS = [(name, granular) for name in ITEM_LAYOUTS for granular in (False, True)]
+target_pools = pytest.mark.parametrize(
+    ("name", "granular"), TARGETS, ids=[f"{name}-{'rows' if granular else 'pages'}" for name, granular in TARGETS]
+)
+
+
+@dataclass
+class Sent:
+    """One room on prefill's side: where each component's rows are, in order."""
+
+    tokens: int
+    slots: dict[str, np.ndarray]
+
+
+@dataclass
+class Nodes:
+    """Both nodes on this loop, prefill's pools, what the arena must hold, and what either has told."""
+
+    prefill: PrefillNode
+    decode: DecodeNode
+    endpoint: str
+    source: Pools
+    expected: Pools
+    arena: ArenaMemory
+    rng: np.random.Generator
+    told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained]
+    told_d: list[RoomReady | RoomFailed]
+    sent: dict[int, Sent] = field(default_factory=dict[int, Sent])
+    free: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # prefill's pages
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return self.source.components
+
+    def place(self, room: int, tokens: int) -> Sent:
+        """Takes pages for a room, anywhere; the window's first token is anywhere in its page."""
+        slots: dict[str, np.ndarray] = {}
+        for each in self.components:
+            page_size, rows = each.layout.page_size, each.rows(tokens)
+            skip = max(0, tokens - WINDOW) % page_size if each.span.kind == "last" else 0
+            pages = self._take(each, -(-(skip + rows) // page_size))
+            slots[each.name] = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[skip : skip + rows]
+        self.sent[room] = Sent(tokens, slots)
+        return self.sent[room]
+
+    def _take(self, component: Component, count: int) -> np.ndarray:
+        layout = component.layout
+        free = self.free.setdefault(component.name, self.rng.permutation(layout.slots // layout.page_size).tolist())
+        taken, free[:] = free[:count], free[count:]
+        assert len(taken) == count, component.name
+        return np.array(taken)
+
+    def cells(self, sent: Sent, chunk: int) -> Iterator[Cell]:
+        """As a prefill offers them: a compressed row once its last token is there, or the prompt has ended; window and
+        states at the end; layers in two groups, later ones first."""
+        for first in range(0, sent.tokens, chunk):
+            end = min(first + chunk, sent.tokens)
+            for each in self.components:
+                low, high = first // each.tokens_per_row, end // each.tokens_per_row
+                if end == sent.tokens:
+                    high = each.rows(sent.tokens)
+                    low = low if each.span.kind == "all" else 0
+                elif each.span.kind != "all":
+                    continue
+                lowest, highest = each.layout.layer_range
+                middle = (lowest + highest) // 2
+                for layers in ((middle, highest), (lowest, middle)):
+                    if low < high and layers[0] < layers[1]:
+                        yield Cell(each.name, low, layers, sent.slots[each.name][low:high])
+
+    def expect(self, room: int, tokens: int, **more: Any) -> None:
+        request = RoomRequest(room=room, tokens=tokens, sources=[self.endpoint], time_left_s=100, **more)
+        self.decode.expect(request)
+
+    def send(self, room: int, tokens: int, *, chunk: int) -> None:
+        sent = self.place(room, tokens)
+        self.prefill.open(room, tokens=tokens, time_left_s=100)
+        for cell in self.cells(sent, chunk):
+            self.prefill.push(room, cell)
+        self.prefill.finish(room, aux=b"%d" % room)
+
+    async def ready(self, room: int, *, prefix: int = 0) -> RoomReady:
+        """READY, and from here on its rows are expected in the arena, those of a prefix where they were before."""
+        await until(lambda: any(told.room == room for told in self.told_d))
+        (told,) = (told for told in self.told_d if told.room == room)
+        assert isinstance(told, RoomReady), told
+        sent = self.sent[room]
+        crossed = 0
+        for each in self.components:
+            first = prefix // each.tokens_per_row if each.span.kind == "all" else 0
+            rows = each.rows(sent.tokens) - first
+            crossed += rows * each.layout.row_bytes
+            self.expected.land(each.name, sent.slots[each.name][first:], told.slots[each.name][first : first + rows])
+        assert told.kv_bytes == crossed
+        assert (told.prefix, told.aux) == (prefix, b"%d" % room)
+        return told
+
+    @property
+    def right(self) -> bool:
+        return bool((self.arena.mapping.array[: self.expected.byte_count] == self.expected.memory).all())
+
+
+@cache
+def filled() -> Pools:
+    """Prefill's: nobody writes there."""
+    source = pools_of("layer_first", tokens=2 * TOKENS, requests=2 * REQUESTS)
+    source.fill()
+    return source
+
+
+@asynccontextmanager
+async def nodes(
+    name: str, *, granular: bool, seed: int = 0, transport: Any = "shm", **decode: Any
+) -> AsyncIterator[Nodes]:
+    source, expected = filled(), pools_of(name, tokens=TOKENS, requests=REQUESTS, granular=granular)
+    arena = ArenaMemory.create(expected.byte_count, huge_pages="never")
+    arena.mapping.array[:] = CANARY
+    told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
+    told_d: list[RoomReady | RoomFailed] = []
+    prefill = PrefillNode(
+        settings("p"), source.components, told_p.append,
+        writer=WriterOptions(pool_address=source.memory.ctypes.data, transport=transport),
+    )  # fmt: skip
+    decode_node = DecodeNode(
+        settings("d"), expected.components, arena, told_d.append, options=ArenaOptions(transport=transport), **decode
+    )
+    endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
+    rng = np.random.default_rng(seed)
+    try:
+        yield Nodes(prefill, decode_node, endpoint, source, expected, arena, rng, told_p, told_d)
+    finally:
+        await decode_node.close()
+        await prefill.close()
+        arena.close()
+
+
+@pytest.mark.slow
+@target_pools
+@on_loop
+async def test_all_components_of_a_room_land_in_every_host_layout_and_no_other_byte_changes(
+    name: str, granular: bool
+) -> None:
+    """Prompts around every border there is: a row of 4, a window, a row of 128, a page; in chunks that suit none."""
+    prompts = {1: 1, 2: 3, 3: 4, 4: 127, 5: 128, 6: 129, 7: 255, 8: 257, 9: 390, 10: 513}
+    async with nodes(name, granular=granular) as it:
+        for room, tokens in prompts.items():
+            it.expect(room, tokens, growth=2 * room)
+            it.send(room, tokens, chunk=(1, 5, 3, 50, 128, 37, 64, 100, 130, 512)[room - 1])
+        for room, tokens in prompts.items():
+            slots = (await it.ready(room)).slots
+            rows = {each.name: each.rows(tokens + 2 * room) for each in it.components}
+            assert {name: len(set(each.tolist())) for name, each in slots.items()} == rows
+        assert it.right
+        for room in prompts:
+            it.decode.release(room)
+        await until(lambda: it.decode.core.idle)
+        assert it.decode.core.arena.lacking([each.layout.slots for each in it.expected.components]) == [0] * 7
+
+
+@target_pools
+@on_loop
+async def test_rows_are_verified_in_every_host_layout(name: str, granular: bool) -> None:
+    async with nodes(name, granular=granular, verify=True) as it:
+        for room, tokens in {1: 5, 2: 300}.items():
+            it.expect(room, tokens)
+            it.send(room, tokens, chunk=77)
+        await it.ready(1)
+        await it.ready(2)
+        assert it.right
+        verifications = it.decode.core.post_landing.verifications
+        assert (verifications.matched, verifications.mismatched) == (2, 0)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize(("name", "granular"), [TARGETS[0], TARGETS[3]], ids=["layer_first-pages", "page_first-rows"])
+@on_loop
+async def test_components_of_a_room_land_on_another_host_as_well(name: str, granular: bool) -> None:
+    async with nodes(name, granular=granular, transport="mooncake", verify=True) as it:
+        prompts = {1: 3, 2: 129, 3: 513}
+        for room, tokens in prompts.items():
+            it.expect(room, tokens, growth=9)
+            it.send(room, tokens, chunk=111)
+        for room in prompts:
+            await it.ready(room)
+        assert it.right
+
+
+@pytest.mark.parametrize("prefix", [1, 4, 130, 256, 299, 300])
+@on_loop
+async def test_of_a_prefix_whole_rows_stay_away_and_windows_and_states_cross_anew(prefix: int) -> None:
+    async with nodes("page_first", granular=False) as it:
+        it.expect(1, 300, prefix=prefix)
+        it.send(1, 300, chunk=90)
+        await it.ready(1, prefix=prefix)
+        assert it.right
+
+
+@target_pools
+@on_loop
+async def test_prompts_share_blocks_of_every_component_that_has_a_row_for_each_token(name: str, granular: bool) -> None:
+    block = 128 if granular else 256
+    prompt = np.arange(700) % 251
+    async with nodes(name, granular=granular) as it:
+        keys = [it.decode.core.cache.keys(pack_ids(prompt[:tokens]), b"") for tokens in (600, 700, 620)]
+        assert it.decode.core.cache.block_tokens == block
+        it.expect(1, 600, growth=40, keys=keys[0])
+        it.send(1, 600, chunk=111)
+        first = (await it.ready(1)).slots
+        it.expect(2, 700, keys=keys[1])
+        it.send(2, 700, chunk=200)
+        shared = 600 // block * block
+        second = (await it.ready(2, prefix=shared)).slots
+        for each in it.components:
+            rows = shared // each.tokens_per_row if each.span.kind == "all" else 0
+            assert (first[each.name][:rows] == second[each.name][:rows]).all(), each.name
+            assert not set(first[each.name][rows:].tolist()) & set(second[each.name][rows:].tolist()), each.name
+        assert it.right
+        it.decode.release(1)
+        it.decode.release(2)
+        it.expect(3, 620, keys=keys[2])
+        it.send(3, 620, chunk=620)
+        await it.ready(3, prefix=620 // block * block)
+        assert it.right
+
+
+@on_loop
+async def test_a_room_waits_for_the_component_that_is_scarce_and_takes_nothing_of_the_others_meanwhile() -> None:
+    async with nodes("page_first_direct", granular=False) as it:
+        for room in range(1, REQUESTS + 1):  # every state is taken, hardly anything else
+            it.expect(room, 2)
+            it.send(room, 2, chunk=2)
+        for room in range(1, REQUESTS + 1):
+            await it.ready(room)
+        free = it.decode.core.cache.free_slots
+        it.expect(99, 300)
+        it.send(99, 300, chunk=300)
+        await until(lambda: len(it.decode.core.admission) == 1)
+        assert it.decode.core.cache.free_slots == free
+        it.decode.release(3)
+        await it.ready(99)
+        assert it.right
+
+
+@on_loop
+async def test_a_prompt_that_one_component_can_never_hold_is_refused_with_all_that_there_is() -> None:
+    async with nodes("page_first", granular=False) as it:
+        it.expect(1, TOKENS + 1)
+        (failed,) = it.told_d
+        assert isinstance(failed, RoomFailed)
+        for part in (f"'c4': {TOKENS // 4 + 1}", f"'c4': {TOKENS // 4}", "'window': 128"):
+            assert part in failed.detail
+
+
+@on_loop
+async def test_a_row_that_was_never_offered_fails_the_room_and_names_the_bytes() -> None:
+    """The last row of C128, of three tokens only, is a row all the same."""
+    async with nodes("page_first", granular=False) as it:
+        it.expect(1, 131)
+        sent = it.place(1, 131)
+        it.prefill.open(1, tokens=131, time_left_s=100)
+        for cell in it.cells(sent, 131):
+            rows = len(cell.source_slots) - (cell.component == "c128")
+            it.prefill.push(1, Cell(cell.component, cell.first_row, cell.layers, cell.source_slots[:rows]))
+        it.prefill.finish(1, aux=b"")
+        await until(lambda: it.told_d)
+        (failed,) = it.told_d
+        assert isinstance(failed, RoomFailed)
+        whole = sum(each.bytes_of(each.rows(131)) for each in it.components)
+        assert f"{whole - 2 * 584} bytes were offered, the grant is {whole}" in failed.detail
+
+
+@on_loop
+async def test_a_room_that_is_given_up_halfway_gives_every_component_back_and_the_next_one_lands_in_its_slots() -> None:
+    async with nodes("page_first", granular=True) as it:
+        whole = it.decode.core.cache.free_slots
+        it.expect(1, 600, growth=10)
+        sent = it.place(1, 600)
+        it.prefill.open(1, tokens=600, time_left_s=100)
+        for cell in list(it.cells(sent, 250))[:7]:
+            it.prefill.push(1, cell)
+        await until(lambda: it.told_p)  # leased: some of it is on its way, or there
+        it.decode.abort(1)
+        await until(lambda: any(isinstance(told, RoomDrained) for told in it.told_p) and it.decode.core.idle)
+        assert it.decode.core.cache.free_slots == whole
+        it.expect(2, 600, growth=10)
+        it.send(2, 600, chunk=250)
+        slots = (await it.ready(2)).slots
+        it.expected.over(it.arena.mapping.array.copy())  # what the first one has left is nobody's
+        for each in it.components:
+            pool, own = it.expected.by_name[each.name], slots[each.name][: each.rows(600)]
+            for kind, layer, head in pool.model.rows():
+                right = it.source.by_name[each.name].read(kind, layer, head, it.sent[2].slots[each.name])
+                assert (pool.read(kind, layer, head, own) == right).all()

@@ -1,0 +1,754 @@
+"""The shell of a node: its clock, the order of its effects, events it waits for, and what it tells of a bad peer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from pdtransfer.bus import Bus
+from pdtransfer.client.core_driver import EffectRunner, LoopClock, Ticker
+from pdtransfer.client.decode_node import DecodeNode
+from pdtransfer.client.prefill_node import PrefillNode
+from pdtransfer.client.settings import revoked
+from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.handoff.states import DecodeRoom
+from pdtransfer.limits import Limits
+from pdtransfer.memory.arena_memory import ArenaMemory, Mapping
+from pdtransfer.transports.device_events import POLL_S, Event, EventQueue
+from pdtransfer.transports.options import ArenaOptions, WriterOptions
+from pdtransfer.transports.shm import writer as shm_writer
+from pdtransfer.wire import (
+    Begin,
+    Goodbye,
+    Granted,
+    Hello,
+    Landed,
+    Message,
+    Ping,
+    Reach,
+    Register,
+    Registered,
+    Reject,
+    Sampling,
+    Welcome,
+    decode,
+    encode,
+    pack_ids,
+)
+from tests.support.client_pair import LIMITS, Late, component, settings
+from tests.support.internals import lines_of
+from tests.support.layout_tensors import CANARY, Pool, mla
+from tests.support.processes import no_descriptors
+from tests.support.waiting import on_loop, until
+
+# Ticker
+
+SLACK_S = 5.0
+
+
+class Times:
+    """Timers of a core: ticks when the earliest has come."""
+
+    def __init__(self) -> None:
+        self.loop, self.clock, self.due, self.ticked = asyncio.get_running_loop(), LoopClock(SLACK_S), [], []
+        self.ticker = Ticker(lambda: min(self.due, default=None), self._tick, self.clock)
+
+    def at(self, seconds: float) -> float:
+        self.due.append(self.clock.now() + seconds)
+        self.ticker.arm()
+        return self.due[-1]
+
+    def _tick(self) -> None:
+        now = self.clock.now()
+        self.ticked.append(now)
+        self.due = [when for when in self.due if when > now]
+
+
+@on_loop
+async def test_ticks_come_when_they_are_due_and_not_before() -> None:
+    times = Times()
+    late, early = times.at(0.06), times.at(0.02)
+    await until(lambda: not times.due)
+    # libuv counts milliseconds: a tick may come that much early, and then comes again.
+    assert min(times.ticked) >= early - 0.002
+    assert times.ticked[-1] >= late
+    ticks = len(times.ticked)
+    await asyncio.sleep(0.03)
+    assert len(times.ticked) == ticks
+
+
+@on_loop
+async def test_an_earlier_time_moves_the_tick_forward() -> None:
+    times = Times()
+    times.at(20.0)
+    early = times.at(0.01)
+    await until(lambda: early not in times.due)
+    assert len(times.due) == 1
+    assert times.ticked[-1] < early + 5
+
+
+@on_loop
+async def test_a_time_that_was_given_up_ticks_for_nobody() -> None:
+    times = Times()
+    times.at(0.02)
+    times.due.clear()
+    times.at(0.05)
+    await until(lambda: not times.due)
+    assert not times.due
+
+
+@on_loop
+async def test_a_stopped_ticker_ticks_no_more() -> None:
+    times = Times()
+    times.at(0.02)
+    times.ticker.stop()
+    await asyncio.sleep(0.06)
+    assert times.ticked == []
+
+
+@on_loop
+async def test_what_a_process_did_not_run_for_is_no_time_of_its_core() -> None:
+    times = Times()
+    times.clock._slack_s = 0.01
+    first, second = times.at(0.02), times.at(0.5)
+    time.sleep(1)  # noqa: ASYNC251 - nothing runs
+    await until(lambda: times.ticked)
+    assert times.ticked[0] <= first + 0.01 + 1e-9
+    assert times.due == [second], "it has its half second still"
+    await until(lambda: not times.due)
+    assert times.ticked == sorted(times.ticked)
+    assert times.ticked[-1] >= second - 0.002
+
+
+@on_loop
+async def test_a_clock_never_goes_back() -> None:
+    clock = LoopClock(0.01)
+    clock.due = asyncio.get_running_loop().time() + 10
+    before = clock.now()
+    clock.due = before - 1.0
+    assert clock.now() == before
+    clock.due = None
+    await until(lambda: clock.now() > before)
+
+
+@on_loop
+async def test_a_node_that_stood_still_calls_no_peer_silent() -> None:
+    limits = replace(LIMITS, ping_ms=100, silence_ms=400)
+    async with nodes(limits=limits) as it:
+        it.expect(1)
+        await until(lambda: it.decode.core.rooms[1].state is DecodeRoom.LANDING)
+        peer, clock = it.decode.core.prefill_peers.peers[it.endpoint], it.decode._clock
+        await until(lambda: 10 < peer.liveness.silent_ms(clock.now()) < 90)  # between two Pings: nothing is on its way
+        time.sleep(1)  # noqa: ASYNC251 - neither side runs
+        await asyncio.sleep(0.3)
+        it.send(1)
+        await it.ready(1)
+
+
+@on_loop
+async def test_what_has_arrived_is_received_before_a_tick() -> None:
+    calls, clock = list[str](), LoopClock(SLACK_S)
+    due = [clock.now() + 0.02]
+
+    def tick() -> None:
+        calls.append("tick")
+        due.clear()
+
+    Ticker(lambda: min(due, default=None), tick, clock, lambda: calls.append("receive")).arm()
+    await until(lambda: not due)
+    assert calls[-2:] == ["receive", "tick"]
+
+
+@on_loop
+async def test_both_nodes_read_their_lines_before_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Bus] = []
+    monkeypatch.setattr(Bus, "read_lines", lambda bus: read.append(bus))
+    async with nodes() as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        await until(lambda: {it.prefill.bus, it.decode.bus} <= set(read))
+
+
+# Performer
+
+
+class Performed:
+    """Effects are numbers; some make others while they are performed, one breaks."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self.ticker = Ticker(lambda: None, lambda: None, LoopClock(SLACK_S))
+        self.perform: EffectRunner[int] = EffectRunner(self._perform, self.ticker)
+        self.makes: dict[int, list[int]] = {}
+
+    def _perform(self, effect: int) -> None:
+        if effect < 0:
+            raise RuntimeError(effect)
+        self.done.append(effect)
+        self.perform(self.makes.get(effect, []))
+
+
+@on_loop
+async def test_effects_of_effects_come_after_those_that_are_due() -> None:
+    performed = Performed()
+    performed.makes = {1: [10, 11], 10: [100]}
+    performed.perform([1, 2, 3])
+    assert performed.done == [1, 2, 3, 10, 11, 100]
+
+
+@on_loop
+async def test_an_effect_that_breaks_costs_none_of_the_others() -> None:
+    performed = Performed()
+    with pytest.raises(RuntimeError):
+        performed.perform([1, -1, 2])
+    performed.perform([3])
+    assert performed.done == [1, 2, 3]
+
+
+# Events
+
+
+class Queued:
+    """A queue, what it has called, and what it says has broken."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.broken: list[tuple[int, str]] = []
+        self.queue = EventQueue(lambda room, error: self.broken.append((room, str(error))))
+
+    def call(self, room: int, after: Event | None, name: str) -> None:
+        self.queue.call(room, after, lambda: self.called.append(name))
+
+
+@on_loop
+async def test_a_fired_event_calls_at_once_and_none_is_as_good() -> None:
+    queued = Queued()
+    fired = Late()
+    fired.fired = True
+    queued.call(1, fired, "fired")
+    queued.call(1, None, "none")
+    assert queued.called == ["fired", "none"]
+
+
+@on_loop
+async def test_a_late_event_calls_once_and_the_loop_goes_on_meanwhile() -> None:
+    queued, late = Queued(), Late()
+    queued.call(1, late, "late")
+    await until(lambda: late.asked > 10)
+    assert queued.called == []
+    late.fired = True
+    await until(lambda: queued.called)
+    asked = late.asked
+    await asyncio.sleep(0.01)
+    assert (queued.called, late.asked) == (["late"], asked)
+
+
+@on_loop
+async def test_an_event_is_asked_no_more_often_than_it_is_said_to_be() -> None:
+    queued, late = Queued(), Late()
+    begun_s = time.monotonic()
+    queued.call(1, late, "late")
+    await until(lambda: late.asked > 20)
+    assert late.asked <= 2 + (time.monotonic() - begun_s) / POLL_S
+    queued.queue.stop()
+
+
+@on_loop
+async def test_a_late_event_is_asked_where_there_is_no_descriptor_left_and_none_is_kept_in_the_end() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    queued, late = Queued(), Late()
+    with no_descriptors():
+        queued.call(1, late, "late")
+        await until(lambda: late.asked > 2)
+    late.fired = True
+    await until(lambda: queued.called)
+    late.fired = False
+    queued.queue.stop()
+    queued.call(2, late, "too late")
+    asked = late.asked
+    await asyncio.sleep(0.01)
+    assert late.asked == asked
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@on_loop
+async def test_calls_of_a_room_keep_their_order_and_those_of_others_pass_them() -> None:
+    queued, first, second = Queued(), Late(), Late()
+    second.fired = True
+    queued.call(1, first, "first")
+    queued.call(1, second, "second")
+    queued.call(1, None, "last")
+    queued.call(2, None, "other")
+    await until(lambda: first.asked > 3)
+    assert (queued.called, second.asked) == (["other"], 0)
+    first.fired = True
+    await until(lambda: len(queued.called) > 1)
+    assert queued.called == ["other", "first", "second", "last"]
+
+
+@on_loop
+async def test_one_event_of_many_calls_never_reorders_them() -> None:
+    """It fires between two askings, wherever they are."""
+
+    class Counts(Late):
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked > fires_at
+
+    for fires_at in range(8):
+        queued, event = Queued(), Counts()
+        for name in "abcd":
+            queued.call(1, event, name)
+        await until(lambda queued=queued: len(queued.called) == 4)
+        assert queued.called == list("abcd"), fires_at
+
+
+@on_loop
+async def test_a_forgotten_room_is_called_no_more_and_its_label_may_come_back() -> None:
+    queued, late = Queued(), Late()
+    queued.call(1, late, "late")
+    queued.call(1, None, "after it")
+    queued.queue.forget(1)
+    queued.queue.forget(2)
+    asked = late.asked
+    late.fired = True
+    queued.call(1, None, "again")
+    await asyncio.sleep(0.01)
+    assert (queued.called, late.asked) == (["again"], asked)
+
+
+@on_loop
+async def test_a_call_may_forget_its_room_or_call_for_it() -> None:
+    queued, late = Queued(), Late()
+    queued.queue.call(1, late, lambda: queued.queue.forget(1))
+    queued.call(1, None, "forgotten")
+    queued.queue.call(2, late, lambda: queued.call(2, None, "inner"))
+    queued.call(2, None, "next")
+    late.fired = True
+    await until(lambda: len(queued.called) == 2)
+    await asyncio.sleep(0.01)
+    assert queued.called == ["next", "inner"]
+
+
+@on_loop
+async def test_an_event_that_breaks_is_told_and_asked_no_more() -> None:
+    class Breaks(Late):
+        def query(self) -> bool:
+            if super().query() or self.asked == 3:
+                raise RuntimeError("no such stream")
+            return False
+
+    queued, event = Queued(), Breaks()
+    queued.call(1, event, "fired")
+    queued.call(1, None, "after it")
+    await until(lambda: queued.broken)
+    await asyncio.sleep(0.01)
+    assert (queued.called, queued.broken, event.asked) == ([], [(1, "no such stream")], 3)
+
+
+@on_loop
+async def test_a_stopped_queue_asks_no_more() -> None:
+    queued, late = Queued(), Late()
+    queued.call(1, late, "late")
+    queued.queue.stop()
+    asked, late.fired = late.asked, True
+    await asyncio.sleep(0.01)
+    assert (queued.called, late.asked) == ([], asked)
+
+
+# Nodes
+
+
+SOURCE = Pool(name="layer_first", model=mla(layers=range(2)), page_size=16, slots=128)
+TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=64)
+
+
+class Nodes:
+    """A prefill and a decode node on this very loop, and what they tell."""
+
+    def __init__(self, arena: ArenaMemory, directory: Path | None, limits: Limits) -> None:
+        SOURCE.fill(np.arange(SOURCE.slots))
+        self.told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
+        self.told_d: list[RoomReady | RoomFailed] = []
+        self.prefill = PrefillNode(
+            settings("p", limits), [component(SOURCE)], self.told_p.append,
+            writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data),
+        )  # fmt: skip
+        self.decode = DecodeNode(
+            settings("d", limits), [component(TARGET)], arena, self.told_d.append,
+            options=ArenaOptions(socket_directory=directory),
+        )  # fmt: skip
+        self.endpoint = ""
+
+    def expect(self, room: int, **more: Any) -> None:
+        options = {"tokens": 10, "sources": [self.endpoint], "time_left_s": 20, **more}
+        self.decode.expect(RoomRequest(room=room, **options))
+
+    def send(self, room: int) -> None:
+        self.prefill.open(room, tokens=10, time_left_s=20)
+        self.prefill.push(room, Cell("kv", 0, (0, 2), np.arange(10)))
+        self.prefill.finish(room, aux=b"")
+
+    async def ready(self, room: int) -> RoomReady:
+        await until(lambda: any(told.room == room for told in self.told_d))
+        (told,) = (told for told in self.told_d if told.room == room)
+        assert isinstance(told, RoomReady), told
+        return told
+
+
+@asynccontextmanager
+async def nodes(directory: Path | None = None, limits: Limits = LIMITS) -> AsyncIterator[Nodes]:
+    arena = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
+    arena.mapping.array[:] = CANARY
+    made = Nodes(arena, directory, limits)
+    made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
+    try:
+        yield made
+    finally:
+        await made.decode.close()
+        await made.prefill.close()
+        arena.close()
+
+
+@on_loop
+async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> None:
+    async with nodes() as it:
+        it.decode.dial(it.endpoint)
+        await until(lambda: it.prefill.core.sessions and next(iter(it.prefill.core.sessions.values())).granting)
+        sessions = it.decode.core.prefill_peers.sessions
+        await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
+
+
+@on_loop
+async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_ends() -> None:
+    async with nodes() as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        sessions = set(it.decode.core.prefill_peers.sessions)
+        await until(lambda: set(lines_of(it.prefill.bus)) == set(lines_of(it.decode.bus)) == sessions)
+        (line,) = lines_of(it.prefill.bus).values()
+        sent: list[bytes] = []
+        send, line.send = line.send, lambda frame: bool(sent.append(frame)) or send(frame)
+        it.expect(2)
+        it.send(2)
+        await it.ready(2)
+        assert [type(decode(frame)) for frame in sent] == [Granted, Landed]
+        it.decode.receive(it.endpoint, revoked())
+        assert lines_of(it.decode.bus) == {}
+        await until(lambda: not lines_of(it.prefill.bus))
+
+
+@on_loop
+async def test_a_session_whose_line_has_ended_goes_on_by_zmq() -> None:
+    async with nodes() as it:
+        it.decode.dial(it.endpoint)
+        await until(lambda: lines_of(it.decode.bus))
+        for session in list(lines_of(it.decode.bus)):
+            it.decode.bus.detach(session)
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        assert lines_of(it.decode.bus) == {}
+
+
+@on_loop
+async def test_of_the_sources_that_a_node_is_told_of_it_dials_those_that_it_may() -> None:
+    async with nodes() as it:
+        keyed = "k" * 40 + "@tcp://127.0.0.1:1"  # this node has no keys
+        it.decode.introduce((keyed, "nonsense", it.endpoint, it.endpoint))
+        assert list(it.decode.core.prefill_peers.peers) == [it.endpoint]
+        sessions = it.decode.core.prefill_peers.sessions
+        await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
+        assert it.told_d == []
+    async with nodes(limits=replace(LIMITS, sessions_max=1)) as it:
+        it.decode.introduce((it.endpoint,))
+        assert not it.decode.core.prefill_peers.peers
+        it.expect(1)
+        assert list(it.decode.core.prefill_peers.peers) == [it.endpoint], "the place was kept for it"
+
+
+@on_loop
+async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_request() -> None:
+    """Its router tries another prefill then, and says 503 where there is none."""
+    async with nodes() as it:
+        limits, too_many = it.decode.bus._limits, "tcp://127.0.0.1:1"
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        it.decode.bus._limits = replace(limits, dials_max=1)
+        it.decode.expect(RoomRequest(room=2, tokens=1, sources=[too_many], time_left_s=60))
+        (failed,) = [each for each in it.told_d if isinstance(each, RoomFailed)]
+        assert (failed.room, failed.cause) == (2, Cause.PEER_LOST)
+        assert too_many in failed.detail
+
+
+@on_loop
+async def test_a_room_lands_in_the_first_piece_of_an_arena_while_the_next_is_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    piece, enter, let_go = 10 * 4_096, shm_writer.enter_backed, threading.Event()
+
+    def entered(mapping: Mapping, fd: int, first: int, byte_count_max: int, backed: int) -> tuple[int, int]:
+        if first:
+            assert let_go.wait(60)
+        return enter(mapping, fd, first, byte_count_max, backed)
+
+    monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
+    monkeypatch.setattr(shm_writer, "enter_backed", entered)
+    async with nodes() as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        (session,) = it.decode.core.prefill_peers.sessions.values()
+        assert session.bytes_ready == piece
+        let_go.set()
+        await until(lambda: session.bytes_ready == TARGET.layout.end)
+
+
+@on_loop
+async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_named(tmp_path: Path) -> None:
+    async with nodes(tmp_path / "sockets") as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        assert [each.is_socket() for each in (tmp_path / "sockets").iterdir()] == [True]
+    assert list((tmp_path / "sockets").iterdir()) == []
+
+
+@on_loop
+async def test_what_copies_took_is_kept_until_the_room_is_drained() -> None:
+    async with nodes() as it:
+        kept: list[int] = []
+        it.prefill._tell = lambda told: kept.append(it.prefill.copy_ns.get(told.room, 0))
+        it.send(1)
+        it.expect(1)
+        ready_after = it.prefill.stamp_ns
+        await until(lambda: len(kept) == 3)  # leased, landed, drained
+        assert kept[1] > 0
+        assert it.prefill.copy_ns == {}
+        assert it.prefill.stamp_ns > ready_after
+
+
+@on_loop
+async def test_open_of_a_label_whose_pages_are_still_read_says_no_drained() -> None:
+    async with nodes() as it:
+        it.prefill.open(1, tokens=10, time_left_s=20)
+        with pytest.raises(LocalProtocolError, match="open already"):
+            it.prefill.open(1, tokens=10, time_left_s=20)
+        assert it.told_p == []
+
+
+@on_loop
+async def test_a_release_whose_event_breaks_keeps_the_slots_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks:
+        def query(self) -> bool:
+            raise RuntimeError("no such stream")
+
+    async with nodes() as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        it.decode.release(1, after=Breaks())
+        assert 1 in it.decode.core.rooms
+        assert (
+            "CRITICAL",
+            "room 0000000000000001 keeps its slots, since its event cannot be queried: no such stream",
+        ) in [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+@on_loop
+async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason() -> None:
+    async with nodes() as it:
+        key = "A" * 39 + "0"
+        it.expect(1, sources=[f"{key}@{it.endpoint}"])
+        (failed,) = it.told_d
+        assert isinstance(failed, RoomFailed)
+        assert failed.cause is Cause.REFUSED
+        assert key in failed.detail
+
+
+@on_loop
+async def test_goodbye_is_said_to_both_sides_so_that_nobody_waits_for_silence() -> None:
+    async with nodes() as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        session = it.decode.core.prefill_peers.peers[it.endpoint].session
+        assert session is not None
+        await it.prefill.close()
+        await until(lambda: session.state.value == "closed")
+        assert session.verdict == (Cause.PEER_LOST, f"{it.endpoint} said goodbye: shutdown")
+        it.decode.release(1)
+        assert it.decode.core.idle
+
+
+class Stranger:
+    """A raw socket that speaks to a listener, as somebody else's implementation would, or worse."""
+
+    def __init__(self, endpoint: str, context: zmq.asyncio.Context) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(endpoint)
+
+    async def say(self, *frames: Message | bytes) -> None:
+        for frame in frames:
+            await self._socket.send(frame if isinstance(frame, bytes) else encode(frame))
+
+    async def hear(self, kind: type[Message] | tuple[type[Message], ...]) -> Any:
+        """The next message of that kind, or of these."""
+        while True:
+            message = decode(await self._socket.recv())
+            if isinstance(message, kind):
+                return message
+
+
+@asynccontextmanager
+async def stranger(endpoint: str) -> AsyncIterator[Stranger]:
+    context = zmq.asyncio.Context()
+    try:
+        yield Stranger(endpoint, context)
+    finally:
+        context.destroy(linger=0)
+
+
+@on_loop
+async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on() -> None:
+    async with nodes() as it, stranger(it.endpoint) as other:
+        identity = replace_identity(it, node="other")
+        await other.say(Hello(1, 1, identity))
+        assert (await other.hear(Welcome)).identity.node == "p"
+        reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
+        await other.say(Register(5, (component(TARGET),), reach))
+        refused = await other.hear(Reject)
+        assert (refused.session, refused.reason) == (5, "transfer")
+        assert "another" in refused.fields[0]
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+
+
+@on_loop
+async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fenced = asyncio.Event()
+
+    async def fence(_: int) -> bool:
+        return await fenced.wait()
+
+    async def map_(*_: object, **__: object) -> int:
+        return TARGET.layout.end
+
+    reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
+    async with nodes() as it:
+        monkeypatch.setattr(it.prefill.transport, "fence", fence)
+        monkeypatch.setattr(it.prefill.transport, "map", map_)
+        it.prefill._end_writer(5)
+        async with stranger(it.endpoint) as other:
+            await other.say(Hello(1, 1, replace_identity(it, node="other")), Register(5, (component(TARGET),), reach))
+            refused = await other.hear((Reject, Registered))
+            assert (type(refused), refused.session) == (Reject, 5)
+            assert "of the same id" in refused.fields[0]
+        fenced.set()
+        await until(lambda: not it.prefill._fencing)
+        async with stranger(it.endpoint) as other:
+            await other.say(Hello(1, 1, replace_identity(it, node="third")), Register(5, (component(TARGET),), reach))
+            assert (await other.hear(Registered)).session == 5
+
+
+@on_loop
+async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_else() -> None:
+    async with nodes() as it, stranger(it.endpoint) as other:
+        await other.say(Hello(1, 1, replace_identity(it, node="other")))
+        await other.hear(Welcome)
+        begin = Begin(1, pack_ids([1, 2]), Sampling(3), ("x",), 1_000)
+        await other.say(begin)
+        assert "Begin" in (await other.hear(Reject)).fields[0]
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+
+
+@on_loop
+async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def others(peer: str, message: Message) -> bool:
+        seen.append((peer, type(message).__name__))
+        return isinstance(message, Ping)
+
+    node = PrefillNode(settings("p"), [component(SOURCE)], lambda _: None, others=others)
+    endpoint = await node.bus.bind("tcp://127.0.0.1:0")
+    try:
+        async with stranger(endpoint) as other:
+            hello = Hello(1, 1, settings("other").identity("decode"))
+            await other.say(hello, Ping(hello.identity.incarnation))
+            await other.hear(Welcome)
+            await until(lambda: len(seen) == 2)
+            assert seen == [("node:other", "Hello"), ("node:other", "Ping")]
+            assert not node.core.draining
+    finally:
+        await node.close()
+
+
+def replace_identity(it: Nodes, *, node: str) -> Any:
+    return msgspec.structs.replace(it.decode.core.prefill_peers.identity, node=node, incarnation=77)
+
+
+@on_loop
+async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+    arena = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
+    told: list[RoomReady | RoomFailed] = []
+    prefill = PrefillNode(settings("p"), [component(SOURCE)], lambda _: None)
+    endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
+    decode_node = DecodeNode(replace(settings("d"), model="another"), [component(TARGET)], arena, told.append)
+    try:
+        for room in (1, 2):
+            decode_node.expect(RoomRequest(room=room, tokens=10, sources=[endpoint], time_left_s=20))
+            await until(lambda room=room: len(told) == room)
+        assert all(failed.cause is Cause.REFUSED and "'another'" in failed.detail for failed in told)
+        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        line = "model: d has 'another', p 'm'"
+        assert lines == [f"node:d is refused: {line}", f"{endpoint} refuses (refused): {line}"], (
+            "prefill's and decode's"
+        )
+    finally:
+        await decode_node.close()
+        await prefill.close()
+        arena.close()
+
+
+@on_loop
+async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer() -> None:
+    async with nodes() as it, stranger(it.endpoint) as other:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        session = next(iter(it.decode.core.prefill_peers.sessions))
+        await other.say(Hello(1, 1, replace_identity(it, node="other")))
+        await other.hear(Welcome)
+        await other.say(Goodbye(it.decode.core.prefill_peers.identity.incarnation, "shutdown"), Registered(session, 1))
+        await other.hear(Reject)
+        assert it.prefill.core.sessions[session].open
+        it.expect(2)
+        it.send(2)
+        await it.ready(2)

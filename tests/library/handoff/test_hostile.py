@@ -1,0 +1,561 @@
+"""Peers that lie, err or rave: each is told which field was wrong, with both values, and ends nobody else's session."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+
+from pdtransfer.errors import Cause, RemoteProtocolError
+from pdtransfer.handoff import effects as fx
+from pdtransfer.layout.layout import Component, Layout, Span
+from pdtransfer.wire import (
+    MESSAGES,
+    Abort,
+    Drained,
+    Failed,
+    Goodbye,
+    Grant,
+    Granted,
+    Hello,
+    Kind,
+    Landed,
+    Message,
+    Part,
+    Pong,
+    Register,
+    Registered,
+    Reject,
+    Released,
+    decode,
+    encode,
+    pack_extents,
+)
+from tests.library.sim.pools import components
+from tests.support.session_ends import (
+    ARENA_BYTES,
+    C4,
+    C4_ROW,
+    D2,
+    KV,
+    LIMITS,
+    P2,
+    REACH,
+    SLOTS,
+    D,
+    DecodeEnd,
+    P,
+    PrefillEnd,
+    grant,
+    identity,
+    of,
+    refusal,
+    sent,
+)
+from tests.support.siege import Siege
+
+HONEST, HOSTILE = 0xA0, 0xB0  # their sessions
+ARENA = components(SLOTS, 1, page_first=True)
+
+
+def part(index: int = 0, first_row: int = 0, rows: int = 8, extents: Any = ((0, 8),)) -> Part:
+    if not isinstance(extents, bytes):
+        extents = pack_extents(np.array(extents, dtype=np.int64))
+    return Part(index, first_row, rows, extents)
+
+
+def evil(number: int = 2, **changes: Any) -> Grant:
+    return grant(number, 2, session=HOSTILE, at=20, **changes)
+
+
+def kv(**changes: Any) -> tuple[Component, ...]:
+    """What decode registers, with its first component changed."""
+    return (msgspec.structs.replace(ARENA[0], **changes), ARENA[1])
+
+
+def planes(**changes: Any) -> Layout:
+    held = ARENA[0].layout
+    return Layout(tuple(msgspec.structs.replace(plane, **changes) for plane in held.planes), held.page_size, held.slots)
+
+
+NEXT_STAGE = Layout(
+    tuple(msgspec.structs.replace(plane, layer=plane.layer + 1) for plane in ARENA[0].layout.planes), 1, SLOTS
+)
+
+
+# A hostile decode node, with an honest one beside it
+
+BAD_GRANTS: dict[str, tuple[Grant, str]] = {
+    "an extent outside the arena": (
+        evil(parts=(part(extents=((60, 8),)),)),
+        "Grant.parts[0].extents: end at slot 68, kv has 64",
+    ),
+    "overlapping extents": (
+        evil(parts=(part(extents=((30, 4), (33, 4)), rows=8),)),
+        "Grant.parts[0].extents: 30+4 and 33+4 overlap, in this grant or with one that has not ended",
+    ),
+    "slots of a grant that has not ended": (
+        evil(parts=(part(extents=((9, 8),)),)),
+        "Grant.parts[0].extents: 8+8 and 9+8 overlap, in this grant or with one that has not ended",
+    ),
+    "extents that are no pairs": (
+        evil(parts=(part(extents=b"1234"),)),
+        "Grant.parts[0].extents: 4 bytes, expected pairs of u32",
+    ),
+    "an empty extent": (
+        evil(parts=(part(extents=((30, 8), (40, 0))),)),
+        "Grant.parts[0].extents: extent 1 is 0 slots from 40, expected at least 1",
+    ),
+    "fewer rows than extents hold": (evil(parts=(part(rows=7),)), "Grant.parts[0].rows: 7, its extents hold 8"),
+    "rows beyond the room": (
+        evil(parts=(part(first_row=1),)),
+        "Grant.parts[0].rows: rows 1+8, kv has 8 for 8 tokens",
+    ),
+    "no rows": (
+        evil(parts=(part(rows=0, extents=b""),)),
+        "Grant.parts[0].rows: rows 0+0, kv has 8 for 8 tokens",
+    ),
+    "rows of the prefix": (
+        evil(prefix=4, parts=(part(first_row=3, rows=5, extents=((30, 5),)),)),
+        "Grant.parts[0].first_row: 3, decode holds 4 rows of kv for a prefix of 4",
+    ),
+    "an unknown component": (evil(parts=(part(2),)), "Grant.parts[0].component: 2, Register names 2"),
+    "a component twice": (
+        evil(parts=(part(extents=((30, 8),)), part(extents=((40, 8),)))),
+        "Grant.parts[1].component: 0 a second time",
+    ),
+    "a prefix beyond the room": (evil(prefix=9), "Grant.prefix: 9 of 8 tokens"),
+    "no tokens": (evil(tokens=0, parts=()), "Grant.prefix: 0 of 0 tokens"),
+    "another room under the same number": (
+        grant(1, 4, session=HOSTILE, at=8),
+        "Grant.room: 4, grant 1 had 3 before",
+    ),
+    "other tokens under the same number": (
+        grant(1, 3, 9, session=HOSTILE, at=8, parts=()),
+        "Grant.tokens: 9, grant 1 had 8 before",
+    ),
+    "other parts under the same number": (
+        grant(1, 3, session=HOSTILE, at=40),
+        "Grant.parts: 2 parts that are not the 2 which grant 1 had before",
+    ),
+}
+
+
+def beset() -> tuple[PrefillEnd, list[fx.Write]]:
+    """A prefill with a room of an honest decode in flight, and a hostile one that has grant 1 of room 3 waiting."""
+    end = PrefillEnd()
+    end.up(HONEST, D)
+    end.up(HOSTILE, D2)
+    end.open(peers=[D])
+    end.hear(grant())
+    writes = of(end.push(), fx.Write)
+    end.finish()
+    end.hear(grant(1, 3, at=8, session=HOSTILE), peer=D2)
+    return end, writes
+
+
+def check_honest_lands(end: PrefillEnd, writes: list[fx.Write]) -> None:
+    effects = [effect for write in writes for effect in end.wrote(write)]
+    assert of(effects, fx.RoomLanded)
+    assert [landed.session for landed in sent(effects, Landed)] == [HONEST]
+
+
+@pytest.mark.parametrize(("message", "named"), BAD_GRANTS.values(), ids=BAD_GRANTS)
+def test_a_bad_grant_ends_its_own_session_and_names_field_and_values(message: Grant, named: str) -> None:
+    end, writes = beset()
+    effects = end.hear(message, peer=D2)
+    assert refusal(effects) == named
+    assert [(reject.session, reject.reason) for reject in sent(effects, Reject)] == [(HOSTILE, "breach")]
+    assert of(effects, fx.Unmap) == [fx.Unmap(HOSTILE)]
+    assert of(effects, fx.Write) == of(effects, fx.RoomFailed) == []
+    assert sent(end.hear(evil(3), peer=D2), Reject) == [Reject(HOSTILE, "unknown_session", ())]
+    check_honest_lands(end, writes)
+
+
+@pytest.mark.parametrize("message", [evil(1), Abort(HOSTILE, 1), Released(HOSTILE, 1)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("ready", [None, 0])
+def test_a_grant_before_any_byte_is_registered_is_a_breach(message: Message, ready: int | None) -> None:
+    end = PrefillEnd()
+    end.hear(end.hello(), end.register(HOSTILE), peer=D2)
+    if ready is not None:
+        end.core.mapped(HOSTILE, ready)
+    effects = end.hear(message, peer=D2)
+    assert refusal(effects) == f"{type(message).__name__}.session: 0xb0 is not yet Registered"
+    assert not end.core.sessions[HOSTILE].open if ready is None else HOSTILE not in end.core.sessions
+
+
+def test_a_grant_beyond_what_is_registered_is_a_breach_and_below_it_is_none() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello(), end.register(HOSTILE), peer=D2)
+    end.core.mapped(HOSTILE, ARENA_BYTES // 2 + C4_ROW)  # all of kv, and one row of c4
+    assert sent(end.hear(grant(1, tokens=4, session=HOSTILE), peer=D2), Granted) == [Granted(HOSTILE, 1)]
+    effects = end.hear(grant(2, room=2, tokens=8, at=8, session=HOSTILE), peer=D2)
+    text = "Grant.parts[1].extents: end at slot 10, 1 of c4 are ready"
+    assert refusal(effects) == text
+
+
+def test_released_for_what_has_not_ended_is_a_breach() -> None:
+    end, writes = beset()
+    assert refusal(end.hear(Released(HOSTILE, 1), peer=D2)) == "Released.grant: 1 has not ended, it is waiting"
+    check_honest_lands(end, writes)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        grant(2, 5, session=HONEST), Abort(HONEST, 1), Released(HONEST, 1), Reject(HONEST, "peer_lost", ()),
+        Register(HONEST, ARENA, REACH),
+    ],
+    ids=lambda m: type(m).__name__,
+)  # fmt: skip
+def test_nobody_speaks_on_a_session_of_another_peer(message: Message) -> None:
+    end, writes = beset()
+    effects = end.hear(message, peer=D2)
+    assert "0xa0 is no" in refusal(effects)
+    assert end.core.sessions[HONEST].open
+    assert end.core.sessions[HOSTILE].open, "its own session is not what the message was about"
+    check_honest_lands(end, writes)
+
+
+def test_a_grant_for_a_room_of_another_peer_fails_alone() -> None:
+    end, writes = beset()
+    effects = end.hear(grant(2, 1, session=HOSTILE, at=20), peer=D2)
+    (failed,) = sent(effects, Failed)
+    assert (failed.session, failed.detail) == (HOSTILE, f"room: 0000000000000001 is for ['{D}'], not for {D2}")
+    assert of(effects, fx.Write) == []
+    check_honest_lands(end, writes)
+
+
+def test_a_grant_that_came_for_a_room_of_another_peer_before_it_was_open_fails_alone() -> None:
+    end = PrefillEnd()
+    end.up(HONEST, D)
+    end.up(HOSTILE, D2)
+    end.hear(grant(session=HOSTILE), grant(2, session=HOSTILE, at=20), peer=D2)
+    end.hear(grant(), peer=D)
+    effects = end.open(peers=[D])
+    assert [failed.session for failed in sent(effects, Failed)] == [HOSTILE, HOSTILE]
+    assert of(effects, fx.RoomLeased)
+    assert {write.session for write in of(end.push(), fx.Write)} == {HONEST}
+
+
+def test_one_grant_too_many_fails_alone() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open()
+    end.hear(grant())
+    end.up(HOSTILE, peer="d1")
+    effects = end.hear(grant(1, at=20, session=HOSTILE), peer="d1")
+    (failed,) = sent(effects, Failed)
+    assert failed.detail == "grants: one more than the 1 that the engine expects"
+    (failed,) = sent(end.hear(grant(2, at=20)), Failed)
+    assert failed.detail == "grants: a second one of session 0xa0 for room 0000000000000001"
+    assert of(effects, fx.RoomFailed) == []
+    assert len(of(end.push(), fx.Write)) == 2
+
+
+def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_values() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open(tokens=9)
+    effects = end.hear(grant())
+    assert [(e.cause, e.detail) for e in of(effects, fx.RoomFailed)] == [
+        (Cause.BREACH, "tokens: the grant has 8, the engine 9")
+    ]
+    assert end.core.sessions[0xA0].open
+
+
+@pytest.mark.parametrize("message", [Landed(HOSTILE, 1, 8, b""), Registered(HOSTILE, 1), Pong(1)], ids=str)
+def test_what_only_a_prefill_says_is_a_breach_from_decode(message: Message) -> None:
+    end, writes = beset()
+    assert "is no message from decode to prefill" in refusal(end.hear(message, peer=D2))
+    assert (HOSTILE in end.core.sessions) == (not hasattr(message, "session"))
+    check_honest_lands(end, writes)
+
+
+BEYOND = "Register.reach.arena_bytes: planes[2] (kind latent, layer 2) ends at byte 3072"
+BAD_REGISTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "a component twice": (
+        {"components": (ARENA[0], ARENA[0])},
+        "Register.components: 'kv' twice in one memory",
+    ),
+    "rows outside the arena": (
+        {"reach": msgspec.structs.replace(REACH, arena_bytes=ARENA_BYTES - 1)},
+        f"Register.components[1].layout: {BEYOND}, of 3071",
+    ),
+    "an unknown component": (
+        {"components": kv(name="index")},
+        "Register.components[0].name: 'index', this prefill has ['c4', 'kv']",
+    ),
+    "other tokens a row": (
+        {"components": kv(tokens_per_row=2)},
+        "Register.components[0].tokens_per_row: decode has 2, prefill 1",
+    ),
+    "another span": (
+        {"components": kv(span=Span("last", 16))},
+        "Register.components[0].span: decode has Span(kind='last', tokens=16), prefill Span(kind='all', tokens=0)",
+    ),
+    "another dtype": (
+        {"components": kv(layout=planes(dtype="float64"))},
+        "Register.components[0].layout: kind latent layers 0..2 dtype: source int64, target float64",
+    ),
+    "a layer that is not held": (
+        {"components": kv(layout=NEXT_STAGE)},
+        "Register.components[0].layout: layers: source 0..2, target 1..3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "named"), BAD_REGISTERS.values(), ids=BAD_REGISTERS)
+def test_a_register_that_does_not_fit_is_refused_with_field_and_values(changes: dict[str, Any], named: str) -> None:
+    end, writes = beset()
+    effects = end.hear(end.register(0xB1, **changes), peer=D2)
+    assert refusal(effects) == named
+    assert of(effects, fx.Map) == []
+    assert 0xB1 not in end.core.sessions
+    check_honest_lands(end, writes)
+
+
+def test_every_difference_has_a_line_of_its_own() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello())
+    wrong = kv(tokens_per_row=2, layout=planes(dtype="float64"))
+    (reject,) = sent(end.hear(end.register(components=wrong)), Reject)
+    assert reject.reason == "refused"
+    assert len(reject.fields) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"components": ARENA[:1]}, "Register.components: 1 that are not the 2 which the session began with"),
+        ({"reach": {"address": "@x"}}, "Register.reach.address: '@x', the session began with '@arena'"),
+        ({"reach": {"arena_bytes": 9}}, "Register.reach.arena_bytes: 9, the session began with 3072"),
+        ({"reach": {"token": b"x"}}, "Register.reach.token: another one than the session began with"),
+    ],
+    ids=str,
+)
+def test_a_register_that_repeats_with_other_content_is_a_breach(changes: dict[str, Any], named: str) -> None:
+    end, writes = beset()
+    if "reach" in changes:
+        changes = {"reach": msgspec.structs.replace(REACH, **changes["reach"])}
+    assert refusal(end.hear(end.register(HOSTILE, **changes), peer=D2)) == named
+    assert HOSTILE not in end.core.sessions
+    check_honest_lands(end, writes)
+
+
+def test_session_0_is_no_session() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello())
+    assert refusal(end.hear(end.register(0))) == f"Register.session: 0x0 is no session of {D}'s"
+
+
+@pytest.mark.parametrize(("low", "high"), [(2, 3), (0, 0), (1, 0)])
+def test_versions_that_do_not_meet_are_refused_with_both_ranges(low: int, high: int) -> None:
+    end, writes = beset()
+    effects = end.hear(Hello(low, high, identity("d1", "decode")), peer="node:d9")
+    assert refusal(effects) == f"version: the peer speaks {low} to {high}, this side 1 to 1"
+    assert "node:d9" not in end.core.peers
+    check_honest_lands(end, writes)
+
+
+def test_a_prefill_that_dials_a_prefill_is_refused() -> None:
+    end = PrefillEnd()
+    effects = end.hear(Hello(1, 1, identity("p1", "prefill")))
+    assert refusal(effects) == "role: p1 has 'prefill', p0 'decode'"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ((3, 0, 4, 1), 3, "page_size: 3"),
+        ((3, 0, 4, 0, 0, 2), "float9", "float9"),
+        ((3, 0, 4, 2), 0, "slots"),
+        ((0,), 2, "version: 2"),
+    ],
+)
+def test_a_register_that_is_wrong_in_itself_never_gets_to_a_session(path: tuple, value: Any, named: str) -> None:
+    frame = msgpack.unpackb(encode(Register(HOSTILE, ARENA, REACH)))
+    place = frame
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(RemoteProtocolError, match=named):
+        decode(msgpack.packb(frame))
+
+
+# A hostile prefill, with an honest one beside it
+
+BAD_ENDS: dict[str, tuple[Callable[[Grant], Message], str]] = {
+    "too many bytes": (lambda g: Landed(g.session, g.grant, 241, b""), "Landed.kv_bytes: 241, the grant is 240"),
+    "a number never granted": (
+        lambda g: Landed(g.session, g.grant + 1, 240, b""),
+        "Landed.grant: 2 was never granted, the next is 2",
+    ),
+    "a failure never granted": (
+        lambda g: Failed(g.session, 99, "engine", "", quiescent=True),
+        "Failed.grant: 99 was never granted, the next is 2",
+    ),
+    "Granted never granted": (
+        lambda g: Granted(g.session, 99),
+        "Granted.grant: 99 was never granted, the next is 2",
+    ),
+    "more bytes ready than there are": (
+        lambda g: Registered(g.session, ARENA_BYTES + 1),
+        f"Registered.bytes_ready: {ARENA_BYTES + 1}, the arena has {ARENA_BYTES}",
+    ),
+    "what only decode says": (
+        lambda g: Abort(g.session, g.grant),
+        "kind: Abort is no message from prefill to decode",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lie", "named"), BAD_ENDS.values(), ids=BAD_ENDS)
+def test_a_lie_of_a_prefill_ends_its_own_session(lie: Callable[[Grant], Message], named: str) -> None:
+    end = DecodeEnd()
+    end.up(P)
+    end.up(P2)
+    honest, theirs = end.granted(1, 8, P), end.granted(2, 8, P2)
+    effects = end.hear(lie(theirs), peer=P2)
+    (failed,) = of(effects, fx.RoomFailed)
+    assert (failed.room, failed.cause, failed.detail) == (2, Cause.BREACH, f"{P2} broke the protocol: {named}")
+    assert refusal(effects) == failed.detail
+    assert of(effects, fx.Fence) == [fx.Fence(theirs.session)]
+    assert end.free == [SLOTS - 16, SLOTS - 4], "its slots are not free before the fence"
+    assert of(end.land(honest, P), fx.RoomReady)
+    end.core.fenced(theirs.session, end.now)
+    assert end.free == [SLOTS - 8, SLOTS - 2]
+
+
+def test_aux_from_a_rank_that_sends_none_is_a_breach() -> None:
+    end = DecodeEnd()
+    end.up(P, holds=KV)
+    end.up(P2, holds=C4)
+    _, second = sent(end.expect(1, 8, P, P2), Grant)
+    (failed,) = of(end.land(second, P2, aux=b"mine"), fx.RoomFailed)
+    assert failed.detail.endswith("Landed.aux: 4 bytes, 0 from a rank that sends none")
+
+
+def test_no_prefill_speaks_on_a_session_of_another() -> None:
+    end = DecodeEnd()
+    end.up(P)
+    theirs = end.up(P2)
+    honest = end.granted(1, 8, P)
+    for message in (
+        Landed(honest.session, honest.grant, 240, b""),
+        Drained(honest.session, honest.grant),
+        Reject(honest.session, "transfer", ()),
+        Registered(honest.session, 0),
+    ):
+        effects = end.hear(message, peer=P2)
+        assert refusal(effects) == f"session: {honest.session:#x} is not {P2}'s"
+        assert of(effects, fx.RoomFailed) == []
+    assert end.core.prefill_peers.peers[P2].up.id == theirs
+    assert of(end.land(honest, P), fx.RoomReady)
+
+
+def test_nothing_is_registered_before_it_was_offered() -> None:
+    end = DecodeEnd()
+    end.core.dial(P, 0.0)
+    (offer,) = of(end.hear(end.welcome()), fx.Offer)
+    for message in (Registered(offer.session, 0), Granted(offer.session, 1), Landed(offer.session, 1, 0, b"")):
+        other = DecodeEnd()
+        other.core.dial(P, 0.0)
+        other.hear(other.welcome())
+        assert of(other.hear(message), fx.Fence) == [fx.Fence(offer.session)]
+    end.core.offered(offer.session, REACH, 0.0)
+    assert end.hear(Registered(offer.session, ARENA_BYTES)) == []
+
+
+def test_what_a_condemned_session_says_is_heard_as_proof_and_nothing_else() -> None:
+    end = DecodeEnd()
+    session = end.up()
+    first, second = end.granted(1), end.granted(2)
+    end.tick(0.2)
+    end.hear(Reject(session, "transfer", ()))
+    assert end.hear(Granted(session, 1), Registered(session, ARENA_BYTES)) == []
+    assert end.hear(Failed(session, 1, "transfer", "", quiescent=False)) == []
+    assert sent(end.land(first), Released)
+    assert sent(end.hear(Drained(session, second.grant)), Released)
+    assert end.free == [SLOTS, SLOTS]
+    assert of(end.hear(Landed(session, 9, 0, b"")), fx.RoomFailed) == []
+
+
+# What one peer can make us hold
+
+
+def test_grants_for_rooms_that_nobody_opens_are_held_within_the_window() -> None:
+    end = PrefillEnd()
+    end.up(HOSTILE, D2)
+    session = end.core.sessions[HOSTILE]
+    for number in range(1, 10 * LIMITS.window):
+        end.hear(grant(number, number, session=HOSTILE, parts=()), peer=D2)
+    assert len(session.grants) == session.window <= LIMITS.window
+    for number in range(1, 10 * LIMITS.window):
+        end.hear(Abort(HOSTILE, number), Released(HOSTILE, number) if number < 3 else Abort(HOSTILE, number), peer=D2)
+    assert len(session.grants) + len(session.acked) <= session.window
+    assert session.open
+
+
+def test_slots_that_are_granted_once_are_all_that_one_can_make_a_prefill_remember() -> None:
+    """Extents cost memory: they may not overlap, so that an arena's slots bound them."""
+    end = PrefillEnd()
+    end.up(HOSTILE, D2)
+    for number, at in enumerate((0, 8), 1):
+        parts = (part(extents=tuple((at + each, 1) for each in range(8))),)
+        assert sent(end.hear(grant(number, number, session=HOSTILE, parts=parts), peer=D2), Granted)
+    effects = end.hear(grant(3, 99, session=HOSTILE, parts=(part(extents=((15, 8),)),)), peer=D2)
+    assert "overlap" in refusal(effects)
+
+
+def test_sessions_of_one_peer_are_bounded_while_their_arenas_are_being_mapped() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello())
+    answers = [effect for n in range(1, 20) for effect in end.hear(end.register(n))]
+    assert len(of(answers, fx.Map)) == LIMITS.peer_sessions_max
+    assert len(end.core.sessions) == LIMITS.peer_sessions_max
+    assert [reject.reason for reject in sent(answers, Reject)][-1] == "full"
+
+
+# Raving
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_a_hostile_peer_says_nothing_raises_and_the_honest_ones_rooms_land(seed: int) -> None:
+    siege = Siege(seed)
+    for number in range(600):
+        siege.step(number)
+    honest = range(1_000, 1_600, 10)
+    assert {room: siege.failed.get(room) for room in honest if room not in siege.ready} == {}
+    for room in honest:
+        siege.on_decode(siege.decode.release(room, siege.now))
+    own = siege.decode.prefill_peers.peers[P].up
+    assert own is not None
+    assert [lease.message.room for lease in own.leases.values() if lease.message.room >= 1_000] == []
+    assert len(siege.decode.prefill_peers.sessions) <= 1 + LIMITS.peer_sessions_max
+    assert len(siege.prefill.sessions) <= 1 + LIMITS.peer_sessions_max
+    assert len(siege.prefill.peers) <= 2
+
+
+@pytest.mark.slow
+def test_the_raving_gets_somewhere() -> None:
+    """Else the test above would pass by saying nothing."""
+    said, done = Counter[str](), Counter[str]()
+    for seed in range(20):
+        siege = Siege(seed)
+        for number in range(600):
+            siege.step(number)
+        said, done = said + siege.said, done + siege.done
+    for side in ("decode", "prefill"):
+        assert {what for what in said if what.endswith(side)} >= {
+            f"{kind.__name__} to {side}" for kind in MESSAGES.values() if kind.kind <= Kind.DRAINED or kind is Goodbye
+        }
+    for what in ("Released from decode", "Reject from decode", "Register from decode", "Grant from decode"):
+        assert done[what] > 20, what
+    for what in ("Granted", "Drained", "Failed", "Reject", "Registered", "Welcome"):
+        assert done[f"{what} from prefill"] > 20, what

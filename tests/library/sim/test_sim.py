@@ -1,0 +1,255 @@
+"""The simulator as a test: many worlds, every planted bug caught, and only the seed decides what happens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.library.sim.__main__ as sim
+from tests.library.sim import profile, world
+from tests.library.sim.__main__ import main, run
+from tests.library.sim.calls import Call
+from tests.library.sim.mutants import MUTANTS
+from tests.library.sim.profile import KINDS
+from tests.library.sim.world import World
+from tests.support.effort import some
+
+SEEDS = some(2_600)
+CHUNK = 25  # seeds a test, so that several workers can share them
+SHOWN = 300  # the first of them, which test_worlds_show_what_they_are_for runs
+
+
+@pytest.mark.parametrize("first", range(SHOWN, SEEDS, CHUNK))
+def test_every_world_keeps_the_invariants(first: int) -> None:
+    tally = run(range(first, first + CHUNK))
+    assert not tally.failure, tally.failure
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_with_hbm_apart_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="apart")
+    assert not tally.failure, tally.failure
+    for what in ("grants copied up", "writes to HBM", "ready", "fences that had to wait"):
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_whose_engine_chooses_the_slots_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="placed")
+    assert not tally.failure, tally.failure
+    for what in (
+        "chosen slots drained", "slots of another room refused", "wrong slots refused", "ready",
+        "pieces after the room failed", "fences that had to wait", "grants that waited for memory",
+    ):  # fmt: skip
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_whose_rooms_name_leaders_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="led")
+    assert not tally.failure, tally.failure
+    for what in ("rooms that name a leader", "ready", "prefill kills"):
+        assert tally.seen[what] > 0, what
+    assert chunk or tally.seen["ranks that cannot be dialled"] > 0, "rare, and in the first chunk"
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_no_room_of_prefill_waits_for_a_decode_that_has_given_it_up(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="hasty")
+    assert not tally.failure, tally.failure
+    for what in ("rooms that decode gave up in haste", "ready"):
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_whose_rooms_wait_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="waiting")
+    assert not tally.failure, tally.failure
+    for what in (
+        "calls with a queue", "calls with a queue for bytes in flight", "repeats in time", "silent peers back", "ready",
+        "fences", "prefill kills",
+    ):  # fmt: skip
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_no_room_is_lost_where_every_process_gets_a_tenth_of_its_time(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="starved")
+    assert not tally.failure, tally.failure
+    for what in ("freezes", "connections made again", "evidence that somebody is gone", "ready"):
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_with_strangers_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="strangers")
+    assert not tally.failure, tally.failure
+    for what in (
+        "grants that overlap", "grants said again with other slots", "rooms granted twice",
+        "grants for rooms of others", "grants beyond the window", "unended grants released",
+        "Goodbyes of another life", "words on sessions of others",
+        "rooms given up that another has leased", "bytes landed that were not granted",
+        "numbers landed that were not granted", "older words that ask for a Hello", "calls for a Hello",
+        "arenas registered as larger than they are", "new lives",
+    ):  # fmt: skip
+        assert tally.seen[f"strangers: {what}"] > 0, what
+    assert tally.seen["ready"] > tally.seen["rooms"] / 3
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_whose_processes_have_several_names_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="spelled")
+    assert not tally.failure, tally.failure
+    for what in ("messages by a second name", "second names", "ready", "prefill kills", "requests: finished"):
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_whose_sessions_have_lines_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="lines")
+    assert not tally.failure, tally.failure
+    for what in (
+        "lines", "messages by a line", "frames that a line took a part of", "lines that end one way",
+        "lines that nobody reads", "prefills that leave with grants unacknowledged", "ready",
+    ):  # fmt: skip
+        assert tally.seen[what] > 0, what
+
+
+def test_lines_end_in_the_middle_of_a_frame() -> None:
+    """Rare: not in every few worlds."""
+    tally = run(range(CHUNK), kind="lines")
+    assert tally.seen["frames that a line had begun when it ended"] > 0
+    assert tally.seen["freezes"] > 0
+
+
+def test_worlds_show_what_they_are_for() -> None:
+    """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
+    tally = run(range(SHOWN))
+    assert not tally.failure, tally.failure
+    seen = tally.seen
+    assert seen["ready"] >= seen["rooms"] / 2
+    for what in (
+        "lost messages", "repeated messages", "freezes", "prefill kills", "decode kills", "silent peers back",
+        "writes of unknown outcome", "writers killed", "fences", "fences that had to wait", "steps with quarantine",
+        "pieces by orphans", "pieces after the room failed", "repeated ends", "Landed that met an Abort",
+        "Abort before its Grant", "Abort after the end", "Grant after the end", "Grant after the end was acknowledged",
+        "partitions", "one-way partitions", "messages held at a cut", "cells that the engine forgets",
+        "Failed before its writing has ended", "router kills", "rooms of dead routers", "retries", "resumptions",
+        "tokens shared", "blocks evicted", "rooms with a rank left out", "decode nodes that stay away",
+        "fences of who stays away", "dead and frozen peers found", "evidence that somebody is gone",
+        "grants that waited for memory", "grants read back",
+        "grants read back after the room failed", "rooms with a corrupted row",
+        "requests: finished", "requests: its router died", "requests: failed full",
+        "sparse rooms preloaded", "sparse rooms all-miss", "sparse rooms retracted", "sparse rooms readmitted",
+        "sparse rooms dropped", "sparse rooms refused", "sparse rooms read after they had ended", "sparse misses",
+    ):  # fmt: skip
+        assert seen[what] > 0, f"{what}: {sorted(seen.items())}"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_planted_bug_is_caught_within_its_seeds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plant(owner: Any, key: Any, value: Any) -> None:
+        if isinstance(owner, dict):
+            monkeypatch.setitem(owner, key, value)
+        else:
+            monkeypatch.setattr(owner, key, value)
+
+    mutant = MUTANTS[name]
+    mutant.plant(plant)
+    tally = run(range(mutant.seeds), kind=mutant.kind)
+    assert tally.failure, f"{name!r} lived through {tally.seeds} seeds"
+    # By a check, the world's or the code's own: that the mutant itself is out of date shows nothing.
+    by_the_code = "AssertionError" in tally.failure or "RemoteProtocolError" in tally.failure
+    assert "Traceback" not in tally.failure or by_the_code, tally.failure
+    assert f"replay: python -m tests.library.sim --seed {tally.seeds - 1} --kind {mutant.kind} --trace" in tally.failure
+
+
+def test_the_documents_count_kinds_and_mutants_as_there_are() -> None:
+    lines = Path("docs/figures/simulator.md").read_text().splitlines()
+    (row,) = (line for line in lines if line.startswith("| simulator |"))
+    assert f" of {len(KINDS)} kinds" in row
+    assert f" {len(MUTANTS)} mutants" in row
+
+
+def test_a_seed_decides_everything() -> None:
+    """The same messages at the same times, whatever order Python's hashes bring."""
+    traces = [
+        subprocess.run(
+            [sys.executable, "-m", "tests.library.sim", "--seed", "2", "--trace"],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.splitlines()[:-1]
+        for hash_seed in ("1", "2")
+    ]
+    assert len(traces[0]) > 100
+    assert traces[0] == traces[1]
+
+
+def test_any_exception_of_the_code_under_test_is_a_failure_with_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: World) -> Counter[str]:
+        raise KeyError("a peer")
+
+    monkeypatch.setattr(World, "run", broken)
+    tally = run([7, 8])
+    assert tally.seeds == 1
+    assert "KeyError: 'a peer'" in tally.failure
+    assert tally.failure.endswith("replay: python -m tests.library.sim --seed 7 --kind patient --trace")
+
+
+def test_a_world_that_goes_round_in_circles_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(call: Call) -> None:
+        call.world.at(0.0, lambda: again(call))
+
+    monkeypatch.setattr(Call, "begin", again)
+    monkeypatch.setattr(world, "EVENTS_MAX", 10_000)
+    tally = run([0], kind="quiet")
+    assert "10000 events have happened, and no end of it" in tally.failure
+    assert tally.failure.endswith("replay: python -m tests.library.sim --seed 0 --kind quiet --trace")
+
+
+def test_a_call_that_does_not_come_back_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(call: Call) -> None:
+        while True:
+            pass
+
+    monkeypatch.setattr(Call, "begin", again)
+    monkeypatch.setattr(sim, "SEED_CPU_S_MAX", 0.1)
+    tally = run([0], kind="quiet")
+    assert "a call has not come back in 0.1 s of CPU time" in tally.failure
+
+
+def test_by_hand_any_seeds_run_in_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sim", "--seeds", "4", "--first", "6", "--jobs", "2"])
+    assert main() == 0
+    assert "4 seeds, " in capsys.readouterr().out
+
+
+def test_without_a_kind_every_kind_is_drawn_and_a_replay_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mutant of a kind that a long run never draws would be one that a long run never catches."""
+    monkeypatch.setattr(World, "run", lambda self: Counter({"rooms": 1}))
+    monkeypatch.setattr(sys, "argv", ["sim", "--seeds", str(2 * len(KINDS))])
+    assert main() == 0
+    printed = capsys.readouterr().out
+    known = {*KINDS, *profile.FURTHER, *(mutant.kind for mutant in MUTANTS.values())}
+    assert {kind for kind in known if f"2 worlds of kind {kind}" in printed} == known
+    for seed in range(len(KINDS)):
+        assert profile.draw(seed) == profile.draw(seed, KINDS[seed]), "which a failure's command names"
+
+
+def test_help_says_how_to_replay_a_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["sim", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "python -m tests.library.sim --seed 7 --trace" in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""Rows: how many a component has, where each lies, and which slots a part names (sections 2 and 4)."""
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from tests.library.stranger.checksum import MASK, head_hash
+
+Fields = dict[str, Any]
+
+
+def row_count(component: Fields, tokens: int) -> int:
+    """Rows of a room of so many tokens."""
+    span = component["span"]
+    if span["kind"] == "once":
+        return 1
+    if span["kind"] == "last":
+        tokens = min(tokens, span["tokens"])
+    return -(-tokens // component["tokens_per_row"])
+
+
+def offset(layout: Fields, plane: Fields, slot: int) -> int:
+    """Of a slot's row in a plane, from the beginning of the arena."""
+    page, row = divmod(slot, layout["page_size"])
+    return plane["base"] + page * plane["page_stride"] + row * plane["row_stride"]
+
+
+def packed(slots: list[int]) -> bytes:
+    """Slots in the order of their rows as extents: start and count of each run."""
+    runs: list[list[int]] = []
+    for slot in slots:
+        if runs and sum(runs[-1]) == slot:
+            runs[-1][1] += 1
+        else:
+            runs.append([slot, 1])
+    return b"".join(struct.pack("<2I", *run) for run in runs)
+
+
+def slots_of(extents: bytes) -> list[int]:
+    return [slot for start, count in struct.iter_unpack("<2I", extents) for slot in range(start, start + count)]
+
+
+def places(component: Fields, part: Fields) -> Iterator[tuple[Fields, int, int]]:
+    """Plane, row of the room, and byte offset in the arena, of all that a part covers."""
+    layout = component["layout"]
+    for at, slot in enumerate(slots_of(part["extents"])):
+        for plane in layout["planes"]:
+            yield plane, part["first_row"] + at, offset(layout, plane, slot)
+
+
+def fault(components: list[Fields], grant: Fields) -> str:
+    """What is wrong with a grant's parts (section 4, Grants), as one line that names the field; empty: nothing."""
+    for at, part in enumerate(grant["parts"]):
+        name = f"Grant.parts[{at}]"
+        if part["component"] >= len(components):
+            return f"{name}.component = {part['component']}: {len(components)} are registered"
+        component, slots = components[part["component"]], slots_of(part["extents"])
+        if len(slots) != part["rows"] or len({*slots}) != len(slots):
+            return f"{name}.extents: {len({*slots})} slots, and rows = {part['rows']}"
+        if slots and max(slots) >= component["layout"]["slots"]:
+            return f"{name}.extents: slot {max(slots)} of {component['layout']['slots']}"
+        if part["first_row"] + part["rows"] > row_count(component, grant["tokens"]):
+            return f"{name}.rows: beyond those of {grant['tokens']} tokens"
+    return ""
+
+
+def row_sum(component: Fields, plane: Fields, row: int, content: bytes) -> int:
+    """What a row adds to its grant's checksum: one hash for each of its heads."""
+    size = plane["row_bytes"] // plane["head_count"]
+    heads = [content[at : at + size] for at in range(0, plane["row_bytes"], size)]
+    found = [
+        head_hash(component["name"], plane["kind"], plane["layer"], plane["head_start"] + at, row, head)
+        for at, head in enumerate(heads)
+    ]
+    return sum(found) & MASK
+
+
+def checksum(total: int) -> bytes:
+    """As Landed carries it."""
+    return (total & MASK).to_bytes(8, "little")

@@ -1,0 +1,596 @@
+"""Writes out of a card's memory: in turn, stopped, failed, lost; with a card that is none."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdtransfer.client.clients import PrefillClient
+from pdtransfer.client.prefill_node import PrefillNode
+from pdtransfer.errors import Cause, WorldError
+from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
+from pdtransfer.handoff.ready_gate import AllEvents, ReadyGate
+from pdtransfer.kernels import checksum_copy, registered
+from pdtransfer.kernels.pools import State
+from pdtransfer.layout.checksum import lines_of, runs_of
+from pdtransfer.memory import arena_memory
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.serve.tracing.timeline import Timeline
+from pdtransfer.transports import card_writer
+from pdtransfer.wire import Granted
+from tests.support import client_pair
+from tests.support.client_pair import settings
+from tests.support.fake_card import FakeCard, FakeLauncher, Held
+from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component
+from tests.support.waiting import on_loop, until
+
+PIECE_ROWS = 256
+EVERY = np.arange(SLOTS)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_writer, "PIECE_BYTES", PIECE_ROWS * LAYERS * ROW)
+    monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)
+
+
+@on_loop
+async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: ArenaMemory, directory: Path) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    assert await both.map() == arena.byte_count
+    assert sum(card.registered.values()) == arena.byte_count
+    assert card.prepared == 1
+    rng = np.random.default_rng(3)
+    source, target = rng.permutation(SLOTS)[:8_000], rng.permutation(SLOTS)[:8_000]
+    cuts = np.sort(rng.choice(np.arange(1, 8_000), 20, replace=False))
+    for grant, (ours, theirs) in enumerate(zip(np.split(source, cuts), np.split(target, cuts), strict=True), 1):
+        for layers in ((0, 1), (1, LAYERS)):
+            both.want(both.write(ours, theirs, grant=grant, layers=layers))
+    both.want(both.write(EVERY[8_000:8_100], np.setdiff1d(EVERY, target)[:100], grant=1))
+    assert not both.ended, "done is never called from within write"
+    await until(lambda: len(both.ended) == both.writes)
+    assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
+    assert both.right
+    await both.close()
+    assert card.registered == {}, "let go before it was unmapped"
+
+
+@on_loop
+async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: ArenaMemory, directory: Path) -> None:
+    card, gate = FakeCard(), Held()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    card.waiting = gate
+    both.want(both.write(EVERY[: 10 * PIECE_ROWS], EVERY[: 10 * PIECE_ROWS], grant=1))
+    await until(gate.reached.is_set)
+    both.want(both.write(EVERY[-5:], EVERY[-5:], grant=2))
+    gate.open.set()
+    await until(lambda: len(both.ended) == 2)
+    assert max(flying for flying, _ in card.launched) == 2
+    assert [write for write, _, _ in both.ended] == [2, 1], "the small one waits for two launches, not for ten"
+    assert both.right
+    await both.close()
+
+
+class CudaEvent:
+    """What has the handle of a CUDA event is not asked by Python."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_event = handle
+
+    def query(self) -> bool:
+        raise AssertionError("on the loop, or with the GIL")
+
+
+async def waits(card: FakeCard) -> None:
+    """Until the writer's thread sleeps until a gate opens, with nothing else to do."""
+    card.asleep.clear()
+    await until(card.asleep.is_set)
+
+
+@on_loop
+async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_it(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    gates = ReadyGate(CudaEvent(1)), ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
+    assert all(both.writer.waits(gate) for gate in gates)
+    for grant, gate in enumerate(gates, 1):
+        both.want(both.write(EVERY[100 * grant :][:9], EVERY[100 * grant :][:9], grant=grant, after=gate))
+    both.want(both.write(EVERY[120:130], EVERY[120:130], grant=1))  # behind the first of its grant
+    both.want(both.write(EVERY[:7], EVERY[:7], grant=3))
+    await until(lambda: bool(both.ended))
+    card.fired.add(3)  # of two, and not the first
+    await waits(card)
+    assert [write for write, _, _ in both.ended] == [4]
+    card.fired.add(2)
+    await until(lambda: len(both.ended) == 2)
+    await waits(card)
+    assert [write for write, _, _ in both.ended] == [4, 2]
+    card.fired.add(1)
+    await until(lambda: len(both.ended) == 4)
+    assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
+    assert both.right
+    assert not both.writer.waits(gates[0]), "it is open"
+    await both.close()
+
+
+@on_loop
+async def test_a_write_whose_event_fires_has_its_turn_while_another_grant_has_much_to_launch(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    card.waiting = lambda: card.fired.add(1) if len(card.launched) == 3 else None
+    both.want(both.write(EVERY[7_000:7_009], EVERY[7_000:7_009], grant=1, after=ReadyGate(CudaEvent(1))))
+    await waits(card)
+    both.want(both.write(EVERY[: 20 * PIECE_ROWS], EVERY[: 20 * PIECE_ROWS], grant=2))
+    await until(lambda: len(both.ended) == 2)
+    assert [write for write, _, _ in both.ended] == [1, 2]
+    assert both.right
+    await both.close()
+
+
+class AskedEvent(CudaEvent):
+    """One that the loop asks as well, for another session."""
+
+    def query(self) -> bool:
+        return True
+
+
+@on_loop
+async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepared(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card, gate, prepare = FakeCard(), ReadyGate(AskedEvent(1)), FakeLauncher.prepare
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY[100:109], EVERY[100:109], grant=1, after=ReadyGate(CudaEvent(2)))
+    await waits(card)
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=gate))
+    await waits(card)
+
+    def meanwhile(*given: Any, **more: Any) -> Any:
+        gate.poll(1)
+        return prepare(*given, **more)
+
+    monkeypatch.setattr(FakeLauncher, "prepare", meanwhile)
+    both.writer.cancel(WRITER, 1)
+    await until(lambda: len(both.ended) == 2)
+    assert both.ended[1] == (2, Outcome.LANDED, "")
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_another_took_its_place(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
+    await waits(card)
+    await waits(card)
+    assert (card.preparations, card.launched) == (1, [])
+    both.want(both.write(EVERY[20:29], EVERY[20:29], grant=2))
+    await until(lambda: len(both.ended) == 1)
+    await waits(card)
+    assert (card.preparations, len(card.launched)) == (3, 1)
+    card.fired.add(1)
+    await until(lambda: len(both.ended) == 2)
+    assert (card.preparations, len(card.launched)) == (3, 2), "nothing was left to do but to launch"
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_nothing_that_is_late(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+
+    async def spared(*written: dict[str, Any]) -> list[bool]:
+        before, ended = len(card.spared), len(both.ended)
+        for more in written:
+            rows = more.pop("source", EVERY[9 * len(both.ended) :][:9])
+            both.want(both.write(rows, rows, grant=1, **more))
+        if not card.fired:
+            await waits(card)
+            card.fired.add(1)
+        await until(lambda: len(both.ended) == ended + len(written))
+        return card.spared[before:]
+
+    assert await spared({"after": ReadyGate(CudaEvent(1))}) == [True]
+    card.fired.clear()
+    whole = {"source": EVERY[1_000 : 1_000 + 2 * PIECE_ROWS], "after": ReadyGate(CudaEvent(1))}
+    assert await spared(whole) == [True, True], "all pieces of a write go the same way"
+    assert await spared({"after": ReadyGate(CudaEvent(1))}) == [False], "it had fired already"
+    assert await spared({}) == [False]
+    card.fired.clear()
+    assert await spared({"after": ReadyGate(CudaEvent(1)), "urgent": True}) == [False]
+    card.fired.clear()
+    assert await spared({"after": ReadyGate(CudaEvent(1))}, {"after": ReadyGate(CudaEvent(1))}) == [True, False], (
+        "it was late"
+    )
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it_has_landed(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card_writer, "NEAR_NS", 1)
+    card, held = FakeCard(), Held()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))  # nobody waits for it
+    both.want(both.write(EVERY[20:29], EVERY[20:29], grant=1, urgent=True))  # nor did it for its rows
+    await waits(card)
+    card.fired.add(1)
+    await until(lambda: len(both.ended) == 2)
+    gate = ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
+    both.want(both.write(EVERY[40:49], EVERY[40:49], grant=2, after=gate, urgent=True))
+    await waits(card)
+    assert both.near == []
+    card.fired.add(2)
+    await until(lambda: len(both.near) > 1)
+    card.waiting = held
+    card.fired.add(3)
+    await until(held.reached.is_set)
+    held.open.set()
+    await until(lambda: len(both.ended) == 3)
+    said = list(both.near)
+    assert set(said) == {3}
+    assert len(said) <= card_writer.NEAR_MAX
+    await until(lambda: not both.writer._nears._posted)
+    assert both.near == said, "it has landed"
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it_is_near(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card_writer, "NEAR_NS", 1)
+    monkeypatch.setattr(card_writer, "NEAR_MAX", 3)
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1)), urgent=True)
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2))
+    await until(lambda: len(both.near) == 3)
+    for _ in range(5):
+        await waits(card)
+    assert both.near == [1, 1, 1]
+    both.writer.cancel(WRITER, 1)
+    await until(lambda: len(both.ended) == 2)
+    await both.close()
+
+
+@on_loop
+async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=ReadyGate(CudaEvent(2))))
+    await waits(card)
+    both.writer.cancel(WRITER, 1)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "cancelled")]
+    card.fired |= {1, 2}
+    await until(lambda: len(both.ended) == 2)
+    assert len(card.launched) == 1
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_for(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    card, drained = FakeCard(), list[int]()
+    card.draining = lambda: drained.append(1)
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=ReadyGate(CudaEvent(2))))
+    await waits(card)
+    card.broken_events[1] = "card 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE"
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "card 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE")]
+    card.fired.add(2)
+    await until(lambda: len(both.ended) == 2)
+    assert both.ended[1] == (2, Outcome.LANDED, "")
+    assert both.right
+    assert not drained
+    await both.close()
+
+
+class BrokenEvent:
+    """One that Python asks."""
+
+    def query(self) -> bool:
+        raise RuntimeError("card 5: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+@pytest.mark.parametrize("event", [BrokenEvent(), CudaEvent(9)])
+def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: pytest.MonkeyPatch, event: Any) -> None:
+    card = FakeCard()
+    card.broken_events[9] = "card 5: CUDA_ERROR_ILLEGAL_ADDRESS"
+    monkeypatch.setattr("pdtransfer.transports.select.PoolCard", lambda *_: card)
+    monkeypatch.setattr(
+        client_pair,
+        "PrefillClient",
+        lambda *given, **more: PrefillClient(*given, **more | {"writer": replace(more["writer"], card=5)}),
+    )
+    with client_pair.client_pair() as pair:
+        pair.expect(1, 64)
+        pair.prefill.open(1, tokens=64)
+        pair.prefill.push(1, pair.pages(1, 64), rows=(0, 64), after=event)
+        failed = pair.failed(1)
+        pair.drained(1)
+    assert failed.cause is Cause.ENGINE
+    assert failed.detail.endswith("its event: card 5: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+@on_loop
+async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_before(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    card, gate = FakeCard(), Held()
+    card.spans, card.waiting = Timeline("prefill"), gate
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.want(both.write(EVERY[: 2 * PIECE_ROWS + 9], EVERY[: 2 * PIECE_ROWS + 9], grant=1, layers=(1, 3), first_row=5))
+    await until(gate.reached.is_set)
+    card.waiting = lambda: None
+    gate.open.set()
+    await until(lambda: len(both.ended) == 1)
+    told = card.spans.take()
+    rows = [PIECE_ROWS * LAYERS // 2] * 2
+    rows[-1] = 2 * PIECE_ROWS + 9 - sum(rows[:-1])
+    assert [span.name for span in told] == [
+        f"rows {5 + sum(rows[:at])}-{5 + sum(rows[: at + 1])}, layers 1-3" for at in range(len(rows))
+    ]
+    assert {(span.lane, span.room, span.layer) for span in told} == {("launch", told[0].room, 1)}
+    assert sum(span.byte_count for span in told) == sum(rows) * 2 * ROW
+    assert all(span.begin_s <= span.end_s for span in told)
+    assert all(after.begin_s >= before.end_s for before, after in pairwise(told)), (
+        "what waits behind another does nothing"
+    )
+    await both.close()
+
+
+@on_loop
+async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMemory, directory: Path) -> None:
+    card, gate = FakeCard(), Held()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    card.waiting = gate
+    both.write(EVERY, EVERY, grant=1)
+    await until(gate.reached.is_set)
+    both.writer.cancel(WRITER, 2)  # another grant
+    both.writer.cancel(WRITER, 1)
+    await until(lambda: gate.reached.is_set())
+    assert not both.ended, "launches are in flight"
+    gate.open.set()
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "cancelled")]
+    assert not arena.mapping.array.any(), "what was queued saw the word"
+    card.waiting = lambda: None
+    both.want(both.write(EVERY, EVERY, grant=3))
+    await until(lambda: len(both.ended) == 2)
+    assert both.ended[1] == (2, Outcome.LANDED, "")
+    assert both.right, "its word is not the stopped one's"
+    await both.close()
+
+
+@on_loop
+async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory, directory: Path) -> None:
+    card, drained = FakeCard(), list[int]()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+
+    def refuse() -> None:
+        card.launching = lambda: None
+        raise WorldError("card 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+
+    card.launching, card.draining = refuse, lambda: drained.append(1)
+    both.write(EVERY[:3], EVERY[:3], grant=1)
+    await until(lambda: bool(both.ended))
+    assert both.ended[0][1:] == (Outcome.FAILED, "card 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+    assert drained, "a copy that may have been queued has ended before anybody hears"
+    await both.close()
+
+
+@on_loop
+async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: ArenaMemory, directory: Path) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    card.left_out = 2
+    both.write(EVERY[:3], EVERY[:3], grant=1)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "2 rows lie outside their pool")]
+    await both.close()
+
+
+@on_loop
+async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+
+    def fail() -> None:
+        raise RuntimeError("card 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    card.waiting = card.draining = card.launching = fail
+    both.write(EVERY, EVERY, grant=1)
+    both.write(EVERY[:3], EVERY[:3], grant=2)
+    await until(lambda: len(both.ended) == 2)
+    outcomes = {write: outcome for write, outcome, _ in both.ended}
+    assert outcomes[1] is Outcome.UNKNOWN
+    assert all("CUDA_ERROR_ILLEGAL_ADDRESS" in text for _, _, text in both.ended)
+    both.write(EVERY[:3], EVERY[:3], grant=3)
+    await until(lambda: len(both.ended) == 3)
+    assert both.ended[2][1] is Outcome.FAILED, "it was never launched"
+    held = len(card.registered)
+    both.owner.revoke(WRITER)
+    await both.writer.close()
+    assert not both.owner.quiet(WRITER), "this process can write until it is gone"
+    assert len(card.registered) == held > 0
+    await both.owner.close()
+
+
+@on_loop
+async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: ArenaMemory, directory: Path) -> None:
+    card = FakeCard()
+    card.refused = 1
+    both = Pair(arena, directory, card=card)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        await both.map()
+    both.owner.revoke(WRITER)
+    assert both.owner.quiet(WRITER)
+    assert card.registered == {}
+    assert len(os.listdir("/proc/self/fd")) == before
+    await both.close()
+
+
+@on_loop
+async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", 1 << 20)
+    made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
+    card, told = FakeCard(), list[int]()
+    both = Pair(made, directory, card=card)
+    made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
+    reach = await both.owner.offer(WRITER)
+    assert await both.writer.map(WRITER, reach, (component(both.target),), told.append) == 2 << 20
+    made.prefault()
+    await until(lambda: bool(told) and told[-1] == made.byte_count)
+    assert sum(card.registered.values()) == made.byte_count
+    await both.close()
+    made.close()
+
+
+@pytest.mark.parametrize("kind", [WorldError, OSError])
+@on_loop
+async def test_a_card_that_cannot_be_used_fails_writes(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    card = FakeCard()
+
+    def launcher() -> None:
+        raise kind("card 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(card, "launcher", launcher)
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY[:3], EVERY[:3], grant=1)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "card 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")]
+    await both.close()
+
+
+@on_loop
+async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, directory: Path) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    source, target = np.random.default_rng(1).permutation(SLOTS)[:1_000], EVERY[:1_000]
+    for layers in ((0, LAYERS), (1, 3)):
+        both.write(source, target, grant=1, layers=layers, first_row=77, verify=True)
+    await until(lambda: len(both.ended) == 2)
+    lines = [lines_of("latent", both.pool.layout, layers=layers) for layers in ((0, LAYERS), (1, 3))]
+    runs = runs_of(source, np.ones_like(source), 77)
+    assert [both.checksums[1], both.checksums[2]] == [
+        checksum_copy.checksum(each, runs, both.pool.address) for each in lines
+    ]
+    await both.close()
+
+
+@on_loop
+async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory, directory: Path) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+
+    def fail() -> None:
+        raise MemoryError("card 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+
+    card.fetching = fail
+    both.write(EVERY[:9], EVERY[:9], grant=1, verify=True)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "card 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")]
+    await both.close()
+
+
+@on_loop
+async def test_a_launch_that_never_said_its_end_is_unknown(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    monkeypatch.setattr(FakeLauncher, "ended", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))
+    both.write(EVERY[:3], EVERY[:3], grant=1)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.UNKNOWN, "the card has passed a launch that never reported its end")]
+    await both.close()
+
+
+@on_loop
+async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
+    monkeypatch: pytest.MonkeyPatch, arena: ArenaMemory, directory: Path
+) -> None:
+    node, sent = PrefillNode(settings("p"), (), lambda _: None), list[object]()
+    monkeypatch.setattr(node.core, "near", lambda *of: [Send("d", Granted(*of))])
+    monkeypatch.setattr(node.bus, "send", lambda *given: sent.append(given))
+    both, writer = Pair(arena, directory), node.transport._make["shm"]()
+    writer._near(both.write(EVERY[:9], EVERY[:9], grant=1))
+    assert sent == [("d", Granted(WRITER, 1))]
+    await until(lambda: bool(both.ended))
+    await writer.close()
+    await both.close()
+    await node.close()
+
+
+@on_loop
+async def test_a_writer_of_unknown_outcome_condemns_its_process(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, condemned = PrefillNode(settings("p"), (), lambda _: None), list[int]()
+    node.condemned = lambda: condemned.append(1)
+    node._perform(FenceWriter(7))
+    await until(lambda: not node._tasks)
+    assert not condemned, "what was never mapped has left nothing unknown"
+
+    both = Pair(arena, directory)
+    monkeypatch.setattr(node.transport, "fence", both.writer.fence)
+    node._perform(FenceWriter(7))
+    await until(lambda: condemned == [1])
+    await both.close()
+    await node.close()

@@ -1,0 +1,223 @@
+"""Which transport a session takes, and that one from outside the package is as good as those inside."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from pdtransfer.client.decode_node import DecodeNode
+from pdtransfer.client.prefill_node import PrefillNode
+from pdtransfer.errors import ConfigError, TransportError
+from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.effects import Outcome, RoomReady
+from pdtransfer.handoff.prefill.sessions import Cell
+from pdtransfer.layout.layout import Component
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.probe import Probe, ok
+from pdtransfer.serve.commands.doctor import probes
+from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
+from pdtransfer.transports import registry, select
+from pdtransfer.transports.mooncake import MooncakeTransport
+from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
+from tests.support.client_pair import component, settings
+from tests.support.fake_transport import FakeArena, FakeWriter
+from tests.support.layout_tensors import Pool, mla
+from tests.support.session_ends import identity
+from tests.support.waiting import until
+
+HERE = "boot net:[1] mnt:[2] 0"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "where", "chosen", "reason"),
+    [
+        (("shm", "mooncake"), ("shm", "mooncake"), HERE, "shm", "on this host"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "other net:[1] mnt:[2] 0", "mooncake", "another kernel"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[9] mnt:[2] 0", "mooncake", "network namespace"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[1] mnt:[9] 0", "mooncake", "mount namespace"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[1] mnt:[2] 7", "mooncake", "another user"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "", "shm", "on this host"),
+        (("shm", "mooncake"), ("shm",), "other net:[1] mnt:[2] 0", "shm", "mooncake is not taken by both"),
+        (("shm", "mooncake"), ("mooncake",), HERE, "mooncake", "shm is not taken by both"),
+        (("shm",), ("mooncake", "carrier pigeon"), HERE, None, "takes mooncake, carrier pigeon, this node shm"),
+    ],
+)
+def test_the_transport_is_chosen_by_where_the_peer_is_and_what_both_take(
+    ours: tuple[str, ...], theirs: tuple[str, ...], where: str, chosen: str | None, reason: str
+) -> None:
+    peer = identity("p", "prefill", 1, transports=theirs, place=where)
+    if chosen is None:
+        with pytest.raises(TransportError, match=reason):
+            select.choose(ours, HERE, peer)
+        return
+    name, said = select.choose(ours, HERE, peer)
+    assert name == chosen
+    assert reason in said
+
+
+def test_a_transport_that_cannot_be_had_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: "mooncake is not installed")
+    assert select.taken("auto") == ("shm",)
+    with pytest.raises(TransportError, match="not installed"):
+        select.taken("mooncake")
+    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: "")
+    assert select.taken("auto") == ("shm", "mooncake")
+
+
+def test_auto_on_loopback_takes_nothing_that_listens_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: "")
+    assert select.taken("auto", loopback=True) == ("shm",)
+    assert select.taken("mooncake", loopback=True) == ("mooncake",), "asked for by name"
+    for bind, loopback in (("tcp://127.0.0.1:0", True), ("tcp://[::1]:0", True), ("tcp://0.0.0.0:0", False)):
+        assert PrefillConfig(bind=bind, insecure=True).network.loopback is loopback
+
+
+@pytest.mark.parametrize(
+    ("theirs", "where", "reason"),
+    [
+        (("shm", "mooncake"), HERE, None),
+        (("shm", "mooncake"), "boot net:[1] mnt:[2] 7", "p is dialled on loopback and has another user"),
+        (("mooncake",), HERE, "p is dialled on loopback and takes mooncake"),
+    ],
+)
+def test_a_prefill_dialled_on_loopback_gets_shared_memory_or_a_reason(
+    theirs: tuple[str, ...], where: str, reason: str | None
+) -> None:
+    peer = identity("p", "prefill", 1, transports=theirs, place=where)
+    if reason is None:
+        assert select.choose_near(("shm", "mooncake"), HERE, peer)[0] == "shm"
+        return
+    with pytest.raises(TransportError, match=f"{reason}.* set --transport on both"):
+        select.choose_near(("shm", "mooncake"), HERE, peer)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "loopback"),
+    [("tcp://127.0.0.1:1", True), (f"{'k' * 40}@tcp://[::1]:1", True), ("tcp://10.0.0.7:1", False)],
+)
+def test_an_endpoint_is_on_loopback_by_its_address(endpoint: str, loopback: bool) -> None:
+    assert uvloop.run(select.on_loopback(endpoint)) is loopback
+    assert uvloop.run(select.on_loopback("tcp://nowhere.invalid:1")) is False
+
+
+def test_this_hosts_address_is_the_one_on_the_way_to_the_peer() -> None:
+    assert select.own_address("tcp://127.0.0.1:7101") == "127.0.0.1"
+    with pytest.raises(TransportError, match="advertise"):
+        select.own_address("tcp://[::1]:7101")
+
+
+# One from outside the package
+
+
+class Carrier:
+    """A Transport within this process, of which the package knows nothing."""
+
+    name, any_host = "carrier", True
+
+    def __init__(self) -> None:
+        self.owner = FakeArena(0)
+        self.hosts: list[str] = []  # that were offered
+
+    def why_not(self) -> str:
+        return ""
+
+    def check(self, network: Network) -> None:
+        if network.host == "nowhere":
+            raise ConfigError("advertise = 'nowhere': no carrier goes there")
+
+    def arena(self, memory: ArenaMemory, options: ArenaOptions, **_: Any) -> FakeArena:
+        self.owner.memory = memory.mapping.array
+        offer = self.owner.offer
+
+        async def offered(session: int, host: str = "") -> Any:
+            self.hosts.append(host)
+            return await offer(session, host)
+
+        self.owner.offer = offered
+        return self.owner
+
+    def writer(self, components: tuple[Component, ...], options: WriterOptions, **_: Any) -> FakeWriter:
+        byte_count = max(each.layout.end for each in components)
+        pool = np.ctypeslib.as_array((ctypes.c_uint8 * byte_count).from_address(options.pool_address))
+        return FakeWriter(self.owner, components, pool, outcome=Outcome.LANDED)
+
+    def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
+        return (Probe("carrier", lambda _: ok(f"awake, {len(ports)} ranges")),)
+
+
+@pytest.fixture
+def carrier() -> Iterator[Carrier]:
+    made = Carrier()
+    registry.register(made)
+    yield made
+    del registry.TRANSPORTS["carrier"]
+
+
+SOURCE = Pool(name="layer_first", model=mla(layers=range(2)), page_size=16, slots=128)
+TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=64)
+
+
+async def lands(prefill_takes: str, decode_takes: str) -> dict[str, int]:
+    """Lands a room of all rows between two nodes; returns how many sessions each of prefill's transports has."""
+    SOURCE.fill(np.arange(SOURCE.slots))
+    arena, events = ArenaMemory.create(len(TARGET.memory), huge_pages="never"), list[Any]()
+    prefill = PrefillNode(
+        settings("p"), [component(SOURCE)], lambda _: None,
+        writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data, transport=prefill_takes),
+    )  # fmt: skip
+    decode = DecodeNode(
+        settings("d"), [component(TARGET)], arena, events.append, options=ArenaOptions(transport=decode_takes)
+    )
+    endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
+    try:
+        decode.expect(RoomRequest(room=1, tokens=60, sources=[endpoint], time_left_s=20))
+        prefill.open(1, tokens=60, time_left_s=20)
+        prefill.push(1, Cell("kv", 0, (0, 2), np.arange(60)))
+        prefill.finish(1, aux=b"")
+        await until(lambda: events)
+        (ready,) = events
+        assert isinstance(ready, RoomReady), ready
+        landed = replace(TARGET)
+        landed.__dict__["memory"] = arena.mapping.array[: len(TARGET.memory)]
+        for row in TARGET.model.rows():
+            assert np.array_equal(landed.read(*row, ready.slots["kv"][:60]), SOURCE.read(*row, np.arange(60)))
+        return prefill.transport.counts
+    finally:
+        await decode.close()
+        await prefill.close()
+
+
+@pytest.mark.parametrize("decode_takes", ["carrier", "auto"])
+def test_a_room_lands_over_a_transport_from_outside_the_package(carrier: Carrier, decode_takes: str) -> None:
+    assert uvloop.run(lands("carrier", decode_takes)) == {"carrier": 1}
+    assert carrier.hosts == ["127.0.0.1"], "this host's address on the way to the writer"
+
+
+def test_auto_prefers_the_transports_that_were_registered_first(carrier: Carrier) -> None:
+    counts = uvloop.run(lands("auto", "auto"))
+    assert (counts["shm"], counts["carrier"]) == (1, 0)
+
+
+def test_a_registered_transport_has_its_name_accepted_its_options_checked_and_its_probes_tried(
+    carrier: Carrier,
+) -> None:
+    assert PrefillConfig(transport="carrier").transport == "carrier"
+    with pytest.raises(ConfigError, match="no carrier goes there"):
+        DecodeConfig(transport="carrier", advertise="nowhere", bind="tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match="must be auto or one of shm, mooncake, carrier"):
+        PrefillConfig(transport="pigeon")
+    (probe,) = (each for each in probes(["23000-23001", "24000-24001"]) if each.name == "carrier")
+    assert "2 ranges" in probe.look(None).found  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["shm", "mooncake", "auto"])
+def test_a_name_that_is_taken_is_not_registered_again(carrier: Carrier, name: str) -> None:
+    carrier.name = name
+    with pytest.raises(ConfigError, match=f"transport {name}: another one has this name"):
+        registry.register(carrier)

@@ -1,0 +1,562 @@
+"""The demo: its requests, its comparison, and that every failure shows in its exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
+from pdtransfer.errors import ConfigError, WorldError
+from pdtransfer.serve.commands import demo
+from pdtransfer.serve.commands.demo import DemoAnswer, run
+from pdtransfer.serve.commands.demo_config import DemoConfig
+from pdtransfer.serve.commands.demo_model import QUESTIONS, DemoModel
+from pdtransfer.serve.process.fleet import Standing
+from pdtransfer.serve.router.model_text import load_text
+from tests.support.paths import REPO
+from tests.support.processes import children, command_line
+from tests.support.tiny_tokenizer import write_tokenizer
+from tests.support.waiting import wait_for
+
+GQA_TOKEN_BYTES = 4 * 2 * 4 * 64 * 4  # layers, keys and values, heads, elements, float32
+DIGESTS = {"tokens_digest": "01", "logits_digest": "02", "kv_digest": "03"}
+
+
+# Requests
+
+
+def prompts(config: DemoConfig) -> list[str]:
+    return DemoModel(config).prompts()
+
+
+def test_prompts_have_every_size_and_are_determined_by_the_seed() -> None:
+    config = DemoConfig(requests=20, prompt_bytes_max=5_000)
+    texts = prompts(config)
+    sizes = sorted(len(text.encode()) for text in texts)
+    assert (len(texts), sizes[0], sizes[-1]) == (20, 1, 5_000)
+    assert len(set(sizes)) > 10
+    assert prompts(config) == texts
+    assert prompts(DemoConfig(requests=20, prompt_bytes_max=5_000, seed=1)) != texts
+
+
+def test_a_shared_prefix_comes_before_every_prompt() -> None:
+    plain, shared = (prompts(DemoConfig(requests=5, shared_prefix=size)) for size in (0, 70))
+    assert [text[70:] for text in shared] == plain
+    assert len({text[:70] for text in shared}) == 1
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_few_prompts_are_possible(requests: int) -> None:
+    assert len(prompts(DemoConfig(requests=requests, prompt_bytes_max=1))) == requests
+
+
+def test_a_checkpoint_is_asked_each_question_by_its_chat_template(tmp_path: Path) -> None:
+    model = DemoModel(DemoConfig(model=str(write_tokenizer(tmp_path))))
+    asked = model.prompts()
+    assert sorted(asked) == sorted(QUESTIONS)
+    assert model.body(asked[0])["messages"] == [{"role": "user", "content": asked[0]}]
+    rendered = f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
+    ids = model.ids(asked[0]).tolist()
+    assert (ids[0], load_text(str(tmp_path)).decode(ids)) == (0, rendered)
+    more = DemoModel(DemoConfig(model=str(tmp_path), requests=len(QUESTIONS) + 1)).prompts()
+    assert len(set(more)) == len(more) - 1
+
+
+def test_a_checkpoint_without_a_tokenizer_or_with_settings_of_the_reference_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        DemoModel(DemoConfig(model=str(tmp_path)))
+    with pytest.raises(ConfigError, match="decode_tp"):
+        DemoConfig(model=str(tmp_path), decode_tp=2)
+
+
+# Evaluation of the answers
+
+
+class FakeFleet:
+    """Starts nothing; records whether it was stopped."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.metrics = ["127.0.0.1:1"]
+
+    async def __aenter__(self) -> FakeFleet:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.ended = True
+
+
+def answered(text: str, **facts: Any) -> DemoAnswer:
+    report = DIGESTS | {"kv_bytes": 4_000_000, "copy_us": 2_000, "handoff_us": 1_000.0} | facts
+    return DemoAnswer(text, len(text), seconds=0.5, tokens=4, facts=report)
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> FakeFleet:
+    fake = FakeFleet()
+    monkeypatch.setattr(demo, "_fleet", lambda *_: fake)
+    return fake
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet) -> Callable[..., None]:
+    """Sets the answer to each of two prompts, and the number of leaked slots."""
+
+    def say(*made: DemoAnswer, leaked: int = 0) -> None:
+        async def ask(*_: object) -> tuple[list[DemoAnswer], float]:
+            return list(made), 2.0
+
+        async def leak(*_: object) -> int:
+            return leaked
+
+        async def reference(*_: object) -> list[dict[str, str]]:
+            return [DIGESTS] * len(made)
+
+        monkeypatch.setattr(demo, "_ask", ask)
+        monkeypatch.setattr(demo, "_leaked", leak)
+        monkeypatch.setattr(demo, "_reference", reference)
+
+    return say
+
+
+CONFIG = DemoConfig(requests=2, json=True)
+
+
+def test_equal_digests_and_no_leaked_slot_are_status_0_and_one_object(
+    answers: Callable[..., None], fleet: FakeFleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(answered("a", handoff_us=3_000.0), answered("b"))
+    assert run(CONFIG) == 0
+    assert fleet.ended
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert (report["requests"], report["identical"], report["all_identical"]) == (2, 2, True)
+    assert (report["bytes"], report["tokens"], report["slots_leaked"], report["failed"]) == (8_000_000, 8, 0, 0)
+    assert (report["handoff_ms_p50"], report["handoff_ms_p99"]) == (2.0, 3.0)
+    assert report["copy_gb_s"] == 2.0
+    assert err == ""
+
+
+def test_cached_prompt_tokens_are_reported(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    there = answered("a" * 90)
+    there.cached = 64
+    answers(answered("b" * 10), there)
+    run(CONFIG)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["prompt_tokens"], report["cached_tokens"]) == (100, 64)
+    run(DemoConfig(requests=2))
+    assert "64 of 100 prompt tokens were cached" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_one_digest_that_differs_is_status_1(
+    answers: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    answers(answered("a"), answered("b", **{name: "ff"}))
+    assert run(CONFIG) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["identical"], report["all_identical"], report["differ"]) == (1, False, [name])
+
+
+def test_a_digest_that_is_missing_is_status_1(answers: Callable[..., None]) -> None:
+    facts = {name: value for name, value in answered("a").facts.items() if name != "kv_digest"}
+    answers(answered("a"), DemoAnswer("b", facts=facts))
+    assert run(CONFIG) == 1
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_a_digest_that_nobody_made_is_status_1(
+    answers: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async def reference(*_: object) -> list[dict[str, str]]:
+        return [DIGESTS | {name: ""}] * 2
+
+    answers(answered("a", **{name: ""}), answered("b", **{name: ""}))
+    monkeypatch.setattr(demo, "_reference", reference)
+    assert run(CONFIG) == 1
+    assert json.loads(capsys.readouterr().out)["differ"] == [name]
+
+
+def test_a_failed_request_is_status_1_despite_equal_digests(
+    answers: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = answered("b")
+    failed.error = "no luck"
+    answers(answered("a"), failed)
+    assert run(CONFIG) == 1
+    assert json.loads(capsys.readouterr().out)["failed"] == 1
+
+
+def test_no_answer_at_all_is_status_1_and_still_one_object(
+    answers: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(DemoAnswer("a", error="no luck"), DemoAnswer("b", error="no luck"))
+    assert run(CONFIG) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["identical"], report["handoff_ms_p50"], report["copy_gb_s"]) == (0, None, None)
+
+
+def test_a_leaked_slot_is_status_1(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    answers(answered("a"), leaked=3)
+    assert run(CONFIG) == 1
+    assert json.loads(capsys.readouterr().out)["slots_leaked"] == 3
+
+
+def test_the_table_shows_failures(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = answered("bb", kv_digest="ff")
+    answers(answered("a"), wrong, DemoAnswer("ccc", 3, error="the fleet stayed full"), leaked=2)
+    assert run(DemoConfig(requests=3)) == 1
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in out.splitlines() if " B " in line}
+    assert rows["1"].split()[-1] == "yes"
+    assert rows["2"].split()[-1] == "NO"
+    assert "failed: the fleet stayed full" in rows["3"]
+    assert "1 of 3 identical" in out
+    assert "2 slots leaked" in out
+
+
+def test_the_fleet_is_stopped_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def ask(*_: object) -> None:
+        raise WorldError("the router finds no pair of workers")
+
+    monkeypatch.setattr(demo, "_ask", ask)
+    with pytest.raises(WorldError, match="no pair"):
+        run(CONFIG)
+    assert fleet.ended
+
+
+# A fleet that runs already
+
+
+class Figures(BaseHTTPRequestHandler):
+    """A decode daemon's /metrics, with three of ten slots in use."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'pdtransfer_slots{component="kv"} 10.0\npdtransfer_slots_free{component="kv"} 7.0\n')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("counted", "leaked", "words"), [(2, 6, "6 slots leaked"), (0, None, "slots not counted")])
+def test_a_running_router_is_used_and_slots_of_its_decodes_are_counted(
+    counted: int,
+    leaked: int | None,
+    words: str,
+    answers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    count_slots, urls = demo._leaked, []
+    answers(answered("a"))
+    answer_all = demo._ask
+
+    async def ask(config: DemoConfig, model: DemoModel, fleet: Standing, *others: Any) -> Any:
+        urls.append(fleet.url)
+        return await answer_all(config, model, fleet, *others)
+
+    monkeypatch.setattr(demo, "_ask", ask)
+    monkeypatch.setattr(demo, "_leaked", count_slots)
+    monkeypatch.setattr(demo, "_fleet", lambda *_: pytest.fail("a fleet was started"))
+    monkeypatch.setattr(demo, "SETTLE_S", 0.0)
+    with HTTPServer(("127.0.0.1", 0), Figures) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            metrics = [f"127.0.0.1:{server.server_port}"] * counted
+            assert run(CONFIG, router="http://somewhere:8000", metrics=metrics) == int(bool(leaked))
+            report = json.loads(capsys.readouterr().out)
+            run(DemoConfig(requests=1), router="http://somewhere:8000", metrics=metrics)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert report["slots_leaked"] == leaked
+    assert words in capsys.readouterr().out
+    assert set(urls) == {"http://somewhere:8000"}
+
+
+def test_a_router_that_does_not_answer_is_one_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and never listens
+        with pytest.raises(WorldError, match="no router answers"):
+            run(CONFIG, router=f"http://127.0.0.1:{taken.getsockname()[1]}")
+
+
+def test_a_failed_demo_shows_the_daemons_warnings(
+    answers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    fleet: FakeFleet,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def started(_: object, __: object, ___: object, logs: Path) -> FakeFleet:
+        (logs / "decode-0.log").write_text("12:00 INFO d ready\n12:01 WARNING d no connection\n")
+        return fleet
+
+    monkeypatch.setattr(demo, "_fleet", started)
+    answers(answered("a"))
+    assert run(CONFIG) == 0
+    assert capsys.readouterr().err == ""
+    answers(answered("a"), leaked=1)
+    assert run(CONFIG) == 1
+    assert capsys.readouterr().err == "12:01 WARNING d no connection\n"
+
+
+def test_what_was_asked_and_said_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    made = answered("Why is [red]?")
+    made.text, made.identical = " Because.\n\nSo. ", True
+    demo.show([made], demo.make_report(DemoConfig(requests=1), [made], 1.0, 0), speaks=True)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index(["Why", "is", "[red]?", "-", "4,000,000", "2.00", "1.00", "ms", "4", "0.50", "s", "yes"])
+    assert lines[at + 1] == ["Because.", "So."]
+
+
+USAGE = {"completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 64}}
+
+
+def test_pieces_of_a_stream_are_counted_as_tokens() -> None:
+    answer, counts = DemoAnswer("a"), []
+    piece = {"choices": [{"text": "x"}]}
+    said = {"choices": [{"delta": {"role": "assistant", "content": "x"}}]}
+    for event in (piece, said, piece | {"pdtransfer": DIGESTS, "usage": USAGE}):
+        demo._event(answer, event, counts.append)
+    assert (counts, answer.tokens, answer.cached, answer.facts) == ([1, 1, 7], 9, 64, DIGESTS)
+    assert answer.text == "xxx"
+    demo._event(answer, {"error": {"message": "decode is gone"}}, counts.append)
+    assert answer.error == "decode is gone"
+
+
+def test_a_prompt_beyond_the_models_context_makes_a_longer_context() -> None:
+    assert DemoModel(DemoConfig(prompt_bytes_max=16_384, max_tokens=1)).engine_options() == {"context_tokens": "16385"}
+    assert DemoModel(DemoConfig(shared_prefix=8_192, max_tokens=7)).engine_options() == {"context_tokens": "16391"}
+    assert DemoModel(DemoConfig()).engine_options() == {}
+
+
+@pytest.mark.slow
+def test_the_single_process_runs_apart_and_is_killed_on_cancellation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn, made = multiprocessing.get_context("spawn"), []
+
+    def process(*arguments: Any, **named: Any) -> Any:
+        made.append(spawn.Process(*arguments, **named))
+        return made[-1]
+
+    context = SimpleNamespace(Pipe=spawn.Pipe, Process=process)
+    monkeypatch.setattr(demo.multiprocessing, "get_context", lambda _: context)
+
+    async def case() -> None:
+        config = DemoConfig(requests=1, max_tokens=2)
+        one, other = await asyncio.gather(
+            demo._reference(config, ["some text", "some text"]), demo._reference(config, ["some texu"])
+        )
+        assert set(one[0]) == set(DIGESTS)
+        assert one[0] == one[1]
+        assert one[0] != other[0]
+        task = asyncio.ensure_future(demo._reference(config, ["x" * 4_000]))
+        while len(made) < 3:  # noqa: ASYNC110 (what it waits for tells nobody)
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(case())
+    assert made[-1].exitcode == -signal.SIGKILL
+
+
+# The real thing
+
+
+def started(pid: int, word: str) -> list[int]:
+    """Child processes of this process whose command line contains the word."""
+    return [each for each in children(pid) if any(word in argument for argument in command_line(each))]
+
+
+def start(*flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pdtransfer", "demo", *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPO,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("verified", "mismatched", "status"), [(2, 0, 0), (1, 0, 1), (3, 1, 1)])
+def test_with_verify_every_room_must_be_verified_and_none_mismatched(
+    answers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verified: int,
+    mismatched: int,
+    status: int,
+) -> None:
+    async def counted(*_: object) -> dict[str, int]:
+        return {"pdtransfer_grants_verified": verified, "pdtransfer_grants_mismatched": mismatched}
+
+    monkeypatch.setattr(demo, "_metrics", counted)
+    answers(answered("a"), answered("b"))
+    assert run(replace(CONFIG, verify=True)) == status
+    report = json.loads(capsys.readouterr().out)
+    assert (report["grants_verified"], report["grants_mismatched"]) == (verified, mismatched)
+    assert run(CONFIG) == 0
+    assert "grants_verified" not in json.loads(capsys.readouterr().out)
+
+
+def test_workers_use_their_devices_and_the_single_process_that_of_decode() -> None:
+    assert DemoConfig().cards == {None}
+    config = DemoConfig(prefill_device="cuda:2,cuda:0", decode_device="cuda:1", prefill_tp=2)
+    assert config.cards == {0, 1, 2}
+    prefill, decode = demo._fleet(
+        config, DemoModel(config), ["a"], Path("/tmp/fleet")
+    )._configs  # only named, never made
+    assert (prefill.device, decode.device) == ("cuda:2,cuda:0", "cuda:1")
+    assert DemoConfig(device="cuda", decode_tp=2).cards == {0, 1}
+
+
+def test_with_hisparse_hits_are_a_share(
+    answers: Callable[..., None], fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"pdtransfer_hot_hits": 3, "pdtransfer_hot_misses": 1, "pdtransfer_retracts": 5}
+
+    async def counted(*_: object) -> dict[str, int]:
+        return figures
+
+    monkeypatch.setattr(demo, "_metrics", counted)
+    answers(answered("a" * 128), answered("b" * 129))
+    assert run(replace(CONFIG, hisparse=True)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["hit_rate"], report["retracts"], report["longer_than_hot"], report["index_copies"]) == (
+        0.75,
+        5,
+        1,
+        0,
+    )
+    assert run(replace(CONFIG, hisparse=True, json=False)) == 0
+    out = capsys.readouterr().out
+    assert "75.0% of picks were hot" in out
+    assert "ranks together" not in out
+    fleet.metrics = ["127.0.0.1:1", "127.0.0.1:2"]
+    assert run(replace(CONFIG, hisparse=True, json=False)) == 0
+    assert "on 2 ranks together, 1 swapped in, 0.0 MB" in " ".join(capsys.readouterr().out.split())
+    assert run(replace(CONFIG, hisparse=True)) == 0
+    assert json.loads(capsys.readouterr().out)["hot_ranks"] == 2
+    figures["pdtransfer_preloaded_bytes"] = 30
+    assert run(replace(CONFIG, hisparse=True)) == 0
+    assert json.loads(capsys.readouterr().out)["preloaded_bytes"] == 30
+    assert run(CONFIG) == 0
+    assert "preloaded_bytes" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_demo_is_identical_prints_only_its_report_and_transfers_a_shared_prefix_once() -> None:
+    demo = start(
+        "--json", "--requests", "4", "--prompt-bytes-max", "100", "--max-tokens", "4", "--shared-prefix", "300",
+        "--attention", "gqa", "--verify",
+    )  # fmt: skip
+    out, err = demo.communicate(timeout=300)
+    assert demo.returncode == 0, err
+    report = json.loads(out)
+    wanted = {"requests", "identical", "bytes", "handoff_ms_p50", "handoff_ms_p99", "copy_gb_s", "slots_leaked"}
+    assert wanted <= set(report)
+    assert (report["requests"], report["identical"], report["all_identical"], report["slots_leaked"]) == (4, 4, True, 0)
+    assert report["tokens"] == 16
+    assert report["handoff_ms_p50"] > 0
+    assert (report["grants_verified"], report["grants_mismatched"]) == (4, 0)
+    assert report["cached_tokens"] == 3 * 256
+    assert report["bytes"] == (report["prompt_tokens"] - 3 * 256) * GQA_TOKEN_BYTES
+    assert err == ""
+
+
+@pytest.mark.slow
+def test_a_demo_of_a_checkpoint_is_identical(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
+    from tests.support import checkpoints
+
+    made = checkpoints.make("qwen3", write_tokenizer(tmp_path, vocabulary=512))
+    asked = ["--model", str(made), "--requests", "3", "--max-tokens", "6", "--shared-prefix", "100", "--verify"]
+    demo = start("--json", *asked)
+    out, err = demo.communicate(timeout=300)
+    assert demo.returncode == 0, err
+    report = json.loads(out)
+    assert (report["requests"], report["identical"], report["slots_leaked"]) == (3, 3, 0)
+    assert (report["grants_verified"], report["cached_tokens"] > 0) == (3, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "ranks"), [("mla", 1), ("gqa", 2)])  # integration/test_hisparse has all four
+def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_copies_no_index(attention: str, ranks: int) -> None:
+    demo = start(
+        "--hisparse", "--json", "--requests", "6", "--prompt-bytes-max", "600", "--max-tokens", "6",
+        "--attention", attention, "--engine-option", "layers=2", "--decode-tp", str(ranks),
+    )  # fmt: skip
+    out, err = demo.communicate(timeout=300)
+    assert demo.returncode == 0, err
+    report = json.loads(out)
+    assert (report["requests"], report["identical"], report["slots_leaked"]) == (6, 6, 0)
+    assert report["index_copies"] == 0
+    assert report["longer_than_hot"] == 2
+    assert report["hot_misses"] >= 2 * 64 * ranks
+    assert report["swapped_bytes"] > 0
+    assert err == ""
+
+
+@pytest.mark.slow
+def test_a_demo_whose_arena_is_tampered_with_fails() -> None:
+    """Overwrites decode's arena again and again: its KV and logits differ from prefill's."""
+    demo = start("--json", "--requests", "4", "--prompt-bytes-max", "50", "--max-tokens", "40", "--concurrency", "2")
+    try:
+        (pid,) = wait_for(lambda: started(demo.pid, "--node=decode-0"))
+        (memory,) = wait_for(lambda: arena_of(pid))
+        while demo.poll() is None and Path(f"/proc/{pid}").exists():
+            memory[:] = 0.5
+            time.sleep(0.002)
+        out, _ = demo.communicate(timeout=300)
+    finally:
+        demo.kill()
+        demo.communicate()
+    assert demo.returncode == 1
+    report = json.loads(out)
+    assert report["all_identical"] is False
+    assert report["identical"] < 4
+
+
+def arena_of(pid: int) -> list[np.ndarray]:
+    """The start of a decode's arena, where its first rooms are, as float32; None before there is one."""
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:decode-0" in os.readlink(each) and os.stat(each).st_size >= 1 << 20:
+                return [np.memmap(each, dtype=np.float32, mode="r+", shape=1 << 18)]
+        except OSError:
+            pass
+    return []
+
+
+@pytest.mark.slow
+def test_a_stopped_demo_stops_its_daemons() -> None:
+    demo = start("--requests", "4")
+    daemons = wait_for(lambda: len(found := started(demo.pid, "--node=")) >= 2 and found)
+    demo.send_signal(signal.SIGTERM)
+    out, err = demo.communicate(timeout=60)
+    assert demo.returncode == 128 + signal.SIGTERM
+    assert out == ""
+    assert "Traceback" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in daemons)

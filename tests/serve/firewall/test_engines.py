@@ -1,0 +1,99 @@
+"""Engines behind a firewall: they report their ports, and serve nothing before those are closed to strangers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pdtransfer.errors import TransportError
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.serve.firewall import Firewall, Guarded
+from pdtransfer.transports import select
+from pdtransfer.transports.mooncake.arena import MooncakeArena
+from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.options import Network
+from tests.support.internals import sessions_of
+from tests.support.waiting import on_loop, until
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+SESSION = 7
+
+
+class Rules(Firewall):
+    """Rules that stand when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__("t")
+        self.ports: list[int] = []
+        self.stand, self.refusal, self.released = asyncio.Event(), "", asyncio.Event()
+
+    async def guard(self, session: int, ports: Sequence[int], end: Callable[[], None]) -> Guarded:
+        assert session == SESSION
+        self.ports = list(ports)
+        await self.stand.wait()
+        if self.refusal:
+            raise TransportError(self.refusal)
+        return Guarded("key:p", tuple(ports), end, self.released.set)
+
+
+@asynccontextmanager
+async def arena_behind(rules: Rules) -> AsyncIterator[MooncakeArena]:
+    memory = ArenaMemory.create(1 << 20, huge_pages="never")
+    owner = MooncakeArena(memory, Network(guard=rules))
+    try:
+        yield owner
+    finally:
+        await owner.close()
+        memory.close()
+
+
+@on_loop
+async def test_an_engine_serves_nothing_before_its_ports_are_guarded_and_frees_them_when_it_is_dead() -> None:
+    rules = Rules()
+    async with arena_behind(rules) as owner:
+        offer = asyncio.create_task(owner.offer(SESSION))
+        await until(lambda: rules.ports)
+        process = sessions_of(owner)[SESSION].process
+        assert not process.serves, "it has registered the arena already"
+        rules.stand.set()
+        reach = await offer
+        named = {int(reach.host.rpartition(":")[2]), *map(int, reach.address.split(","))}
+        assert named < set(rules.ports), "those that the peer dials, and those that the engine names itself"
+        assert len(rules.ports) == 2 * len(named)
+        assert not rules.released.is_set()
+        owner.revoke(SESSION)
+        await until(lambda: process.dead)
+        assert rules.released.is_set()
+
+
+@on_loop
+async def test_an_engine_whose_ports_cannot_be_guarded_is_killed() -> None:
+    rules = Rules()
+    rules.refusal = "the firewall's process has ended"
+    rules.stand.set()
+    async with arena_behind(rules) as owner:
+        with pytest.raises(TransportError, match="the firewall's process has ended"):
+            await owner.offer(SESSION)
+        await until(lambda: sessions_of(owner)[SESSION].process.dead)
+
+
+def test_a_writer_that_dials_another_address_than_the_bus_shows_may_come_from_another_network() -> None:
+    endpoint = "tcp://127.0.0.1:7101"
+    assert select.elsewhere(endpoint, "127.0.0.1") == ""
+    assert "--firewall-admit" in select.elsewhere(endpoint, "127.0.0.9")
+    assert "cannot be held against" in select.elsewhere(endpoint, "no-such-host.invalid")
+
+
+@on_loop
+async def test_ports_of_a_spared_session_stay_open_and_are_reported() -> None:
+    firewall = Firewall("t")
+    firewall.expect(1, "key:p", spared="another network")
+    guarded = await firewall.guard(1, [21_000], lambda: None)
+    guarded.release()
+    assert firewall.keeper is None, "no rule was set"
+    assert firewall.report == {"state": "on", "table": "t", "admits": [], "open_to_all": ["another network"]}
+    firewall.forget(1)
+    assert "open_to_all" not in firewall.report

@@ -1,0 +1,253 @@
+"""Workers that are several processes: the same answers as one, and a worker that ends as one when a rank does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
+from pdtransfer_lab.models.factory import Generation, generate_many
+
+from pdtransfer.serve.engine_api import EngineConfig
+from pdtransfer.serve.process.fleet import Daemon
+from pdtransfer.wire import Sampling
+from tests.support.fleets import (
+    ENGINE,
+    SLOTS,
+    TOKENS,
+    Gates,
+    Running,
+    Site,
+    equal,
+    followers,
+    free_address,
+    prompts,
+    running,
+)
+from tests.support.paths import REPO
+from tests.support.waiting import PATIENCE_S, until
+
+OPTIONS = ("layers=2", "kv_heads=1")
+GQA = {"attention": "gqa", "engine_option": OPTIONS}
+SLOW = {"engine": ENGINE, "attention": "gqa", "engine_option": (*OPTIONS, "step_ms=40")}
+
+
+def gated(gates: Gates) -> dict[str, Any]:
+    """A prefill whose ranks wait at a gate."""
+    return SLOW | {"chunk_tokens": 16, "tp_size": 2, "engine_option": (*OPTIONS, f"gates={gates.directory}")}
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running]:
+    """Two stages of two ranks, and two ranks of 40 ms a step, that all share one key-value head."""
+    with running(
+        tmp_path_factory.mktemp("g"),
+        ends_as=(1, -signal.SIGKILL),
+        prefills=[gated(gates) | {"pp_size": 2}],
+        decodes=[SLOW | {"tp_size": 2}],
+    ) as made:
+        yield made
+
+
+def expected(texts: list[str]) -> list[Generation]:
+    config = EngineConfig(
+        role="decode", attention="gqa", slots=SLOTS, page_size=64, host_layout="layer_first",
+        options={"layers": "2", "kv_heads": "1"},
+    )  # fmt: skip
+    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+    return generate_many(
+        config, [(np.frombuffer(text.encode(), np.uint8).astype(np.int64), sampling) for text in texts]
+    )
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_prompts_through_ranks_are_answered_as_by_one_process(group: Running) -> None:
+    texts = prompts(3, 1, 40, 150, 90)
+
+    async def case(site: Site) -> None:
+        answers = await asyncio.gather(*(site.complete(text) for text in texts))
+        for answer, one in zip(answers, expected(texts), strict=True):
+            assert equal(answer, one), answer
+        await site.settled()
+
+    group(case)
+
+
+def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Running, gates: Gates) -> None:
+    async def case(site: Site) -> None:
+        (long, short) = prompts(4, 300, 20)
+
+        async def computing() -> bool:
+            return bool((await site.metrics(site.decode))["pdtransfer_leases"])
+
+        with gates.closed("prefill"):
+            asked = asyncio.ensure_future(site.complete(long))
+            await until(computing)
+            asked.cancel()
+        events = site.events(short, max_tokens=200)
+        async for _ in events:
+            break
+        await events.aclose()
+        await site.settled()
+        answer = await site.complete(short)
+        assert equal(answer, expected([short])[0]), answer
+
+    group(case)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running]:
+    """Two ranks before one that is alone."""
+    with running(tmp_path_factory.mktemp("t"), ends_as=(1,), prefills=[gated(gates)], decodes=[GQA]) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("fleet", "role"), [("two", "prefill"), ("group", "decode")], ids=["prefill", "decode"])
+def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(
+    request: pytest.FixtureRequest, gates: Gates, fleet: str, role: str
+) -> None:
+    async def case(site: Site) -> None:
+        daemon = site.prefill if role == "prefill" else site.decode
+        (text,) = prompts(5, 300)
+
+        async def busy() -> bool:
+            return bool((await site.metrics(daemon))["pdtransfer_rooms"])
+
+        with gates.closed("prefill"):
+            asked = asyncio.ensure_future(site.complete(text, max_tokens=200))
+            await until(busy)
+            (pid,) = followers(daemon)
+            os.kill(pid, signal.SIGKILL)
+        answer = await asyncio.wait_for(asked, PATIENCE_S)
+        assert answer.status == 500, answer
+        assert f"rank tp1 ({role}-0-tp1) of this worker" in answer.error["message"], answer
+        again = await ended_with_1(site, daemon)
+        answer = await site.complete(text)
+        assert equal(answer, expected([text])[0]), answer
+        assert len(followers(again)) == 1
+
+    request.getfixturevalue(fleet)(case)
+
+
+async def ended_with_1(site: Site, daemon: Daemon) -> Daemon:
+    """It ends by itself; another one takes its place."""
+    assert await asyncio.wait_for(daemon.process.wait(), PATIENCE_S) == 1
+    again = await site.restart(daemon)
+    await site.usable()
+    return again
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(group: Running) -> None:
+    async def case(site: Site) -> None:
+        events = site.events("goes on for long", max_tokens=1_000)
+        async for _ in events:
+            break
+        daemon, (pid,) = site.decode, followers(site.decode)
+        os.kill(pid, signal.SIGSTOP)
+        last = [event async for event in events][-1]
+        assert "rank tp1 (decode-0-tp1) of this worker is lost: it has been silent" in last["error"]["message"], last
+        await ended_with_1(site, daemon)
+        assert not alive(pid), "its leader does not leave it behind"
+
+    group(case)
+
+
+def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(group: Running) -> None:
+    async def case(site: Site) -> None:
+        daemon = site.decode
+        pids = followers(daemon)
+        assert len(pids) == 1
+        daemon.process.kill()
+        await daemon.process.wait()
+
+        async def gone() -> bool:
+            return not any(map(alive, pids))
+
+        await until(gone)
+        await site.restart(daemon)
+        await site.usable()
+
+    group(case)
+
+
+def test_a_rank_that_is_told_to_end_takes_its_worker_through_a_drain(two: Running) -> None:
+    async def case(site: Site) -> None:
+        (text,) = prompts(6, 30)
+        events = site.events(text)
+        async for _ in events:
+            break
+        (pid,) = followers(site.prefill)
+        os.kill(pid, signal.SIGTERM)
+        assert await asyncio.wait_for(site.prefill.process.wait(), PATIENCE_S) == 0
+        assert "pdtransfer" in [event async for event in events][-1], "what was under way has its end"
+        await site.restart(site.prefill)
+        await site.usable()
+
+    two(case)
+
+
+def start(*flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pdtransfer", *flags], cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_ranks_that_are_started_one_by_one_find_each_other_and_say_where_they_differ() -> None:
+    flags = ("--engine-option", "layers=2", "--bind", "tcp://127.0.0.1:0", "--http", "", "--json", "--slots", "256")
+    place = free_address()
+    ranks = ("prefill", "--tp-size", "2", "--group", place, *flags)
+    follower = start(*ranks, "--tp-rank", "1", "--page-size", "32")
+    leader = start(*ranks)
+    other = None
+    try:
+        _, said = follower.communicate(timeout=3 * PATIENCE_S)
+        assert follower.returncode == 2
+        assert "the leader refuses this rank: page_size: '32' on rank tp1, '64' on its leader" in said
+        other = start(*ranks, "--tp-rank", "1")
+        assert leader.stdout is not None
+        ready = json.loads(leader.stdout.readline())
+        assert ready["ranks"][0]["node"] == ready["node"]
+        leader.send_signal(signal.SIGTERM)
+        leader.communicate(timeout=PATIENCE_S)
+        other.communicate(timeout=PATIENCE_S)
+        assert (leader.returncode, other.returncode) == (0, 0)
+    finally:
+        for each in filter(None, (leader, follower, other)):
+            each.kill()
+            each.communicate()
+
+
+def test_an_idle_group_costs_next_to_nothing(group: Running) -> None:
+    async def case(site: Site) -> None:
+        await site.settled()
+        pids = [site.prefill.process.pid, *followers(site.prefill), site.decode.process.pid, *followers(site.decode)]
+
+        def ticks() -> int:
+            stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+            return sum(int(stat[11]) + int(stat[12]) for stat in stats)
+
+        async def idle() -> bool:
+            before, since = ticks(), time.monotonic()
+            await asyncio.sleep(1)
+            return (ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - since) / len(pids) < 0.05
+
+        await until(idle, "a rank that polls would use a tenth of a core, always")
+
+    group(case)

@@ -1,0 +1,81 @@
+"""Two routers before one fleet: neither's requests depend on the other, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from pdtransfer.serve.process.fleet import Daemon, Fleet
+from tests.support.fleets import ENGINE, Gates, Site, equal, fleet, free_address, generated, prompts
+from tests.support.waiting import on_loop, until
+
+
+@pytest.mark.parametrize("signal", ["SIGTERM", "SIGKILL"])
+def test_a_router_that_ends_takes_no_room_of_the_other_with_it(tmp_path: Path, signal: str) -> None:
+    gates = Gates(tmp_path / "gates")
+    gates.directory.mkdir()
+
+    @on_loop
+    async def case() -> None:
+        daemon = {"engine": ENGINE, "engine_option": ("layers=2", f"gates={gates.directory}")}
+        async with fleet(tmp_path, prefills=[daemon], decodes=[daemon]) as first:
+            ends = {
+                role: (each.ready["endpoint"],) for role, each in (("prefill", first.prefill), ("decode", first.decode))
+            }
+            config = replace(first.configs["router"], node="r1", listen=free_address(), **ends)
+            other = await Daemon.start(config, tmp_path / "r1.log")
+            try:
+                await other.wait_ready()
+                async with aiohttp.ClientSession(f"http://{other.ready['http']}") as http:
+                    second = Site(_behind(first.fleet, other), http, first.configs, tmp_path)
+                    await second.usable()
+                    await _one_ends(first, second, gates, signal)
+            finally:
+                await other.stop()
+
+    case()
+
+
+async def _one_ends(first: Site, second: Site, gates: Gates, signal: str) -> None:
+    theirs, ours = prompts(4, 80, 140), prompts(3, 90, 150, 200)
+    with gates.closed("decode"):
+        ending = [asyncio.create_task(_answered(first, each)) for each in theirs]
+        kept = [asyncio.create_task(second.complete(each)) for each in ours]
+        await _held(second, len(ours) + len(theirs))
+        if signal == "SIGTERM":
+            first.router.process.terminate()
+        else:
+            first.router.process.kill()
+    for prompt, task in zip(ours, kept, strict=True):
+        assert equal(await task, generated("mla", prompt))
+    # A router that is asked to end lets its requests run to their end.
+    assert [await each for each in ending] == [signal == "SIGTERM"] * len(theirs)
+    assert equal(await second.complete(ours[0]), generated("mla", ours[0]))
+    await _held(second, 0)  # the workers stop the rooms of a router that is silent
+
+
+def _behind(fleet: Fleet, router: Daemon) -> Fleet:
+    """The same workers, seen through another router."""
+    seen = object.__new__(Fleet)
+    seen.daemons = [*fleet.of("prefill"), *fleet.of("decode"), router]
+    return seen
+
+
+async def _answered(site: Site, prompt: str) -> bool:
+    try:
+        return (await site.complete(prompt)).status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def _held(site: Site, count: int) -> None:
+    """Decode has so many rooms."""
+
+    async def now() -> bool:
+        return (await site.metrics(site.decode))["pdtransfer_rooms"] == count
+
+    await until(now)

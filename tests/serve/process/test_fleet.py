@@ -1,0 +1,249 @@
+"""Daemons as child processes: their command line, their first word, their end, and that of whoever started them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from pdtransfer.errors import WorldError
+from pdtransfer.serve.process import fleet as fleet_module
+from pdtransfer.serve.process.fleet import Daemon, Fleet
+from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from tests.support.paths import REPO
+from tests.support.waiting import wait_for
+
+FAKE = """\
+#!/bin/sh
+# Stands for `python -m pdtransfer ROLE FLAGS`.
+echo "$@" > "{here}/$3.arguments"
+echo $$ >> "{here}/pids"
+{before}
+case $3 in {fails}) echo "no such luck" >&2; exit 3;; esac
+echo '{{"ready": true, "role": "'$3'", "endpoint": "tcp://127.0.0.1:'$(($$ % 60000 + 1))'", "http": "127.0.0.1:2"}}'
+{after}
+"""
+SLEEPS = "exec sleep 60"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Puts a script in the place of every daemon."""
+
+    def put(*, fails: str = "nobody", before: str = "", after: str = SLEEPS) -> Path:
+        script = tmp_path / "python"
+        script.write_text(FAKE.format(here=tmp_path, fails=fails, before=before, after=after))
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        return tmp_path
+
+    return put
+
+
+def run(case: Callable[[], object]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(40):
+            await case()
+
+    asyncio.run(bounded())
+
+
+def pids(here: Path) -> list[int]:
+    return [int(line) for line in (here / "pids").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+ROUTER = RouterConfig(listen="127.0.0.1:0", node="r")
+
+
+def test_a_router_alone_starts_says_where_it_listens_and_ends_with_status_0(tmp_path: Path) -> None:
+    async def case() -> None:
+        fleet = Fleet([], [], ROUTER, tmp_path)
+        async with fleet:
+            async with aiohttp.ClientSession(fleet.url) as http, http.get("/live") as answer:
+                assert answer.status == 200
+            (router,) = fleet.of("router")
+            assert (router.ready["node"], router.ready["role"]) == ("r", "router")
+            assert fleet.of("prefill") == []
+        assert router.process.returncode == 0
+        said = (tmp_path / "router.log").read_text()
+        assert "Traceback" not in said
+        assert "name a prefill worker with --prefill tcp://host:port" in said
+        assert "name a decode worker with --decode tcp://host:port" in said
+
+    run(case)
+
+
+def test_our_own_settings_do_not_reach_the_daemons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDTRANSFER_LISTEN", "nonsense")
+    monkeypatch.setenv("PDTRANSFER_LOG_LEVEL", "nonsense")
+
+    async def case() -> None:
+        async with Fleet([], [], ROUTER, tmp_path) as fleet:
+            assert fleet.url.startswith("http://127.0.0.1:")
+
+    run(case)
+
+
+def test_a_daemon_that_fails_is_told_with_its_status_and_the_end_of_its_log(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+
+        async def case() -> None:
+            with pytest.raises(WorldError) as caught:
+                async with Fleet([], [], RouterConfig(listen=listen, node="r"), tmp_path):
+                    pytest.fail("it cannot listen")
+            text = str(caught.value)
+            assert "router daemon did not become ready" in text
+            assert f"cannot listen on {listen}" in text
+            assert "(status 1)" in text
+
+        run(case)
+
+
+def test_the_router_is_told_where_the_workers_are(fake: Callable[..., Path], tmp_path: Path) -> None:
+    here = fake()
+    prefills = [PrefillConfig(node=f"p{at}", bind="tcp://127.0.0.1:0") for at in range(2)]
+
+    async def case() -> None:
+        async with Fleet(prefills, [DecodeConfig(node="d")], ROUTER, tmp_path) as fleet:
+            assert [daemon.role for daemon in fleet.daemons] == ["prefill", "prefill", "decode", "router"]
+            flags = (here / "router.arguments").read_text().split()
+            assert flags[:3] == ["-m", "pdtransfer", "router"]
+            ports = sorted(1 + int(pid) % 60_000 for pid in (here / "pids").read_text().split()[:3])
+            told = [each.partition("=tcp://127.0.0.1:") for each in flags if "=tcp://127.0.0.1:" in each]
+            assert sorted(int(port) for _, _, port in told) == ports
+            assert [flag for flag, _, _ in told] == ["--prefill", "--prefill", "--decode"]
+            assert "--json" in flags
+
+    run(case)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_where_one_fails_those_that_have_started_are_ended(
+    fake: Callable[..., Path], tmp_path: Path, role: str
+) -> None:
+    here = fake(fails=role)
+
+    async def case() -> None:
+        with pytest.raises(WorldError, match="no such luck"):
+            async with Fleet([PrefillConfig(node="p")], [DecodeConfig(node="d")], ROUTER, tmp_path):
+                pytest.fail(f"{role} fails")
+
+    run(case)
+    assert pids(here)
+    assert not any(is_alive(pid) for pid in pids(here))
+
+
+def test_a_daemon_that_says_nothing_in_time_is_told_and_ended(
+    fake: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = fake(before="echo still working >&2; " + SLEEPS)
+    monkeypatch.setattr(fleet_module, "READY_S", 0.05)
+    start = Daemon.start
+
+    async def at_work(*arguments: Any, **more: Any) -> Daemon:
+        daemon = await start(*arguments, **more)
+        wait_for(daemon.log.read_text)
+        return daemon
+
+    monkeypatch.setattr(Daemon, "start", at_work)
+
+    async def case() -> None:
+        with pytest.raises(WorldError, match=r"status None\):\nstill working"):
+            async with Fleet([], [], ROUTER, tmp_path):
+                pytest.fail("it says nothing")
+
+    run(case)
+    assert not any(is_alive(pid) for pid in pids(here))
+
+
+def test_a_daemon_that_is_deaf_to_sigterm_is_killed(
+    fake: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(before="trap '' TERM", after="while :; do sleep 0.05; done")
+    monkeypatch.setattr(fleet_module, "STOP_S", 0.2)
+
+    async def case() -> None:
+        daemon = await Daemon.start(ROUTER, tmp_path / "log")
+        await daemon.wait_ready()
+        assert await daemon.stop() == -signal.SIGKILL
+        assert await daemon.stop() == -signal.SIGKILL
+
+    run(case)
+
+
+def test_what_a_daemon_logs_is_appended(fake: Callable[..., Path], tmp_path: Path) -> None:
+    fake(before="echo a line >&2")
+
+    async def case() -> None:
+        for _ in range(2):
+            daemon = await Daemon.start(ROUTER, tmp_path / "log")
+            await daemon.wait_ready()
+            await daemon.stop()
+        assert (tmp_path / "log").read_text() == "a line\na line\n"
+
+    run(case)
+
+
+def test_daemons_end_when_whoever_started_them_is_killed(fake: Callable[..., Path], tmp_path: Path) -> None:
+    python = sys.executable
+    here = fake()
+    program = f"""
+        import asyncio, sys
+        from pathlib import Path
+        from pdtransfer.serve.settings.config import PrefillConfig, RouterConfig
+        from pdtransfer.serve.process.fleet import Fleet
+
+        sys.executable = {str(here / "python")!r}
+
+        async def main():
+            async with Fleet([PrefillConfig(node="p")], [], RouterConfig(node="r"), Path({str(tmp_path)!r})):
+                print(1, flush=True)
+                await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """
+    started = subprocess.Popen(
+        [python, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(REPO)}
+    )
+    try:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"1\n"
+        assert len(pids(here)) == 2
+        assert all(is_alive(pid) for pid in pids(here))
+    finally:
+        started.kill()
+        started.communicate()
+    wait_for(lambda: not any(is_alive(pid) for pid in pids(here)))
+
+
+def test_the_flags_of_a_config_make_that_very_config(tmp_path: Path) -> None:
+    """The daemon's own word is that of its config: node, and a listener on a port of the system's choice."""
+
+    async def case() -> None:
+        daemon = await Daemon.start(RouterConfig(listen="127.0.0.1:0", node="some.node-7"), tmp_path / "log")
+        ready = await daemon.wait_ready()
+        assert json.dumps(ready)
+        assert ready["node"] == "some.node-7"
+        assert ready["http"].startswith("127.0.0.1:")
+        assert await daemon.stop() == 0
+
+    run(case)

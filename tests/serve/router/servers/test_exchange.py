@@ -1,0 +1,379 @@
+"""One attempt at a request, and the waits for a server: what the router's own tests do not tell apart."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import gzip
+import socket
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from pdtransfer.errors import Cause
+from pdtransfer.handoff.prefix import KnownPrefixes
+from pdtransfer.limits import Limits
+from pdtransfer.serve.router.servers import exchange
+from pdtransfer.serve.router.servers.dialects import DIALECTS
+from pdtransfer.serve.router.servers.exchange import AttemptFailedError, Upstream, end_to_end
+from pdtransfer.serve.router.servers.server_pool import Server, ServerPair
+from tests.support.relayed import relayed
+from tests.support.vllm_servers import LIMITS, server_site
+from tests.support.waiting import on_loop, run_on_loop, until
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Half = Callable[[], Awaitable[object]]
+
+
+@dataclass
+class Alone:
+    """An upstream and one server, whose answer to whatever is asked is a test's."""
+
+    upstream: Upstream
+    server: Server
+    unreachable: list[str] = field(default_factory=list)
+
+    async def get(self, wait_ms: int = 60_000) -> bytes:
+        return (await self.upstream.get(self.server, "/any", {}, wait_ms=wait_ms)).body
+
+    async def failure(self, wait_ms: int = 60_000) -> AttemptFailedError:
+        with pytest.raises(AttemptFailedError) as caught:
+            await self.get(wait_ms)
+        return caught.value
+
+
+@asynccontextmanager
+async def alone(
+    handler: Handler, *, url: str = "", limits: Limits = LIMITS, of: type[Upstream] = Upstream
+) -> AsyncIterator[Alone]:
+    app = web.Application()
+    app.add_routes([web.route("*", "/{path:.*}", handler)])
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server = Server(url or f"http://127.0.0.1:{runner.addresses[0][1]}", "decode", KnownPrefixes(1), why="")
+    unreachable: list[str] = []
+    made = of(DIALECTS["vllm"], limits, lambda _, why: unreachable.append(why))
+    try:
+        yield Alone(made, server, unreachable)
+    finally:
+        await made.close()
+        await runner.cleanup()
+
+
+async def fine(_: web.Request) -> web.Response:
+    return web.Response(text="fine")
+
+
+def test_headers_of_one_connection_are_not_passed_on() -> None:
+    given = {"Keep-Alive": "timeout=5", "transfer-encoding": "chunked", "DATE": "then", "X-Vllm": "yes"}
+    assert end_to_end(given) == {"X-Vllm": "yes"}
+
+
+@on_loop
+async def test_nothing_that_a_server_sets_stays_for_the_next_request() -> None:
+    seen: list[web.Request] = []
+
+    async def sets(request: web.Request) -> web.Response:
+        seen.append(request)
+        return web.Response(headers={"Set-Cookie": "who=a; Path=/"})
+
+    async with alone(sets) as it:
+        it.server.url = it.server.url.replace("127.0.0.1", "localhost")  # cookies are kept by name
+        for _ in range(2):
+            await it.get()
+    for each in seen:
+        assert "Cookie" not in each.headers
+        # Closing its connection is how a request is cancelled, so no other one has it.
+        assert each.headers["Connection"] == "close"
+        assert each.headers["Accept-Encoding"] == "identity"
+
+
+@on_loop
+async def test_a_body_that_is_compressed_all_the_same_is_passed_on_as_it_is() -> None:
+    body = gzip.compress(b"fine")
+
+    async def compressed(_: web.Request) -> web.Response:
+        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+
+    async with alone(compressed) as it:
+        assert await it.get() == body
+
+
+@on_loop
+async def test_a_server_that_accepts_no_connection_fails_in_time() -> None:
+    with ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):  # the kernel answers nobody once so many wait
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        async with alone(fine, url=url, limits=replace(LIMITS, silence_ms=100)) as it:
+            async with asyncio.timeout(30):
+                failed = await it.failure()
+            assert (failed.cause, failed.blamed) == (Cause.PEER_LOST, (it.server,))
+
+
+@pytest.mark.parametrize(("status", "headers"), [(404, {}), (302, {"Location": "/elsewhere"})])
+def test_only_200_is_healthy_and_no_redirection_is_followed(status: int, headers: dict[str, str]) -> None:
+    async def case() -> None:
+        async def answers(request: web.Request) -> web.Response:
+            return web.Response() if request.path == "/elsewhere" else web.Response(status=status, headers=headers)
+
+        async with alone(answers) as it:
+            assert await it.upstream.probe(it.server) == f"/health answers {status}"
+            assert (await it.upstream.get(it.server, "/any", {}, wait_ms=60_000)).status == status
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_once_stopped_nothing_waits_for_a_server() -> None:
+    async with alone(fine) as it:
+        assert await it.get() == b"fine"
+        it.upstream.stop()
+        failed = await it.failure()
+        assert (failed.cause, failed.blamed, failed.again) == (Cause.SHUTDOWN, (), False)
+
+
+@on_loop
+async def test_a_healthy_server_that_does_not_answer_fails_by_the_deadline() -> None:
+    async def silent(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with alone(silent) as it:
+        failed = await it.failure(wait_ms=50)
+        assert (failed.cause, failed.blamed) == (Cause.DEADLINE, (it.server,))
+        assert "no answer in time" in str(failed)
+        it.server.why = "down"
+        assert (await it.failure(wait_ms=50)).cause is Cause.PEER_LOST
+
+
+@on_loop
+async def test_an_answer_is_read_whole_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for piece in (b"in ", b"parts"):
+            await response.write(piece)
+            await asyncio.sleep(0.02)
+        return response
+
+    async with alone(slow) as it:
+        monkeypatch.setattr(exchange, "HTTP_BODY_BYTES_MAX", 8)
+        assert await it.get() == b"in parts"
+        monkeypatch.setattr(exchange, "HTTP_BODY_BYTES_MAX", 7)
+        failed = await it.failure()
+        assert (failed.cause, failed.blamed, failed.again) == (Cause.BREACH, (it.server,), False)
+
+
+@on_loop
+async def test_a_connection_that_breaks_is_the_servers_fault() -> None:
+    async with alone(fine) as it:
+        with pytest.raises(AttemptFailedError, match="reset") as caught:
+            async with it.upstream.waiting(it.server):
+                raise ConnectionResetError("reset")
+        assert (caught.value.cause, caught.value.blamed) == (Cause.PEER_LOST, (it.server,))
+        assert not it.unreachable  # it may accept the next one
+
+
+@on_loop
+async def test_each_event_is_relayed_when_it_comes() -> None:
+    async with server_site() as it:
+        steps = asyncio.Semaphore(0)
+        it.decode[0].more = SimpleNamespace(wait=steps.acquire)  # type: ignore[assignment]
+        async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
+            for text in ("one ", "two ", "three"):
+                assert text.encode() in await response.content.readuntil(b"\n\n")
+                steps.release()
+
+
+@pytest.mark.parametrize(
+    "pieces", [[b'data: {"error": {"co', b'de": "5"}}\n\n'], [b": a comment\n\n"], [b"data: 7\n\n"], [b"data: 7"]]
+)
+def test_a_stream_that_begins_otherwise_is_relayed(pieces: list[bytes]) -> None:
+    async def case() -> None:
+        async with server_site() as it:
+
+            async def streams(request: web.Request, _: object) -> web.StreamResponse:
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                for piece in pieces:
+                    await response.write(piece)
+                    await asyncio.sleep(0.05)
+                return response
+
+            it.decode[0].reply = streams  # type: ignore[method-assign]
+            assert (await it.stream()).encode() == b"".join(pieces)
+            assert it.router.metrics.retries == 0
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_an_answer_of_200_is_relayed_whatever_is_in_it() -> None:
+    async with server_site() as it:
+
+        async def answers(*_: object) -> web.Response:
+            return web.json_response({"error": {"code": 500}})
+
+        it.decode[0].reply = answers  # type: ignore[method-assign]
+        assert (await it.post())[:2] == (200, {"error": {"code": 500}})
+
+
+@on_loop
+async def test_a_redirection_is_the_clients_to_follow() -> None:
+    """Its server is none that this router was given."""
+    async with server_site() as it:
+        await it.meet()
+
+        async def redirects(*_: object) -> web.Response:
+            return web.Response(status=307, headers={"Location": it.prefill[0].url + "/v1/completions"})
+
+        it.decode[0].reply = redirects  # type: ignore[method-assign]
+        body = {"prompt": "once"}
+        async with it.http.post(it.url + "/v1/completions", json=body, allow_redirects=False) as response:
+            assert response.status == 307
+        assert len(it.prefill[0].seen) <= 1, "its own part at most"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_decode_fails_its_prefill_is_avoided_as_well(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Decode may have failed for what prefill wrote."""
+
+    async def case() -> None:
+        async with server_site(prefill=2, decode=2) as it:
+            await it.meet()
+            for role in (it.prefill, it.decode):
+                it.server(role[1]).unfinished += 1
+            bad, good = it.decode
+            if stream:
+                bad.first_error = 500
+                assert "three" in await it.stream()
+            else:
+                bad.status, bad.answer = 500, {"error": {}}
+                assert (await it.post())[0] == 200
+            assert good.seen[0].kv["remote_engine_id"] == "p1"
+            assert f"{bad.url}: answers 500" in caplog.text
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends() -> None:
+    async with server_site() as it:
+        await it.meet()
+        it.prefill[0].more.clear()
+        before = asyncio.all_tasks()
+        assert (await it.post())[0] == 200
+        left = [weakref.ref(each) for each in asyncio.all_tasks() - before if "Upstream" in repr(each)]
+        assert [each() is not None for each in left] == [True]
+        it.prefill[0].more.set()
+        await until(lambda: not it.router.pool.prefill[0].unfinished)
+        gc.collect()
+        assert [each() for each in left] == [None]
+
+
+@on_loop
+async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with server_site() as it:
+        await it.meet()
+        for each in it.servers:
+            each.gate.clear()
+        task = asyncio.create_task(it.post())
+        await until(lambda: all(each.seen for each in it.servers))
+        task.cancel()
+        await until(lambda: all(each.seen[0].left for each in it.servers))
+        await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+    assert not errors
+
+
+@on_loop
+async def test_closing_leaves_nothing_open() -> None:
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+
+    async def asks() -> None:
+        async with alone(fine) as it:
+            assert await it.get() == b"fine"
+
+    await asks()
+    gc.collect()  # what was not closed says so
+    assert not errors
+
+
+@on_loop
+async def test_a_prefill_that_tells_nothing_of_itself_is_the_process_it_was() -> None:
+    async with server_site() as it:
+        await it.meet()
+        it.prefill[0].connector = False
+        it.decode[0].gate.clear()
+        task = asyncio.create_task(it.post())
+        await until(lambda: it.prefill[0].seen and it.prefill[0].seen[0].answered)
+        await asyncio.sleep(0.05)
+        it.decode[0].gate.set()
+        assert (await task)[0] == 200
+        assert it.router.metrics.retries == 0
+
+
+@asynccontextmanager
+async def halves(prefill: Half, decode: Half) -> AsyncIterator[asyncio.Task[object]]:
+    """A request whose two parts are done so."""
+
+    class Halves(Upstream):
+        async def _prefill(self, *_: object) -> object:
+            return await prefill()
+
+        async def _decode(self, *_: object) -> object:
+            return await decode()
+
+    async with alone(fine, of=Halves) as it:
+        server = replace(it.server, role="prefill", identity={"remote_engine_id": "p0"})
+        request = relayed({"prompt": "once"})
+        yield asyncio.create_task(it.upstream.dispatch(ServerPair(server, it.server), request, {}))
+
+
+@on_loop
+async def test_an_answer_of_decode_counts_also_where_prefill_fails_with_it() -> None:
+    """Both are there in the same turn of the loop."""
+    answer = SimpleNamespace(prefill=None)
+
+    async def fails() -> None:
+        raise AttemptFailedError("late", Cause.PEER_LOST, ())
+
+    async def answers() -> object:
+        return answer
+
+    async with halves(fails, answers) as dispatched:
+        assert await dispatched is answer
+
+
+@on_loop
+async def test_an_answer_that_comes_as_the_client_leaves_is_closed() -> None:
+    closed, comes = asyncio.Event(), asyncio.Event()
+
+    async def silent() -> None:
+        await asyncio.Event().wait()
+
+    async def answers() -> object:
+        await asyncio.sleep(0)
+        comes.set()
+        return SimpleNamespace(close=closed.set)
+
+    async with halves(silent, answers) as dispatched:
+        await comes.wait()
+        dispatched.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dispatched
+        assert closed.is_set()

@@ -1,0 +1,762 @@
+"""The router in front of HTTP servers, with servers that behave like vLLM's and compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from pdtransfer.errors import Cause
+from pdtransfer.serve.router.servers import exchange
+from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site
+from tests.support.waiting import on_loop, run_on_loop, until
+
+WHOLE = "".join(PIECES)
+
+
+def texts(stream: str) -> list[str]:
+    """The text of each event but the last, which is [DONE]."""
+    *events, done, rest = stream.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+
+
+@on_loop
+async def test_the_first_request_learns_prefills_identity_and_the_next_asks_both_at_once() -> None:
+    async with server_site() as it:
+        (prefill,), (decode,) = it.prefill, it.decode
+        prefill.gate.clear()
+        first = asyncio.create_task(it.post())
+        await until(lambda: prefill.seen)
+        await asyncio.sleep(0.05)
+        assert not decode.seen  # nothing is known yet of where prefill's KV is
+        prefill.gate.set()
+        assert (await first)[0] == 200
+        prefill.gate.clear()
+        second = asyncio.create_task(it.post())
+        await until(lambda: len(prefill.seen) == len(decode.seen) == 2)
+        assert not second.done()
+        prefill.gate.set()
+        assert (await second)[:2] == (200, {"id": "cmpl-1", "choices": [{"text": WHOLE}], "server": "d0"})
+        for each in (0, 1):
+            assert prefill.seen[each].kv["transfer_id"] == decode.seen[each].kv["transfer_id"]
+        assert len({each.kv["transfer_id"] for each in decode.seen}) == 2
+
+
+@on_loop
+async def test_each_side_gets_the_whole_body_with_its_own_part() -> None:
+    async with server_site() as it:
+        await it.meet()
+        own = {
+            "n": 3, "logprobs": 5, "tools": [{"type": "function", "function": {"name": "f"}}], "min_tokens": 4,
+            "response_format": {"type": "json_object"}, "seed": 123456789012345678901234567890, "temperature": 1.10,
+            "stream_options": {"include_usage": True}, "max_completion_tokens": 7,
+            "kv_transfer_params": {"do_remote_prefill": True, "remote_engine_id": "another's"},
+        }  # fmt: skip
+        trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        given = {"X-Request-Id": "mine-1", "traceparent": trace, "tracestate": "a=b", "Authorization": "Bearer k"}
+        status, _, headers = await it.post(headers=given | {"Cookie": "a=b", "X-Data-Parallel-Rank": "3"}, **own)
+        assert (status, headers["X-Request-Id"], headers["X-Vllm"]) == (200, "mine-1", "yes")
+        (prefill,), (decode,) = it.prefill[0].seen, it.decode[0].seen
+        for each in (prefill, decode):
+            assert {name: each.headers.get(name) for name in given} == given
+            assert each.headers["Content-Type"] == "application/json"
+            assert "Cookie" not in each.headers
+            assert "X-Data-Parallel-Rank" not in each.headers
+        transfer = decode.kv["transfer_id"]
+        whole = {"model": "m", "prompt": "once", "max_tokens": 9, **own}
+        assert decode.body == whole | {
+            "kv_transfer_params": {
+                "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer, "transfer_mode": "push",
+                "remote_engine_id": "p0", "remote_host": "127.0.0.1", "remote_port": 7000, "tp_size": 2,
+                "remote_request_id": "mine-1",
+            },
+        }  # fmt: skip
+        assert b'"temperature":1.1,' in decode.raw.replace(b" ", b"")  # as the client's library wrote it
+        del whole["min_tokens"], whole["stream_options"]
+        assert prefill.body == whole | {
+            "max_tokens": 1, "max_completion_tokens": 1, "n": 1, "stream": False,
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer},
+        }  # fmt: skip
+
+
+@on_loop
+async def test_a_request_without_an_id_gets_one() -> None:
+    async with server_site() as it:
+        ids = [(await it.post())[2]["X-Request-Id"] for _ in range(2)]
+        assert [each.headers["X-Request-Id"] for each in it.decode[0].seen] == ids
+        assert len(set(ids)) == 2
+
+
+@on_loop
+async def test_a_stream_is_relayed_as_it_comes() -> None:
+    async with server_site() as it:
+        it.decode[0].more.clear()
+        body = {"prompt": "once", "stream": True}
+        async with it.http.post(it.url + "/v1/completions", json=body) as response:
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            first = await response.content.readuntil(b"\n\n")
+            it.decode[0].more.set()
+            rest = await response.content.read()
+        assert texts((first + rest).decode()) == PIECES
+
+
+@on_loop
+async def test_chat_completions_go_the_same_way() -> None:
+    async with server_site() as it:
+        messages = [{"role": "user", "content": "once"}]
+        status, answer, _ = await it.post("/v1/chat/completions", messages=messages, max_completion_tokens=5)
+        assert (status, answer["server"]) == (200, "d0")
+        for each, tokens in ((it.prefill[0].seen[0], 1), (it.decode[0].seen[0], 5)):
+            assert (each.path, each.body["messages"]) == ("/v1/chat/completions", messages)
+            assert each.body["max_completion_tokens"] == tokens
+
+
+@on_loop
+async def test_models_are_a_decode_servers() -> None:
+    async with server_site() as it, it.http.get(it.url + "/v1/models", headers={"Authorization": "me"}) as response:
+        assert (response.status, await response.json()) == (
+            200,
+            {"object": "list", "data": [{"id": "d0"}], "for": "me"},
+        )
+
+
+@on_loop
+async def test_servers_without_a_connector_answer_all_the_same() -> None:
+    async with server_site() as it:
+        it.prefill[0].connector = False
+        for _ in range(2):
+            assert (await it.post(kv_transfer_params={"transfer_id": "another's"}))[0] == 200
+        assert [each.kv for each in it.decode[0].seen] == [{}, {}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_servers_refusal_is_the_answer(side: str, stream: bool) -> None:
+    async def case() -> None:
+        async with server_site(prefill=2, decode=2) as it:
+            await it.meet()
+            refusal = {"error": {"message": "max_tokens is too large", "code": 400}}
+            for each in it.prefill if side == "prefill" else it.decode:
+                each.status, each.answer = 400, refusal
+            others = it.decode if side == "prefill" else it.prefill
+            for each in others:
+                each.gate.clear()
+            status, answer, headers = await it.post(stream=stream)
+            assert (status, answer, headers["Content-Type"]) == (400, refusal, "application/json; charset=utf-8")
+            for each in (it.prefill, it.decode):
+                assert sum(len(fake.seen) for fake in each) <= 1  # no other server is asked the same
+            assert all(each.identity for each in it.router.pool.prefill)  # the next request waits for nobody
+            await until(lambda: all(each.left for other in others for each in other.seen))
+
+    run_on_loop(case)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_both(stream: bool) -> None:
+    async def case() -> None:
+        async with server_site() as it:
+            await it.meet()
+            for each in it.servers:
+                each.gate.clear()
+            task = asyncio.create_task(it.post(stream=stream))
+            await until(lambda: all(each.seen for each in it.servers))
+            task.cancel()
+            await until(lambda: all(each.seen[0].left for each in it.servers))
+            await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+            assert it.router.open_requests.count == 0
+
+    run_on_loop(case)
+
+
+@pytest.mark.parametrize("how", ["400", "500", "its client leaves", "refuses"])
+def test_a_prefill_that_has_answered_is_told_where_decode_does_not_take_its_kv(how: str) -> None:
+    """Its request is over for its HTTP server: closing the connection would be no word to anybody."""
+
+    async def case() -> None:
+        async with server_site() as it:
+            await it.meet()
+            prefill, decode = it.prefill[0], it.decode[0]
+            decode.gate.clear()
+            if how == "refuses":
+                it.router.upstream.probe = lambda _: asyncio.Event().wait()
+                await asyncio.sleep(0.1)
+                await decode.close()
+            elif how in {"400", "500"}:
+                decode.status, decode.answer = int(how), {"error": {"message": "no", "code": int(how)}}
+            task = asyncio.create_task(it.post())
+            if how == "its client leaves":
+                await until(lambda: prefill.seen and prefill.seen[0].answered and decode.seen)
+                task.cancel()
+            await until(lambda: prefill.seen and prefill.given_up == [prefill.seen[0].kv["transfer_id"]])
+            if how != "its client leaves":
+                assert (await task)[0] in (400, 500, 503)
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+
+    async def shown(it: ServerSite) -> tuple[int, bool, str]:
+        async with it.http.get(it.url + "/health") as response:
+            health = await response.json()
+        async with it.http.get(it.url + "/metrics") as response:
+            (line,) = [
+                each for each in (await response.text()).splitlines() if each.startswith("pdtransfer_without_prefill ")
+            ]
+        return response.status and (200 if it.router.pool.usable else 503), health["without_prefill"], line[-3:]
+
+    async with server_site(without_prefill="serve") as it:
+        await it.meet()
+        assert await shown(it) == (200, False, "0.0")
+        it.prefill[0].healthy = False
+        await until(lambda: it.router.pool.serves_alone)
+        assert await shown(it) == (200, True, "1.0")
+        status, answer, _ = await it.post()
+        assert (status, answer["server"]) == (200, "d0")
+        assert texts(await it.stream()) == PIECES
+        assert not it.prefill[0].seen
+        assert all("kv_transfer_params" not in each.body for each in it.decode[0].seen)
+        assert (it.ended[-1].prefill, it.ended[-1].decode) == ("", it.decode[0].url)
+        assert it.router.metrics.served_alone == 2
+        it.prefill[0].healthy = True
+        await until(lambda: not it.router.pool.serves_alone)
+        assert (await it.post())[0] == 200
+        assert it.prefill[0].seen
+    lines = [each.getMessage() for each in caplog.records]
+    assert "no prefill server is healthy: decode computes the prompts (without_prefill: serve)" in lines
+    assert "decode serves without prefill no more" in lines
+
+    async with server_site() as it:  # by default it refuses
+        it.prefill[0].healthy = False
+        await until(lambda: not it.router.pool.usable)
+        assert not it.router.pool.serves_alone
+        assert (await it.post())[0] == 503
+
+
+@on_loop
+async def test_what_decode_has_taken_is_not_given_up() -> None:
+    async with server_site() as it:
+        await it.meet()
+        assert (await it.post())[0] == 200
+        it.decode[0].more.clear()
+        async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            await until(lambda: it.prefill[0].seen[1].answered)
+            await until(lambda: not it.router.pool.prefill[0].unfinished)
+            response.close()
+        await until(lambda: it.decode[0].seen[1].left)
+        await it.router.upstream.close()
+        assert it.prefill[0].given_up == []
+
+
+@on_loop
+async def test_a_client_that_leaves_within_a_stream_cancels_decode() -> None:
+    async with server_site() as it:
+        it.decode[0].more.clear()
+        async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        await until(lambda: it.decode[0].seen[0].left)
+
+
+@on_loop
+async def test_a_client_that_leaves_within_a_stream_cancels_a_prefill_that_has_not_answered() -> None:
+    async with server_site() as it:
+        await it.meet()
+        it.prefill[0].more.clear()
+        it.decode[0].more.clear()
+        async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        await until(lambda: all(each.seen[0].left for each in it.servers))
+
+
+@on_loop
+async def test_a_prefill_that_answers_after_decode_is_left_to_it() -> None:
+    async with server_site() as it:
+        await it.meet()
+        it.prefill[0].more.clear()
+        assert texts(await it.stream()) == PIECES
+        assert (await it.post())[0] == 200
+        it.prefill[0].more.set()
+        await until(lambda: all(each.answered for each in it.prefill[0].seen))
+        assert not any(each.left for each in it.prefill[0].seen)
+        await until(lambda: not it.router.pool.prefill[0].unfinished)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", ["refuses", "500", "503", "429", "dies", "late"])
+def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, stream: bool) -> None:
+    async def case() -> None:
+        limits = replace(LIMITS, room_deadline_ms=1_000) if how == "late" else LIMITS
+        async with server_site(prefill=2, limits=limits) as it:
+            await it.meet()
+            bad, good = it.prefill
+            it.server(good).unfinished += 1  # so that the bad one is asked first
+            if how == "refuses":
+                it.router.upstream.probe = lambda _: asyncio.Event().wait()  # nobody notices before the request
+                await asyncio.sleep(0.1)
+                await bad.close()
+            elif how == "dies":
+                bad.dies = "early"
+            elif how == "late":
+                bad.gate.clear()
+            else:
+                bad.status, bad.answer = int(how), {"error": {}}
+            if stream:
+                assert texts(await it.stream()) == PIECES
+            else:
+                assert (await it.post())[:2] == (200, {"id": "cmpl-1", "choices": [{"text": WHOLE}], "server": "d0"})
+            # A decode whose prefill fails at once may never see the first attempt.
+            *first, second = it.decode[0].seen
+            assert len(first) == 1 if how == "late" else len(first) <= 1
+            assert second.kv["remote_engine_id"] == "p1"
+            assert second.kv["transfer_id"] == good.seen[0].kv["transfer_id"]
+            for each in first:
+                assert each.kv["remote_engine_id"] == "p0"
+                assert each.kv["transfer_id"] != second.kv["transfer_id"]
+                assert each.headers["X-Request-Id"] == second.headers["X-Request-Id"]
+                await until(lambda each=each: each.left)  # it no longer waits for what does not come
+            assert it.router.metrics.retries == 1
+            assert it.server(bad).identity is None
+            assert it.server(bad).usable == (how != "refuses")  # which is as good as a /health that fails
+
+    run_on_loop(case)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", ["refuses", "500", "429", "dies", "first event"])
+def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream: bool) -> None:
+    async def case() -> None:
+        async with server_site(decode=2) as it:
+            await it.meet()
+            bad, good = it.decode
+            it.server(good).unfinished += 1
+            if how == "refuses":
+                it.router.upstream.probe = lambda _: asyncio.Event().wait()
+                await asyncio.sleep(0.1)
+                await bad.close()
+            elif how == "dies":
+                bad.dies = "early"
+            elif how in {"500", "429"}:
+                bad.status, bad.answer = int(how), {"error": {}}
+            elif stream:
+                bad.first_error = 500
+            else:
+                return
+            if stream:
+                assert texts(await it.stream()) == PIECES
+            else:
+                assert (await it.post())[1]["server"] == "d1"
+            transfers = [each.kv["transfer_id"] for each in it.prefill[0].seen]
+            assert len(set(transfers)) == len(transfers) <= 2  # prefill may not have seen what was cancelled at once
+            assert good.seen[0].kv["transfer_id"] == transfers[-1]
+            assert it.router.metrics.retries == 1
+
+    run_on_loop(case)
+
+
+@pytest.mark.parametrize("port", ["7000", None, 0, 2**64, [], {"x": 1}])
+def test_what_a_prefill_server_returns_of_itself_is_checked_before_decode_is_told(
+    port: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def case() -> None:
+        async with server_site(prefill=2) as it:
+            bad, good = it.prefill
+            bad.port = port
+            it.server(good).unfinished += 1
+            status, answer, _ = await it.post()
+            assert status == 200, answer
+            told = [each.kv for each in it.decode[0].seen]
+            if port is None:  # as good as no field
+                assert [each["remote_engine_id"] for each in told] == ["p0"]
+                return
+            assert [each["remote_engine_id"] for each in told] == ["p1"]
+            assert it.router.metrics.retries == 1
+
+    run_on_loop(case)
+    assert port is None or "its answer: kv_transfer_params.remote_port: " in caplog.text
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_failure_that_no_other_server_mends_is_passed_on(side: str) -> None:
+    async def case() -> None:
+        async with server_site() as it:
+            await it.meet()
+            bad = it.prefill[0] if side == "prefill" else it.decode[0]
+            bad.status, bad.answer = 503, {"error": {"message": "overloaded"}}
+            status, answer, headers = await it.post()
+            assert (status, answer, headers["Retry-After"]) == (503, bad.answer, "7")
+            assert len(bad.seen) == 1
+            bad.status, bad.dies = 200, "early"
+            status, answer, headers = await it.post()
+            assert (status, answer["error"]["code"], headers["Retry-After"]) == (503, "peer_lost", "2")
+            assert bad.url in answer["error"]["message"]
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_a_request_that_breaks_servers_meets_a_bounded_number_of_them() -> None:
+    async with server_site(prefill=5, decode=5) as it:
+        await it.meet()
+        for each in it.decode:
+            each.status, each.answer = 500, {"error": {}}
+        assert (await it.post())[0] == 500
+        assert sum(len(each.seen) for each in it.decode) == 3
+
+
+@on_loop
+async def test_an_error_that_a_stream_begins_with_becomes_its_status() -> None:
+    async with server_site() as it:
+        it.decode[0].first_error = 400
+        status, answer, headers = await it.post(stream=True)
+        assert (status, answer["error"]["message"], headers["Content-Type"]) == (400, "KV is lost", "application/json")
+
+
+@on_loop
+async def test_a_prefill_that_is_another_process_is_met_again() -> None:
+    async with server_site() as it:
+        await it.meet()
+        it.prefill[0].engine = "p0-new"
+        it.prefill[0].gate.clear()
+        task = asyncio.create_task(it.post())
+        await until(lambda: it.decode[0].seen)
+        it.prefill[0].gate.set()
+        status, answer, _ = await task
+        assert (status, answer["server"]) == (200, "d0")
+        assert [each.kv["remote_engine_id"] for each in it.decode[0].seen] == ["p0", "p0-new"]
+        assert it.decode[0].seen[0].left
+
+
+@on_loop
+async def test_a_stream_that_a_server_cuts_ends_with_an_error_event_and_without_done() -> None:
+    async with server_site(decode=2) as it:
+        for each in it.decode:
+            each.dies = "late"
+        stream = await it.stream()
+        first, last, rest = stream.split("\n\n")
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == PIECES[0]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "peer_lost"
+        assert rest == ""
+        assert sum(len(each.seen) for each in it.decode) == 1  # what has begun is not begun again
+        async with it.http.get(it.url + "/metrics") as response:
+            assert "pdtransfer_answers_cut_total 1.0" in await response.text()
+
+
+@on_loop
+async def test_a_whole_answer_that_a_server_cuts_is_not_passed_off_as_whole() -> None:
+    async with server_site() as it:
+
+        async def half(request, seen):
+            response = aiohttp.web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "99"})
+            await response.prepare(request)
+            await response.write(b'{"choices": ')
+            await asyncio.sleep(0.05)
+            request.transport.abort()
+            return response
+
+        it.decode[0].reply = half
+        with pytest.raises(aiohttp.ClientError):
+            await it.post()
+
+
+@on_loop
+async def test_unhealthy_servers_are_left_out_until_they_are_healthy_again() -> None:
+    async with server_site(decode=2) as it:
+        it.decode[0].healthy = False
+        await until(lambda: not it.server(it.decode[0]).usable)
+        for _ in range(3):
+            assert (await it.post())[1]["server"] == "d1"
+        await it.decode[1].close()
+        await until(lambda: not it.server(it.decode[1]).usable)
+        status, answer, headers = await it.post()
+        assert (status, headers["Retry-After"]) == (503, "2")
+        assert "no decode server is healthy" in answer["error"]["message"]
+        assert "/health answers 503" in answer["error"]["message"]
+        assert f"{it.decode[1].url}: cannot connect: Connection refused" in answer["error"]["message"]
+        async with it.http.get(it.url + "/health") as response:
+            assert (response.status, (await response.json())["ready"]) == (503, False)
+        it.decode[0].healthy = True
+        await it.decode[1].come_back()
+        await until(lambda: all(each.usable for each in it.router.pool.all))
+        async with it.http.get(it.url + "/health") as response:
+            listed = (await response.json())["servers"]
+            assert [each["usable"] for each in listed] == [True, True, True]
+        assert (await it.post())[0] == 200
+
+
+@on_loop
+async def test_requests_of_a_server_that_stays_silent_fail() -> None:
+    async with server_site(limits=replace(LIMITS, ping_ms=20, silence_ms=100, room_deadline_ms=300)) as it:
+        decode = it.decode[0]
+        decode.gate.clear()
+        whole = asyncio.create_task(it.post())
+        await until(lambda: decode.seen)
+        await asyncio.sleep(0.5)
+        assert not whole.done()  # a whole answer may take long, as long as its server is healthy
+        decode.mute = True
+        status, answer, _ = await whole
+        assert (status, answer["error"]["code"]) == (503, "peer_lost")
+        assert "has not answered within 100 ms" in answer["error"]["message"]
+
+
+BAD = [
+    (b"{", 400, "not JSON"),
+    (b"[]", 400, "object"),
+    (b"", 400, "not JSON"),
+    (b'{"prompt": "\xff"}', 400, "not JSON"),
+    (b'{"\xff": 1}', 400, "not JSON"),
+    (b'{"prompt": ' + b"[" * 100_000, 400, "nested"),
+    (b'{"prompt": 1 2}', 400, "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "words"), BAD)
+def test_a_body_that_is_no_object_is_refused_here(body: bytes, status: int, words: str) -> None:
+    async def case() -> None:
+        async with server_site() as it, it.http.post(it.url + "/v1/completions", data=body) as response:
+            assert response.status == status
+            assert words in (await response.json())["error"]["message"]
+            assert not any(each.seen for each in it.servers)
+
+    run_on_loop(case)
+
+
+@pytest.mark.parametrize("given", ["x" * 129, "a\tb", "żółw"])
+def test_a_request_id_that_servers_may_not_take_is_refused(given: str) -> None:
+    async def case() -> None:
+        async with server_site() as it:
+            status, answer, headers = await it.post(headers={"X-Request-Id": given})
+            assert (status, answer["error"]["param"]) == (400, "X-Request-Id")
+            (record,) = it.ended
+            assert (record.request_id, record.status) == (headers["X-Request-Id"], 400)
+            assert len(record.request_id) == 32
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_other_paths_are_404_in_openais_form() -> None:
+    async with server_site() as it, it.http.post(it.url + "/v1/embeddings", json={}) as response:
+        assert response.status == 404
+        assert "/v1/chat/completions" in (await response.json())["error"]["message"]
+
+
+@on_loop
+async def test_requests_and_their_bytes_are_bounded() -> None:
+    async with server_site(limits=replace(LIMITS, rooms_max=2)) as it:
+        it.decode[0].gate.clear()
+        tasks = [asyncio.create_task(it.post()) for _ in range(2)]
+        await until(lambda: len(it.decode[0].seen) == 2)
+        status, answer, headers = await it.post()
+        assert (status, answer["error"]["code"], "Retry-After" in headers) == (429, "full", True)
+        it.decode[0].gate.set()
+        assert [(await task)[0] for task in tasks] == [200, 200]
+        assert (await it.post())[0] == 200
+
+
+@pytest.mark.slow
+@on_loop
+async def test_a_client_that_does_not_read_stops_its_server_from_sending() -> None:
+    async with server_site() as it:
+        decode = it.decode[0]
+        decode.pieces = ["x" * 1_000] * 200_000
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        client.connect(("127.0.0.1", int(it.url.rpartition(":")[2])))
+        body = json.dumps({"prompt": "a", "stream": True}).encode()
+        client.send(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        await until(lambda: decode.sent)
+        before = -1
+        while before < decode.sent:
+            before = decode.sent
+            await asyncio.sleep(0.3)
+        assert decode.sent < 40 << 20  # what sockets hold, of 200 MB
+        assert (await it.post(prompt="b", stream=False))[0] == 200
+        client.close()
+        await until(lambda: decode.seen[0].left)
+
+
+@on_loop
+async def test_a_drain_waits_for_streams_and_takes_no_more() -> None:
+    async with server_site() as it:
+        it.decode[0].more.clear()
+        stream = asyncio.create_task(it.stream())
+        await until(lambda: it.decode[0].sent)
+        drain = asyncio.create_task(it.router.drain(asyncio.Event()))
+        await until(lambda: it.router.open_requests.draining)
+        status, answer, headers = await it.post()
+        assert (status, answer["error"]["code"], "Retry-After" in headers) == (503, "shutdown", True)
+        assert not drain.done()
+        it.decode[0].more.set()
+        assert texts(await stream) == PIECES
+        await drain
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_closing_ends_requests_with_an_error_and_cancels_their_servers(begun: bool) -> None:
+    async def case() -> None:
+        async with server_site() as it:
+            await it.meet()
+            (it.decode[0].more if begun else it.decode[0].gate).clear()
+            request = it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True})
+            task = asyncio.create_task(request.__aenter__())
+            await until(lambda: it.decode[0].seen)
+            text = await (await task).content.readuntil(b"\n\n") if begun else b""
+            await it.router.close()
+            async with await task as response:
+                text = (await response.content.read()).decode().removeprefix("data: ")
+                assert response.status == (200 if begun else 503)
+            answer = json.loads(text)["error"]
+            assert (answer["message"], answer["code"]) == ("the router shuts down", "shutdown")
+            await until(lambda: it.decode[0].seen[0].left)
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_a_prefill_whose_answer_is_huge_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "HTTP_BODY_BYTES_MAX", 10_000)
+    async with server_site() as it:
+        it.prefill[0].pieces = ["x" * 20_000]
+        status, answer, _ = await it.post()
+        assert (status, answer["error"]["code"]) == (502, "breach")
+        assert "larger than 10000 bytes" in answer["error"]["message"]
+        it.prefill[0].pieces, it.decode[0].pieces = ["x"], ["x" * 20_000]
+        assert (await it.post())[0] == 200  # decode's is passed on, not kept
+
+
+@on_loop
+async def test_prompts_go_where_their_beginning_went_and_others_where_least_is_open() -> None:
+    async with server_site(prefill=3, decode=3) as it:
+        await it.meet()
+
+        async def ask(prompt: str) -> tuple[str, str]:
+            for each in it.servers:
+                each.seen.clear()
+            assert (await it.post(prompt=prompt))[0] == 200
+            prefill, decode = ([each.engine for each in side if each.seen] for side in (it.prefill, it.decode))
+            return prefill[0], decode[0]
+
+        long = {letter: letter * 2_000 for letter in "abc"}
+        first = {letter: await ask(prompt) for letter, prompt in long.items()}
+        assert len({prefill for prefill, _ in first.values()}) == len({decode for _, decode in first.values()}) == 3
+        for letter in "abcab":
+            assert await ask(long[letter] + f" and then {letter}") == first[letter]
+        at = it.server(next(each for each in it.decode if each.engine == first["a"][1]))
+        at.unfinished += 10
+        assert (await ask(long["a"]))[1] != first["a"][1]  # too much to do there
+
+
+@on_loop
+async def test_requests_that_come_together_are_spread() -> None:
+    async with server_site(prefill=2, decode=2) as it:
+        await it.meet()
+        for each in it.servers:
+            each.gate.clear()
+        tasks = [asyncio.create_task(it.post()) for _ in range(8)]
+        await until(lambda: sum(len(each.seen) for each in it.servers) == 16)
+        assert [len(each.seen) for each in it.servers] == [4, 4, 4, 4]
+        assert [each.unfinished for each in it.router.pool.all] == [4, 4, 4, 4]
+        for each in it.servers:
+            each.gate.set()
+        await asyncio.gather(*tasks)
+
+
+@on_loop
+async def test_metrics_count_answers_by_status_and_name_servers() -> None:
+    async with server_site() as it:
+        await it.post()
+        await it.stream()
+        await it.http.post(it.url + "/v1/completions", data=b"{")
+        async with it.http.get(it.url + "/metrics") as response:
+            text = await response.text()
+        assert 'pdtransfer_requests_total{model="",status="200"} 2.0' in text
+        assert 'pdtransfer_requests_total{model="",status="400"} 1.0' in text
+        assert 'pdtransfer_first_token_seconds_count{model=""} 1.0' in text
+        assert f'pdtransfer_server_usable{{role="prefill",url="{it.prefill[0].url}"}} 1.0' in text
+
+
+@pytest.mark.slow
+@on_loop
+async def test_the_command_serves_and_drains_on_sigterm() -> None:
+    async with server_site() as it:
+        it.decode[0].more.clear()
+        urls = f"--prefill={it.prefill[0].url}", f"--decode={it.decode[0].url}"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pdtransfer", "router", "--engine=vllm", "--listen=127.0.0.1:0", "--json", *urls,
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdout is not None
+        ready = json.loads(await process.stdout.readline())
+        assert (ready["ready"], ready["role"]) == (True, "router")
+        it.url = f"http://{ready['http']}"
+
+        async def healthy() -> bool:
+            async with it.http.get(it.url + "/health") as response:
+                return response.status == 200
+
+        await until(healthy)
+        stream = asyncio.create_task(it.stream())
+        await until(lambda: it.decode[0].sent)
+        process.terminate()
+        await until(lambda: refuses(it))
+        it.decode[0].more.set()
+        assert texts(await stream) == PIECES
+        assert await process.wait() == 0
+
+
+async def refuses(it: ServerSite) -> bool:
+    return (await it.post())[0] == 503
+
+
+@on_loop
+async def test_a_request_is_recorded_with_its_servers_status_and_first_byte() -> None:
+    async with server_site() as it:
+        await it.meet()
+        it.ended.clear()
+        trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        await it.post(headers={"X-Request-Id": "mine-1", "traceparent": trace})
+        await it.stream()
+        await until(lambda: len(it.ended) == 2)
+        whole, stream = it.ended
+        assert (whole.request_id, str(whole.trace), whole.status, whole.stream) == ("mine-1", trace, 200, False)
+        assert (whole.prefill, whole.decode, whole.state) == (it.prefill[0].url, it.decode[0].url, "finished")
+        assert (whole.first_token_s, whole.scope) == (None, "request")
+        assert (stream.trace, stream.stream, len(stream.request_id)) == (None, True, 32)
+        assert stream.first_token_s is not None
+        assert stream.first_token_s <= stream.total_s
+
+
+@on_loop
+async def test_a_request_that_servers_fail_is_recorded_with_the_cause() -> None:
+    async with server_site() as it:
+        it.decode[0].status, it.decode[0].answer = 500, {"error": {}}
+        await it.post()
+        (record,) = it.ended
+        assert (record.status, record.cause) == (500, Cause.ENGINE)
+        assert record.detail == f"{it.decode[0].url}: answers 500"
+
+
+@on_loop
+async def test_an_answer_that_is_cut_off_is_recorded_as_a_failure() -> None:
+    async with server_site() as it:
+        it.decode[0].dies = "late"
+        await it.stream()
+        await until(lambda: it.ended)
+        (record,) = it.ended
+        assert (record.state, record.cause) == ("failed", Cause.PEER_LOST)
+        assert record.detail.startswith(f"cut off: {it.decode[0].url}: ")

@@ -1,0 +1,249 @@
+"""Bodies that are too large to be read on the loop are read in another process, which may fail at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+
+from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
+from pdtransfer.serve.router import body_readers, readings
+from pdtransfer.serve.router.body_readers import BodyReaders, ReadingProcess
+from pdtransfer.serve.router.completions import BadRequestError
+from pdtransfer.serve.router.readings import BodyReading, ReadCompletion, ReadRelayed, ReadText
+from pdtransfer.serve.router.router import INLINE_BYTES_MAX
+from pdtransfer.serve.router.servers import server_router
+from pdtransfer.serve.router.text import BytesText
+from pdtransfer.wire import unpack_ids
+from tests.support.router_site import site
+from tests.support.sglang_servers import FakeSglang
+from tests.support.vllm_servers import server_site
+from tests.support.waiting import on_loop, until
+
+COMPLETION, CHAT = ReadCompletion(chat=False), ReadCompletion(chat=True)
+LARGE = b'{"prompt": "' + b"a" * INLINE_BYTES_MAX + b'"}'
+
+
+def of_size(head: bytes, item: bytes, tail: bytes, size: int = HTTP_BODY_BYTES_MAX) -> bytes:
+    """A body of nearly `size` bytes, as many items as fit."""
+    return head + item * ((size - len(head) - len(tail)) // len(item)) + tail
+
+
+HOSTILE = {
+    "nested prompts": (COMPLETION, of_size(b'{"prompt":[', b"[1],", b"[1]]}"), "prompt"),
+    "nested lists of nothing": (COMPLETION, of_size(b'{"prompt":[', b"[],", b"[]]}"), "prompt"),
+    "texts": (COMPLETION, of_size(b'{"prompt":[', b'"a",', b'"a"]}'), "prompt"),
+    "ids": (COMPLETION, of_size(b'{"prompt":[', b"1,", b"1]}"), "prompt"),
+    "deep": (COMPLETION, of_size(b'{"prompt":', b"[", b""), None),
+    "deep elsewhere": (COMPLETION, of_size(b'{"prompt":"a","x":', b'{"a":', b""), None),
+    "stops": (COMPLETION, of_size(b'{"prompt":"a","stop":[', b'"a",', b'"a"]}'), "stop"),
+    "biases": (COMPLETION, of_size(b'{"prompt":"a","logit_bias":{', b'"1":0,', b'"1025":"a"}}'), "logit_bias"),
+    "fields": (COMPLETION, of_size(b"{", b'"a":1,', b'"b":1}'), "prompt"),
+    "messages": (CHAT, of_size(b'{"messages":[', b'{"role":"user","content":""},', b"5]}"), "messages"),
+    "parts": (CHAT, of_size(b'{"messages":[{"role":"user","content":[', b"{},", b"{}]}]}"), "messages"),
+    "tokens": (ReadText(False, {}), of_size(b'{"tokens":[', b"1,", b"1]}"), "tokens"),
+    "a text": (ReadText(True, {}), of_size(b'{"prompt":"', b"a", b'"}'), "prompt"),
+    "sampling": (ReadRelayed("sglang", 64), of_size(b'{"sampling_params":[', b"[],", b"[]]}"), "sampling_params"),
+    "fields passed on": (ReadRelayed("vllm", 64), b"{%s}" % b",".join(b'"%d":1' % i for i in range(800_000)), None),
+}  # fmt: skip
+
+
+@asynccontextmanager
+async def readers(processes: int = 1) -> AsyncIterator[BodyReaders]:
+    made = BodyReaders("reference", BytesText(), processes=processes, inline_bytes_max=INLINE_BYTES_MAX)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def nothing() -> None: ...
+
+
+@pytest.fixture
+def read_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of all bodies that this process reads itself."""
+    lengths = list[int]()
+    for reading in (ReadCompletion, ReadText, ReadRelayed):
+        read: Callable = reading.read
+
+        def noted(self: BodyReading, body: bytes, text: BytesText, read: Callable = read) -> object:
+            lengths.append(len(body))
+            return read(self, body, text)
+
+        monkeypatch.setattr(reading, "read", noted)
+    return lengths
+
+
+def test_no_body_of_any_shape_is_read_on_the_loop_beyond_some_kilobytes(read_here: list[int]) -> None:
+    @on_loop
+    async def case() -> None:
+        async with readers() as its:
+            for name, (reading, body, field) in HOSTILE.items():
+                assert len(body) > HTTP_BODY_BYTES_MAX * 0.9
+                with pytest.raises(BadRequestError) as refused:
+                    await its.read(reading, body, nothing)
+                assert (refused.value.param, refused.value.status) == (field, 400), (name, refused.value)
+            assert not read_here
+            await its.read(COMPLETION, b'{"prompt": "a"}', nothing)
+            assert read_here == [15]
+
+    case()
+
+
+PROMPTS = [[7] * 2_000, [300] * 5_000, [1 << 31]]
+EQUAL = {
+    "text": (COMPLETION, {"prompt": "\u017c" * 70_000, "seed": 3, "stop": ["a"], "logit_bias": {"5": 1.5}}),
+    "lists": (COMPLETION, {"prompt": PROMPTS, "echo": True, "n": 3, "max_tokens": 3, "stream": True}),
+    "chat": (CHAT, {"messages": [{"role": "user", "content": "a" * 3_000}] * 20, "logprobs": True, "top_logprobs": 2}),
+    "tokenize": (ReadText(True, {"m": 5}), {"prompt": "a" * 50_000}),
+    "detokenize": (ReadText(False, {"m": None}), {"tokens": [97] * 50_000}),
+    "relayed": (ReadRelayed("vllm", 16), {"messages": [{"role": "user", "content": "a" * 90_000}], "n": 2, "x": [{}]}),
+}
+
+
+@on_loop
+async def test_what_another_process_reads_is_what_this_one_reads() -> None:
+    async with readers() as its:
+        for name, (reading, fields) in EQUAL.items():
+            body = json.dumps(fields).encode()
+            assert await its.read(reading, body, nothing) == reading.read(body, BytesText()), name
+
+
+def test_a_router_takes_bodies_of_the_largest_size(read_here: list[int]) -> None:
+    @on_loop
+    async def case() -> None:
+        async with site() as it:
+            tokens = 524_288
+            status, answer, _ = await it.post(prompt="ab" * (tokens // 2), max_tokens=2)
+            assert (status, answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (200, "ba", tokens)
+            status, answer, _ = await it.post(prompt=[[97, 98] * 6_000] * 100, max_tokens=1)
+            assert (status, len(answer["choices"])) == (200, 100)
+            assert {len(unpack_ids("", each.prompt)) for each in it.decode[0].begun[1:]} == {12_000}
+            messages = [{"role": "user", "content": "a" * 60}] * 4_000
+            status, answer, _ = await it.post("/v1/chat/completions", messages=messages, max_tokens=1)
+            assert status == 200
+            status, answer, _ = await it.post("/tokenize", prompt="a" * tokens)
+            assert (status, answer["count"]) == (200, tokens)
+            assert not read_here
+
+    case()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_relay_passes_on_a_body_of_the_largest_size_as_it_came(engine: str, read_here: list[int]) -> None:
+    @on_loop
+    async def case() -> None:
+        of = {"of": FakeSglang} if engine == "sglang" else {}
+        async with server_site(**of) as it:
+            body = of_size(b'{"prompt":"a","x":[', b'{"a":[[1.10]]},', b"0]}")
+            path = "/v1/completions"
+            async with it.http.post(it.url + path, data=body) as response:
+                assert response.status == 200
+            for each in (it.decode[0], it.prefill[0]):
+                assert each.seen[-1].body["x"] == json.loads(body)["x"]
+            assert not read_here
+
+    case()
+
+
+def frozen(process: ReadingProcess) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+
+
+async def idle(its: BodyReaders) -> ReadingProcess:
+    """One process, once it has started."""
+    await its.read(COMPLETION, LARGE, nothing)
+    await until(lambda: its.idle)
+    return its.idle[0]
+
+
+@on_loop
+async def test_a_process_that_dies_fails_its_request_alone_and_another_takes_over() -> None:
+    async with readers() as its:
+        process = await idle(its)
+        frozen(process)
+        failing = asyncio.create_task(its.read(COMPLETION, LARGE, nothing))
+        await until(lambda: its.under_way)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(BadRequestError, match="the process that read the body has ended") as failed:
+            await failing
+        assert failed.value.status == 500
+        assert (await idle(its)).pid != process.pid
+
+
+def test_a_body_that_takes_too_long_is_given_up_and_its_process_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    @on_loop
+    async def case() -> None:
+        async with readers() as its:
+            process = await idle(its)
+            frozen(process)
+            monkeypatch.setattr(body_readers, "READ_S", 0.2)
+            with pytest.raises(BadRequestError, match="takes longer than 0 s"):
+                await its.read(COMPLETION, LARGE, nothing)
+            monkeypatch.undo()
+            assert (await idle(its)).pid != process.pid
+
+    case()
+
+
+@on_loop
+async def test_the_shortest_body_is_read_next_and_who_leaves_gives_its_turn_back() -> None:
+    async with readers() as its:
+        process, order = await idle(its), list[int]()
+        frozen(process)
+        bodies = [b'{"prompt": "' + b"a" * size + b'"}' for size in (5_000, 9_000, 7_000, 6_000, 8_000)]
+        tasks = [asyncio.create_task(its.read(COMPLETION, body, partial(order.append, len(body)))) for body in bodies]
+        await until(lambda: len(its.waiting) == 4)
+        tasks[2].cancel()
+        await asyncio.wait([tasks[2]])
+        assert order == [len(bodies[2])], "it waits for nobody"
+        tasks[0].cancel()
+        await asyncio.wait([tasks[0]])
+        assert len(order) == 1, "its body is still being read"
+        os.kill(process.pid, signal.SIGCONT)
+        await asyncio.gather(tasks[1], tasks[3], tasks[4])
+        assert order == [len(bodies[each]) for each in (2, 0, 3, 4, 1)]
+        assert (await idle(its)).pid == process.pid
+
+
+@on_loop
+async def test_processes_are_bounded_and_end_with_their_router() -> None:
+    async with readers(processes=2) as its:
+        await asyncio.gather(*(its.read(COMPLETION, LARGE, nothing) for _ in range(6)))
+        await until(lambda: len(its.idle) == 2)
+        pids = [each.pid for each in its.idle]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@on_loop
+async def test_bodies_that_wait_to_be_read_are_bounded_together() -> None:
+    limits = Limits(room_deadline_ms=60_000)
+    async with site(limits=limits) as it:
+        process = await idle(it.router.readers)
+        frozen(process)
+        it.router.open_requests.bodies_bytes = 256 << 20
+        it.router.open_requests.bodies_bytes -= 300_000
+        body = {"prompt": "a" * 200_000, "max_tokens": 1}
+        first = asyncio.create_task(it.post(**body))
+        await until(lambda: it.router.readers.under_way)
+        for path in ("/v1/completions", "/tokenize"):
+            status, refused, _ = await it.post(path, **body)
+            assert (status, refused["error"]["code"]) == (429, "full")
+        first.cancel()
+        os.kill(process.pid, signal.SIGCONT)
+        await until(lambda: it.router.open_requests.bodies_bytes == (256 << 20) - 300_000)
+
+
+def test_readings_cross_as_what_they_are() -> None:
+    for reading, _ in EQUAL.values():
+        assert readings.READINGS.decode(body_readers.msgspec.msgpack.encode(reading)) == reading
+    assert server_router.INLINE_BYTES_MAX < 64 << 10

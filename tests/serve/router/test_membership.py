@@ -1,0 +1,499 @@
+"""Workers that are added, drained and removed while their router runs: by an operator, and by a file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdtransfer.bus.limits import BusLimits
+from pdtransfer.errors import ConfigError, WorldError
+from pdtransfer.handoff.effects import Send
+from pdtransfer.limits import Limits
+from pdtransfer.serve.commands.cli import main
+from pdtransfer.serve.router import fleet_changes, membership
+from pdtransfer.serve.router.admin import read_token
+from pdtransfer.serve.router.fleet_changes import LOOK_S, FleetChanges
+from pdtransfer.serve.router.fleet_status import worker_status
+from pdtransfer.serve.router.membership import Membership
+from pdtransfer.serve.router.pool_worker import Departure, Role
+from pdtransfer.serve.router.router import Router
+from pdtransfer.serve.router.router_effects import Accepted, Emit, Finish, Refusal, WorkerChanged, WorkerLeft
+from pdtransfer.serve.router.routing import Routing
+from pdtransfer.serve.router.servers.server_pool import ServerPool
+from pdtransfer.serve.router.status import WorkerStatus
+from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.wire import Begin, End, Ended, Goodbye, Hello, Load, Ping, Pong, Tokens, Welcome, pack_ids
+from tests.support.router_site import Site, Worker, site
+from tests.support.routing_world import LIMITS, identity, request
+from tests.support.waiting import on_loop, until
+
+P, D, D2 = "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "tcp://127.0.0.1:3"
+TOKEN = "0123456789abcdef-secret"
+
+
+class Fleet:
+    """A Routing whose workers answer when the test says so."""
+
+    def __init__(self) -> None:
+        self.now, rooms = 0.0, iter(range(1, 1_000))
+        self.routing = Routing(
+            identity("r", "router"), prefill=(P,), decode=(D, D2), limits=LIMITS, mint=lambda: next(rooms)
+        )
+        self.routing.start(0.0)
+        for peer in (P, D, D2):
+            self.connect(peer)
+
+    def connect(self, peer: str, free: int = 1_000) -> None:
+        role = "prefill" if peer == P else "decode"
+        self.hear(peer, Welcome(1, identity(f"n{peer[-1]}", role)), Load(True, False, 0, 0, free, 1_000))
+
+    def hear(self, peer: str, *messages) -> list:
+        return [effect for each in messages for effect in self.routing.receive(peer, each, self.now)]
+
+    def begin(self) -> tuple[int, str]:
+        """A request's room, and the decode worker that it was sent to."""
+        taken = self.routing.submit(request(max_tokens=2), self.now)
+        assert isinstance(taken, Accepted)
+        begun = [(each.peer, each.message) for each in taken.effects if isinstance(each, Send)]
+        ((peer, message),) = [(to, it) for to, it in begun if isinstance(it, Begin) and to != P]
+        return message.room, peer
+
+    def end(self, room: int, decode: str) -> list:
+        """The room's whole answer."""
+        effects = self.hear(P, End(room, "done", "", 0))
+        return effects + self.hear(decode, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
+
+    def wait(self, seconds: float) -> list:
+        effects, self.now = list[object](), self.now + seconds
+        while (when := self.routing.next_tick()) is not None and when <= self.now:
+            effects += self.routing.tick(self.now)
+        return effects
+
+
+def test_a_drained_worker_gets_no_new_room_its_rooms_end_and_it_can_be_taken_in_again() -> None:
+    fleet = Fleet()
+    room, at = fleet.begin()
+    other = D2 if at == D else D
+    fleet.routing.workers.drain(at)
+    assert {fleet.begin()[1] for _ in range(4)} == {other}
+    status = worker_status(fleet.routing.workers.by_peer[at])
+    assert (status.state, status.why, status.leaves) == ("draining", "drained by an operator", False)
+    ended = fleet.end(room, at)
+    assert [each.ids for each in ended if isinstance(each, Emit)] == [[1, 2]]
+    assert [each for each in ended if isinstance(each, Finish)]
+    assert at in fleet.routing.workers.by_peer, "a drained one stays"
+    fleet.routing.add_worker(at, "decode", fleet.now)
+    fleet.hear(other, Load(True, False, 0, 0, 10, 1_000))
+    assert fleet.begin()[1] == at
+
+
+def test_a_removed_worker_leaves_after_its_last_room_and_its_last_answer_is_acknowledged() -> None:
+    fleet = Fleet()
+    room, at = fleet.begin()
+    assert fleet.routing.remove_worker(at) == [], "its room goes on"
+    assert worker_status(fleet.routing.workers.by_peer[at]).leaves
+    assert fleet.begin()[1] != at
+    effects = [each for each in fleet.end(room, at) if isinstance(each, WorkerLeft | Send)]
+    kinds = [type(each.message) if isinstance(each, Send) else WorkerLeft for each in effects]
+    assert kinds[-3:] == [Ended, Goodbye, WorkerLeft], "nothing is sent after its connection is closed"
+    assert at not in fleet.routing.workers.by_peer
+    assert fleet.hear(at, Pong(1), Tokens(room, 0, pack_ids([1]))) == []
+    assert not [each for each in fleet.wait(1.0) if isinstance(each, Send) and each.peer == at]
+
+
+def test_the_end_of_an_old_room_does_not_remove_a_worker_that_was_added_again() -> None:
+    fleet = Fleet()
+    room, at = fleet.begin()
+    fleet.hear(P, End(room, "done", "", 0))
+    assert WorkerLeft(P) in fleet.routing.remove_worker(P), "decode still runs"
+    fleet.routing.add_worker(P, "prefill", fleet.now)
+    fleet.connect(P)
+    effects = fleet.hear(at, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
+    assert [each for each in effects if isinstance(each, Finish)]
+    assert not [each for each in effects if isinstance(each, WorkerLeft)]
+    fleet.routing.remove_worker(P)
+    fleet.routing.add_worker(P, "prefill", fleet.now)
+    fleet.connect(P)
+    assert fleet.begin()
+
+
+def test_a_removed_worker_that_restarts_leaves_and_is_not_met_again() -> None:
+    fleet = Fleet()
+    _, at = fleet.begin()
+    fleet.routing.remove_worker(at)
+    effects = fleet.hear(at, Welcome(1, identity(f"n{at[-1]}", "decode", 2)))
+    assert WorkerLeft(at) in effects
+    assert WorkerChanged(at, "") not in effects, "it has left"
+    assert not [each for each in effects if isinstance(each, Send) and isinstance(each.message, Ping)]
+
+
+def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once() -> None:
+    fleet = Fleet()
+    assert WorkerLeft(D) in fleet.routing.remove_worker(D)
+    room, at = fleet.begin()
+    fleet.routing.remove_worker(D2)
+    effects = fleet.hear(at, Goodbye(1, "shutdown"))
+    assert WorkerLeft(D2) in effects
+    assert not [each for each in effects if isinstance(each, Send) and isinstance(each.message, Hello)]
+    assert not fleet.routing.workers.models()
+    assert room not in {each.id for each in fleet.routing.rooms if each.state.value == "open"}
+    refused = fleet.routing.submit(request(), fleet.now)
+    assert isinstance(refused, Refusal)
+
+
+def test_a_worker_that_is_added_is_greeted_and_gets_rooms() -> None:
+    fleet = Fleet()
+    new = "tcp://127.0.0.1:4"
+    (hello,) = fleet.routing.add_worker(new, "decode", fleet.now)
+    assert (hello.peer, type(hello.message)) == (new, Hello)
+    fleet.connect(new, free=5_000)
+    assert fleet.begin()[1] == new
+    assert fleet.routing.add_worker(new, "decode", fleet.now) == [], "once"
+
+
+def test_a_server_leaves_once_its_requests_have_ended() -> None:
+    pool = ServerPool(["http://p"], ["http://d"], Limits())
+    added = pool.add("http://d2", "decode")
+    assert added is not None
+    for each in pool.all:
+        pool.report(each, "", 0.0)
+    with added.serving(1):
+        pool.depart("http://d2", Departure.DRAINS)
+        assert {pool.choose((), ()).decode.url for _ in range(3)} == {"http://d"}  # type: ignore[union-attr]
+        assert pool.add("http://d2", "decode") is None
+        assert added.usable, "taken in again"
+        pool.depart("http://d2", Departure.LEAVES)
+        pool.depart("http://d2", Departure.DRAINS)
+        assert not pool.left(added)
+    assert pool.left(added)
+    assert added not in pool.all
+    assert not pool.left(added), "once"
+
+
+class Record:
+    """A site that keeps what it is told."""
+
+    def __init__(self, **here: Role) -> None:
+        self.here, self.calls = dict[str, Role](here), list[str]()
+
+    def roles(self) -> dict[str, Role]:
+        return self.here
+
+    def add_worker(self, role: Role, address: str) -> None:
+        self.calls.append(f"add {role} {address}")
+        self.here[address] = role
+
+    def drain_worker(self, address: str) -> None:
+        self.calls.append(f"drain {address}")
+
+    def remove_worker(self, address: str) -> None:
+        self.calls.append(f"remove {address}")
+        del self.here[address]
+
+    def workers_status(self) -> list[WorkerStatus]:
+        return [
+            WorkerStatus(role=role, address=address, node="same", state="ready", rooms_here=0)
+            for address, role in self.here.items()
+        ]
+
+
+def members(*prefill: str) -> tuple[Membership, Record]:
+    record = Record()
+    record.here = dict.fromkeys(prefill, "prefill")
+    return Membership(RouterConfig(prefill=prefill), record), record
+
+
+def test_a_file_adds_and_removes_what_has_changed_in_it_and_no_worker_of_a_flag() -> None:
+    it, record = members(P)
+    it.listed("file", {P: "prefill", D: "decode"})
+    it.listed("file", {P: "prefill", D2: "decode"})
+    assert record.calls == [f"add prefill {P}", f"add decode {D}", f"remove {D}", f"add decode {D2}"]
+    record.calls.clear()
+    it.remove(D2)  # an operator's decision stands until the file changes
+    it.listed("file", {P: "prefill", D2: "decode"})
+    it.listed("file", {})
+    assert record.calls == [f"remove {D2}"]
+    assert set(record.here) == {P}
+
+
+def test_a_line_that_cannot_be_followed_costs_no_other_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    it, record = members(P)
+    it.listed("file", {P: "decode", D: "decode"})
+    assert record.here == {P: "prefill", D: "decode"}
+    monkeypatch.setattr(membership, "WORKERS_MAX", 2)
+    with pytest.raises(WorldError, match="2 workers are the limit"):
+        it.add("decode", D2)
+
+
+def test_a_refused_line_is_tried_again_and_its_reason_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    it, record = members(P)
+    monkeypatch.setattr(membership, "WORKERS_MAX", 2)
+    lines: dict[str, Role] = {D: "decode", D2: "decode"}
+    assert [it.listed("file", lines) for _ in range(3)] == [False] * 3
+    assert caplog.text.count("2 workers are the limit") == 1
+    it.remove(D)
+    assert it.listed("file", lines), "there is room for it now"
+    assert set(record.here) == {P, D2}, "and an operator's decision stands"
+
+
+def test_a_worker_changes_its_role_once_it_has_left() -> None:
+    it, record = members(P)
+    assert it.listed("file", {D: "decode"})
+    leaving, record.remove_worker = record.remove_worker, lambda address: record.calls.append(f"remove {address}")
+    assert not it.listed("file", {D: "prefill"}), "its rooms have not ended"
+    leaving(D)
+    assert it.listed("file", {D: "prefill"})
+    assert record.here == {P: "prefill", D: "prefill"}
+
+
+def test_what_two_sources_list_is_removed_when_neither_does() -> None:
+    it, record = members(P)
+    it.listed("file", {D: "decode"})
+    it.listed("dns", {D: "decode", D2: "decode"})
+    it.listed("file", {})
+    assert set(record.here) == {P, D, D2}
+    it.listed("dns", {D2: "decode"})
+    assert set(record.here) == {P, D2}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("prefill", "line 1: must be a role and an endpoint"),
+        ("# all\n\nprefill tcp://127.0.0.1:1 more", "line 3: must be a role and an endpoint"),
+        ("both tcp://127.0.0.1:1", "line 1: role = 'both': must be prefill or decode"),
+        ("decode http://127.0.0.1:1", "line 1: decode = 'http://127.0.0.1:1'"),
+        ("decode tcp://192.0.2.1:1", "line 1: decode = 'tcp://192.0.2.1:1': on another host"),
+        ("decode tcp://127.0.0.1:1\nprefill tcp://127.0.0.1:1", "line 2: 'tcp://127.0.0.1:1' is listed twice"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, error: str) -> None:
+    file = tmp_path / "workers"
+    file.write_text(text)
+    it, _ = members()
+    with pytest.raises(ConfigError) as raised:
+        it.read(file)
+    assert str(raised.value).startswith(f"workers_file = '{file}': {error}")
+
+
+def test_a_file_of_comments_and_workers_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "workers"
+    file.write_text(f"# prefill\nprefill {P}\n\n  decode   {D}  \n")
+    assert members()[0].read(file) == {P: "prefill", D: "decode"}
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="workers_file"):
+        members()[0].read(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        members()[0].read(tmp_path / "none")
+
+
+def test_a_name_must_mean_one_worker() -> None:
+    it, record = members(P)
+    assert it.find(P) == P
+    assert it.find("same") == P
+    record.here[D] = "decode"
+    for name in ("same", "other"):
+        with pytest.raises(ConfigError, match=f"worker = {name!r}: (2|no) workers"):
+            it.find(name)
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    file.chmod(0o600)
+    return file
+
+
+def test_a_token_is_one_word_that_others_cannot_read(token: Path) -> None:
+    assert read_token(token) == TOKEN.encode()
+    for text, error in (("short", "16 to 512"), ("two words are not one", "one word"), ("ü" * 20, "ASCII")):
+        token.write_text(text)
+        with pytest.raises(ConfigError, match=error):
+            read_token(token)
+    token.write_text(TOKEN)
+    token.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 640"):
+        read_token(token)
+
+
+@pytest.mark.parametrize(
+    "given", [{"admin": "127.0.0.1:1"}, {"admin_token": Path("x")}, {"admin": "0.0.0.0:1", "admin_token": Path("x")}]
+)
+def test_the_admin_api_takes_an_address_and_a_token_and_stays_on_this_host(given: dict) -> None:
+    with pytest.raises(ConfigError, match="admin"):
+        RouterConfig(**given)
+
+
+def rewrite(file: Path, text: str, mode: int) -> None:
+    file.write_text(text)
+    file.chmod(mode)
+
+
+@asynccontextmanager
+async def administered(token: Path, **more) -> AsyncIterator[tuple[Site, str]]:
+    """A router with its admin API, and that one's URL."""
+    async with site() as it:
+        prefill, decode = it.router.roles()
+        config = RouterConfig(prefill=(prefill,), decode=(decode,), admin="127.0.0.1:0", admin_token=token, **more)
+        changes = FleetChanges(config, it.router)
+        try:
+            yield it, "http://" + await changes.open()
+        finally:
+            await changes.close()
+
+
+@on_loop
+async def test_without_its_token_the_admin_api_does_nothing(token: Path) -> None:
+    async with administered(token) as (it, url):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer "}):
+            async with it.http.post(url + "/workers/remove", json={"worker": "d0"}, headers=headers) as answer:
+                assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert (await it.get("/workers"))[0] == 404, "clients do not see it"
+        assert len(it.router.roles()) == 2
+        bearer = {"Authorization": f"Bearer {TOKEN}"}
+        async with it.http.get(url + "/workers", headers=bearer) as answer:
+            assert answer.status == 200
+        rewrite(token, "another-token-of-the-router", 0o600)
+        async with it.http.get(url + "/workers", headers=bearer) as answer:
+            assert answer.status == 401
+        rewrite(token, TOKEN, 0o644)
+        async with it.http.get(url + "/workers", headers=bearer) as answer:
+            assert answer.status == 503
+
+
+@on_loop
+async def test_the_admin_token_is_compared_as_a_whole(token: Path) -> None:
+    """Each beginning of it, each byte changed, and what goes on after it."""
+    parts = [TOKEN[:count] for count in range(len(TOKEN))]
+    changed = [TOKEN[:at] + chr(ord(TOKEN[at]) ^ 1) + TOKEN[at + 1 :] for at in range(len(TOKEN))]
+    others = [f"Bearer {each}" for each in (*parts, *changed, TOKEN + "x", TOKEN + " x", TOKEN * 2)]
+    headers = [*others, "bearer " + TOKEN, "", *("Bearer"[:count] for count in range(7))]
+    async with administered(token) as (it, url):
+        for header in headers:
+            async with it.http.get(url + "/workers", headers={"Authorization": header}) as answer:
+                assert answer.status == 401, header
+        async with it.http.get(url + "/workers", headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
+            assert answer.status == 200
+
+
+@on_loop
+async def test_a_wrong_change_is_refused_with_its_field(token: Path) -> None:
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    async with administered(token) as (it, url):
+        for path, body, error in (
+            ("", {"worker": D}, "role: missing"),
+            ("", {"worker": D, "role": "both"}, "$.role"),
+            ("", {"worker": "tcp://192.0.2.1:1", "role": "decode"}, "on another host"),
+            ("", {"worker": [*it.router.roles()][1], "role": "prefill"}, "is a decode worker here"),
+            ("/drain", {"worker": "nobody"}, "no workers"),
+            ("/remove", {"worker": 7}, "$.worker"),
+            ("/remove", {"worker": "d0", "force": True}, "force"),
+        ):
+            async with it.http.post(url + "/workers" + path, json=body, headers=bearer) as answer:
+                assert answer.status == 400
+                assert error in (await answer.json())["error"]
+        assert len(it.router.roles()) == 2
+
+
+@on_loop
+async def test_the_commands_list_add_drain_and_remove(token: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = Worker("d1", "decode")
+    endpoint = await new.open()
+
+    async with administered(token) as (it, url):
+
+        async def command(*words: str) -> tuple[int, list[WorkerStatus]]:
+            status = await asyncio.to_thread(
+                main, ["workers", *words, "--admin", url, "--admin-token", str(token), "--json"]
+            )
+            out = capsys.readouterr().out
+            return status, msgspec.convert(msgspec.json.decode(out)["workers"], list[WorkerStatus]) if out else []
+
+        pool = it.router.routing.workers.by_peer
+        status, listed = await command("list")
+        assert (status, [each.node for each in listed]) == (0, ["p0", "d0"])
+        it.decode[0].gate.clear()
+        answer = asyncio.create_task(it.post(prompt="abc", max_tokens=4))
+        await until(lambda: it.decode[0].begun)
+        assert (await command("add", "decode", endpoint))[0] == 0
+        await until(lambda: pool[endpoint].usable)
+        status, listed = await command("drain", "d0")
+        assert [(each.node, each.state) for each in listed][1:] == [("d0", "draining"), ("d1", "ready")]
+        status, listed = await command("remove", "d0")
+        assert [(each.node, each.leaves) for each in listed][1:] == [("d0", True), ("d1", False)]
+        it.decode[0].gate.set()
+        assert (await answer)[0] == 200, "its room ended as asked"
+        await until(lambda: len(pool) == 2)
+        assert (await it.post(prompt="abc", max_tokens=4))[0] == 200
+        assert new.begun
+        assert [each.node for each in (await command("remove", "d1", "--wait"))[1]] == ["p0"]
+        assert (await command("drain", "d1"))[0] == 2
+        await new.close()
+
+
+@on_loop
+async def test_a_file_is_followed_after_an_error_of_ours_and_a_wrong_line_is_tried_again(
+    tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, new = tmp_path / "workers", Worker("d1", "decode")
+    endpoint = await new.open()
+    file.write_text("")
+    monkeypatch.setattr(fleet_changes, "LOOK_S", 0.01)
+    monkeypatch.setattr(fleet_changes, "RETRY_S", 0.01)
+    failing, taken = True, Router.add_worker
+
+    def add(router: Router, role: Role, address: str) -> None:
+        if failing:
+            raise RuntimeError("a bug")
+        taken(router, role, address)
+
+    monkeypatch.setattr(Router, "add_worker", add)
+    async with administered(token, workers_file=file) as (it, _):
+        file.write_text(f"decode {endpoint}\n")
+        await until(lambda: "RuntimeError: a bug" in caplog.text)
+        failing = False
+        await until(lambda: endpoint in it.router.roles())
+        assert caplog.text.count("the workers are unchanged") == 1
+    await new.close()
+
+
+@on_loop
+async def test_a_file_is_followed_and_a_wrong_one_changes_nothing(
+    tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, new = tmp_path / "workers", Worker("d1", "decode")
+    endpoint = await new.open()
+    file.write_text("")
+    async with administered(token, workers_file=file) as (it, _):
+        roles = it.router.roles
+        file.write_text(f"decode {endpoint}\n")
+        await until(lambda: endpoint in roles())
+        file.write_text("what?")
+        await until(lambda: "the workers are unchanged" in caplog.text)
+        assert endpoint in roles()
+        moved = tmp_path / "moved"
+        moved.write_text("# none\n")
+        moved.rename(file)
+        await until(lambda: endpoint not in roles())
+        assert len(roles()) == 2
+        assert LOOK_S <= 1.0
+    await new.close()
+
+
+@on_loop
+async def test_a_router_dials_more_workers_than_a_worker_has_peers() -> None:
+    missing = tuple(f"tcp://127.0.0.1:{port}" for port in range(1, 301))
+    router = Router(RouterConfig(listen="127.0.0.1:0", prefill=missing[:1], decode=missing[1:]))
+    try:
+        await router.open()
+        assert len(router.routing.workers.by_peer) == len(missing) > BusLimits().dials_max
+    finally:
+        await router.close()

@@ -1,0 +1,246 @@
+"""Limits count answers, not requests, and what a failed request held of them comes back at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pdtransfer.limits import HTTP_BODY_BYTES_MAX
+from pdtransfer.serve.router import openai_http
+from pdtransfer.serve.router.api_keys import ApiKey, ApiKeys, KeyLimitError
+from tests.support.client_keys import A, bearer, written
+from tests.support.router_site import LIMITS, Site, site
+from tests.support.vllm_servers import ServerSite, server_site
+from tests.support.waiting import on_loop, run_on_loop, until
+
+PATH = "/v1/completions"
+
+
+def key_of(it: Site | ServerSite) -> ApiKey:
+    keys = it.router.guard.keys
+    assert keys is not None
+    key = keys.find(f"Bearer {A}")
+    assert key is not None
+    return key
+
+
+def key_with(limits: str) -> ApiKey:
+    keys = ApiKeys()
+    keys.replace(f"{A} a {limits}", source="keys")
+    key = keys.find(f"Bearer {A}")
+    assert key is not None
+    return key
+
+
+async def ask(it: Site | ServerSite, body: dict | bytes, path: str = PATH) -> tuple[int, dict]:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with it.http.post(it.url + path, data=raw, headers=bearer(A)) as response:
+        return response.status, await response.json(content_type=None)
+
+
+@asynccontextmanager
+async def of_engine(engine: str, directory: Path, limits: str) -> AsyncIterator[Site | ServerSite]:
+    keys = written(directory / "keys", f"{A} a {limits}")
+    async with (server_site if engine == "vllm" else site)(api_keys=keys) as it:
+        yield it
+
+
+@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
+def test_a_keys_open_answers_are_its_choices_and_the_prompts_of_its_lists(engine: str, tmp_path: Path) -> None:
+    @on_loop
+    async def case() -> None:
+        async with of_engine(engine, tmp_path, "open=4") as it:
+            for more in ({"n": 5}, {"prompt": ["a"] * 5}, {"prompt": [[1], [2], [3]], "n": 2}, {"n": 256}):
+                status, answer = await ask(it, {"prompt": "a", "max_tokens": 1} | more)
+                assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded"), more
+            assert key_of(it).open_count == 0
+            it.decode[0].gate.clear()
+            three = asyncio.create_task(ask(it, {"prompt": ["a", "b", "c"], "max_tokens": 1}))
+            await until(lambda: key_of(it).open_count == 3)
+            assert (await ask(it, {"prompt": "a", "n": 2, "max_tokens": 1}))[0] == 429
+            one = asyncio.create_task(ask(it, {"prompt": "a", "max_tokens": 1}))
+            await until(lambda: key_of(it).open_count == 4)
+            it.decode[0].gate.set()
+            assert [(await each)[0] for each in (three, one)] == [200, 200]
+            assert key_of(it).open_count == 0
+
+    case()
+
+
+@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
+def test_a_keys_rate_is_of_answers(engine: str, tmp_path: Path) -> None:
+    @on_loop
+    async def case() -> None:
+        async with of_engine(engine, tmp_path, "rate=0.001") as it:
+            assert (await ask(it, {"prompt": ["a"] * 3, "max_tokens": 1}))[0] == 200
+            assert -2.0 <= key_of(it).tokens < -1.9
+            assert (await ask(it, {"prompt": "a", "max_tokens": 1}))[0] == 429
+
+    case()
+
+
+def test_a_request_of_many_answers_takes_them_from_a_full_second_and_the_next_waits_for_them() -> None:
+    key = key_with("rate=2")
+    with key.use(0.0) as use:
+        use.widen(10, 0.0)
+    assert key.tokens == -8.0
+    for now in (1.0, 4.4):
+        with pytest.raises(KeyLimitError), key.use(now):
+            pass
+    with key.use(4.6) as use, pytest.raises(KeyLimitError) as refused:
+        use.widen(2, 4.6)
+    assert key.tokens == pytest.approx(1.2), "what is refused takes nothing"
+    with key.use(4.6 + refused.value.retry_ms / 1e3) as use:
+        use.widen(2, 4.6 + refused.value.retry_ms / 1e3)
+    assert key.open_count == 0
+
+
+@on_loop
+async def test_a_relay_counts_answers_against_its_limits_and_where_it_sends_them() -> None:
+    async with server_site(prefill=2, decode=2, limits=replace(LIMITS, rooms_max=8)) as it:
+        await it.meet()
+        for body in ({"n": 9}, {"prompt": ["a"] * 3, "n": 3}):
+            status, answer, _ = await it.post(**body)
+            assert (status, answer["error"]["code"]) == (429, "full")
+        for each in it.decode:
+            each.gate.clear()
+        tasks = [asyncio.create_task(it.post(**body)) for body in ({"prompt": ["a", "b"], "n": 2},)]
+        await until(lambda: sum(len(each.seen) for each in it.decode) == 1)
+        for number in range(2, 5):
+            tasks.append(asyncio.create_task(it.post()))
+            await until(lambda number=number: sum(len(each.seen) for each in it.decode) == number)
+        assert sorted(len(each.seen) for each in it.decode) == [1, 3], "four answers are more than three"
+        assert it.router.open_requests.count == 7
+        for each in it.decode:
+            each.gate.set()
+        assert [(await task)[0] for task in tasks] == [200] * 4
+        assert it.router.open_requests.count == 0
+        await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+
+
+# What fails
+
+
+async def raw(it: Site | ServerSite, head: str, body: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = it.url.removeprefix("http://").rpartition(":")
+    stream = await asyncio.open_connection(host, int(port))
+    start = (
+        f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {A}\r\nContent-Type: application/json\r\n"
+    )
+    stream[1].write(f"{start}{head}\r\n\r\n".encode() + body)
+    return stream
+
+
+def body_of(**more: object) -> bytes:
+    return json.dumps({"prompt": "abc", "max_tokens": 6} | more).encode()
+
+
+async def answered(it: Site | ServerSite, body: bytes, *statuses: int) -> None:
+    async with it.http.post(it.url + PATH, data=body, headers=bearer(A)) as response:
+        await response.read()
+        assert response.status in statuses
+
+
+async def leaves(it: Site | ServerSite, sent: Callable[[], Awaitable[object]], body: bytes, length: int = 0) -> None:
+    """A client that sends this and is gone when `sent` holds."""
+    _, writer = await raw(it, f"Content-Length: {length or len(body)}", body)
+    await until(sent)
+    writer.transport.abort()
+
+
+async def begun(it: Site | ServerSite) -> bool:
+    return bool(it.decode[0].begun if isinstance(it, Site) else it.decode[0].seen)
+
+
+async def held(it: Site | ServerSite) -> bool:
+    return key_of(it).open_count > 0
+
+
+async def without_answer(it: Site | ServerSite, body: bytes) -> None:
+    it.decode[0].gate.clear()
+    await leaves(it, lambda: begun(it), body)
+
+
+async def in_stream(it: Site | ServerSite) -> None:
+    it.decode[0].more.clear()
+    body = body_of(stream=True)
+    reader, writer = await raw(it, f"Content-Length: {len(body)}", body)
+    await reader.readuntil(b"data: ")
+    writer.transport.abort()
+
+
+async def worker_fails(it: Site | ServerSite, *, stream: bool = False) -> None:
+    if isinstance(it, Site):
+        it.decode[0].failure = "engine"
+    else:
+        it.decode[0].status, it.decode[0].answer = 500, {"error": {}}
+    await answered(it, body_of(stream=stream), 500, 503, 200)
+
+
+async def worker_is_lost(it: Site | ServerSite) -> None:
+    it.decode[0].gate.clear()
+    task = asyncio.create_task(ask(it, body_of()))
+    await until(lambda: begun(it))
+    await it.decode[0].close()
+    assert (await task)[0] in (500, 503, 502)
+
+
+async def in_turn(it: Site | ServerSite) -> None:
+    """A large body, whose client leaves while it is read."""
+    await leaves(it, lambda: held(it), b'{"prompt": "' + b"a" * 300_000 + b'"}')
+
+
+FAILURES: dict[str, Callable[[Site | ServerSite], Awaitable[None]]] = {
+    "no JSON": lambda it: answered(it, b"{", 400),
+    "large and no JSON": lambda it: answered(it, b"{" * 100_000, 400),
+    "a wrong field": lambda it: answered(it, body_of(n="2"), 400),
+    "too large": lambda it: answered(it, body_of(user="a" * HTTP_BODY_BYTES_MAX), 413),
+    "too many answers": lambda it: answered(it, body_of(n=200), 429),
+    "leaves in its body": lambda it: leaves(it, lambda: held(it), b'{"prompt"', 100),
+    "leaves while it is read": in_turn,
+    "leaves before the answer": lambda it: without_answer(it, body_of()),
+    "leaves before the stream": lambda it: without_answer(it, body_of(stream=True)),
+    "leaves in the stream": in_stream,
+    "a worker fails": worker_fails,
+    "a worker fails in a stream": lambda it: worker_fails(it, stream=True),
+    "a worker is lost": worker_is_lost,
+}
+
+
+@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
+@pytest.mark.parametrize("how", FAILURES)
+def test_what_a_failed_request_held_comes_back(engine: str, how: str, tmp_path: Path) -> None:
+    async def case() -> None:
+        async with of_engine(engine, tmp_path, "open=1") as it:
+            await FAILURES[how](it)
+            await until(lambda: key_of(it).open_count == 0)
+            requests = it.router.open_requests
+            await until(lambda: (requests.count, requests.prompts_bytes, requests.bodies_bytes) == (0, 0, 0))
+            if isinstance(it, ServerSite):
+                await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+                return
+            await until(lambda: it.router.routing.room_count == 0)
+            for each in it.router.routing.workers.by_peer.values():
+                assert (len(each.rooms), each.prompt_tokens, each.promised_slots) == (0, 0, 0)
+
+    run_on_loop(case)
+
+
+@pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])
+def test_a_body_that_is_late_gives_its_place_back(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_http, "BODY_S", 0.2)
+
+    async def case() -> None:
+        async with of_engine(engine, tmp_path, "open=1") as it:
+            reader, writer = await raw(it, "Content-Length: 100", b"{")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+            assert key_of(it).open_count == 0
+            writer.close()
+
+    run_on_loop(case)

@@ -1,0 +1,31 @@
+"""The router's metrics: models that requests name have series of their own, as many as there are places."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from prometheus_client import generate_latest
+
+from pdtransfer.limits import METRICS_LABELS_MAX
+from pdtransfer.serve.process.histograms import IDLE_S
+from pdtransfer.serve.router.router_metrics import NO_MODEL, ModelMetrics, RouterMetrics
+
+
+def test_no_series_of_a_model_loses_its_place_to_another() -> None:
+    served = {f"m{number}": 1 for number in range(METRICS_LABELS_MAX + 5)}
+    made = RouterMetrics(SimpleNamespace(workers=SimpleNamespace(models=lambda: served)), SimpleNamespace(), node="r")
+    metrics: list[ModelMetrics] = []
+    for name in [*served, "nobody's"]:
+        metrics.append(made.of(name))
+        for each in metrics:
+            each.inter_token.observed_s -= 2 * IDLE_S  # long ago
+    assert metrics[-1].name == NO_MODEL
+    assert len({each.name for each in metrics} - {NO_MODEL}) == METRICS_LABELS_MAX - 1
+    for each in metrics:
+        each.inter_token.observe(0.01)
+    made.registry.unregister(made)  # what the routing counts is not of interest here
+    lines = generate_latest(made.registry).decode().splitlines()
+    counts = [
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith("pdtransfer_inter_token_seconds_count")
+    ]
+    assert sum(counts) == len(metrics)

@@ -1,0 +1,780 @@
+"""The router's core against the daemons' services, over a bad network in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from pdtransfer.errors import Cause, RemoteProtocolError
+from pdtransfer.handoff.effects import Send
+from pdtransfer.limits import AHEAD_PING, TOKENS_MAX, Limits
+from pdtransfer.serve.router.router_effects import Accepted, Emit, Fail, Finish, WorkerChanged
+from pdtransfer.serve.router.router_rooms import CompletionRequest
+from pdtransfer.serve.router.routing import Routing
+from pdtransfer.wire import (
+    Begin,
+    Begun,
+    Cancel,
+    End,
+    Ended,
+    Goodbye,
+    Hello,
+    Load,
+    Logprobs,
+    Member,
+    Message,
+    Ping,
+    Pong,
+    Reject,
+    Sampling,
+    Tokens,
+    TokensAcked,
+    Welcome,
+    pack_ids,
+)
+from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
+from tests.support.routing_world import LIMITS, Faults, Net, World, identity, request
+
+GENTLE = Limits(resend_ms=50, resend_ms_max=400, ping_ms=200, silence_ms=30_000, room_deadline_ms=60_000)
+
+
+@pytest.mark.slow
+def test_every_request_finishes_on_a_network_that_only_loses_repeats_and_reorders() -> None:
+    for seed in range(40):
+        world = World(seed, net=Net(0.25, 0.25, (0.001, 0.3)), limits=GENTLE)
+        world.run(3)
+        labels = [world.submit(request(seed + i, max_tokens=1 + i * 5)) for i in range(6)]
+        world.run(40)
+        assert all(isinstance(world.ends.get(label), Finish) for label in labels), f"seed {seed}"
+        world.heal()
+        world.run(10)
+        world.check_quiet()
+
+
+def storm(seed: int, *, resume: bool = False) -> World:
+    """All faults at once, then a repaired network."""
+    net = Net(drop=0.15, duplicate=0.15, delay_s=(0.001, 0.25))
+    world = World(seed, net=net, faults=Faults(fail=0.1, full=0.05))
+    world.run(2)
+    for step in range(12):
+        for i in range(2):
+            sampling = Sampling(world.random.choice((1, 3, 20)), temperature=1.0)
+            label = world.submit(request(step * 10 + i, sampling=sampling, enable_resume=resume))
+            if isinstance(label, int) and world.random.random() < 0.15:
+                wait = world.random.uniform(0, 1.5)
+                world.at(world.now + wait, lambda each=label: world.perform(world.routing.cancel(each, world.now)))
+        victim = world.random.choice(world.daemons)
+        match world.random.randrange(12):
+            case 0:
+                victim.start()
+            case 1:
+                world.cut.add(victim.node)
+                world.at(world.now + world.random.uniform(0.1, 3), lambda each=victim.node: world.cut.discard(each))
+            case 2:
+                world.restart_router()
+            case 3:
+                victim.perform(victim.service.goodbye("shutdown"))
+        world.run(world.random.uniform(0.05, 0.6))
+    world.heal()
+    world.run(40)
+    return world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 120, 30))
+def test_every_request_ends_once_and_nothing_is_left_after_a_storm(first: int) -> None:
+    finished = failed = 0
+    for seed in range(first, first + 30):
+        try:
+            world = storm(seed)
+            world.check_quiet()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        finished += sum(isinstance(end, Finish) for end in world.ends.values())
+        failed += sum(isinstance(end, Fail) for end in world.ends.values())
+    assert finished > failed, "most requests survive"
+
+
+@pytest.mark.slow
+def test_answers_are_resumed_in_a_storm_and_none_has_a_token_twice_or_lacks_one() -> None:
+    ends, resumptions = list[Finish | Fail](), 0
+    for seed in range(20):
+        try:
+            world = storm(seed, resume=True)
+            world.check_quiet()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        ends += world.ends.values()
+        resumptions += world.routing.resumptions
+    assert resumptions
+    assert any(isinstance(end, Finish) and end.resumptions for end in ends)
+
+
+# Placement
+
+
+def test_room_goes_to_prefill_with_least_prompt_tokens_and_decode_with_most_free_slots() -> None:
+    bench = Bench(prefill=(P, P2), decode=(D, D2), loads={D2: replace_load(slots_free=900)})
+    bench.submit(length=100)
+    first = {each.peer for each in bench.of(Send)}
+    bench.submit(length=10)
+    second = {each.peer for each in bench.of(Send)}
+    bench.submit(length=10)
+    third = {each.peer for each in bench.of(Send)}
+    assert first == {P, D}
+    assert second == {P2, D2}, "100 tokens wait on P, and 112 of D's slots are promised"
+    assert third == {P2, D}, "20 tokens are fewer than 100"
+
+
+def decoded_by(bench: Bench, *, first: int = 7, length: int = 200, **more: object) -> str:
+    """The decode worker of a new request, which then has hardly any load."""
+    bench.submit(first=first, length=length, **more)
+    peer = next(each.peer for each in bench.of(Send) if each.peer in (D, D2))
+    bench.hear(peer, bench.routing.workers.by_peer[peer].load)
+    return peer
+
+
+def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=900)})
+    assert decoded_by(bench) == D
+    assert decoded_by(bench, first=1_000) == D, "the freer one, for a prompt that nobody knows"
+    bench.hear(D, replace_load(slots_free=800))
+    assert decoded_by(bench) == D, "192 tokens are known there: they count as 768 free slots"
+    assert decoded_by(bench, first=2_000) == D2
+    assert decoded_by(bench, first=2_000, length=130) == D2
+    assert bench.routing.prefix_tokens == 192 + 128
+
+
+def test_a_much_freer_decode_is_chosen_before_one_with_the_prefix() -> None:
+    bench = Bench(decode=(D, D2), loads={D: replace_load(slots_free=2_000), D2: replace_load(slots_free=1_000)})
+    assert decoded_by(bench) == D
+    bench.hear(D, replace_load(slots_free=400))
+    bench.hear(D2, replace_load(slots_free=400 + 4 * 192 + 1))
+    assert decoded_by(bench) == D2
+    bench.hear(D2, replace_load(slots_free=400 + 4 * 192 + 1))
+    assert decoded_by(bench) == D2, "and both know it now"
+
+
+def test_a_prompt_does_not_queue_for_its_prefix_while_another_has_slots() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=300)})
+    assert decoded_by(bench, max_tokens=1) == D
+    bench.hear(D, replace_load(slots_free=8))
+    assert decoded_by(bench, max_tokens=1) == D2, "9 slots would be needed, the prefix less"
+
+
+@pytest.mark.parametrize("differs", ["salt", "weight", "restart"])
+def test_a_prefix_that_is_not_cached_counts_nothing(differs: str) -> None:
+    limits = replace(LIMITS, prefix_weight=0) if differs == "weight" else LIMITS
+    bench = Bench(decode=(D, D2), limits=limits, loads={D2: replace_load(slots_free=900)})
+    assert decoded_by(bench) == D
+    if differs == "restart":
+        bench.welcome(D, 7)
+    bench.hear(D, replace_load(slots_free=800))
+    assert decoded_by(bench, **({"salt": b"s"} if differs == "salt" else {})) == D2
+
+
+def test_the_prefixes_remembered_of_a_decode_are_bounded() -> None:
+    bench = Bench(decode=(D, D2), limits=replace(LIMITS, prefix_keys_max=4))
+    for first in range(0, 10_000, 1_000):
+        decoded_by(bench, first=first)
+    for worker in bench.routing.workers.by_peer.values():
+        assert len(worker.known._keys) <= 4
+
+
+def replace_load(**fields) -> Load:
+    return msgspec.structs.replace(LOAD, **fields)
+
+
+def test_begin_names_the_other_worker_as_its_reader_knows_it() -> None:
+    bench = Bench()
+    bench.submit(length=3, max_tokens=9, enable_hisparse=False)
+    (prefill,), (decode,) = bench.sent(Begin, P), bench.sent(Begin, D)
+    assert prefill.peers == ("d0",)
+    assert decode.peers == (P,)
+    assert prefill.room == decode.room
+    assert decode.time_left_ms == LIMITS.room_deadline_ms
+
+
+def introduced(bench: Bench, peer: str, pings: int = 1) -> list[tuple[str, ...]]:
+    """The endpoints that each of its next Pings names."""
+    while len(found := bench.sent(Ping, peer)) < pings:
+        before = bench.effects
+        bench.effects = before + bench.wait(LIMITS.ping_ms / 1e3)
+    return [ping.peers for ping in found[:pings]]
+
+
+def test_a_ping_names_prefill_ranks_to_decode_and_none_to_prefill() -> None:
+    bench = Bench(prefill=(P, P2), decode=(D, D2))
+    bench.welcome(D2, 2, model="other")
+    bench.effects = []
+    assert introduced(bench, D) == [(P, P2)]
+    assert introduced(bench, P) == introduced(bench, D2) == [()]
+
+
+def test_each_connection_change_is_reported_and_each_reason_for_refusal_once() -> None:
+    bench, told = Bench(decode=(D, D2)), list[WorkerChanged]()
+
+    def hear(peer: str, *messages: Message) -> None:
+        bench.hear(peer, *messages)
+        told.extend(bench.of(WorkerChanged))
+
+    no = f"{P} refuses (refused): model"
+    hear(P, Pong(1), Reject(0, "refused", ("model",)), Reject(0, "refused", ("model",)), Reject(0, "full", ()))
+    assert told == [WorkerChanged(P, no), WorkerChanged(P, f"{P} refuses (full): ")]
+    told.clear()
+    who = Welcome(1, identity("p0", "prefill", 2))
+    hear(P, who, who)
+    assert told == [WorkerChanged(P, "")]
+    hear(D, Goodbye(1, "shutdown"))
+    assert told[1:] == [WorkerChanged(D, f"{D} sent Goodbye (shutdown)", orderly=True)]
+    bench.silence(LIMITS.silence_ms / 1e3 + 1)
+    assert {each.peer for each in bench.of(WorkerChanged)} == {P, D2}
+    assert all("has been silent for" in each.why for each in bench.of(WorkerChanged))
+
+
+def test_a_ping_names_every_rank_of_a_prefill_group() -> None:
+    bench, ranks = Bench(), (Member("p0", ""), Member("p0-1", "tcp://p0:2"))
+    bench.hear(P, Welcome(1, msgspec.structs.replace(identity("p0", "prefill"), group=ranks)))
+    bench.effects = []
+    assert introduced(bench, D) == [(P, "tcp://p0:2")]
+
+
+def test_a_group_without_an_endpoint_for_each_rank_is_not_used() -> None:
+    """A Begin or a Ping with an empty endpoint would be our breach, and cost all rooms of that decode worker."""
+    bench, ranks = Bench(prefill=(P, P2)), (Member("p0", ""), Member("p0-1", "tcp://p0:2"), Member("p0-2", ""))
+    bench.hear(P, Welcome(1, msgspec.structs.replace(identity("p0", "prefill"), group=ranks)))
+    worker = bench.routing.workers.by_peer[P]
+    assert not worker.usable
+    assert worker.why == f"group: {P} gives no endpoint for p0-2"
+    assert introduced(bench, D) == [(P2,)]
+    for first in range(3):
+        bench.submit(first)
+        assert bench.sent(Begin, P) == []
+
+
+@pytest.mark.parametrize("leaves", [Goodbye(1, "shutdown"), replace_load(draining=True), Reject(0, "refused", ())])
+def test_a_ping_names_only_connected_prefills(leaves: Message) -> None:
+    bench = Bench(prefill=(P, P2))
+    bench.hear(P, leaves)
+    assert introduced(bench, D) == [(P2,)]
+    bench.welcome(P, 2)
+    bench.hear(P, LOAD)
+    assert introduced(bench, D) == [(P, P2)]
+
+
+def test_a_ping_names_few_ranks_and_all_of_them_in_turn() -> None:
+    prefills = tuple(f"tcp://p{number}:1" for number in range(2 * AHEAD_PING + 1))
+    bench = Bench(prefill=prefills)
+    turns = introduced(bench, D, 5)
+    assert {len(turn) for turn in turns} == {AHEAD_PING}
+    named = [peer for turn in turns for peer in turn]
+    start = prefills.index(named[0])
+    assert named == [prefills[(start + place) % len(prefills)] for place in range(len(named))]
+
+
+def test_no_ready_worker_is_503_and_all_full_is_429() -> None:
+    bench = Bench(prefill=(P,), decode=(D,))
+    bench.hear(D, replace_load(ready=False))
+    refused = bench.submit()
+    assert (refused.status, refused.retry_ms > 0) == (503, True)
+    assert "no decode worker is ready" in refused.detail
+    bench.hear(D, replace_load(slots_free=0, rooms_queued=LIMITS.queue_max))
+    refused = bench.submit()
+    assert (refused.status, refused.cause, refused.retry_ms > 0) == (429, Cause.FULL, True)
+    bench.hear(D, LOAD)
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_rooms_wait_for_slots_while_the_queue_is_short() -> None:
+    bench = Bench(loads={D: replace_load(slots_free=0, rooms_queued=3)})
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_too_many_rooms_is_429() -> None:
+    bench = Bench(limits=replace(LIMITS, rooms_max=2))
+    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), Accepted)
+    assert bench.submit().status == 429
+
+
+def test_draining_workers_get_no_rooms() -> None:
+    bench = Bench(prefill=(P, P2), loads={P: replace_load(draining=True)})
+    for _ in range(3):
+        bench.submit()
+        assert not bench.sent(Begin, P)
+        assert bench.sent(Begin, P2)
+
+
+def test_draining_router_accepts_no_requests_and_finishes_its_own() -> None:
+    bench = Bench()
+    taken = bench.submit(max_tokens=1)
+    bench.routing.drain()
+    assert bench.submit().status == 503
+    finish(bench, taken.request)
+    assert bench.routing.request_count == 0
+
+
+def test_a_pair_has_one_model_and_equal_weights() -> None:
+    bench = Bench()
+    bench.welcome(D, 2, weights=b"other")
+    bench.hear(D, LOAD)
+    refused = bench.submit()
+    assert refused.status == 503
+    assert "prefill has m/77, decode has m/6f746865" in refused.detail, "the beginnings of what differs"
+    assert bench.routing.workers.models() == {}
+    bench.welcome(D, 3, weights=b"w")
+    bench.hear(D, LOAD)
+    assert bench.submit(model="another").status == 503
+    assert isinstance(bench.submit(model="m"), Accepted)
+
+
+def test_a_model_is_as_long_as_the_longest_pair_that_serves_it() -> None:
+    bench = Bench(prefill=(P, P2), decode=(D, D2))
+    assert bench.routing.workers.models() == {"m": TOKENS_MAX}, "nobody says"
+    for incarnation, (peer, tokens) in enumerate({P: 900, P2: 500, D: 700, D2: 0}.items(), 2):
+        bench.welcome(peer, incarnation, context_tokens=tokens)
+        bench.hear(peer, LOAD)
+    assert bench.routing.workers.models() == {"m": 900}, "D2 does not say"
+    bench.welcome(D2, 9, context_tokens=300)
+    bench.hear(D2, LOAD)
+    assert bench.routing.workers.models() == {"m": 700}
+    for peer in (P2, D2):
+        bench.welcome(peer, 11, weights=b"other", context_tokens=800)
+        bench.hear(peer, LOAD)
+    assert bench.routing.workers.models() == {"m": 800}, "of other weights under that name"
+
+
+def test_hisparse_goes_to_a_decode_that_supports_it() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=10)})
+    bench.hear(D2, replace_load(slots_free=10, enable_hisparse=True))
+    bench.submit(enable_hisparse=True)
+    assert bench.sent(Begin, D2)[0].enable_hisparse
+    assert bench.sent(Begin, P)[0].enable_hisparse
+    assert not bench.sent(Begin, D)
+    bench.submit()
+    (begin,) = bench.sent(Begin, D)
+    assert not begin.enable_hisparse
+
+
+def test_hisparse_without_a_capable_decode_is_decoded_densely() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=10)})
+    assert isinstance(bench.submit(enable_hisparse=True), Accepted)
+    (begin,) = bench.sent(Begin, D)
+    assert not begin.enable_hisparse
+    assert [each.enable_hisparse for each in bench.sent(Begin, P)] == [False], "both legs are of one kind"
+
+
+def test_hisparse_waits_for_capable_decodes_while_they_are_full() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.hear(D2, replace_load(enable_hisparse=True, rooms_queued=bench.routing._limits.queue_max))
+    assert bench.submit(enable_hisparse=True).status == 429
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_a_decode_that_is_full_for_hisparse_accepts_dense_rooms() -> None:
+    bench = Bench()
+    bench.hear(D, replace_load(enable_hisparse=True))
+    bench.submit(enable_hisparse=True)
+    (begin,) = bench.sent(Begin, D)
+    bench.hear(D, End(begin.room, "full", "hisparse_queue_max", 0, retry_ms=60_000))
+    assert bench.submit(enable_hisparse=True).status == 429
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_hisparse_refused_by_the_only_capable_decode_is_retried_densely() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.hear(D2, replace_load(enable_hisparse=True))
+    bench.submit(enable_hisparse=True)
+    (begin,) = bench.sent(Begin, D2)
+    bench.hear(D2, End(begin.room, "refused", "enable_hisparse: this node is without it", 0))
+    again = bench.sent(Begin, D) or bench.sent(Begin, D2)[1:]
+    assert [each.enable_hisparse for each in again[:1]] == [False]
+
+
+def test_a_worker_is_chosen_by_the_slots_for_the_requests_kind() -> None:
+    loads = {
+        D: replace_load(slots_free=100, enable_hisparse=True, sparse_slots_free=1_000, sparse_slots_total=2_000),
+        D2: replace_load(slots_free=500, enable_hisparse=True, sparse_slots_free=200, sparse_slots_total=2_000),
+    }
+    for sparse, chosen in ((True, D), (False, D2)):
+        bench = Bench(decode=(D, D2), loads=loads)
+        bench.submit(enable_hisparse=sparse)
+        assert [peer for peer in (D, D2) if bench.sent(Begin, peer)] == [chosen]
+
+
+# One room
+
+
+def finish(bench: Bench, room: int, *, tokens: int = 1) -> list:
+    bench.hear(P, End(room, "done", "", 0))
+    return bench.hear(D, Tokens(room, 0, pack_ids(list(range(tokens)))), End(room, "length", "", tokens))
+
+
+def test_begin_repeats_until_begun() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.hear(P, Begun(room))
+    bench.wait(0.6)
+    assert len(bench.sent(Begin, D)) >= 3
+    assert not bench.sent(Begin, P)
+    bench.hear(D, Begun(room))
+    assert not [each for each in bench.wait(1) if isinstance(each.message, Begin)]
+
+
+def test_repeated_overlapping_and_late_tokens_are_emitted_once_in_order() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=9).request
+    assert bench.hear(D, Tokens(room, 2, pack_ids([2, 3]))) == [Send(D, TokensAcked(room, 0))]
+    assert bench.hear(D, Tokens(room, 0, pack_ids([0, 1]))) == [Emit(room, [0, 1]), Send(D, TokensAcked(room, 2))]
+    assert bench.hear(D, Tokens(room, 0, pack_ids([0, 1]))) == [Send(D, TokensAcked(room, 2))]
+    assert bench.hear(D, Tokens(room, 1, pack_ids([1, 2, 3]))) == [Emit(room, [2, 3]), Send(D, TokensAcked(room, 4))]
+
+
+def test_end_that_overtakes_its_tokens_waits_for_them() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=3).request
+    bench.hear(P, End(room, "done", "", 0, kv_bytes=11))
+    assert bench.sent(Ended) == [Ended(room)]
+    last = End(room, "length", "", 3, tokens_digest=b"t")
+    assert bench.hear(D, last) == [], "unanswered, so that it repeats with what is missing"
+    bench.hear(D, Tokens(room, 0, pack_ids([5, 6, 7])))
+    done = Finish(room, room, last, End(room, "done", "", 0, kv_bytes=11), "d0", "p0")
+    assert bench.effects == [Emit(room, [5, 6, 7]), Send(D, TokensAcked(room, 3)), Send(D, Ended(room)), done]
+    assert bench.routing.room_count == 0
+
+
+def test_an_end_that_repeats_while_the_other_worker_goes_on_is_answered_again() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    for _ in range(2):
+        assert bench.hear(P, End(room, "done", "", 0)) == [Send(P, Ended(room))]
+
+
+def test_messages_about_unknown_rooms_are_answered_so_that_the_worker_stops() -> None:
+    bench = Bench()
+    assert bench.hear(D, Begun(77)) == [Send(D, Cancel(77, "aborted"))]
+    assert bench.hear(D, Tokens(77, 0, b"")) == [Send(D, Cancel(77, "aborted"))]
+    assert bench.hear(D, End(77, "stop", "", 0)) == [Send(D, Ended(77))]
+
+
+def test_another_workers_room_and_another_kind_are_breaches() -> None:
+    bench = Bench(decode=(D, D2))
+    room = bench.submit().request
+    with pytest.raises(RemoteProtocolError, match=r"room: .* is not on"):
+        bench.hear(D2, End(room, "stop", "", 0))
+    with pytest.raises(RemoteProtocolError, match=r"Tokens\.room"):
+        bench.hear(P, Tokens(room, 0, pack_ids([1])))
+    with pytest.raises(RemoteProtocolError, match=r"kind: .*Cancel"):
+        bench.hear(D, Cancel(room, "aborted"))
+    with pytest.raises(RemoteProtocolError, match=r"Tokens\.ids"):
+        bench.hear(D, Tokens(room, 0, b"123"))
+    finish(bench, room)
+    assert bench.of(Finish), "the room goes on"
+
+
+def test_more_tokens_than_requested_fail_the_room() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=2).request
+    bench.hear(D, Tokens(room, 0, pack_ids([1])), Tokens(room, 1, pack_ids([2, 3])))
+    (failed,) = bench.of(Fail)
+    assert (failed.cause, failed.status) == (Cause.BREACH, 502)
+    assert bench.of(Emit) == [Emit(room, [1])]
+
+
+def test_an_end_with_another_token_count_fails_the_room() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=5).request
+    bench.hear(D, Tokens(room, 0, pack_ids([1, 2])), End(room, "stop", "", 1))
+    assert bench.of(Fail)[0].cause is Cause.BREACH
+
+
+@pytest.mark.parametrize(("failing", "other"), [(P, D), (D, P)])
+def test_a_failing_end_cancels_the_other_side_until_it_ends(failing: str, other: str) -> None:
+    bench = Bench()
+    bench.submit()
+    # The retry, so it is final.
+    bench.hear(failing, End(1, "engine", "broken", 0))
+    bench.hear(other, End(1, "aborted", "", 0))
+    bench.hear(other, Begun(2))
+    bench.hear(failing, End(2, "engine", "broken", 0))
+    assert bench.sent(Cancel, other) == [Cancel(2, "engine")]
+    (failed,) = bench.of(Fail)
+    assert (failed.request, failed.cause, failed.status) == (1, Cause.ENGINE, 500)
+    assert "broken" in failed.detail
+    bench.wait(1)
+    assert len(bench.sent(Cancel, other)) >= 3
+    assert not bench.sent(Cancel, failing)
+    assert bench.hear(other, End(2, "aborted", "", 0)) == [Send(other, Ended(2))]
+    assert bench.routing.room_count == 0
+
+
+def test_a_prefill_that_decode_made_abort_leaves_the_cause_to_decode() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.submit()
+    assert bench.hear(P, End(1, "aborted", "D aborted it", 0)) == [Send(P, Ended(1))]
+    assert not bench.of(Fail)
+    bench.hear(D, End(1, "full", "", 0, retry_ms=700))
+    assert [each.room for each in bench.sent(Begin, D2)] == [2], "retried as a worker that is full is"
+
+
+def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=2).request
+    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    assert bench.hear(P, Goodbye(1, "shutdown"))
+    assert not bench.of(Fail)
+    bench.hear(D, Tokens(room, 1, pack_ids([2])), End(room, "length", "", 2))
+    (done,) = bench.of(Finish)
+    assert done.prefill is None
+
+
+def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_workers() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.hear(D, Tokens(room, 0, pack_ids([1, 2])))
+    stopped = bench.routing.stop(room, bench.now)
+    assert [each for each in stopped if isinstance(each, Finish)] == [Finish(room, room, None, None, "d0", "p0")]
+    cancels = [(each.peer, each.message) for each in stopped if isinstance(each, Send)]
+    assert cancels == [(P, Cancel(room, "aborted")), (D, Cancel(room, "aborted"))]
+    assert bench.routing.stop(room, bench.now) == bench.routing.cancel(room, bench.now) == []
+    assert (bench.routing.request_count, bench.routing.room_count) == (0, 1)
+    bench.wait(1)
+    assert bench.sent(Cancel, D), "it repeats until the room has ended"
+    bench.hear(D, Tokens(room, 2, pack_ids([3])), End(room, "aborted", "", 3))
+    bench.hear(P, End(room, "done", "", 0))
+    assert not [each for each in bench.effects if isinstance(each, Emit | Finish | Fail)]
+    assert bench.routing.room_count == 0
+
+
+def test_a_room_that_ended_as_it_was_stopped_counts_once() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=2).request
+    bench.hear(D, End(room, "length", "", 2))  # overtakes its tokens
+    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    assert [type(each) for each in bench.routing.stop(room, bench.now)].count(Finish) == 1
+    bench.hear(D, End(room, "length", "", 2))
+    assert bench.effects == [Send(D, Ended(room))]
+    bench.hear(P, End(room, "done", "", 0))
+    assert bench.effects == [Send(P, Ended(room))]
+    assert bench.routing.room_count == 0
+
+
+def scored_request() -> CompletionRequest:
+    return replace(request(), sampling=Sampling(12, logprobs=True, top_logprobs=1))
+
+
+def test_logprobs_are_emitted_with_the_ids_that_are_new() -> None:
+    bench, rows = Bench(), [Logprobs(-float(at), ((at, -0.5),)).pack() for at in range(4)]
+    accepted = bench.routing.submit(scored_request(), bench.now)
+    assert isinstance(accepted, Accepted)
+    room = accepted.request
+    bench.hear(D, Tokens(room, 0, pack_ids([5, 6]), rows[0] + rows[1]))
+    assert bench.of(Emit) == [Emit(room, [5, 6], rows[0] + rows[1])]
+    bench.hear(D, Tokens(room, 1, pack_ids([6, 7, 8]), b"".join(rows[1:])))
+    assert bench.of(Emit) == [Emit(room, [7, 8], rows[2] + rows[3])]
+
+
+@pytest.mark.parametrize("logprobs", [b"", b"123", Logprobs(0.5, ((1, -1.0),)).pack(), Logprobs(-0.5).pack()])
+def test_wrong_logprobs_fail_their_room_alone(logprobs: bytes) -> None:
+    bench = Bench()
+    accepted = bench.routing.submit(scored_request(), bench.now)
+    assert isinstance(accepted, Accepted)
+    other = bench.submit().request
+    bench.hear(D, Tokens(accepted.request, 0, pack_ids([5]), logprobs))
+    # It is tried once more, and fails then.
+    (again,) = {each.room for each in bench.sent(Begin)}
+    bench.hear(D, Tokens(again, 0, pack_ids([5]), logprobs))
+    (failed,) = bench.of(Fail)
+    assert (failed.cause, failed.status) == (Cause.BREACH, 502)
+    assert "logprobs" in failed.detail
+    bench.hear(D, Tokens(other, 0, pack_ids([5])))
+    assert bench.of(Emit) == [Emit(other, [5])]
+    assert bench.routing.workers.by_peer[D].usable
+
+
+# Retries
+
+
+def test_a_room_that_failed_before_its_first_token_is_retried_once_elsewhere() -> None:
+    bench = Bench(prefill=(P, P2))
+    bench.submit()
+    bench.hear(P, End(1, "transfer", "", 0))
+    assert bench.sent(Cancel, D) == [Cancel(1, "transfer")]
+    assert [each.room for each in bench.sent(Begin, P2)] == [2]
+    assert [each.room for each in bench.sent(Begin, D)] == [2]
+    assert not bench.of(Fail)
+    bench.hear(D, Tokens(2, 0, pack_ids([9])))
+    assert bench.of(Emit) == [Emit(1, [9])], "under the label that the client's request is known by"
+
+
+@pytest.mark.parametrize("cause", ["peer_lost", "peer_restarted", "transfer", "breach", "refused"])
+@pytest.mark.parametrize("told_by", [P, D])
+def test_a_failure_between_two_workers_is_retried_with_another_pair(told_by: str, cause: str) -> None:
+    """A decode that lost its prefill is not to blame alone: the same prefill is the last choice for the retry."""
+    bench = Bench(prefill=(P, P2), decode=(D, D2))
+    bench.submit()
+    assert bench.sent(Begin, P)
+    assert bench.sent(Begin, D)
+    bench.hear(told_by, End(1, cause, "", 0))
+    assert [each.room for each in bench.sent(Begin, P2) + bench.sent(Begin, D2)] == [2, 2]
+
+
+def test_a_decode_refused_by_its_prefill_is_tried_with_another() -> None:
+    bench = Bench(prefill=(P, P2))
+    bench.submit()
+    bench.hear(D, End(1, "refused", "components differ", 0))
+    assert [each.room for each in bench.sent(Begin, P2) + bench.sent(Begin, D)] == [2, 2]
+
+
+def test_a_second_failure_is_final() -> None:
+    bench = Bench(prefill=(P, P2))
+    bench.submit()
+    bench.hear(P, End(1, "transfer", "", 0))
+    bench.hear(P2, End(2, "transfer", "", 0))
+    assert not bench.sent(Begin)
+    assert bench.of(Fail)[0].request == 1
+
+
+def test_a_streamed_room_is_not_retried() -> None:
+    bench = Bench(decode=(D, D2))
+    room = bench.submit().request
+    bench.hear(D, Tokens(room, 0, pack_ids([1])), End(room, "engine", "", 1))
+    assert not bench.sent(Begin)
+    assert bench.of(Fail)[0].status == 500
+
+
+def test_a_full_worker_is_avoided_for_its_retry_time() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=500)})
+    bench.submit()
+    bench.hear(D, End(1, "full", "queue", 0, retry_ms=1_500))
+    assert bench.sent(Begin, D2)
+    bench.hear(D2, End(2, "full", "queue", 0, retry_ms=900))
+    (failed,) = bench.of(Fail)
+    assert (failed.status, failed.retry_ms) == (429, 900)
+    refused = bench.submit()
+    assert (refused.status, 800 < refused.retry_ms <= 901) == (429, True), "the first to have room again"
+    bench.wait(1.0)
+    assert isinstance(bench.submit(), Accepted)
+    assert not bench.sent(Begin, D)
+
+
+def test_a_request_refused_by_its_only_worker_is_not_retried() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.hear(D, End(1, "refused", "too long", 0))
+    assert not bench.sent(Begin)
+    assert (bench.of(Fail)[0].status, bench.of(Fail)[0].cause) == (400, Cause.REFUSED)
+
+
+def test_cancel_ends_the_request_without_a_retry() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.effects = bench.routing.cancel(room, bench.now)
+    assert {each.peer for each in bench.of(Send)} == {P, D}
+    assert bench.sent(Cancel) == [Cancel(room, "aborted")] * 2
+    assert bench.of(Fail)[0].cause is Cause.ABORTED
+    assert bench.routing.cancel(room, bench.now) == []
+    assert bench.routing.request_count == 0
+
+
+def test_a_room_without_progress_ends_at_its_deadline_and_is_forgotten_at_the_next() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.hear(P, Begun(room))
+    bench.wait(5)
+    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    bench.wait(5)
+    assert not bench.of(Fail), "a token is progress"
+    bench.wait(4)
+    assert (bench.of(Fail)[0].cause, bench.of(Fail)[0].status) == (Cause.DEADLINE, 504)
+    assert bench.sent(Cancel, P)
+    bench.wait(LIMITS.room_deadline_ms / 1e3 + 1)
+    assert bench.routing.room_count == 0, "its workers never ended it"
+
+
+# Workers that connect and disconnect
+
+
+def test_hello_repeats_until_welcome() -> None:
+    routing = Routing(identity("router", "router"), prefill=(P,), decode=(), limits=LIMITS, mint=lambda: 1)
+    assert isinstance(routing.start(0.0)[0].message, Hello)
+    assert [type(each.message) for each in routing.tick(routing.next_tick())] == [Hello]
+    routing.receive(P, Welcome(1, identity("p0", "prefill")), 0.1)
+    assert [type(each.message) for each in routing.tick(routing.next_tick())] == [Ping]
+
+
+def test_a_silent_worker_is_lost_with_its_rooms_and_sent_hello_again() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    bench.silence(LIMITS.silence_ms / 1e3 + 0.3)
+    (failed,) = bench.of(Fail)
+    assert (failed.cause, failed.status) == (Cause.PEER_LOST, 503)
+    assert bench.sent(Hello, D)
+    assert bench.submit().status == 503
+    for peer in (P, D):
+        bench.welcome(peer)
+        bench.hear(peer, LOAD)
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_a_restarted_worker_is_detected_by_its_pong() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.submit()
+    bench.hear(D, Pong(2))
+    assert bench.sent(Hello, D)
+    assert [each.room for each in bench.sent(Begin, D2)] == [2], "tried again where a worker is"
+    bench.welcome(D, 2)
+    bench.hear(D, Pong(1))
+    assert not bench.sent(Hello), "a late word of the old process"
+    assert bench.welcome(D, 1) == []
+
+
+def test_a_worker_of_another_role_or_one_that_refuses_is_not_used() -> None:
+    bench = Bench()
+    bench.hear(D, Welcome(1, identity("d0", "prefill", 2)))
+    assert "role" in bench.routing.workers.by_peer[D].why
+    assert bench.submit().status == 503
+    bench.hear(P, Reject(0, "refused", ("version: 2..3 against 1",)))
+    assert "version: 2..3 against 1" in bench.routing.workers.by_peer[P].why
+    bench.silence(LIMITS.resend_ms_max / 1e3)
+    assert len(bench.sent(Hello, P)) == 1, "asked again, slowly"
+
+
+def test_a_worker_that_breaks_the_protocol_is_lost_with_its_rooms() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.submit()
+    bench.effects = bench.routing.breach(D, RemoteProtocolError("Tokens.ids", "3 bytes"), bench.now)
+    assert bench.sent(Reject, D)[0].fields == ("Tokens.ids: 3 bytes",)
+    assert bench.sent(Begin, D2)
+    assert not bench.sent(Hello, D)
+    bench.silence(LIMITS.resend_ms_max / 1e3)
+    assert bench.sent(Hello, D)
+
+
+def test_a_worker_that_requires_hello_gets_one_and_is_kept() -> None:
+    bench = Bench()
+    bench.submit()
+    assert [type(each.message) for each in bench.hear(D, Reject(0, "hello_required", ()))] == [Hello]
+    assert bench.routing.room_count == 1
+
+
+def test_close_fails_open_requests_and_sends_goodbye() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.effects = bench.routing.close(bench.now)
+    assert bench.of(Fail)[0].status == 503
+    assert {e.peer for e in bench.of(Send) if isinstance(e.message, Goodbye)} == {P, D}
+
+
+def test_a_late_message_of_an_earlier_process_does_not_lose_a_worker_forever() -> None:
+    """Simulated, seed 251: a late message of a dead process made the router lose the live one forever."""
+    bench = Bench()
+    bench.welcome(P, 2)
+    bench.silence(3 * LIMITS.silence_ms / 1e3)
+    assert not bench.routing.workers.by_peer[P].usable
+    bench.welcome(P, 1)
+    bench.hear(P, LOAD)
+    assert bench.routing.workers.by_peer[P].usable

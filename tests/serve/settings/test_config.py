@@ -1,0 +1,443 @@
+"""Settings check themselves, name a wrong value, and come from TOML < environment < flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdtransfer import environment
+from pdtransfer.errors import ConfigError
+from pdtransfer.limits import LIMIT_BOUNDS, Limits
+from pdtransfer.serve.commands import cli
+from pdtransfer.serve.commands.cli import COMMANDS
+from pdtransfer.serve.commands.demo_config import DemoConfig
+from pdtransfer.serve.settings.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.config_to_argv import config_to_argv
+from pdtransfer.wire import Ranks
+
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+TARGETS = {
+    "prefill": ("worker.daemon", "run"),
+    "decode": ("worker.daemon", "run"),
+    "router": ("router.router", "run"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(environment.PREFIX) or name in environment.LAUNCHER_VARIABLES:
+            monkeypatch.delenv(name)
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """Parses a command line to its config; the command itself only records it."""
+    seen: list[Any] = []
+    modules: dict[str, SimpleNamespace] = {}
+    for module, function in [*TARGETS.values(), ("commands.demo", "run")]:
+        fake = modules.setdefault(module, SimpleNamespace())
+        setattr(fake, function, lambda given: seen.append(given) or 0)
+        monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
+    assert cli.main(list(arguments)) == 0
+    (only,) = seen
+    return only
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused command line leaves on standard error."""
+    assert cli.main(list(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda: PrefillConfig(page_size=48), ["page_size", "48", "power of two"]),
+        (lambda: PrefillConfig(page_size=0), ["page_size", "0"]),
+        (lambda: PrefillConfig(page_size=1 << 17, slots=1 << 20), ["page_size", "131072"]),
+        (lambda: PrefillConfig(slots=100), ["slots", "100", "page_size 64"]),
+        (lambda: DecodeConfig(slots=0), ["slots", "0", "from 1"]),
+        (lambda: DecodeConfig(slots=(1 << 32) + 1), ["slots", "4294967297"]),
+        (lambda: PrefillConfig(chunk_tokens=0), ["chunk_tokens", "0"]),
+        (lambda: PrefillConfig(copy_threads=65), ["copy_threads", "65", "64"]),
+        (lambda: DecodeConfig(batch_max=0), ["batch_max", "0"]),
+        (lambda: PrefillConfig(engine="reference"), ["engine", "reference", "module:attribute"]),
+        (lambda: PrefillConfig(engine_option=("layers",)), ["engine_option", "layers", "name=value"]),
+        (lambda: PrefillConfig(device="tpu"), ["device", "tpu", "cuda"]),
+        (lambda: PrefillConfig(node="a b"), ["node", "a b"]),
+        (lambda: PrefillConfig(node="n" * 129), ["node"]),
+        (lambda: PrefillConfig(bind="tcp://127.0.0.1:65536"), ["bind", "65536"]),
+        (lambda: PrefillConfig(bind="127.0.0.1:7101"), ["bind", "127.0.0.1:7101", "tcp://host:port"]),
+        (lambda: PrefillConfig(http="127.0.0.1"), ["http", "127.0.0.1", "host:port"]),
+        (lambda: DecodeConfig(socket_directory=Path("/" + "d" * 72)), ["socket_directory", "72"]),
+        (lambda: DecodeConfig(limits=Limits(window=0)), ["limits.window", "0", "65535"]),
+        (lambda: DecodeConfig(limits=Limits(quarantine_fraction_max=1.5)), ["limits.quarantine_fraction_max", "1.5"]),
+        (lambda: DecodeConfig(limits=Limits(quarantine_fraction_max=float("nan"))), ["quarantine_fraction_max", "nan"]),
+        (lambda: DecodeConfig(limits=Limits(resend_ms=9_000)), ["limits.resend_ms", "9000", "resend_ms_max 2000"]),
+        (lambda: DecodeConfig(limits=Limits(ping_ms=2_000)), ["limits.ping_ms", "2000", "slow_ms 2000"]),
+        (lambda: DecodeConfig(limits=Limits(ping_ms=500, silence_ms=500)), ["limits.ping_ms", "500", "silence_ms 500"]),
+        (lambda: RouterConfig(prefill=("127.0.0.1:7101",)), ["prefill", "127.0.0.1:7101", "tcp://"]),
+        (lambda: DemoConfig(requests=0), ["requests", "0"]),
+        (lambda: DemoConfig(prefill=0), ["prefill", "0"]),
+        (lambda: DemoConfig(decode_page_size=3), ["decode_page_size", "3", "power of two"]),
+        (lambda: DemoConfig(device="cuda:0,cuda:1"), ["device", "cuda:0,cuda:1"]),
+        (lambda: DemoConfig(decode_device="cuda:0,cuda:1"), ["decode_device = 'cuda:0,cuda:1'", "1 ranks"]),
+        (lambda: DemoConfig(device="cuda", prefill_device="cpu"), ["prefill_device = 'cpu'", "identical"]),
+        (lambda: DecodeConfig(hot_tokens=0), ["hot_tokens", "0"]),
+        (lambda: DecodeConfig(hot_tokens=512), ["hot_tokens = 512", "no effect without enable_hisparse"]),
+        (lambda: DecodeConfig(device_slots=512), ["device_slots = 512", "no effect without enable_hisparse"]),
+        (lambda: DecodeConfig(dense_slots=512), ["dense_slots = 512", "no effect without enable_hisparse"]),
+        (
+            lambda: DecodeConfig(retract_policy="newest"),
+            ["retract_policy = newest", "no effect without enable_hisparse"],
+        ),
+        (lambda: DecodeConfig(device_slots=1 << 33), ["device_slots", "8589934592"]),
+    ],
+)
+def test_wrong_value_is_refused_with_its_name_and_the_allowed_values(change: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        change()
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+def test_every_limit_has_a_bound_that_its_default_keeps_and_zero_or_a_huge_value_breaks() -> None:
+    assert LIMIT_BOUNDS.keys() <= {each.name for each in dataclasses.fields(Limits)}
+    DecodeConfig(limits=Limits())
+    for each in dataclasses.fields(Limits):
+        with pytest.raises(ConfigError, match=f"limits.{each.name} = "):
+            DecodeConfig(limits=dataclasses.replace(Limits(), **{each.name: -1}))
+        with pytest.raises(ConfigError, match=f"limits.{each.name} = "):
+            DecodeConfig(limits=dataclasses.replace(Limits(), **{each.name: 1 << 60}))
+
+
+@pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig])
+@pytest.mark.parametrize("address", ["0.0.0.0", "[::]", "10.1.2.3", "*"])
+def test_bind_that_other_hosts_reach_needs_keys_or_insecure(kind: Any, address: str, tmp_path: Path) -> None:
+    bind = f"tcp://{address}:7101"
+    with pytest.raises(ConfigError, match=r"bind = .*keygen.*insecure"):
+        kind(bind=bind)
+    assert kind(bind=bind, insecure=True).bind == bind
+    assert kind(bind=bind, key=tmp_path / "a.key", allow=tmp_path / "peers").bind == bind
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://[::1]:7101", "tcp://127.3.2.1:9"])
+def test_loopback_bind_goes_without_keys(bind: str) -> None:
+    assert PrefillConfig(bind=bind).bind == bind
+
+
+def test_http_that_other_hosts_reach_needs_keys_or_insecure() -> None:
+    for build in (lambda: RouterConfig(listen="0.0.0.0:80"), lambda: DecodeConfig(http="0.0.0.0:80")):
+        with pytest.raises(ConfigError, match="other hosts could reach it"):
+            build()
+    assert DecodeConfig(http="").http == ""
+
+
+@pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig, RouterConfig])
+def test_a_key_and_an_allow_list_need_each_other(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"key = .*set allow"):
+        kind(key=tmp_path / "a.key")
+    with pytest.raises(ConfigError, match=r"allow = .*set key"):
+        kind(allow=tmp_path / "peers")
+
+
+def test_peer_on_another_host_needs_its_public_key_and_ours(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"decode = .*public key"):
+        RouterConfig(decode=("tcp://10.0.0.1:7201",))
+    with pytest.raises(ConfigError, match="this node has none"):
+        RouterConfig(decode=(f"{KEY}@tcp://10.0.0.1:7201",))
+    assert RouterConfig(decode=("tcp://10.0.0.1:7201",), insecure=True).insecure
+    keyed = {"key": tmp_path / "r.key", "allow": tmp_path / "peers"}
+    assert RouterConfig(decode=(f"{KEY}@tcp://10.0.0.1:7201",), **keyed).decode
+
+
+def test_default_node_name_has_the_role_and_differs_between_processes() -> None:
+    assert PrefillConfig().node.startswith("prefill-")
+    assert RouterConfig().node.endswith(f"-{os.getpid()}")
+
+
+def test_engine_config_carries_role_and_options() -> None:
+    prefill = PrefillConfig(engine_option=("seed=1", "layers=4", "seed=a=b"), attention="gqa", chunk_tokens=128)
+    assert prefill.engine_config.role == "prefill"
+    assert prefill.engine_config.options == {"seed": "a=b", "layers": "4"}
+    assert (prefill.engine_config.attention, prefill.engine_config.chunk_tokens) == ("gqa", 128)
+    decode = DecodeConfig(batch_max=7).engine_config
+    assert (decode.role, decode.page_size, decode.host_layout, decode.batch_max) == ("decode", 1, "page_first", 7)
+
+
+def test_flags_win_over_environment_and_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "pd.toml"
+    file.write_text("[decode]\nslots = 1\nbatch_max = 1\npage_size = 1\n[decode.limits]\nwindow = 1\nrooms_max = 1\n")
+    monkeypatch.setenv("PDTRANSFER_SLOTS", "2")
+    monkeypatch.setenv("PDTRANSFER_BATCH_MAX", "2")
+    monkeypatch.setenv("PDTRANSFER_LIMITS_WINDOW", "2")
+    found = bound(monkeypatch, "decode", "--config", str(file), "--slots", "3")
+    assert (found.slots, found.batch_max, found.page_size) == (3, 2, 1)
+    assert (found.limits.window, found.limits.rooms_max, found.limits.queue_max) == (2, 1, Limits().queue_max)
+
+
+def test_the_demos_host_layout_is_that_of_decodes_arena(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bound(monkeypatch, "demo", "--host-layout", "page_head").decode_layout == "page_head"
+    assert bound(monkeypatch, "demo", "--decode-layout", "layer_first").decode_layout == "layer_first"
+    assert "page_first_direct" in refused(capsys, "demo", "--host-layout", "sideways")
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pd.toml").write_text("[prefill]\nchunk_tokens = 99\n")
+    monkeypatch.setenv("PDTRANSFER_CONFIG", str(tmp_path / "pd.toml"))
+    assert bound(monkeypatch, "prefill").chunk_tokens == 99
+
+
+def test_keys_above_all_tables_hold_for_every_command_that_knows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pd.toml"
+    file.write_text(
+        'log_level = "error"\nattention = "gqa"\n[limits]\nwindow = 9\nqueue_max = 9\n'
+        '[prefill]\nattention = "mla"\n[prefill.limits]\nwindow = 8\n'
+        '[router]\nprefill = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]\n'
+    )
+    prefill = bound(monkeypatch, "prefill", "--config", str(file))
+    assert (prefill.attention, prefill.log_level) == ("mla", "error")
+    assert (prefill.limits.window, prefill.limits.queue_max) == (8, 9)
+    decode = bound(monkeypatch, "--config", str(file), "decode")
+    assert (decode.attention, decode.limits.window) == ("gqa", 9)
+    router = bound(monkeypatch, "router", "--config", str(file))
+    assert router.prefill == ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    assert router.log_level == "error"
+
+
+def test_repeated_flags_make_a_list_and_replace_that_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pd.toml"
+    file.write_text('[router]\ndecode = ["tcp://127.0.0.1:1"]\n')
+    given = ["--decode", "tcp://127.0.0.1:2", "--decode", "tcp://127.0.0.1:3"]
+    assert bound(monkeypatch, "router", "--config", str(file), *given).decode == (
+        "tcp://127.0.0.1:2",
+        "tcp://127.0.0.1:3",
+    )
+    monkeypatch.setenv("PDTRANSFER_DECODE", "tcp://127.0.0.1:4 tcp://127.0.0.1:5")
+    assert bound(monkeypatch, "router").decode == ("tcp://127.0.0.1:4", "tcp://127.0.0.1:5")
+
+
+def test_variables_that_a_container_platform_adds_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PDTRANSFER_PORT", "PDTRANSFER_SERVICE_HOST", "PDTRANSFER_PORT_7101_TCP_ADDR"):
+        monkeypatch.setenv(name, "tcp://10.0.0.1:7101")
+    assert bound(monkeypatch, "prefill") == PrefillConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[prefill]\nslotz = 1\n", ["[prefill]", "slotz", "slots?"]),
+        ("[prefil]\nslots = 1\n", ["prefil is unknown"]),
+        ("slotz = 1\n", ["slotz", "slots?"]),
+        ("[limits]\nwindows = 1\n", ["[limits]", "windows", "window?"]),
+        ("[decode.limits]\nwindows = 1\n", ["[decode.limits]", "windows", "window?"]),
+        ("[router]\nslots = 1\n", ["[router]", "slots is unknown"]),
+        ("prefill = 1\n", ["[prefill]", "table"]),
+        ("limits = 1\n", ["[limits]", "table"]),
+        ("slots = \n", ["not TOML", "line 1"]),
+        ('[prefill]\nslots = "many"\n', ["slots", "many", "int"]),
+        ('[prefill]\nattention = "mha"\n', ["attention", "mha", "mla"]),
+        ("[prefill]\nslots = 63\n", ["slots", "63"]),
+    ],
+)
+def test_wrong_file_is_refused_with_place_and_key(
+    text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "pd.toml"
+    file.write_text(text)
+    line = refused(capsys, "prefill", "--config", str(file))
+    for word in words:
+        assert word in line
+
+
+def test_wrong_variable_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PDTRANSFER_SLOTS", "many")
+    line = refused(capsys, "prefill")
+    assert "PDTRANSFER_SLOTS" in line
+    assert "many" in line
+
+
+def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file" in refused(capsys, "prefill", "--config", str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PrefillConfig(),
+        PrefillConfig(node="p0", slots=1_024, page_size=16, engine_option=("a=1", "b=-2"), json=True, http=""),
+        DecodeConfig(node="d1", prefix_cache=False),
+        DecodeConfig(node="d0", bind="tcp://127.0.0.1:0", socket_directory=Path("/run/a b"), limits=Limits(window=4)),
+        RouterConfig(prefill=(f"-{KEY[1:]}@tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), key=Path("k"), allow=Path("a")),
+        DemoConfig(requests=3, decode_layout="page_head"),
+    ],
+)
+def test_arguments_build_the_same_config_in_another_process(
+    given: Config | DemoConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = next(name for name, kind in COMMANDS.items() if type(given) is kind)
+    flags = config_to_argv(given)
+    assert bound(monkeypatch, command, *flags) == given
+
+
+def test_children_do_not_inherit_our_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDTRANSFER_SLOTS", "64")
+    monkeypatch.setenv("PDTRANSFER_CACHE", "/tmp/c")
+    monkeypatch.setenv("UNRELATED", "1")
+    child = environment.child_environment()
+    assert "PDTRANSFER_SLOTS" not in child
+    assert (child["PDTRANSFER_CACHE"], child["UNRELATED"]) == ("/tmp/c", "1")
+
+
+def test_directories_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert DecodeConfig().socket_directory == Path("/run/user/7/pdtransfer")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert str(os.getuid()) in DecodeConfig().socket_directory.name
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    assert environment.cache_directory() == Path("/var/cache/pdtransfer")
+    monkeypatch.setenv("PDTRANSFER_CACHE", "/var/kernels")
+    assert environment.cache_directory() == Path("/var/kernels")
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -> Any:
+    for name, value in (TORCHRUN | variables).items():
+        monkeypatch.setenv(name, value)
+    return bound(monkeypatch, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "ranks", "group"),
+    [
+        (("prefill",), {}, Ranks(3, 4), "127.0.0.1:29500"),
+        (("decode",), {}, Ranks(3, 4), "127.0.0.1:29500"),
+        (("prefill", "--tp-size=2"), {}, Ranks(1, 2, 1, 2), "127.0.0.1:29500"),
+        (("prefill", "--pp-size=4"), {}, Ranks(0, 1, 3, 4), "127.0.0.1:29500"),
+        (("prefill", "--tp-size=4", "--pp-size=1"), {}, Ranks(3, 4), "127.0.0.1:29500"),
+        (("prefill",), {"PDTRANSFER_PP_SIZE": "2"}, Ranks(1, 2, 1, 2), "127.0.0.1:29500"),
+        (("prefill",), {"RANK": "0"}, Ranks(0, 4), "127.0.0.1:29500"),
+        (("prefill", "--group=127.0.0.1:7100"), {"MASTER_PORT": "x"}, Ranks(3, 4), "127.0.0.1:7100"),
+        (("prefill",), {"PDTRANSFER_GROUP": "127.0.0.1:7100"}, Ranks(3, 4), "127.0.0.1:7100"),
+        (("prefill",), {"TORCHELASTIC_USE_AGENT_STORE": "True"}, Ranks(3, 4), "127.0.0.1:29501"),
+        (("prefill",), {"MASTER_ADDR": "::1"}, Ranks(3, 4), "[::1]:29500"),
+        (("prefill",), {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}, Ranks(), ""),
+        (("prefill", "--tp-size=2"), {"RANK": "0", "WORLD_SIZE": "1"}, Ranks(0, 2), ""),
+        (("prefill", "--tp-size=2", "--tp-rank=0"), {"RANK": "x", "WORLD_SIZE": "y"}, Ranks(0, 2), ""),
+        (("prefill", "--tp-size=2"), {"RANK": "x", "PDTRANSFER_TP_RANK": "0"}, Ranks(0, 2), ""),
+    ],
+)
+def test_a_process_that_torchrun_started_takes_its_rank_from_there_unless_it_is_given_one(
+    arguments: tuple[str, ...], variables: dict[str, str], ranks: Ranks, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = launched(monkeypatch, *arguments, **variables)
+    assert (config.ranks, config.group) == (ranks, group)
+
+
+@pytest.mark.parametrize(
+    ("given", "device"), [((), "cpu"), (("--device=cuda",), "cuda:1"), (("--device=cuda:5",), "cuda:5")]
+)
+def test_the_local_rank_is_the_card_where_no_card_is_named(
+    given: tuple[str, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launched(monkeypatch, "prefill", *given).own_device == device
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "4"}, "RANK = '4': must be a number from 0 to 3"),
+        ({"RANK": "-1"}, "RANK = '-1': must be a number"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE = 'many': must be a number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE = '': must be a number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT = '70000': must be a number from 1 to 65534"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR = '': must be the leader's host"),
+        ({"MASTER_ADDR": "0.0.0.0"}, "MASTER_ADDR = '0.0.0.0': must be the leader's host"),
+        ({"MASTER_ADDR": "192.0.2.1"}, "group = '192.0.2.1:29500': other hosts could reach it"),
+        ({"LOCAL_RANK": "x", "PDTRANSFER_DEVICE": "cuda"}, "LOCAL_RANK = 'x': must be a number"),
+        ({"PDTRANSFER_TP_SIZE": "3"}, "WORLD_SIZE = 4: tp_size is 3, pp_size is 1"),
+    ],
+)
+def test_a_variable_of_torchruns_that_makes_no_sense_is_one_line_with_its_name(
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (TORCHRUN | variables).items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["prefill"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
+
+
+def test_children_and_other_commands_are_told_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = launched(monkeypatch, "router", "--prefill=tcp://127.0.0.1:1", "--decode=tcp://127.0.0.1:2", RANK="x")
+    assert router.prefill == ("tcp://127.0.0.1:1",)
+    assert not TORCHRUN.keys() & environment.child_environment().keys()
+
+
+SERVERS = "--engine=vllm", "--prefill=http://127.0.0.1:8100", "--decode=http://127.0.0.1:8200"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_router_of_http_servers_takes_their_urls(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = bound(monkeypatch, "router", f"--engine={engine}", *SERVERS[1:], "--decode=https://d1.example:443")
+    assert config.relays
+    assert config.prefill == ("http://127.0.0.1:8100",)
+    assert config.decode == ("http://127.0.0.1:8200", "https://d1.example:443")
+    assert not bound(monkeypatch, "router").relays
+
+
+def test_an_engine_of_daemons_in_a_shared_environment_is_none_of_a_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDTRANSFER_ENGINE", "my.engine:create")
+    assert not bound(monkeypatch, "router", "--prefill=tcp://127.0.0.1:1").relays
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([*SERVERS, "--enable-hisparse"], ["enable_hisparse", "engine vllm"]),
+        ([*SERVERS, "--timeline=/tmp/t"], ["timeline", "engine vllm"]),
+        ([*SERVERS, "--key=/k", "--allow=/a"], ["key", "engine vllm"]),
+        ([*SERVERS, "--decode=tcp://127.0.0.1:1"], ["decode", "tcp://127.0.0.1:1", "http://host:port"]),
+        ([*SERVERS, "--decode=http://127.0.0.1"], ["decode", "http://127.0.0.1", "http://host:port"]),
+        ([*SERVERS, "--decode=http://127.0.0.1:1/v1"], ["decode", "http://127.0.0.1:1/v1", "http://host:port"]),
+        ([*SERVERS, "--decode=http://u:p@127.0.0.1:1"], ["decode", "http://host:port"]),
+        ([*SERVERS, "--decode=http://0.0.0.0:1"], ["decode", "0.0.0.0", "not dialled"]),
+        ([*SERVERS, "--prefill=http://10.0.0.1:1"], ["prefill", "http://10.0.0.1:1", "https", "insecure"]),
+        ([*SERVERS, "--prefill=http://127.0.0.1:8200"], ["http://127.0.0.1:8200", "listed twice"]),
+        ([*SERVERS, "--listen=0.0.0.0:8000"], ["listen", "insecure"]),
+        (["--engine=other"], ["engine", "other", "pdtransfer, vllm or sglang"]),
+        (["--decode=http://127.0.0.1:1"], ["decode", "http://127.0.0.1:1", "tcp://host:port"]),
+    ],
+)
+def test_what_does_not_fit_a_routers_engine_is_refused_by_name(
+    given: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, "router", *given)
+    for word in words:
+        assert word in line
+
+
+def test_http_servers_on_other_hosts_need_no_more_than_insecure(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = bound(monkeypatch, "router", "--engine=vllm", "--decode=http://10.0.0.1:1", "--insecure")
+    assert config.decode == ("http://10.0.0.1:1",)

@@ -1,0 +1,183 @@
+"""The place of a process in its group: valid settings, and how the router names a group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+
+from pdtransfer.bus.keys import generate
+from pdtransfer.errors import ConfigError
+from pdtransfer.handoff.effects import Send
+from pdtransfer.serve.router.router_effects import Accepted
+from pdtransfer.serve.router.routing import Routing
+from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
+from pdtransfer.serve.settings.ranks import advertised, group_endpoint
+from pdtransfer.serve.worker.group.meeting import common, rank_configs
+from pdtransfer.wire import Begin, Load, Member, Welcome
+from tests.support.routing_world import LIMITS, identity, request
+
+GROUP = "127.0.0.1:7100"
+KEY = "bB<^>b]T&ncT)k#p?RRdw@gKR9<g&@=K7ynK0gc5"  # a Z85 key may hold an @ itself
+KEYED = {"key": Path("k"), "allow": Path("a")}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tp_size": 0}, "tp_size = 0: must be from 1 to 64"),
+        ({"pp_size": 65}, "pp_size = 65: must be from 1 to 64"),
+        ({"tp_size": 2, "tp_rank": 2, "group": GROUP}, "tp_rank = 2: must be from 0 to 1, tp_size is 2"),
+        ({"tp_size": 2, "tp_rank": 1}, "group = '': a rank that does not lead has to know where its leader waits"),
+        ({"group": GROUP}, "group = '127.0.0.1:7100': for one rank there is none, tp_size is 1"),
+        ({"tp_size": 2, "group": "7100"}, "group = '7100': must be [KEY@]host:port"),
+        ({"tp_size": 2, "group": "127.0.0.1:0"}, "group = '127.0.0.1:0': must be [KEY@]host:port"),
+        (
+            {"tp_size": 2, "group": "192.0.2.1:7100"},
+            "group = '192.0.2.1:7100': other hosts could reach it without authentication",
+        ),
+        ({"tp_size": 2, "group": "0.0.0.0:7100", "insecure": True}, "group = '0.0.0.0:7100': must be [KEY@]host:port"),
+        ({"tp_size": 2, "tp_rank": 1, "group": "192.0.2.1:7100", **KEYED}, "with keys on it is KEY@host:port, KEY the"),
+        ({"tp_size": 2, "group": f"{KEY}@{GROUP}"}, "key: this rank has no key of its own to talk to its leader with"),
+        ({"tp_size": 2, "group": f"{KEY[1:]}@{GROUP}", **KEYED}, "must be [KEY@]host:port"),
+        ({"tp_size": 2, "bind": "tcp://*:0", "insecure": True}, "bind = 'tcp://*:0': peers cannot dial that"),
+        ({"tp_size": 2, "bind": "tcp://0.0.0.0:7101", "insecure": True}, "or set advertise to the host that"),
+        (
+            {"tp_size": 2, "tp_rank": 1, "group": GROUP, "bind": "tcp://[::]:0", "insecure": True},
+            "bind = 'tcp://[::]:0': peers cannot dial that",
+        ),
+        ({"advertise": "host:7101"}, "advertise = 'host:7101': must be a host to dial, without a port"),
+        ({"advertise": "0.0.0.0"}, "advertise = '0.0.0.0': must be a host to dial"),
+        ({"device": "cuda:0,cuda:1"}, "device = 'cuda:0,cuda:1': 2 cards, and this worker has 1 ranks"),
+        ({"device": "cuda:0,1", "tp_size": 2}, "device = 'cuda:0,1': must be cpu, cuda, cuda:N, or for a card a rank"),
+        ({"device": "cuda,cuda:1", "tp_size": 2}, "device = 'cuda,cuda:1': must be cpu, cuda, cuda:N"),
+    ],
+)
+def test_impossible_ranks_are_refused_in_one_line(given: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        PrefillConfig(**given)
+    assert text in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_wildcard_is_accepted_alone_or_with_advertise() -> None:
+    wild = {"bind": "tcp://*:7101", "insecure": True}
+    assert PrefillConfig(**wild).advertise == ""  # alone: the router's config has its endpoint
+    assert PrefillConfig(**wild, tp_size=2, group=GROUP).leads  # also for a leader that starts no ranks
+    for bind, advertise, told in (
+        ("tcp://0.0.0.0:7101", "node-7", "tcp://node-7:7101"),
+        ("tcp://[::]:7101", "2001:db8::7", "tcp://[2001:db8::7]:7101"),
+        ("tcp://10.0.0.7:7101", "", "tcp://10.0.0.7:7101"),
+    ):
+        assert advertised(bind, advertise) == told
+        leader = PrefillConfig(tp_size=2, bind=bind, advertise=advertise, insecure=True)
+        (rank,) = rank_configs(leader, GROUP)
+        assert (rank.advertise, rank.bind.rpartition(":")[2], rank.tp_rank) == (advertise, "0", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "devices"),
+    [
+        ("cpu", ["cpu"] * 4),
+        ("cuda", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("cuda:1", ["cuda:1"] * 4),
+        ("cuda:1,cuda:0", ["cuda:1", "cuda:0"] * 2),
+        ("cuda:3,cuda:1,cuda:0,cuda:2", ["cuda:3", "cuda:1", "cuda:0", "cuda:2"]),
+    ],
+)
+def test_each_rank_computes_on_its_own_card_unless_one_is_given(device: str, devices: list[str]) -> None:
+    leader = PrefillConfig(tp_size=2, pp_size=2, device=device)
+    ranks = [leader, *rank_configs(leader, GROUP)]
+    assert [each.engine_config.device for each in ranks] == devices
+    assert [each.card for each in ranks] == [None if each == "cpu" else int(each[5:]) for each in devices]
+
+
+def test_ranks_differ_when_only_one_verifies() -> None:
+    card = SimpleNamespace(model="m", weights=b"w")
+    plain, verifies = (common(DecodeConfig(verify=verify), card) for verify in (False, True))
+    assert {name for name in plain if plain[name] != verifies[name]} == {"verify"}
+
+
+@pytest.mark.parametrize("name", ["device_slots", "hot_tokens", "dense_slots"])
+def test_ranks_differ_when_their_devices_hold_other_numbers_of_hisparse_tokens(name: str) -> None:
+    card = SimpleNamespace(model="m", weights=b"w")
+    dense, sparse = (common(DecodeConfig(enable_hisparse=enabled), card) for enabled in (False, True))
+    assert {name for name in dense if dense[name] != sparse[name]} == {"enable_hisparse"}
+    other = common(DecodeConfig(enable_hisparse=True, **{name: 512}), card)  # pyright: ignore[reportArgumentType]
+    assert {name for name in sparse if sparse[name] != other[name]} == {name}
+
+
+def test_a_follower_takes_free_ports_unless_others_are_given() -> None:
+    follower = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP)
+    assert (follower.bind, follower.http, follower.leads) == ("tcp://127.0.0.1:0", "", False)
+    told = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP, bind="tcp://127.0.0.1:7301", http="127.0.0.1:7302")
+    assert (told.bind, told.http) == ("tcp://127.0.0.1:7301", "127.0.0.1:7302")
+    leader = DecodeConfig(tp_size=2)
+    assert (leader.bind, leader.http, leader.leads) == ("tcp://127.0.0.1:7201", "127.0.0.1:7202", True)
+
+
+def test_settings_common_to_all_ranks_include_the_weights_and_the_sizes() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+    from pdtransfer_lab.models.factory import create
+
+    config = PrefillConfig(engine_option=("layers=1",), slots=256)
+    said = common(config, create(config.engine_config).card)
+    assert said["slots"] == "256"
+    assert said["chunk_tokens"] == "512"
+    assert len(said["weights"]) == 32
+    other = PrefillConfig(engine_option=("layers=1", "seed=1"), slots=256)
+    assert common(other, create(other.engine_config).card)["weights"] != said["weights"]
+
+
+def test_the_router_names_every_rank_of_a_group_to_the_other_side() -> None:
+    p, d = "tcp://p0:1", "tcp://d0:1"
+    routing = Routing(identity("r", "router"), prefill=[p], decode=[d], limits=LIMITS, mint=lambda: 7)
+    routing.start(0.0)
+    prefill = replace(identity("p0", "prefill"), group=(Member("p0", ""), Member("p0-tp1", "tcp://p0:2")))
+    decode = replace(identity("d0", "decode"), group=(Member("d0", ""), Member("d0-tp1", "tcp://d0:2")))
+    for peer, who in ((p, prefill), (d, decode)):
+        routing.receive(peer, Welcome(1, who), 0.0)
+        routing.receive(peer, Load(True, False, 0, 0, 1_000, 1_000), 0.0)
+    taken = routing.submit(request(), 0.0)
+    assert isinstance(taken, Accepted)
+    begins = {e.peer: e.message.peers for e in taken.effects if isinstance(e, Send) and isinstance(e.message, Begin)}
+    assert begins == {d: (p, "tcp://p0:2"), p: ("d0", "d0-tp1")}
+
+
+def test_the_router_names_decode_ranks_by_key() -> None:
+    p, d, d1 = (f"{letter * 40}@tcp://h:{port}" for port, letter in enumerate("pde", 1))
+    routing = Routing(identity("r", "router"), prefill=[p], decode=[d], limits=LIMITS, mint=lambda: 7)
+    routing.start(0.0)
+    decode = replace(identity("d0", "decode"), group=(Member("d0", ""), Member("d0-tp1", d1)))
+    for peer, who in ((p, identity("p0", "prefill")), (d, decode)):
+        routing.receive(peer, Welcome(1, who), 0.0)
+        routing.receive(peer, Load(True, False, 0, 0, 1_000, 1_000), 0.0)
+    taken = routing.submit(request(), 0.0)
+    assert isinstance(taken, Accepted)
+    begins = {e.peer: e.message.peers for e in taken.effects if isinstance(e, Send) and isinstance(e.message, Begin)}
+    assert begins == {d: (p,), p: ("d" * 40, "e" * 40)}
+
+
+def test_a_group_is_reached_from_other_hosts_where_peers_are_with_keys_or_insecure() -> None:
+    far = {"tp_size": 2, "bind": "tcp://192.0.2.1:7101", "http": ""}
+    for more in ({"insecure": True, "group": "192.0.2.1:7100"}, KEYED | {"group": f"{KEY}@192.0.2.1:7100"}):
+        for rank in (0, 1):
+            config = PrefillConfig(**far, tp_rank=rank, **more)
+            assert group_endpoint(config.group).address == "tcp://192.0.2.1:7100"
+    assert group_endpoint(f"{KEY}@host:1").server_key == KEY
+
+
+@pytest.mark.parametrize(("listed", "missing"), [(("p-tp1",), "this rank"), (("p",), "rank tp1")])
+def test_a_leader_that_starts_ranks_wants_them_and_itself_on_their_list(
+    listed: tuple[str, ...], missing: str, tmp_path: Path
+) -> None:
+    lines = {name: generate(tmp_path / name) for name in ("p", "p-tp1")}
+    (allow := tmp_path / "allow").write_text("".join(f"{lines[name]} prefill\n" for name in listed))
+    leader = PrefillConfig(tp_size=2, key=tmp_path / "p.key", allow=allow)
+    with pytest.raises(ConfigError, match=f"{missing} is not on it as prefill; the ranks of a worker list each other"):
+        rank_configs(leader, f"{KEY}@{GROUP}")
+    allow.write_text("".join(f"{line}\n" for line in lines.values()))
+    (rank,) = rank_configs(leader, f"{KEY}@{GROUP}")
+    assert rank.key == tmp_path / "p-tp1.key"

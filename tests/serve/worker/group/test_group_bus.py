@@ -1,0 +1,419 @@
+"""The ranks of a worker on their bus: who may join, what arrives in which order, and what ends the link."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from pdtransfer.bus import Bus
+from pdtransfer.bus.keys import AllowList, KeyPair, generate
+from pdtransfer.bus.listening import reserve
+from pdtransfer.client.settings import NodeSettings
+from pdtransfer.errors import ConfigError, RemoteProtocolError
+from pdtransfer.limits import Limits
+from pdtransfer.serve.worker.engine_thread import Drop
+from pdtransfer.serve.worker.group.follower import GroupFollower
+from pdtransfer.serve.worker.group.leader import GroupLeader, JoinedRank
+from pdtransfer.wire import (
+    Begin,
+    Hello,
+    Identity,
+    Message,
+    RankBound,
+    RankDrained,
+    RankFailed,
+    RankJoin,
+    RankLanded,
+    RankMeet,
+    RankReady,
+    RankRoom,
+    Ranks,
+    Reject,
+    Sampling,
+    Setting,
+    StepOrder,
+    StepOrders,
+    Welcome,
+    decode,
+    encode,
+)
+from tests.support.waiting import on_loop, until
+
+LIMITS = Limits(ping_ms=20, silence_ms=1_000)
+CALM = Limits(ping_ms=50, silence_ms=2_000)  # for ranks that are to stay, on a busy machine too
+SETTINGS = (Setting("page_size", "64"), Setting("version", "1"))
+BEGIN = Begin(7, b"abcd", Sampling(1), ("tcp://p0:1",), 1_000)
+
+
+class Leader(GroupLeader):
+    """Listens, and keeps what it is told."""
+
+    def __init__(self, tp_size: int = 2) -> None:
+        super().__init__(Ranks(0, tp_size))
+        self.reports: list[Message] = []
+        self.reported = lambda rank, report: self.reports.append(report)
+
+    async def listen(self, settings: NodeSettings | None = None) -> str:
+        listener = await reserve("tcp://127.0.0.1:0", keyed=False, insecure=False)
+        return self.open(settings or node("l"), "decode", SETTINGS, listener)
+
+
+def node(name: str, limits: Limits = LIMITS, **more: Any) -> NodeSettings:
+    return NodeSettings(node=name, model="m", weights=b"w", limits=limits, **more)
+
+
+def join(rank: int = 1, size: int = 2, settings: tuple[Setting, ...] = SETTINGS) -> RankJoin:
+    return RankJoin(Ranks(rank, size), "f", settings)
+
+
+class Follower(GroupFollower):
+    """Keeps what its leader says."""
+
+    def __init__(self, endpoint: str, settings: NodeSettings | None = None, words: RankJoin | None = None) -> None:
+        super().__init__(settings or node("f"), "decode", endpoint, words or join())
+        self.said: list[Message] = []
+        self.take = self.said.append
+
+
+class Pair:
+    """A leader and its one follower, met and bound."""
+
+    async def __aenter__(self) -> tuple[Leader, Follower]:
+        self.leader = Leader()
+        self.follower = Follower(await self.leader.listen(node("l", CALM)), node("f", CALM))
+        joining = asyncio.ensure_future(self.follower.join(asyncio.Event()))
+        await self.leader.joined()
+        self.leader.meet(1234)
+        assert await joining == 1234
+        self.follower.bound("tcp://f:1", "f:2")
+        assert [member.endpoint for member in await self.leader.members("l")] == ["", "tcp://f:1"]
+        return self.leader, self.follower
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.follower.close()
+        await self.leader.close()
+
+
+class Stranger:
+    """A socket of its own, and what came to it: neither pings nor numbers anything."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(endpoint)
+
+    def send(self, *frames: Message | bytes) -> None:
+        for frame in frames:
+            self._socket.send(frame if isinstance(frame, bytes) else encode(frame))
+
+    async def heard(self, kind: type[Any]) -> Any:
+        while True:
+            await until(lambda: bool(self._socket.poll(0)))
+            if isinstance(message := decode(self._socket.recv()), kind):
+                return message
+
+    async def joined(self, leader: Leader, **more: Any) -> None:
+        self.send(hello("f"))
+        await self.heard(Welcome)
+        self.send(join(**more))
+        await leader.joined()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+def hello(name: str) -> Hello:
+    return Hello(1, 1, node(name).identity("decode"))
+
+
+@on_loop
+async def test_all_that_a_leader_says_comes_once_and_in_order_and_so_do_reports() -> None:
+    async with Pair() as (leader, follower):
+        for at in range(1_000):
+            leader.room(at, BEGIN)
+            leader.step([Drop(at)])
+            follower.bus.send(RankReady, at, 5, 3)
+        leader.introduce(("tcp://p0:1",))
+        await until(lambda: len(follower.said) == 2_001 and len(leader.reports) == 1_000)
+        rooms, steps = (follower.said[first:2_000:2] for first in (0, 1))
+        assert rooms == [RankRoom(2 * at + 1, at, BEGIN) for at in range(1_000)]
+        assert steps == [StepOrders(2 * at + 2, (StepOrder("drop", at),)) for at in range(1_000)]
+        assert follower.said[-1].peers == ("tcp://p0:1",)  # type: ignore[attr-defined]
+        assert leader.reports == [RankReady(at + 1, at, 5, 3) for at in range(1_000)]
+
+
+@on_loop
+async def test_a_group_that_has_nothing_to_say_stays_and_either_end_says_goodbye() -> None:
+    asked = asyncio.Event()
+    async with Pair() as (leader, follower):
+        await asyncio.sleep(CALM.silence_ms / 1e3 + 0.5)
+        assert not leader.lost.is_set()
+        assert not follower.lost.is_set()
+        leader.asked = asked.set
+        follower.ask()
+        await asked.wait()
+        await leader.close()
+        await follower.over.wait()
+        await asyncio.sleep(4 * CALM.ping_ms / 1e3)  # the leader's end of the connection is gone
+        assert not follower.lost.is_set()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (join(size=4), "tp_size: 4 on rank tp1, 2 on its leader"),
+        (join(rank=2), "tp_rank: 2, tp_size is 2"),
+        (join(rank=0), "rank tp0 is here already"),
+        (join(settings=(Setting("page_size", "32"), SETTINGS[1])), "page_size: '32' on rank tp1, '64' on its leader"),
+        (join(settings=SETTINGS[:1]), "version: '' on rank tp1, '1' on its leader"),
+        (join(settings=(*SETTINGS, Setting("new", "x"))), "new: 'x' on rank tp1, '' on its leader"),
+        (RankJoin(Ranks(1, 2, 0, 2), "f", SETTINGS), "pp_size: 2 on rank pp0-tp1, 1 on its leader"),
+    ],
+)
+@on_loop
+async def test_a_rank_that_differs_is_refused_with_the_field_and_both_values(words: RankJoin, text: str) -> None:
+    leader = Leader()
+    follower = Follower(await leader.listen(), words=words)
+    with pytest.raises(ConfigError, match="the leader refuses this rank: ") as refused:
+        await follower.join(asyncio.Event())
+    assert text in str(refused.value)
+    assert not leader.followers
+    assert not leader.lost.is_set(), "the right one may still come"
+    await follower.close()
+    await leader.close()
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+@on_loop
+async def test_a_second_process_of_one_rank_is_refused_and_the_first_goes_on(name: str) -> None:
+    async with Pair() as (leader, follower):
+        second = Follower(follower.endpoint, node(name))
+        with pytest.raises(ConfigError, match="is connected already" if name == "f" else "rank tp1 is here already"):
+            await second.join(asyncio.Event())
+        await second.close()
+        leader.step([])
+        follower.bus.send(RankDrained, 3)
+        await until(lambda: bool(follower.said and leader.reports))
+        assert not leader.lost.is_set()
+
+
+@on_loop
+async def test_a_peer_of_another_role_cannot_join() -> None:
+    leader = Leader()
+    stranger = Stranger(await leader.listen())
+    stranger.send(Hello(1, 1, node("f").identity("prefill")))
+    reject = await stranger.heard(Reject)
+    assert reject.fields == ("role: 'prefill' there, 'decode' here",)
+    stranger.send(join())
+    assert (await stranger.heard(Reject)).reason == "hello_first"
+    assert not leader.followers
+    stranger.close()
+    await leader.close()
+
+
+def keyed(here: Path, name: str, **listed: str) -> NodeSettings:
+    for each in (name, *listed):
+        if not (here / f"{each}.key").exists():
+            generate(here / each)
+    lines = [f"{(here / f'{each}.pub').read_text().strip()} {role}" for each, role in listed.items()]
+    allowed = AllowList.parse("\n".join(lines), source="allow")
+    return node(name, keys=KeyPair.read(here / f"{name}.key"), allowed=allowed)
+
+
+@on_loop
+async def test_a_key_that_is_not_listed_or_not_for_this_role_cannot_join(tmp_path: Path) -> None:
+    leader = Leader()
+    settings = keyed(tmp_path, "l", f="decode", r="router")
+    assert settings.keys is not None
+    endpoint = f"{settings.keys.public}@{await leader.listen(settings)}"
+    stranger = Follower(endpoint, keyed(tmp_path, "s", l="decode"))
+    stop = asyncio.Event()
+    joining = asyncio.ensure_future(stranger.join(stop))
+    router = Follower(endpoint, keyed(tmp_path, "r", l="decode"))
+    with pytest.raises(ConfigError, match="the allow-list lets r be router, not decode"):
+        await router.join(asyncio.Event())
+    assert not leader.followers
+    follower = Follower(endpoint, keyed(tmp_path, "f", l="decode"))
+    right = asyncio.ensure_future(follower.join(asyncio.Event()))
+    await leader.joined()
+    leader.meet(1)
+    assert await right == 1
+    stop.set()
+    assert await joining is None, "the stranger was never answered"
+    for each in (stranger, router, follower):
+        await each.close()
+    await leader.close()
+
+
+@on_loop
+async def test_a_rank_whose_key_is_revoked_is_lost(tmp_path: Path) -> None:
+    leader = Leader()
+    settings = keyed(tmp_path, "l", f="decode")
+    assert settings.keys is not None
+    follower = Follower(f"{settings.keys.public}@{await leader.listen(settings)}", keyed(tmp_path, "f", l="decode"))
+    joining = asyncio.ensure_future(follower.join(asyncio.Event()))
+    await leader.joined()
+    leader.meet(1)
+    await joining
+    leader.allow(AllowList.parse("", source="allow"))
+    assert leader.why == "rank tp1 (f) of this worker is lost: its key was revoked, or its role"
+    await follower.close()
+    await leader.close()
+
+
+@pytest.mark.parametrize("role", ["prefill", "router"])
+@on_loop
+async def test_a_rank_dials_and_keeps_no_leader_whose_key_is_listed_in_another_role(tmp_path: Path, role: str) -> None:
+    leader = Leader()
+    settings = keyed(tmp_path, "l", f="decode")
+    assert settings.keys is not None
+    endpoint = f"{settings.keys.public}@{await leader.listen(settings)}"
+    wary = Follower(endpoint, keyed(tmp_path, "f", l=role))
+    with pytest.raises(ConfigError, match=f"the allow-list lets l be {role}, not decode"):
+        await wary.join(asyncio.Event())
+    await wary.close()
+    follower = Follower(endpoint, keyed(tmp_path, "f", l="decode"))
+    joining = asyncio.ensure_future(follower.join(asyncio.Event()))
+    await leader.joined()
+    leader.meet(1)
+    await joining
+    allowed = keyed(tmp_path, "f", l=role).allowed
+    assert allowed is not None
+    follower.allow(allowed)
+    await follower.lost.wait()
+    assert follower.why == "its key was revoked, or its role"
+    await follower.close()
+    await leader.close()
+
+
+@pytest.mark.parametrize("role", ["prefill", "router"])
+@on_loop
+async def test_a_leader_that_answers_in_another_role_is_not_joined(role: str) -> None:
+    listener = Bus(
+        node="l", keys=None, allowed=None, refused=lambda *_: None,
+        receive=lambda peer, _: listener.send(peer, Welcome(1, Identity("l", role, 1, Ranks(), "m", b"w", 1))),
+    )  # fmt: skip
+    follower = Follower(await listener.bind("tcp://127.0.0.1:0"))
+    with pytest.raises(ConfigError, match=f"the leader refuses this rank: role: .* has '{role}', it is dialled as"):
+        await follower.join(asyncio.Event())
+    await follower.close()
+    await listener.close()
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([RankReady(2, 1, 0, 0)], "RankReady.number: 2, expected 1: messages are missing"),
+        ([RankReady(1, 1, 0, 0), RankReady(1, 1, 0, 0)], "RankReady.number: 1, expected 2"),
+        ([b"\xc1"], "frame: not msgpack"),
+        ([b"junk" * 1_000], "frame: not msgpack"),
+        ([encode(RankReady(1, 1, 0, 0))[:-1] + b"\xc0"], "RankReady.prefix: None"),
+        ([StepOrders(1, ())], "kind: StepOrders is nothing that a rank sends its leader"),
+        ([RankMeet(1)], "kind: RankMeet is nothing that a rank sends its leader"),
+        ([Hello(1, 1, node("f").identity("decode"))], "its connection was lost"),
+        ([], "it has been silent for 1"),
+    ],
+)
+@on_loop
+async def test_a_follower_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
+    frames: list[Message | bytes], why: str
+) -> None:
+    leader = Leader()
+    stranger = Stranger(await leader.listen())
+    await stranger.joined(leader)
+    leader.meet(1)
+    stranger.send(RankBound("tcp://f:1", ""))
+    await leader.members("l")
+    stranger.send(*frames)
+    await leader.lost.wait()
+    assert leader.why.startswith("rank tp1 (f) of this worker is lost: ")
+    assert why in leader.why
+    stranger.close()
+    await leader.close()
+
+
+@on_loop
+async def test_a_follower_that_dies_is_lost_at_the_next_message() -> None:
+    leader = Leader()
+    stranger = Stranger(await leader.listen())
+    await stranger.joined(leader)
+    stranger.close()
+    await leader.lost.wait()
+    assert leader.why == "rank tp1 (f) of this worker is lost: gone"
+    await leader.close()
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([StepOrders(2, ())], "StepOrders.number: 2, expected 1: messages are missing"),
+        ([b"junk"], "frame: "),
+        ([RankReady(1, 1, 0, 0)], "kind: RankReady"),
+        ([RankMeet(3)], "kind: RankMeet"),
+        ([Welcome(1, node("l").identity("decode"))], "its connection was lost"),
+        ([Reject(0, "breach", ("x: y",))], "it refuses (breach): x: y"),
+        ([], "it has been silent for 1"),
+    ],
+)
+@on_loop
+async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
+    frames: list[Message | bytes], why: str
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    follower = Follower(f"tcp://127.0.0.1:{port}")
+    joining = asyncio.ensure_future(follower.join(asyncio.Event()))
+
+    async def heard(kind: type[Message]) -> bytes:
+        while True:
+            await until(lambda: bool(socket.poll(0)))
+            route, frame = socket.recv_multipart()
+            if isinstance(decode(frame), kind):
+                return route
+
+    def nonsense(message: Message) -> None:
+        raise RemoteProtocolError("kind", type(message).__name__)
+
+    route = await heard(Hello)
+    socket.send_multipart([route, encode(Welcome(1, node("l").identity("decode")))])
+    await heard(RankJoin)
+    socket.send_multipart([route, encode(RankMeet(1))])
+    assert await joining == 1
+    follower.take = nonsense
+    follower.bound("", "")
+    for frame in frames:
+        socket.send_multipart([route, frame if isinstance(frame, bytes) else encode(frame)])
+    await follower.lost.wait()
+    assert why in follower.why
+    await follower.close()
+    socket.close(linger=0)
+    context.term()
+
+
+@on_loop
+async def test_a_leader_that_dies_or_ends_while_ranks_wait_ends_their_wait() -> None:
+    first = Leader(tp_size=3)
+    waits = Follower(await first.listen(), words=join(size=3))
+    joining = asyncio.ensure_future(waits.join(asyncio.Event()))
+    await until(lambda: bool(first.followers))
+    await first.close()
+    assert await joining is None
+    await waits.close()
+    alone = Follower("tcp://127.0.0.1:9")
+    stop = asyncio.Event()
+    joining = asyncio.ensure_future(alone.join(stop))
+    stop.set()
+    assert await joining is None
+    await alone.close()
+
+
+@pytest.mark.parametrize("report", [RankLanded(1, 9, 0, 0, 0), RankDrained(1, 9), RankFailed(1, 9, "engine", "")])
+def test_a_report_before_any_room_is_a_breach(report: Any) -> None:
+    with pytest.raises(RemoteProtocolError):
+        GroupLeader(Ranks(0, 2)).reported(JoinedRank(Ranks(1, 2), "f"), report)

@@ -1,0 +1,76 @@
+"""A decode daemon that takes HiSparse requests: how many may wait for the device, and what the next one hears."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from pdtransfer.errors import Cause
+from pdtransfer.limits import Limits
+from pdtransfer.serve.engine_api import HotFigures
+from pdtransfer.serve.worker.daemon_metrics import DecodeMetrics
+from pdtransfer.wire import Begin, Sampling, pack_ids
+from tests.support.daemon_pair import decode
+from tests.support.waiting import on_loop, until
+
+NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are
+SPARSE = {
+    "enable_hisparse": True, "engine_option": ("layers=1", "top_k=16"), "hot_tokens": 32, "device_slots": 66,
+    "dense_slots": 256, "limits": Limits(hisparse_queue_max=2),
+}  # fmt: skip
+
+
+def begin(room: int, *, sparse: bool = True, tokens: int = 100) -> Begin:
+    return Begin(room, pack_ids([97] * tokens), Sampling(4), (NOWHERE,), 30_000, sparse)
+
+
+def taken(daemon: Any) -> set[int]:
+    return set(daemon._rooms)
+
+
+@on_loop
+async def test_beyond_its_bound_a_request_is_told_full_and_when_to_ask_again(tmp_path: Path) -> None:
+    async with decode(tmp_path, **SPARSE) as daemon:
+        daemon.heard.tell("a", begin(1), begin(2), begin(3), begin(4, sparse=False))
+        assert taken(daemon) == {1, 2, 4}
+        end = await daemon.heard.over("a", 3)
+        assert (end.reason, end.retry_ms >= 100) == ("full", True)
+        assert "hisparse_queue_max = 2" in end.detail
+        # One that has a place on the device waits no more; one that is given up makes room as well.
+        daemon._engine._hot.figures = HotFigures(running=1)
+        daemon.heard.tell("a", begin(5))
+        assert taken(daemon) == {1, 2, 4, 5}
+        daemon._engine._hot.figures = HotFigures()
+        daemon._stop(1, Cause.ABORTED)
+        daemon._stop(2, Cause.ABORTED)
+        daemon.heard.tell("a", begin(6), begin(7))
+        await until(lambda: daemon.heard.ends("a", 7), "7 ends")
+        assert taken(daemon) == {4, 5, 6}
+
+
+@on_loop
+async def test_a_request_that_could_never_run_is_refused_with_both_values(tmp_path: Path) -> None:
+    async with decode(tmp_path, **SPARSE) as daemon:
+        daemon.heard.tell("a", begin(1, tokens=1_021), begin(2, sparse=False, tokens=253))
+        assert "1025 tokens, the arena has 1024 slots" in (await daemon.heard.over("a", 1)).detail
+        assert "257 tokens, the arena has 256 slots" in (await daemon.heard.over("a", 2)).detail
+        assert taken(daemon) == set()
+
+
+@on_loop
+async def test_its_figures_are_metrics(tmp_path: Path) -> None:
+    figures = HotFigures(
+        running=1, waiting=2, hits=3, misses=4, swapped_bytes=5, preloaded_bytes=6, retracts=7, admission_bytes=8
+    )
+    async with decode(tmp_path, **SPARSE) as daemon:
+        registry = CollectorRegistry()
+        DecodeMetrics(daemon.node, registry, lambda: figures)
+        lines = generate_latest(registry).decode().splitlines()
+    for line in (
+        "pdtransfer_hisparse_running 1.0", "pdtransfer_hisparse_waiting 2.0", "pdtransfer_hot_hits_total 3.0",
+        "pdtransfer_hot_misses_total 4.0", "pdtransfer_swapped_bytes_total 5.0", "pdtransfer_preloaded_bytes_total 6.0",
+        "pdtransfer_retracts_total 7.0", "pdtransfer_admission_bytes_total 8.0",
+    ):  # fmt: skip
+        assert line in lines

@@ -1,0 +1,433 @@
+"""The engine's thread: orders in, steps, outcomes out, whatever the engine refuses, breaks or gets wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from pdtransfer import wire
+from pdtransfer.client.thread_queues import ThreadQueues
+from pdtransfer.errors import WorldError
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.layout_builders import host_layout
+from pdtransfer.limits import AUX_BYTES_MAX
+from pdtransfer.serve.engine_api import Broken, Computed, EngineDescription, Finished, Prefilled, Request, Token
+from pdtransfer.serve.worker import engine_thread
+from pdtransfer.serve.worker.cell_batching import Push
+from pdtransfer.serve.worker.engine_thread import (
+    Compute,
+    DecodeThread,
+    Drop,
+    Dropped,
+    Free,
+    Generate,
+    Offered,
+    Order,
+    PrefillThread,
+    Quit,
+    Refused,
+    Stepped,
+    leader_steps,
+)
+from pdtransfer.wire import Sampling, StepOrder, StepOrders
+
+PAGE = 16
+CARD = EngineDescription(
+    model="m",
+    weights=b"w",
+    components=(
+        Component(
+            "kv",
+            "dram",
+            1,
+            Span(),
+            host_layout(
+                "layer_first",
+                kinds=("latent",),
+                layers=2,
+                heads=1,
+                head_bytes=64,
+                dtype="float32",
+                slots=64 * PAGE,
+                page_size=PAGE,
+            ),
+        ),
+    ),
+    memory_bytes=1,
+)
+
+
+def request(room: int, tokens: int = 20) -> Request:
+    return Request(room=room, prompt=np.arange(tokens), sampling=Sampling(max_tokens=3))
+
+
+@dataclass
+class Engine:
+    """Does a room a step, oldest first. What it is asked is written down, with the thread that asks."""
+
+    pages_free: int = 4
+    rooms: dict[int, Request] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    steps: int = 0
+    made: Callable[[Request], list] = lambda request: []
+    card = CARD
+
+    def _note(self, what: str, room: int) -> None:
+        self.calls.append((what, room))
+        self.threads.add(threading.get_ident())
+
+    @property
+    def idle(self) -> bool:
+        self.threads.add(threading.get_ident())
+        return not self.rooms
+
+    def step(self) -> list:
+        self.steps += 1
+        self.threads.add(threading.get_ident())
+        return self.made(self.rooms.pop(next(iter(self.rooms)))) if self.rooms else []
+
+    def cancel(self, room: int) -> None:
+        self._note("cancel", room)
+        self.rooms.pop(room, None)
+
+    def free(self, room: int) -> None:
+        self._note("free", room)
+        self.pages_free += self.held.pop(room, 0)
+
+
+class Prefill(Engine):
+    def admit(self, request: Request) -> bool:
+        self._note("admit", request.room)
+        pages = -(-len(request.prompt) // PAGE)
+        if pages > 8:
+            raise ValueError(f"{len(request.prompt)} tokens never fit")
+        if pages > self.pages_free:
+            return False
+        self.pages_free -= pages
+        self.held[request.room] = pages
+        self.rooms[request.room] = request
+        return True
+
+
+class EarlyPrefill(Prefill):
+    """A step that goes on after it has reported its cells, until the gate opens."""
+
+    report: Callable[[list], None] | None = None
+    gate: threading.Event
+
+    def step(self) -> list:
+        made = super().step()
+        if made and self.report is not None:
+            self.report(made[:1])
+            self.gate.wait(60)
+        return made[1:]
+
+
+class Decode(Engine):
+    def admit(self, request: Request, slots: dict, aux: bytes) -> None:
+        self._note("admit", request.room)
+        if aux != b"aux":
+            raise ValueError(f"aux: {aux!r}")
+        self.rooms[request.room] = request
+
+
+def computed(request: Request, *, pages: int | None = None) -> list:
+    tokens = len(request.prompt)
+    count = -(-tokens // PAGE) if pages is None else pages
+    cell = Computed(room=request.room, component="kv", rows=(4, tokens), layers=(0, 2), pages=np.arange(count) + 7)
+    return [cell, Prefilled(room=request.room, aux=b"aux")]
+
+
+def generated(request: Request) -> list:
+    ids = [Token(room=request.room, index=at, id=at) for at in range(3)]
+    return [*ids, Finished(room=request.room, reason="length")]
+
+
+class Site:
+    """A thread with its engine; the test is the loop, and takes the calls that were submitted to it."""
+
+    def __init__(self, engine: Engine, kind: Callable[..., PrefillThread | DecodeThread]) -> None:
+        self.engine, self.port, self.outcomes = engine, ThreadQueues[Order](), []
+        self.died: list[BaseException] = []
+        self.bursts: list[int] = []
+        self.stepped: list[Stepped] = []
+        self.work = kind(engine, self.port, self._heard, leader_steps(engine, self.port, None))
+        self.thread = engine_thread.start(self.work, self.died.append)
+
+    def _heard(self, outcomes: list) -> None:
+        self.stepped += [each for each in outcomes if isinstance(each, Stepped)]
+        outcomes = [each for each in outcomes if not isinstance(each, Stepped)]
+        self.bursts.append(len(outcomes))
+        self.outcomes += outcomes
+
+    def tell(self, *orders: Order) -> None:
+        for order in orders:
+            self.port.to_engine(order)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, (self.outcomes, self.engine)
+            while self.port._calls:
+                self.port._calls.popleft()()
+            time.sleep(0.001)
+
+    def of(self, room: int) -> list:
+        return [each for each in self.outcomes if each.room == room]
+
+
+@pytest.fixture
+def prefill() -> Iterator[Site]:
+    yield from site(Site(Prefill(made=computed), PrefillThread))
+
+
+@pytest.fixture
+def decode() -> Iterator[Site]:
+    yield from site(Site(Decode(made=generated), DecodeThread))
+
+
+def site(made: Site) -> Iterator[Site]:
+    yield made
+    if made.thread.is_alive():
+        made.tell(Quit())
+    made.thread.join(60)
+    assert not made.thread.is_alive()
+    made.port.close()
+
+
+def test_a_prompts_cells_come_as_slots_of_its_pages_and_then_its_aux(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, tokens=20)))
+    prefill.until(lambda: len(prefill.of(1)) == 2)
+    offered, prefilled = prefill.of(1)
+    assert isinstance(offered, Offered)
+    assert (offered.cell.component, offered.cell.first_row, offered.cell.layers) == ("kv", 4, (0, 2))
+    assert offered.cell.source_slots.tolist() == list(range(7 * PAGE + 4, 7 * PAGE + 20))
+    assert prefilled == Prefilled(room=1, aux=b"aux")
+    assert prefill.bursts == [2]  # one call to the loop for all that one step made
+
+
+@pytest.fixture
+def early() -> Iterator[Site]:
+    engine = EarlyPrefill(made=computed)
+    engine.gate = threading.Event()
+    yield from site(Site(engine, PrefillThread))
+
+
+def test_cells_that_an_engine_reports_early_are_offered_before_its_step_returns(early: Site) -> None:
+    early.tell(Compute(request(1)))
+    try:
+        early.until(lambda: early.of(1))
+        assert [type(each) for each in early.of(1)] == [Offered]
+    finally:
+        early.engine.gate.set()
+    early.until(lambda: len(early.of(1)) == 2)
+    assert early.of(1)[1] == Prefilled(room=1, aux=b"aux")
+
+
+def test_rows_of_a_window_may_begin_within_their_first_page(prefill: Site) -> None:
+    def window(each: Request) -> list:
+        pages = np.array([9, 2, 5])
+        return [Computed(room=each.room, component="kv", rows=(3, 20), layers=(0, 2), pages=pages, skip=11)]
+
+    prefill.engine.made = window
+    prefill.tell(Compute(request(1, tokens=20)))
+    prefill.until(lambda: prefill.of(1))
+    (offered,) = prefill.of(1)
+    assert offered.cell.first_row == 3
+    assert offered.cell.source_slots.tolist() == [9 * PAGE + 14, 9 * PAGE + 15, *range(2 * PAGE, 2 * PAGE + 15)]
+
+
+def test_prompts_wait_in_order_for_pages_and_go_on_when_some_are_free(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
+    prefill.until(lambda: len(prefill.of(1)) == 2)
+    assert prefill.of(3) == []  # it would fit, and it is not its turn
+    prefill.tell(Free(1))
+    prefill.until(lambda: len(prefill.of(2)) == 2 and len(prefill.of(3)) == 2)
+    assert [each.room for each in prefill.outcomes] == [1, 1, 2, 2, 3, 3]
+
+
+def test_prompts_that_wait_for_pages_are_counted(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
+    prefill.until(lambda: prefill.work.waiting == 2)
+    prefill.tell(Free(1))
+    prefill.until(lambda: prefill.work.waiting == 0)
+
+
+def test_a_prompt_that_waits_for_pages_costs_no_turns_of_the_thread(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)))
+    prefill.until(lambda: len(prefill.of(1)) == 2)
+    steps = prefill.engine.steps
+    time.sleep(0.1)
+    assert prefill.engine.steps <= steps + 1
+
+
+def test_a_prompt_that_never_fits_is_refused_and_those_behind_it_go_on(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 500)), Compute(request(2, 20)))
+    prefill.until(lambda: len(prefill.of(2)) == 2)
+    assert prefill.of(1) == [Refused(1, "500 tokens never fit")]
+
+
+def test_a_cancelled_prompt_that_waits_is_never_computed(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)))
+    prefill.until(lambda: len(prefill.of(1)) == 2)
+    prefill.tell(Compute(request(2, 40)), Compute(request(3, 5)), Drop(2))
+    prefill.until(lambda: ("cancel", 2) in prefill.engine.calls)
+    prefill.tell(Free(1))
+    prefill.until(lambda: len(prefill.of(3)) == 2)
+    assert prefill.of(2) == []
+    assert ("cancel", 2) in prefill.engine.calls
+
+
+def test_pages_are_freed_by_the_engines_thread(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)))
+    prefill.until(lambda: prefill.of(1))
+    prefill.tell(Drop(1), Free(1))
+    prefill.until(lambda: prefill.engine.pages_free == 4)
+    assert prefill.engine.calls == [("admit", 1), ("cancel", 1), ("free", 1)]
+    assert prefill.engine.threads == {prefill.thread.ident}
+
+
+def test_an_engine_whose_pages_do_not_fit_its_rows_breaks_that_room_alone(prefill: Site) -> None:
+    prefill.engine.made = lambda each: computed(each, pages=1 if each.room == 1 else None)
+    prefill.tell(Compute(request(1, 20)), Compute(request(2, 20)))
+    prefill.until(lambda: len(prefill.of(2)) == 2)
+    broken = prefill.of(1)[0]
+    assert isinstance(broken, Broken)
+    assert "20" in broken.detail
+    assert "1 pages of 16" in broken.detail
+    assert isinstance(prefill.of(2)[0], Offered)
+
+
+@pytest.mark.parametrize("push", ["auto", "layers", "end"])
+def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone(push: Push) -> None:
+    def made(each: Request) -> list:
+        cell, prefilled = computed(each)
+        return [replace(cell, component="kw"), prefilled] if each.room == 1 else [cell, prefilled]
+
+    here = Site(Prefill(made=made), partial(PrefillThread, push=push))
+    for _ in site(here):
+        here.tell(Compute(request(1, 20)), Compute(request(2, 20)))
+        here.until(lambda: len(here.of(2)) == 2)
+        assert here.of(1)[0] == Broken(room=1, detail="the engine's cells: component 'kw' is none of ['kv']")
+        assert isinstance(here.of(2)[0], Offered)
+        assert not here.died
+
+
+def test_a_landed_room_is_generated_from(decode: Site) -> None:
+    decode.tell(Generate(request(1), {"kv": np.arange(23)}, b"aux"))
+    decode.until(lambda: len(decode.of(1)) == 4)
+    assert [each.id for each in decode.of(1)[:3]] == [0, 1, 2]
+    assert decode.of(1)[3] == Finished(room=1, reason="length")
+    assert decode.engine.threads == {decode.thread.ident}
+
+
+def test_a_room_that_the_engine_refuses_is_broken_and_others_go_on(decode: Site) -> None:
+    decode.tell(Generate(request(1), {}, b"another"), Generate(request(2), {}, b"aux"))
+    decode.until(lambda: len(decode.of(2)) == 4)
+    assert decode.of(1) == [Broken(room=1, detail="aux: b'another'")]
+
+
+def test_cancel_is_answered_once_the_engine_has_dropped_the_room(decode: Site) -> None:
+    seen: list[bool] = []
+    cancel = decode.engine.cancel
+    decode.engine.cancel = lambda room: (
+        cancel(room),
+        seen.append(any(isinstance(e, Dropped) for e in decode.outcomes)),
+    )
+    decode.engine.made = lambda each: []
+    decode.tell(Generate(request(1), {}, b"aux"), Drop(1), Drop(9))
+    decode.until(lambda: Dropped(9) in decode.outcomes)
+    assert decode.outcomes == [Dropped(1), Dropped(9)]
+    assert seen == [False, False]
+
+
+def test_an_engine_that_breaks_down_ends_the_thread_and_says_why(
+    decode: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(_: Request) -> list:
+        raise RuntimeError("out of memory")
+
+    decode.engine.made = breaks
+    decode.tell(Generate(request(1), {}, b"aux"))
+    decode.until(lambda: decode.died)
+    assert str(decode.died[0]) == "out of memory"
+    assert "the engine broke down" in caplog.text
+
+
+def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
+    announced, port = list[list[Order]](), ThreadQueues[Order]()
+    orders = [Generate(request(room), {}, bytes(AUX_BYTES_MAX)) for room in range(100)]
+    for order in orders:
+        port.to_engine(order)
+    steps, done = leader_steps(Engine(), port, announced.append), list[Order]()
+    while len(done) < len(orders):
+        done += next(steps)
+    port.attach(loop := asyncio.new_event_loop())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    port.close()
+    assert done == orders
+    assert [order for step in announced for order in step] == orders
+    for step in announced:
+        said = tuple(StepOrder("generate", each.request.room, each.aux) for each in step if isinstance(each, Generate))
+        assert wire.decode(wire.encode(StepOrders(1, said))) == StepOrders(1, said)
+
+
+def test_an_engine_that_has_something_to_warm_up_does_so_on_its_thread_before_anything_else() -> None:
+    engine, port, told = Decode(made=generated), ThreadQueues[Order](), list[int]()
+    engine.warm_up = lambda: engine._note("warm up", 0)  # type: ignore[attr-defined]
+    port.to_engine(Generate(request(1), {}, b"aux"))
+    port.to_engine(Quit())
+    work = DecodeThread(engine, port, lambda _: None, leader_steps(engine, port, None))
+    thread = engine_thread.start(work, lambda _: None, lambda: told.append(len(engine.calls)))
+    thread.join(60)
+    assert engine.calls == [("warm up", 0), ("admit", 1)]
+    assert engine.threads == {thread.ident}
+    assert told == [1], "whoever says that it is ready hears between the two"
+    port.close()
+
+
+def test_an_engine_that_breaks_down_while_it_warms_up_is_dead() -> None:
+    engine, port, died = Prefill(made=computed), ThreadQueues[Order](), list[BaseException]()
+
+    def breaks() -> None:
+        raise WorldError("card 0: CUBLAS_STATUS_ALLOC_FAILED")
+
+    engine.warm_up = breaks  # type: ignore[attr-defined]
+    warm: list[int] = []
+    work = PrefillThread(engine, port, lambda _: None, leader_steps(engine, port, None))
+    engine_thread.start(work, died.append, lambda: warm.append(1)).join(60)
+    assert [str(error) for error in died] == ["card 0: CUBLAS_STATUS_ALLOC_FAILED"]
+    assert not warm
+    port.close()
+
+
+def test_quit_ends_the_thread_with_work_left(decode: Site) -> None:
+    decode.engine.made = lambda each: decode.engine.rooms.setdefault(each.room, each) and []
+    decode.tell(Generate(request(1), {}, b"aux"))
+    decode.until(lambda: decode.engine.steps > 3)
+    decode.tell(Quit())
+    decode.thread.join(60)
+    assert not decode.thread.is_alive()
+    assert decode.died == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"), [("prefill", Generate(request(1), {}, b"aux")), ("decode", Compute(request(1)))]
+)
+def test_an_order_of_the_other_role_is_our_own_bug(
+    kind: str, order: Order, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = request.getfixturevalue(kind)
+    site.tell(order)
+    site.until(lambda: site.died)
+    assert isinstance(site.died[0], AssertionError)

@@ -1,0 +1,171 @@
+"""The prefill daemon between router, node and engine: whose room a label is until nothing reads its pages any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import uvloop
+from prometheus_client import CollectorRegistry
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
+from pdtransfer.bus.keys import generate
+from pdtransfer.client.settings import NodeSettings
+from pdtransfer.client.thread_queues import ThreadQueues
+from pdtransfer.clock_name import clock_digest
+from pdtransfer.errors import Cause, ConfigError, RemoteProtocolError
+from pdtransfer.serve.settings.config import PrefillConfig
+from pdtransfer.serve.worker import daemon
+from pdtransfer.serve.worker.daemon import create_engine
+from pdtransfer.serve.worker.engine_thread import Compute, Drop, Free, Order, Quit
+from pdtransfer.serve.worker.group.leader import GroupLeader, JoinedRank
+from pdtransfer.serve.worker.prefill_daemon import PrefillDaemon
+from pdtransfer.wire import (
+    Begin,
+    Cancel,
+    End,
+    Ended,
+    Hello,
+    Message,
+    RankDrained,
+    RankLanded,
+    RankPicked,
+    RankReady,
+    Ranks,
+    Sampling,
+    pack_ids,
+)
+from tests.support.routing_world import identity
+
+
+def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
+    async def case() -> None:
+        config = PrefillConfig(slots=1_024, http="")
+        engine = create_engine(config.engine, config.engine_config)
+        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        port, said = ThreadQueues[Order](), list[tuple[str, Message]]()
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
+        made.desk._send = lambda peer, message: bool(said.append((peer, message))) or True
+        follower = JoinedRank(Ranks(1, 2), "p0-tp1")
+        begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
+        try:
+            for node in ("a", "b"):
+                made.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
+            for message in (begin, Cancel(7, Cause.ABORTED.value), Ended(7)):
+                made.desk.receive("node:a", message)
+            assert made.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
+            made.desk.receive("node:b", begin)
+            (end,) = [message for peer, message in said if peer == "node:b" and isinstance(message, End)]
+            assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0000000000000007 is in use")
+            assert not [order for order in port.poll() if isinstance(order, Free)], (
+                "the follower may still read its pages"
+            )
+            made.group.reported(follower, RankDrained(1, 1))
+            assert port.poll() == [Free(1)]
+            assert made.load().slots_free == 1_024
+            made.desk.receive("node:b", Ended(7))
+            made.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
+            assert [type(order) for order in port.poll()] == [Compute]
+        finally:
+            made.desk.ticker.stop()
+            await made.node.close()
+            port.close()
+
+    uvloop.run(case())
+
+
+@pytest.mark.parametrize(("ranks", "announced"), [(Ranks(), 0), (Ranks(0, 2), 1)])
+def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks, announced: int) -> None:
+    async def case() -> None:
+        config = PrefillConfig(slots=1_024, http="")
+        engine = create_engine(config.engine, config.engine_config)
+        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        port, submitted = ThreadQueues[Order](), list[object]()
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
+        port.to_loop = submitted.append  # type: ignore[method-assign]
+        try:
+            port.to_engine(Drop(1))
+            port.to_engine(Quit())
+            made.thread.run()
+        finally:
+            made.desk.ticker.stop()
+            await made.node.close()
+            port.close()
+        assert len(submitted) == announced
+
+    uvloop.run(case())
+
+
+@pytest.mark.parametrize(("path", "text"), [("os:path", "it is a module, no factory"), ("os:nothing", "no attribute")])
+def test_an_engine_that_is_none_is_one_clear_error(path: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine = '{path}': .*{text}"):
+        create_engine(path, PrefillConfig(engine=path).engine_config)
+
+
+@pytest.mark.parametrize("name", ["key", "allow"])
+def test_keys_that_cannot_be_read_are_said_before_the_engine_is_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an arena of hundreds of gigabytes that is minutes before."""
+    monkeypatch.setattr(daemon, "create_engine", lambda *_: pytest.fail("the engine was made"))
+    key, peers = tmp_path / "p0.key", tmp_path / "peers.txt"
+    line = generate(key)
+    if name == "key":
+        peers.write_text(line)
+        key.unlink()
+    with pytest.raises(ConfigError, match=str(key if name == "key" else peers)):
+        daemon.run(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) -> None:
+    async def case() -> None:
+        config = PrefillConfig(slots=1_024, http="")
+        engine = create_engine(config.engine, config.engine_config)
+        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        port = ThreadQueues[Order]()
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
+        ends = list[End]()
+        made.desk.end = ends.append
+        try:
+            made.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
+            made.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
+            clock = clock_digest() if shared else b"another host's"
+            made.group.reported(JoinedRank(Ranks(1, 2), "p0-tp1"), RankLanded(1, 1, 10, 1, 5_000, clock))
+            made.landed(1, 20, 2, 4_000)
+            (end,) = ends
+            assert (end.kv_bytes, end.stamp_ns, end.clock) == ((30, 5_000, clock_digest()) if shared else (30, 0, b""))
+        finally:
+            made.desk.ticker.stop()
+            await made.node.close()
+            port.close()
+
+    uvloop.run(case())
+
+
+def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() -> None:
+    async def case() -> None:
+        config = PrefillConfig(slots=1_024, http="")
+        engine = create_engine(config.engine, config.engine_config)
+        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        port = ThreadQueues[Order]()
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
+        other = JoinedRank(Ranks(1, 2), "p0-tp1")
+        try:
+            made.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
+            made.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
+            for report in (RankLanded(1, 1, 10, 1, 1), RankPicked(2, 1, b"aux"), RankDrained(3, 1)):
+                made.group.reported(other, report)
+                with pytest.raises(RemoteProtocolError, match=f"{type(report).__name__} of room 1, not due"):
+                    made.group.reported(other, report)
+            with pytest.raises(RemoteProtocolError, match="RankReady of room 1, not due"):
+                made.group.reported(other, RankReady(4, 1, 0, 0))
+            made.group.reported(other, RankLanded(5, 99, 10, 1, 1))  # of a room that is over
+            assert made.load().slots_free == 1_024 - 3, "this rank has neither written nor drained it"
+        finally:
+            made.desk.ticker.stop()
+            await made.node.close()
+            port.close()
+
+    uvloop.run(case())

@@ -1,0 +1,171 @@
+"""A room's life in daemons and ranks: of a label that comes again the words of one life do not find the other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+from pdtransfer.errors import Cause
+from pdtransfer.serve.engine_api import Finished
+from pdtransfer.serve.worker import engine_thread
+from pdtransfer.serve.worker.engine_thread import Drop, Dropped, Free, Generate, Offered, Quit
+from pdtransfer.serve.worker.group.leader import JoinedRank
+from pdtransfer.wire import Cancel as CancelRoom
+from pdtransfer.wire import RankFailed, RankReady, RankRoom, Ranks, StepOrder, StepOrders
+from tests.support.daemon_pair import TOKENS, decode, follower, prefill
+from tests.support.waiting import on_loop, until
+
+ROOM = 7
+
+
+def orders(daemon: Any, kind: type[Any]) -> list[Any]:
+    return [order for order in daemon.port.poll() if isinstance(order, kind)]
+
+
+async def generates(daemon: Any, room: int = ROOM) -> int:
+    """Waits until the engine is to generate; the serial number that it is told."""
+    await until(lambda: daemon._rooms[room].ready_ns)
+    (told,) = orders(daemon, Generate)
+    return told.request.room
+
+
+class Held:
+    """An engine whose steps go on when the test says so."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.inside, self.go = engine, threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> Any:
+        if not self._engine.idle:
+            self.inside.set()
+            assert self.go.wait(60)
+        return self._engine.step()
+
+
+@on_loop
+async def test_a_worker_that_gives_up_keeps_the_slots_of_a_step_until_it_is_over(directory: Path) -> None:
+    async with prefill() as p, decode(directory, wrap=Held) as d:
+        engine, core = d._engine, d.node.core
+        thread = engine_thread.start(d.thread, lambda _: None)
+        d.heard.tell("a", p.begin("a", ROOM, "d0"))
+        await asyncio.to_thread(engine.inside.wait, 30)
+        d.end_all(Cause.ENGINE, "a rank is lost")
+        end = await d.heard.over("a", ROOM)
+        assert (end.reason, end.detail) == ("engine", "a rank is lost")
+        assert ROOM in core.rooms, "the engine is in the middle of a step that reads them"
+        assert core.arena.free[0].free_slots == 1_024 - TOKENS - 4
+        d.heard.tell("b", p.begin("b", ROOM, "d0"))
+        assert d.heard.ends("b", ROOM)[0].detail == "room: 0000000000000007 is in use"
+        engine.go.set()
+        await until(lambda: ROOM not in core.rooms)
+        assert core.cache.free_slots[0] == 1_024
+        assert len(d.heard.ends("a", ROOM)) == 1
+        d.port.to_engine(Quit())
+        await asyncio.to_thread(thread.join, 10)
+
+
+@on_loop
+async def test_an_engines_late_word_of_a_room_does_not_end_the_next_one_of_its_label(directory: Path) -> None:
+    async with prefill() as p, decode(directory) as d:
+        d.heard.tell("a", p.begin("a", ROOM, "d0"))
+        first = await generates(d)
+        d.heard.tell("a", CancelRoom(ROOM, "aborted"))
+        assert orders(d, Drop) == [Drop(first)]
+        d.rank.on_outcomes([Finished(room=first, reason="length")])  # before it has looked at its orders again
+        await d.heard.over("a", ROOM)
+        await p.heard.over("a", ROOM)
+        await p.drained()
+        d.heard.tell("b", p.begin("b", ROOM, "d0"))
+        second = await generates(d)
+        assert second != first
+        d.rank.on_outcomes([Dropped(first)])
+        assert not d.heard.ends("b", ROOM)
+        assert ROOM in d.node.core.rooms, "its engine reads it"
+        d.rank.on_outcomes([Finished(room=second, reason="length")])
+        assert (await d.heard.over("b", ROOM)).reason == "length"
+
+
+@on_loop
+async def test_a_cell_of_a_room_that_is_over_does_not_go_into_the_next_one_of_its_label(directory: Path) -> None:
+    async with prefill() as p:
+        daemon = p.daemon
+        p.begin("a", ROOM, "d0")
+        await until(lambda: daemon.node.core.rooms[ROOM].cells)
+        (cell,), local_id = daemon.node.core.rooms[ROOM].cells, daemon._rooms[ROOM].local_id
+        p.heard.tell("a", CancelRoom(ROOM, "aborted"))
+        await p.heard.over("a", ROOM)
+        await p.drained()
+        daemon.port.to_engine(Quit())  # what its engine says is ours from here on
+        await asyncio.to_thread(p.thread.join, 10)
+        p.begin("b", ROOM, "d0")
+        daemon.rank.on_outcomes([Offered(local_id, cell)])
+        assert daemon.node.core.rooms[ROOM].cells == []
+        daemon.rank.on_outcomes([Offered(daemon._rooms[ROOM].local_id, cell)])
+        (kept,) = daemon.node.core.rooms[ROOM].cells
+        assert (kept.component, kept.first_row, kept.layers) == (cell.component, cell.first_row, cell.layers)
+        assert kept.source_slots.tolist() == cell.source_slots.tolist()
+        p.heard.tell("b", CancelRoom(ROOM, "aborted"))
+        assert orders(daemon, Free), "and its pages come back"
+
+
+@on_loop
+async def test_a_rank_that_still_has_a_label_refuses_the_next_room_of_it_and_loses_no_slot(directory: Path) -> None:
+    async with prefill() as p, follower(directory) as (f, leader):
+        f.take(RankRoom(1, 1, p.begin("a", ROOM, "d0-tp1")))
+        await until(lambda: leader.sent)
+        ready = leader.sent.pop()
+        assert (ready.local_id, ready.prefix) == (1, 0)
+        f.take(StepOrders(2, (StepOrder("generate", 1, b"aux"),)))
+        await p.heard.over("a", ROOM)
+        await p.drained()
+        # The leader's engine has finished it, and a second router begins the same label. Ours is a step behind.
+        f.take(RankRoom(3, 2, p.begin("b", ROOM, "d0-tp1")))
+        assert leader.sent == [RankFailed(1, 2, "refused", "room: 0000000000000007 is in use", 0)]
+        f.take(RankFailed(4, 2, "refused", "as this rank said"))
+        assert ROOM in f.rank.node.core.rooms, "its engine reads it"
+        f.rank.on_outcomes([Finished(room=1, reason="length")])
+        assert ROOM not in f.rank.node.core.rooms
+        f.take(RankRoom(5, 3, p.begin("b", 9, "d0-tp1")))
+        await until(lambda: len(leader.sent) == 2)
+        assert leader.sent[-1].local_id == 3
+        assert leader.sent[-1].prefix == TOKENS // 64 * 64, "of the first room's prompt"
+        f.take(RankFailed(6, 3, "aborted", ""))
+        assert f.rank.node.core.cache.free_slots[0] == 1_024
+        p.heard.tell("b", CancelRoom(ROOM, "aborted"))
+
+
+@on_loop
+async def test_a_late_report_of_a_rank_is_not_taken_for_the_next_room_of_its_label(directory: Path) -> None:
+    async with prefill() as p, decode(directory, ranks=Ranks(0, 2)) as d:
+        other = JoinedRank(Ranks(1, 2), "d0-tp1")
+        d.heard.tell("a", p.begin("a", ROOM, "d0"))
+        await until(lambda: d._rooms[ROOM].ranks_ready)
+        d.heard.tell("a", CancelRoom(ROOM, "aborted"))
+        await d.heard.over("a", ROOM)
+        await p.heard.over("a", ROOM)
+        await p.drained()
+        d.heard.tell("b", p.begin("b", ROOM, "d0"))
+        d.group.reported(other, RankReady(1, 1, 100, 0))
+        d.group.reported(other, RankFailed(2, 1, "transfer", "of the first", 0))
+        await until(lambda: d._rooms[ROOM].ranks_ready)
+        assert not orders(d, Generate), "the other rank has said nothing of this one"
+        d.group.reported(other, RankReady(3, 2, 100, 0))
+        assert await generates(d) == 2
+
+
+@on_loop
+async def test_tokens_count_as_cached_when_they_crossed_to_no_rank(directory: Path) -> None:
+    async with prefill() as p, decode(directory, ranks=Ranks(0, 2)) as d:
+        other, prefixes = JoinedRank(Ranks(1, 2), "d0-tp1"), []
+        for room, there in ((1, 0), (2, 128), (3, 64), (4, 192)):
+            d.heard.tell("a", p.begin("a", room, "d0"))
+            await until(lambda room=room: d._rooms[room].ranks_ready)
+            d.group.reported(other, RankReady(room, d._rooms[room].local_id, 100, there))
+            d.rank.on_outcomes([Finished(room=await generates(d, room), reason="length")])
+            prefixes.append((await d.heard.over("a", room)).prefix)
+        assert prefixes == [0, 128, 64, 128]

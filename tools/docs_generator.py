@@ -23,6 +23,7 @@ from pdtransfer.client.settings import NodeSettings
 from pdtransfer.environment import PREFIX
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.commands.cli import COMMANDS, app
+from pdtransfer.serve.commands.installed import add_installed
 from pdtransfer.serve.engine_api import HotFigures
 from pdtransfer.serve.process.process_metrics import http_counter, process_registry
 from pdtransfer.serve.router.router import Router
@@ -41,6 +42,7 @@ _FLAGS = f"""{_GENERATED}
 Each flag of a daemon, the router and `demo` may stand in the environment instead, or as a key in the file that
 `--config` names: above all tables, or in the command's own, such as `[decode]`. A flag wins over the environment, and
 the environment over the file. The table `[limits]`, or `[decode.limits]`, holds the limits; they are listed at the end.
+`bench`, `plan` and `replay` come with pdtransfer-lab: `pip install ./lab`.
 """
 _METRICS = f"""{_GENERATED}
 # Metrics
@@ -52,6 +54,7 @@ The name of a histogram is followed by `_bucket`, `_sum` or `_count`.
 
 def flags_page() -> str:
     """Each command's flags, and the limits."""
+    add_installed(app, ())
     sections = [_FLAGS, _section((), app.meta)]
     sections += [_section(path, command) for path, command in _commands(app, ())]
     limits = [

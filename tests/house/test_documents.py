@@ -15,7 +15,7 @@ OTHERS = {REPO / name / "README.md" for name in ("deploy", "kernels", "tests/lib
     *(REPO / "proto").rglob("*.md")
 }
 DOCUMENTS = sorted({*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *OTHERS} - GENERATED)
-PLACES = ("pdtransfer/", "kernels/", "tests/", "tools/", "examples/", "docs/", "deploy/", "benchmarks/")
+PLACES = ("pdtransfer/", "kernels/", "tests/", "tools/", "examples/", "docs/", "deploy/", "lab/")
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

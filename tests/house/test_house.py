@@ -33,10 +33,11 @@ CONTRACTS = {contract["id"]: contract for contract in PYPROJECT["tool"]["importl
 
 @cache
 def modules() -> tuple[tuple[str, ast.Module], ...]:
-    """Every module of the package, by dotted name."""
+    """Every module of the package and of the lab, by dotted name."""
     return tuple(
-        (".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"), ast.parse(path.read_text()))
-        for path in sorted((REPO / "pdtransfer").rglob("*.py"))
+        (".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"), ast.parse(path.read_text()))
+        for root, package in ((REPO, "pdtransfer"), (REPO / "lab", "pdtransfer_lab"))
+        for path in sorted((root / package).rglob("*.py"))
     )
 
 
@@ -79,7 +80,6 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
         "mooncake",
         "otel",
         "reference",
-        "report",
         "test",
         "text",
         "transformers",
@@ -88,7 +88,7 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
 
 def test_only_install_commands_that_work_in_a_checkout_are_printed() -> None:
     extras = set(PYPROJECT["project"]["optional-dependencies"])
-    texts = [*(REPO / "pdtransfer").rglob("*.py"), *(REPO / "examples").glob("*.py")]
+    texts = [*(REPO / "pdtransfer").rglob("*.py"), *(REPO / "lab").rglob("*.py"), *(REPO / "examples").glob("*.py")]
     called = r"""pip_install\(['"](\w+)['"]\)|pip install '\.\[(\w+)\]'"""
     named = {extra for path in texts for found in re.findall(called, path.read_text()) for extra in found if extra}
     assert named == extras - {"dev", "test"}
@@ -123,7 +123,7 @@ def test_set_up_fetches_the_torch_that_the_package_asks_for() -> None:
 
 
 def test_core_contract_names_every_package_below_the_shells() -> None:
-    layers = [set(re.findall(r"\w+", layer)) for layer in CONTRACTS["layers"]["layers"]]
+    layers = [set(re.findall(r"\w+", layer)) for layer in CONTRACTS["houses"]["layers"]]
     shells = next(at for at, layer in enumerate(layers) if "environment" in layer)
     below = {f"pdtransfer.{name}" for layer in layers[shells + 1 :] for name in layer}
     assert below <= set(CONTRACTS["core"]["source_modules"])
@@ -134,7 +134,10 @@ def linted(root: Path) -> str:
     """What import-linter says of the package in `root`."""
     program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     command = [sys.executable, "-c", program, "--no-cache", "--no-logo"]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False).stdout
+    environment = os.environ | {"PYTHONPATH": str(root / "lab")}
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False
+    ).stdout
 
 
 @pytest.fixture(scope="module")
@@ -156,17 +159,32 @@ def linted_as_it_is() -> str:
             "pdtransfer.layout is not allowed to import pdtransfer.wire",
         ),
         ("client/labels.py", "import rich", "pdtransfer.client is not allowed to import rich"),
-        ("errors.py", "from . import config", "pdtransfer.errors is not allowed to import pdtransfer.serve.settings"),
-        ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse is not allowed to import torch"),
+        ("errors.py", "from .serve import settings", "pdtransfer.errors is not allowed to import pdtransfer.serve"),
         (
-            "reference/tokens.py",
-            "from ..bus import Bus",
+            "client/labels.py",
+            "from ..serve import sampling",
+            "pdtransfer.client is not allowed to import pdtransfer.serve",
+        ),
+        (
+            "serve/sampling.py",
+            "from .router import router",
+            "sampling is not allowed to import pdtransfer.serve.router",
+        ),
+        ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse.coordinator is not allowed to import torch"),
+        (
+            "../lab/pdtransfer_lab/models/tokens.py",
+            "from pdtransfer.bus import Bus",
             "pdtransfer_lab.models is not allowed to import pdtransfer.bus",
         ),
         (
-            "config/config.py",
-            "from ..reference.factory import create",
-            "pdtransfer.serve.settings.config -> pdtransfer_lab.models.factory",
+            "serve/settings/config.py",
+            "from ..engines.stamp.factory import create",
+            "pdtransfer.serve.settings.config -> pdtransfer.serve.engines.stamp.factory",
+        ),
+        (
+            "serve/settings/config.py",
+            "from pdtransfer_lab.models.factory import create",
+            "pdtransfer is not allowed to import pdtransfer_lab",
         ),
         ("novelty.py", '"""A module that has no place yet."""', "- pdtransfer.novelty"),
     ],
@@ -174,7 +192,8 @@ def linted_as_it_is() -> str:
 def test_layer_contracts_catch_what_they_forbid(
     module: str, line: str, complaint: str, linted_as_it_is: str, tmp_path: Path
 ) -> None:
-    shutil.copytree(REPO / "pdtransfer", tmp_path / "pdtransfer", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("pdtransfer", "lab"):
+        shutil.copytree(REPO / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPO / "pyproject.toml", tmp_path)
     assert complaint not in linted_as_it_is
     changed = tmp_path / "pdtransfer" / module
@@ -233,10 +252,10 @@ MAY_WAIT_FOR_A_WHOLE_DEVICE = {
         "transports.card_launcher.CardLauncher.drain",
         "Card.finish",
     ): "a launch of which nobody knows any more if it was made",
-    ("adapters.cache_memory.made_in_one_piece", "empty_cache"): _START,
+    ("adapters.kit.cache_memory.made_in_one_piece", "empty_cache"): _START,
     ("memory.hbm.Hbm.of_card", "Card.allocate"): _START,
     ("memory.hbm.Hbm.of_card", "Card.free"): "at the end",
-    ("kernels.hot_tables.HotTables.__init__", "Card.pinned"): _START,
+    ("hisparse.hot_tables.HotTables.__init__", "Card.pinned"): _START,
     ("kernels.pools.Progress.__init__", "Card.allocate"): _START,
     ("kernels.pools.Progress.__init__", "Card.pinned"): _START,
     ("kernels.pools.PinnedCancel.__init__", "Card.pinned"): "one in a thousand pins memory; words are used again",
@@ -332,23 +351,23 @@ def calls(tree: ast.AST, where: str = "") -> Iterator[tuple[str, str]]:
 # Copies from and to pageable memory, inside of which torch waits for the stream, and whoever asks the driver meanwhile
 # may wait as well: an engine sends by `upload`, and fetches by `Download`.
 WAITS_INSIDE_THE_DRIVER = {
-    ("reference.cache.Cache.digests", "cpu"): "once a request, when it has ended",
-    ("adapters.transformers.checkpoint._load", "to"): "at the start",
-    ("adapters.transformers.checkpoint.placed", "to"): "at the start",
-    ("adapters.transformers.checkpoint._digest", "cpu"): "at the start",
-    ("adapters.transformers.factory._prove", "tensor"): "at the start",
-    ("adapters.transformers.prefill.CheckpointPrefill.__init__", "synchronize"): "at the start",
-    ("reference.indexer.IndexCache.digest", "cpu"): "once a request, when it has ended",
-    ("reference.indexer.IndexCache.__init__", "to"): "at the start",
-    ("reference.architecture.Weights.draw.normal", "as_tensor"): "at the start",
-    ("kernels.hot_step.HotStep.__init__", "to"): "at the start",
-    ("reference.numerics.Rope.__init__", "to"): "at the start",
-    ("reference.numerics.first_product", "synchronize"): "at the start",
-    ("reference.prefill.ReferencePrefill.__init__", "synchronize"): "at the start",
-    ("reference.hybrid.HybridPrefill.__init__", "synchronize"): "at the start",
-    ("reference.hybrid_rows._views", "as_tensor"): "at the start",
+    ("pdtransfer_lab.models.cache.Cache.digests", "cpu"): "once a request, when it has ended",
+    ("serve.engines.transformers.checkpoint._load", "to"): "at the start",
+    ("serve.engines.transformers.checkpoint.placed", "to"): "at the start",
+    ("serve.engines.transformers.checkpoint._digest", "cpu"): "at the start",
+    ("serve.engines.transformers.factory._prove", "tensor"): "at the start",
+    ("serve.engines.transformers.prefill.CheckpointPrefill.__init__", "synchronize"): "at the start",
+    ("pdtransfer_lab.models.indexer.IndexCache.digest", "cpu"): "once a request, when it has ended",
+    ("pdtransfer_lab.models.indexer.IndexCache.__init__", "to"): "at the start",
+    ("pdtransfer_lab.models.architecture.Weights.draw.normal", "as_tensor"): "at the start",
+    ("hisparse.hot_step.HotStep.__init__", "to"): "at the start",
+    ("pdtransfer_lab.models.numerics.Rope.__init__", "to"): "at the start",
+    ("pdtransfer_lab.models.numerics.first_product", "synchronize"): "at the start",
+    ("pdtransfer_lab.models.prefill.ReferencePrefill.__init__", "synchronize"): "at the start",
+    ("pdtransfer_lab.models.hybrid.HybridPrefill.__init__", "synchronize"): "at the start",
+    ("pdtransfer_lab.models.hybrid_rows._views", "as_tensor"): "at the start",
     (
-        "kernels.hot_pool.HotPool.counters",
+        "hisparse.hot_pool.HotPool.counters",
         "cpu",
     ): "when a request has ended, and every few steps, after all that they queue",
     ("kernels.stream.DeviceSpans.anchor", "synchronize"): "while the device has nothing to do",
@@ -380,7 +399,7 @@ def test_an_engine_waits_for_its_card_by_asking_it() -> None:
         if name.startswith(
             (
                 "pdtransfer_lab.models.",
-                "pdtransfer.kernels.hot_",
+                "pdtransfer.hisparse.hot_",
                 "pdtransfer.kernels.stream",
                 "pdtransfer.kernels.plane",
                 "pdtransfer.serve.engines.transformers.",
@@ -393,7 +412,7 @@ def test_an_engine_waits_for_its_card_by_asking_it() -> None:
 
 # What runs on a loop. It asks events (`query`); whoever waits for a card has a thread of its own.
 ON_THE_LOOP = re.compile(
-    r"pdtransfer\.(node|handoff|bus|worker\.(service|router_link)|transports\.(device_events|select|shm|mooncake))\b"
+    r"pdtransfer\.(client|handoff|bus|serve\.worker\.(service|router_link)|transports\.(device_events|select|shm|mooncake))\b"
 )
 
 
@@ -489,7 +508,7 @@ def test_deployed_unit_starts_a_daemon_that_its_example_settings_satisfy(
     assert Path(arguments[at]).name == "pdtransfer.toml"
     arguments[at] = str(REPO / "deploy" / "pdtransfer.toml")
     seen: list[Any] = []
-    module = "router.router" if role == "router" else "worker.daemon"
+    module = "serve.router.router" if role == "router" else "serve.worker.daemon"
     fake = SimpleNamespace(run=lambda given: seen.append(given) or 0)
     monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
     assert cli.main(arguments) == 0
@@ -579,7 +598,7 @@ def test_composed_nodes_start_daemons_with_the_keys_and_names_that_fleet_keys_gi
     publics = {each.name: KeyPair.read(each / "node.key").public for each in keys.iterdir()}
     seen: dict[str, list[Any]] = {}
     fake = SimpleNamespace(run=lambda given: seen[given.node].append(given) or 0)
-    for module in ("worker.daemon", "router.router"):
+    for module in ("serve.worker.daemon", "serve.router.router"):
         monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
     for name, words, environment in _composed():
         seen.setdefault(name, [])

@@ -193,7 +193,7 @@ class Root:
 
         fake = SimpleNamespace(run=run)
         for module in ("worker.daemon", "router.router"):
-            patch.setitem(sys.modules, f"pdtransfer.{module}", fake)
+            patch.setitem(sys.modules, f"pdtransfer.serve.{module}", fake)
         environment = {name: self.moved(container, value) for name, value in variables(self._pod, container).items()}
         words = [self.moved(container, word) for word in container["args"]]
         if "command" in container:

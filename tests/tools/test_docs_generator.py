@@ -82,7 +82,7 @@ def test_a_metric_has_its_type_and_labels(title: str, metric: str, kind: str, la
 def test_every_metric_that_the_code_names_has_a_row() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     modules = "worker/daemon_metrics", "worker/worker_times", "router/router_metrics", "process/process_metrics"
-    sources = (ROOT / "pdtransfer" / f"{each}.py" for each in modules)
+    sources = (ROOT / "pdtransfer" / "serve" / f"{each}.py" for each in modules)
     names = {name for path in sources for name in re.findall(r'[^f]"(pdtransfer_\w+)"', path.read_text())}
     assert len(names) > 40
     assert {name for name in names if not re.search(rf"`{name}(_total|_info)?`", page)} == set()

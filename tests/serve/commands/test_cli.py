@@ -53,7 +53,7 @@ def _as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def put(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., int]) -> None:
     """Replaces a command's implementation by functions."""
-    monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", SimpleNamespace(**functions))
+    monkeypatch.setitem(sys.modules, f"pdtransfer.serve.{module}", SimpleNamespace(**functions))
 
 
 def fails(error: BaseException) -> Callable[..., int]:

@@ -43,7 +43,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     for module, function in [*TARGETS.values(), ("commands.demo", "run")]:
         fake = modules.setdefault(module, SimpleNamespace())
         setattr(fake, function, lambda given: seen.append(given) or 0)
-        monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
+        monkeypatch.setitem(sys.modules, f"pdtransfer.serve.{module}", fake)
     assert cli.main(list(arguments)) == 0
     (only,) = seen
     return only

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pdtransfer.environment import pip_install
 from pdtransfer.errors import WorldError
 from pdtransfer.serve.tracing.timeline import TimedSpan
 from pdtransfer.serve.tracing.trace import write
@@ -66,7 +65,7 @@ th:first-child,td:first-child{text-align:left}th{color:#667085;font-size:13px}im
 def require_matplotlib() -> None:
     """Raises WorldError where the charts cannot be drawn: before anything is measured for them."""
     if find_spec("matplotlib") is None:
-        raise WorldError(f"--report draws with matplotlib, which is not installed: {pip_install('report')}")
+        raise WorldError("--report draws with matplotlib, which is not installed: pip install './lab[report]'")
 
 
 def write_report(result: Result, directory: Path) -> list[Path]:

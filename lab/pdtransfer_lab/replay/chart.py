@@ -32,7 +32,7 @@ def check_chart(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"plot = '{path}': {path.absolute().parent} is no directory")
     if find_spec("matplotlib") is None:
-        raise WorldError("--plot draws with matplotlib, which is not installed: pip install '.[report]'")
+        raise WorldError("--plot draws with matplotlib, which is not installed: pip install './lab[report]'")
 
 
 def write_chart(figures: ServingFigures, path: Path, title: str) -> None:

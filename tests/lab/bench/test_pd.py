@@ -228,7 +228,7 @@ def test_without_matplotlib_a_report_is_refused_before_anything_is_measured(
     monkeypatch.setattr(pd, "measure", lambda **_: pytest.fail("measured"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["bench", "pd", f"--report={tmp_path / 'made'}"]) == 1
-    assert "pip install '.[report]'" in capsys.readouterr().err
+    assert "pip install './lab[report]'" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
 
 

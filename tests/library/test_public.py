@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import pdtransfer
-from pdtransfer import client
+from pdtransfer.client import api as client
 from tests.support.paths import REPO
 
 CLIENT_NEEDS = {"msgpack", "msgspec", "numpy", "pdtransfer", "uvloop", "zmq"}
@@ -36,7 +36,7 @@ def pdt(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
     return python("-m", "pdtransfer", *arguments, absent={"torch"}, directory=directory)
 
 
-def test_every_public_name_is_there_and_of_both_modules() -> None:
+def test_every_public_name_is_there_and_is_the_clients() -> None:
     assert {*client.__all__, "__version__"} == set(pdtransfer.__all__)
     for name in client.__all__:
         assert getattr(pdtransfer, name) is getattr(client, name)

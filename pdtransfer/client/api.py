@@ -47,9 +47,10 @@ from ..layout.layout_builders import (
     strided_layout,
 )
 from ..limits import Limits
-from ..memory.arena_memory import ArenaMemory, Mapping, allocate
+from ..memory.arena_memory import ArenaMemory
 from ..memory.engine_pools import CardMemory
 from ..memory.hbm import Hbm
+from ..memory.mapping import Mapping, allocate
 from ..transports.base import Transport
 from ..transports.options import ArenaOptions, Network, WriterOptions
 from ..wire import Member, Ranks

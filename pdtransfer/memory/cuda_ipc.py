@@ -16,8 +16,8 @@ import msgspec
 from ..errors import TransportError, WorldError
 from ..kernels import card as cards
 from ..kernels import driver
-from ..memory.engine_pools import CardMemory
-from .arena_memory import ArenaMemory, Mapping, map_received
+from .engine_pools import CardMemory
+from .mapping import Mapping, map_received
 
 _UUID_BYTES = 16
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -56,14 +56,9 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return handle
 
 
-def export(memory: CardMemory | ArenaMemory) -> Handle:
-    """Names memory of this process to others. Raises WorldError for memory of a card that has no handle, as that of an
-    allocator which maps it piece by piece (torch with expandable_segments). Raises LocalProtocolError for an arena that
-    a node serves."""
-    if isinstance(memory, ArenaMemory):
-        memory.use("exported")
-        inode = os.fstat(memory.fd).st_ino
-        return Handle("memfd", memory.byte_count, process=os.getpid(), descriptor=memory.fd, inode=inode)
+def export(memory: CardMemory) -> Handle:
+    """Names a card's memory to other processes. Raises WorldError for memory that has no handle, as that of an
+    allocator which maps it piece by piece (torch with expandable_segments)."""
     here = cards.card(memory.card)
     base = here.range_of(memory.address)[0]
     return Handle("card", memory.byte_count, memory.address - base, here.uuid, here.ipc_handle(base))

@@ -12,8 +12,8 @@ from ..errors import PDTransferError, WorldError
 from ..kernels.card import card as card_of
 from ..kernels.pools import Pool
 from ..layout.layout import Layout
-from ..memory.engine_pools import CardMemory
-from . import arena_memory, cuda_ipc
+from . import cuda_ipc, mapping
+from .engine_pools import CardMemory
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Hbm:
     @classmethod
     def of_process(cls, *, base: int, byte_count: int) -> Hbm:
         """Zeroed memory of this process in place of a card's; no other process can open it."""
-        mapped = arena_memory.allocate(byte_count)
+        mapped = mapping.allocate(byte_count)
         address = mapped.address
         return cls(base=base, byte_count=byte_count, address=address, card=None, handle=b"", free=mapped.close)
 

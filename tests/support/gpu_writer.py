@@ -17,8 +17,8 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.layout.layout import Layout, Plane
-from pdtransfer.memory.arena_memory import map_received
 from pdtransfer.memory.cuda_ipc import Handle, Opened
+from pdtransfer.memory.mapping import map_received
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import Reach
 

@@ -26,7 +26,8 @@ from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, Room
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import Limits
-from pdtransfer.memory.arena_memory import ArenaMemory, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import allocate
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from tests.support.internals import core_of
 from tests.support.networks import DATA_PORTS

@@ -20,7 +20,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from pdtransfer.adapters.sglang import backend, hooks  # noqa: E402
+from pdtransfer.adapters.sglang import backend, process  # noqa: E402
 from pdtransfer.adapters.sglang.peers import Refusals  # noqa: E402
 from tests.support.json_values import spoiled  # noqa: E402
 
@@ -143,8 +143,7 @@ def main() -> None:
         for learns, right in EDGES:
             for case, given[0] in spoiled(right):
                 manager = Manager()
-                if hasattr(hooks, "decode"):
-                    hooks.decode = manager
+                process.decode = manager
                 line = {"edge": learns.__name__, "case": case}
                 try:
                     line["refused"] = learns(manager, address)

@@ -14,7 +14,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from pdtransfer import DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.adapters.kit.cache_memory import CacheMemory
 from pdtransfer.adapters.kit.heads import Heads
-from pdtransfer.adapters.sglang import hooks
+from pdtransfer.adapters.sglang import hooks, process
 from pdtransfer.adapters.sglang.decode import ReceivingSide
 from pdtransfer.adapters.sglang.labels import Uses
 from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, extent_of, kv_buffers, pools
@@ -50,8 +50,8 @@ def main() -> None:
         buffer.normal_()
     args = args_of(target)
     extent = extent_of([kv_buffers(args)], None)
-    memory = hooks.memory = CacheMemory(args.kv_data_lens)
-    hooks.extent = extent
+    memory = process.memory = CacheMemory(args.kv_data_lens)
+    process.extent = extent
     host = mha.MHATokenToKVPoolHost(
         target._mha_buffer_info(), 2.0, 0, PAGE_SIZE, "layer_first", device_capacity_tokens=SLOTS, start_layer=0,
         end_layer=LAYERS,

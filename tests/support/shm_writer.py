@@ -9,7 +9,7 @@ import time
 
 import msgspec
 
-from pdtransfer.memory.arena_memory import Mapping, map_received
+from pdtransfer.memory.mapping import Mapping, map_received
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import Reach
 

@@ -16,7 +16,8 @@ from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.layout import expand_pages
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import Plan, plan
-from pdtransfer.memory.arena_memory import ArenaMemory, Mapping, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import Mapping, allocate
 
 from .models import PAGE_SIZE, latent_layout
 from .report import Figures, Line

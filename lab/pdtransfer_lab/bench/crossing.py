@@ -14,7 +14,8 @@ import uvloop
 from pdtransfer.environment import share_the_interpreter
 from pdtransfer.errors import WorldError
 from pdtransfer.handoff.effects import Outcome, Write
-from pdtransfer.memory.arena_memory import ArenaMemory, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import allocate
 from pdtransfer.serve.settings.config import BenchModel, HostLayout
 from pdtransfer.transports.mooncake.arena import MooncakeArena
 from pdtransfer.transports.mooncake.settings import engines_for, why_not

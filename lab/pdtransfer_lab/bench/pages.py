@@ -22,7 +22,8 @@ from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import plan
-from pdtransfer.memory.arena_memory import ArenaMemory, HugePages, Mapping, allocate, map_received
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import HugePages, Mapping, allocate, map_received
 
 from .models import PAGE_SIZE, latent_layout
 from .replays import Replays

@@ -13,7 +13,8 @@ from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.client.settings import NodeSettings
 from pdtransfer.errors import WorldError
 from pdtransfer.handoff.effects import RoomDrained, RoomReady
-from pdtransfer.memory.arena_memory import ArenaMemory, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import allocate
 from pdtransfer.transports.options import WriterOptions
 
 from .models import PAGE_SIZE, components

@@ -33,7 +33,8 @@ from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.handoff.slot_allocator import Holding
 from pdtransfer.handoff.states import SessionState
 from pdtransfer.layout.layout import Component, expand_pages
-from pdtransfer.memory.arena_memory import ArenaMemory, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import allocate
 from pdtransfer.transports.options import ArenaOptions, WriterOptions
 from pdtransfer.transports.registry import TRANSPORTS
 

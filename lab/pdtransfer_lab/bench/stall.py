@@ -21,7 +21,8 @@ from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLeased
 from pdtransfer.kernels.card import card
 from pdtransfer.kernels.driver import count
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory.arena_memory import ArenaMemory, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import allocate
 from pdtransfer.transports.options import WriterOptions
 
 from .models import PAGE_SIZE, components

@@ -16,7 +16,8 @@ from pdtransfer.layout.checksum import Lines, lines_of, runs_of
 from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import pieces_of, plan
-from pdtransfer.memory.arena_memory import ArenaMemory, Mapping, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import Mapping, allocate
 from pdtransfer.transports.copier import PIECE_BYTES
 
 from .faulty_ranks import FaultyRankPair

@@ -38,7 +38,7 @@ from ..kit.heads import Heads
 from ..kit.model_facts import dtype_name, model_facts, model_name, named_facts
 from ..kit.reachable import Reachable, RequestError
 from ..kit.settings import Settings
-from . import hooks
+from . import process
 from .changes import Change
 from .decode import ReceivingSide
 from .labels import Uses
@@ -68,7 +68,7 @@ class Manager(CommonKVManager):
         self._ranks = self._ranks_here()
         if mode is DisaggregationMode.DECODE:
             self._start_decode()
-            hooks.decode = self
+            process.decode = self
             self._start_heartbeat_checker_thread()
         self.enable_deferred_decode_kv_release = True
         atexit.register(self.close)
@@ -106,9 +106,9 @@ class Manager(CommonKVManager):
         return pools(args, self._model(), place, kv=kv_buffers(args), states=state_buffers(args))
 
     def _memory(self) -> tuple[CacheMemory, Extent]:
-        memory = hooks.memory or CacheMemory(self.kv_args.kv_data_lens)
+        memory = process.memory or CacheMemory(self.kv_args.kv_data_lens)
         card = self.kv_args.gpu_id if get_device().device == "cuda" else None
-        return memory, hooks.extent or extent_of([kv_buffers(self.kv_args), *state_buffers(self.kv_args)], card)
+        return memory, process.extent or extent_of([kv_buffers(self.kv_args), *state_buffers(self.kv_args)], card)
 
     def _start_prefill(self) -> None:
         settings, (memory, extent) = self._settings, self._memory()

@@ -14,16 +14,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
-from ..kit.cache_memory import CacheMemory, Extent, made_in_one_piece
+from ..kit.cache_memory import CacheMemory, made_in_one_piece
 from ..kit.reachable import RequestError
+from . import process
 from .peers import NO_SERVER, dp_ranks, server_fields
 from .pools import Buffers, extent_of
 
 NAME = "pdtransfer"
-
-memory: CacheMemory | None = None  # of this process's KV cache, once SGLang has allocated it
-extent: Extent | None = None  # where it is, if host memory has to be set aside beside it
-decode: Any = None  # the manager of this process, where it decodes: it meets what bootstrap servers answer
 
 
 def register() -> None:
@@ -74,12 +71,11 @@ def _receives_on_host() -> bool:
 def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
     """The KV cache is made, in one allocation that can be shared. With its memory saver SGLang makes it as ever: the
     saver gives back to the card what it has seen being allocated."""
-    global memory, extent  # noqa: PLW0603 (SGLang makes the cache and the manager far apart)
     if configurator.is_draft_worker or not _is_ours():
         return original(configurator, **given)
     on_card = configurator.device == "cuda" and not get_exec().features.enable_memory_saver
     if on_card or configurator.device == "cpu":
-        memory, made = made_in_one_piece(
+        process.memory, made = made_in_one_piece(
             lambda: original(configurator, **given), torch.device(configurator.device), has_beside=_receives_on_host()
         )
     else:
@@ -88,8 +84,8 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
         pool = made.token_to_kv_pool
         infos = [utils.get_kv_transfer_buf_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]
         buffers = [Buffers(*each) for each in infos]
-        memory = memory or CacheMemory([size for each in buffers for size in each.byte_counts])
-        extent = extent_of(buffers, configurator.gpu_id if configurator.device == "cuda" else None)
+        process.memory = process.memory or CacheMemory([size for each in buffers for size in each.byte_counts])
+        process.extent = extent_of(buffers, configurator.gpu_id if configurator.device == "cuda" else None)
     return made
 
 
@@ -99,16 +95,17 @@ def _has_states(pool: Any) -> bool:
 
 def _allocate(original: Any, allocator: Any, dims: Any, dtype: Any, device: str = "cpu") -> Any:
     """The host pool is made, where peers can write; a second one, as of sliding windows, elsewhere."""
+    memory, extent = process.memory, process.extent
     if memory is None or extent is None or memory.has_beside() or not _receives_on_host():
         return original(allocator, dims, dtype=dtype, device=device)
-    made = memory.beside(extent, math.prod(dims) * dtype.itemsize).view(dtype).view(dims)
+    tensor = memory.beside(extent, math.prod(dims) * dtype.itemsize).view(dtype).view(dims)
     allocator.dims, allocator.dtype = dims, dtype
-    return made
+    return tensor
 
 
 def _cuda_host_register(original: Any, buffer: Any, *args: Any) -> None:
     """Memory of ours is registered with the card already, and is not SGLang's to unregister."""
-    if memory is None or not memory.has_beside(buffer.data_ptr()):
+    if process.memory is None or not process.memory.has_beside(buffer.data_ptr()):
         return original(buffer, *args)
     setattr(buffer, REGISTERED_RANGES, [])
     return None
@@ -132,7 +129,7 @@ def _pop_bootstrapped(original: Any, queue: Any) -> Any:
 def _init_server_info(original: Any, info: Any, /, *args: Any, **answer: Any) -> None:
     """On decode what a bootstrap server has answered of a prefill server. SGLang compares its fields before the manager
     sees them, and meets none of another type: `wrong` keeps the reason for the manager, which refuses the server."""
-    if decode is None:
+    if process.decode is None:
         original(info, *args, **answer)
         return
     info.wrong = ""
@@ -146,10 +143,10 @@ def _init_server_info(original: Any, info: Any, /, *args: Any, **answer: Any) ->
 def _query_prefill_dp_ranks(original: Any, bootstrap_addr: str, bootstrap_rooms: list[int]) -> Any:
     """Which data parallel rank has each room: what is no such answer fails the rooms that were asked for."""
     answer = original(bootstrap_addr, bootstrap_rooms)
-    if decode is None:
+    if process.decode is None:
         return answer
     try:
         return dp_ranks(answer)
     except RequestError as error:
-        decode.refuse(bootstrap_rooms, f"prefill at {bootstrap_addr} is refused: {error}")
+        process.decode.refuse(bootstrap_rooms, f"prefill at {bootstrap_addr} is refused: {error}")
         return {}

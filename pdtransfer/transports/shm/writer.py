@@ -22,7 +22,7 @@ from ...kernels.registered import CHUNK_BYTES
 from ...layout.checksum import Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
-from ...memory.arena_memory import Mapping, enter_backed, map_received
+from ...memory.mapping import Mapping, enter_backed, map_received
 from ...threads import in_pool, in_thread
 from ...wire import Reach
 from ..base import Near, Ready, WriteDone

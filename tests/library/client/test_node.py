@@ -30,7 +30,8 @@ from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, Room
 from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.handoff.states import DecodeRoom
 from pdtransfer.limits import Limits
-from pdtransfer.memory.arena_memory import ArenaMemory, Mapping
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import Mapping
 from pdtransfer.transports.device_events import POLL_S, Event, EventQueue
 from pdtransfer.transports.options import ArenaOptions, WriterOptions
 from pdtransfer.transports.shm import writer as shm_writer

@@ -135,7 +135,7 @@ def test_another_process_reads_and_writes_what_was_exported() -> None:
     arena = ArenaMemory.create(1 << 20, huge_pages="never")
     arena.prefault()
     arena.mapping.array[:100] = 3
-    packed = cuda_ipc.export(arena).packed
+    packed = arena.export().packed
     said = subprocess.run(
         [sys.executable, "-c", OTHER, packed.hex()], capture_output=True, text=True, check=True, cwd=REPO, timeout=120
     )
@@ -153,19 +153,19 @@ def test_an_arena_that_a_node_serves_is_exported_to_nobody() -> None:
     served, exported = (ArenaMemory.create(1 << 20, huge_pages="never") for _ in range(2))
     asyncio.run(serve(served))
     with pytest.raises(LocalProtocolError, match="it is served, so it cannot be exported"):
-        cuda_ipc.export(served)
-    cuda_ipc.export(exported)
+        served.export()
+    exported.export()
     with pytest.raises(LocalProtocolError, match="it is exported, so it cannot be served"):
         asyncio.run(serve(exported))
     asyncio.run(serve(served))
-    cuda_ipc.export(exported)
+    exported.export()
     for arena in (served, exported):
         arena.close()
 
 
 def test_memory_that_is_no_more_is_not_opened() -> None:
     arena = ArenaMemory.create(1 << 20, huge_pages="never")
-    handle = cuda_ipc.export(arena)
+    handle = arena.export()
     with pytest.raises(TransportError, match="is another file now"):
         cuda_ipc.Opened(msgspec.structs.replace(handle, inode=handle.inode + 1))
     with pytest.raises(TransportError, match="exported memory: /proc/"):
@@ -176,7 +176,7 @@ def test_memory_that_is_no_more_is_not_opened() -> None:
 def test_a_handle_that_a_card_is_to_write_through_is_of_a_cards_memory_alone() -> None:
     arena = ArenaMemory.create(1 << 20, huge_pages="never")
     with pytest.raises(TransportError, match="memfd, expected a card's"):
-        cuda_ipc.Opened(cuda_ipc.export(arena), on=0)
+        cuda_ipc.Opened(arena.export(), on=0)
     arena.close()
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from pdtransfer.errors import WorldError
 from pdtransfer.kernels import registered
-from pdtransfer.memory import arena_memory
-from pdtransfer.memory.arena_memory import ArenaMemory, map_received
+from pdtransfer.memory import mapping as mappings
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import map_received
 from tests.support.fake_card import FakeRegistrar, mapped
 
 MIB = 1 << 20
@@ -18,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(mappings, "CHUNK_BYTES", MIB)
     monkeypatch.setattr(registered, "CHUNK_BYTES", 2 * MIB)
 
 

@@ -15,7 +15,9 @@ import pytest
 
 from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.memory import arena_memory, available_memory
-from pdtransfer.memory.arena_memory import ArenaMemory, allocate, map_received
+from pdtransfer.memory import mapping as mappings
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import allocate, map_received
 
 F_ADD_SEALS, SEAL, SHRINK, GROW, WRITE, FUTURE_WRITE = 1033, 1, 2, 4, 8, 16
 MIB = 1 << 20
@@ -69,9 +71,9 @@ def test_an_arena_is_whole_pages_and_at_least_what_was_asked() -> None:
 def test_prefault_backs_every_byte_and_keeps_what_is_there(
     arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(mappings, "CHUNK_BYTES", MIB)
     if kernel != "this one":
-        monkeypatch.setattr(arena_memory, "_MADV_POPULATE_WRITE", 9_999)  # EINVAL
+        monkeypatch.setattr(mappings, "_MADV_POPULATE_WRITE", 9_999)  # EINVAL
     arena.mapping.view[5] = 77
     ready: list[int] = []
     assert arena.prefault(ready.append)
@@ -83,7 +85,7 @@ def test_prefault_backs_every_byte_and_keeps_what_is_there(
 
 
 def test_prefault_stops_when_told(arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(mappings, "CHUNK_BYTES", MIB)
     assert not arena.prefault(stop=lambda: arena.bytes_ready >= 2 * MIB)
     assert arena.bytes_ready == 2 * MIB
 
@@ -97,7 +99,7 @@ def test_an_arena_beyond_the_hosts_memory_is_refused_with_both_values() -> None:
 
 
 def test_memory_that_runs_out_on_the_way_ends_the_prefault(arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(mappings, "CHUNK_BYTES", MIB)
     figures = iter([100 * MIB, 100 * MIB, MIB // 2])
     left = (available_memory.AvailableMemory("a cgroup", each) for each in figures)
     monkeypatch.setattr(arena_memory, "available_memory", lambda: next(left))
@@ -115,7 +117,7 @@ def test_a_chunk_that_the_kernel_cannot_back_is_an_error_and_no_signal(
             ctypes.set_errno(errno.ENOMEM)
             return -1
 
-    monkeypatch.setattr(arena_memory, "_libc", Libc)
+    monkeypatch.setattr(mappings, "_libc", Libc)
     with pytest.raises(WorldError, match=f"of {4 * MIB}: Cannot allocate memory; .*: \\d+ bytes"):
         arena.prefault()
 
@@ -251,18 +253,18 @@ def test_an_arena_that_is_entered_by_pieces_is_looked_through_once(monkeypatch: 
         looked.append(first)
         return seek(fd, first, how)
 
-    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(os, "lseek", counted)
     made = ArenaMemory.create(8 * MIB, huge_pages="never")
     made.mapping.prefault(end=5 * MIB)
     received = map_received(made.fd, 8 * MIB)
     done, backed = 0, 0
     for end in (2 * MIB, 4 * MIB, 5 * MIB, 5 * MIB):
-        done, backed = arena_memory.enter_backed(received, made.fd, done, 2 * MIB, backed)
+        done, backed = mappings.enter_backed(received, made.fd, done, 2 * MIB, backed)
         assert (done, backed) == (end, 5 * MIB)
     made.mapping.prefault()
     for end in (7 * MIB, 8 * MIB):
-        done, backed = arena_memory.enter_backed(received, made.fd, done, 2 * MIB, backed)
+        done, backed = mappings.enter_backed(received, made.fd, done, 2 * MIB, backed)
         assert (done, backed) == (end, 8 * MIB)
     assert looked == [0, 4 * MIB, 5 * MIB, 5 * MIB], "no more for a piece that is known to be there"
     received.close()
@@ -270,14 +272,14 @@ def test_an_arena_that_is_entered_by_pieces_is_looked_through_once(monkeypatch: 
 
 
 def test_what_an_arenas_owner_takes_back_meanwhile_is_not_backed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     made = ArenaMemory.create(4 * MIB, huge_pages="never")
     made.mapping.prefault()
     received = map_received(made.fd, 4 * MIB)
-    done, backed = arena_memory.enter_backed(received, made.fd, 0, MIB, 0)
+    done, backed = mappings.enter_backed(received, made.fd, 0, MIB, 0)
     assert (done, backed) == (MIB, 4 * MIB)
     made.mapping._map.madvise(mmap.MADV_REMOVE, MIB, 3 * MIB)
-    assert arena_memory.enter_backed(received, made.fd, done, MIB, backed) == (MIB, MIB)
+    assert mappings.enter_backed(received, made.fd, done, MIB, backed) == (MIB, MIB)
     assert os.fstat(made.fd).st_blocks * 512 == MIB
     received.close()
     made.close()
@@ -287,7 +289,7 @@ def test_what_an_arenas_owner_takes_back_meanwhile_is_not_backed_for_it(monkeypa
 def test_a_received_arena_that_its_owner_has_not_backed_is_refused(
     backed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", MIB)
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", MIB)
     made = ArenaMemory.create(2 * MIB, huge_pages="never")
     if backed:
         made.prefault()
@@ -314,7 +316,7 @@ def test_what_is_no_memfd_is_refused(tmp_path: Path) -> None:
     pipe, other = os.pipe()
     file = os.open(path, os.O_RDWR)
     for fd in (file, pipe):
-        with pytest.raises(TransportError, match=r"no memfd|seals"):
+        with pytest.raises(TransportError, match=r"not a memfd|seals"):
             map_received(fd, MIB)
     for fd in (file, pipe, other):
         os.close(fd)

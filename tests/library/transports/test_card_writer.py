@@ -19,7 +19,7 @@ from pdtransfer.handoff.ready_gate import AllEvents, ReadyGate
 from pdtransfer.kernels import checksum_copy, registered
 from pdtransfer.kernels.pools import State
 from pdtransfer.layout.checksum import lines_of, runs_of
-from pdtransfer.memory import arena_memory
+from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.tracing.timeline import Timeline
 from pdtransfer.transports import card_writer
@@ -481,8 +481,8 @@ async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: ArenaMemo
 async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
-    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(mappings, "CHUNK_BYTES", 1 << 20)
     made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
     card, told = FakeCard(), list[int]()
     both = Pair(made, directory, card=card)

@@ -25,7 +25,7 @@ from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.checksum import Lines, lines_of
 from pdtransfer.layout.layout import Component, Span, expand_pages
 from pdtransfer.layout.pairing import pair
-from pdtransfer.memory import arena_memory
+from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports import copier
 from pdtransfer.transports.copier import Copier, CopyWork, copy_job
@@ -438,7 +438,7 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = arena.byte_count // 2 // 4_096 * 4_096
-    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=half)
     told: list[int] = []
     decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
@@ -467,7 +467,7 @@ async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_t
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece = arena.byte_count // 3 // 4_096 * 4_096
-    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
     arena.mapping.prefault()
     told: list[int] = []
@@ -484,7 +484,7 @@ async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_t
 async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_no_descriptor(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=4_096)
     decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
     assert await prefill.map(WRITER, await decode.offer(WRITER), ()) == 4_096

@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[refe
 from pdtransfer_lab.models.factory import create
 
 from pdtransfer.errors import Cause
-from pdtransfer.memory.arena_memory import map_received
+from pdtransfer.memory.mapping import map_received
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import (
     Abort,

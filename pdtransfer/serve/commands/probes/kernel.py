@@ -10,7 +10,8 @@ import socket
 import struct
 from pathlib import Path
 
-from ....memory.arena_memory import ArenaMemory, map_received
+from ....memory.arena_memory import ArenaMemory
+from ....memory.mapping import map_received
 from ....probe import KERNEL, Seen, missing, ok, read, within
 
 

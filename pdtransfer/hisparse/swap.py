@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import LocalProtocolError
+from ..kernels.arguments import CopyArgument
 from ..kernels.card import Card, card
-from ..kernels.copy_argument import CopyArgument
 from ..kernels.kv_copy import PlannedCopy
 from ..layout.geometry import Int64s
 

@@ -14,11 +14,11 @@ from ..layout.layout import Layout, check_slots, expand_pages
 from ..layout.pairing import Pairing, pair
 from ..layout.plan import plan
 from . import copy as host_copy
+from .arguments import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
 from .cancel import CancelWord
 from .card import Card, card
-from .copy_argument import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
-from .lanes import Staging
 from .pools import PageSlots, PinnedCancel, Pool, Progress, Slots, State
+from .staging import Staging
 
 BLOCKS_PUSH_NARROW = 8  # of narrow rows, of which more must be under way
 BLOCKS_FETCH = 32  # from host memory, whose latency they hide

@@ -14,10 +14,11 @@ from .cancel import CancelWord
 from .card import card
 from .kv_copy import CheckedCopy, by_pages, check_copy, slots_of
 from .kv_copy import prepare as prepare_launch
-from .lanes import SLOT_BYTES, Staging, borrowed
 from .pools import Pool, Progress, Slots
-from .ring import Sides, direct_works, listing, on_cpu, ring_works, strided_works
-from .ring_blocks import Through, through
+from .ring.blocks import Through, through
+from .ring.lanes import SLOT_BYTES, borrowed
+from .ring.works import Sides, direct_works, listing, on_cpu, ring_works, strided_works
+from .staging import Staging
 
 Backend = Literal["auto", "spare", "kernel", "direct", "strided", "ring"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from math import gcd, prod
 from typing import Any, NamedTuple
 
 from ..errors import LocalProtocolError
+from .arguments import SetMlaArgument
 from .card import Card, card
 
 _ONE_HELD_ROWS, _FEW_ROWS = 1_024, 128  # rows up to which a thread takes one unit; and two rows a block, not four
@@ -15,17 +15,6 @@ _THREADS, _THREADS_MAX = 144, 1_024  # about the size of a block: two rows of 72
 _BULK_ROWS = (1_024, 1, "bulk"), (4_096, 3, "early"), (1 << 31, 4, "bulk")  # rows up to, per block
 _BULK_CAPABILITY = 9, 0
 _KERNEL = "set_mla"
-
-
-class SetMlaArgument(ctypes.Structure):
-    """SetMla of kernels/set_mla.h."""
-
-    _fields_ = (
-        ("buffer", ctypes.c_uint64), ("nope", ctypes.c_uint64), ("rope", ctypes.c_uint64), ("loc", ctypes.c_uint64),
-        ("buffer_stride", ctypes.c_int64), ("nope_stride", ctypes.c_int64), ("rope_stride", ctypes.c_int64),
-        ("slots", ctypes.c_int64), ("skip", ctypes.c_int64), ("rows", ctypes.c_int32), ("nope_units", ctypes.c_int32),
-        ("units", ctypes.c_int32), ("wide", ctypes.c_int32),
-    )  # fmt: skip
 
 
 class SetMlaLaunch(NamedTuple):

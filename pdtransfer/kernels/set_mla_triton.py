@@ -8,7 +8,7 @@ import importlib
 from math import gcd
 from typing import Any
 
-from .set_mla import SetMlaArgument
+from .arguments import SetMlaArgument
 
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")

@@ -12,14 +12,14 @@ import numpy as np
 from ..errors import WorldError
 from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
-from ..kernels import lanes
 from ..kernels import push as pushing
 from ..kernels.cancel import CancelWord
 from ..kernels.card import Card, CudaEvent, card
 from ..kernels.kv_copy import check_copy, kv_copy, prepare
-from ..kernels.lanes import Staging
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
 from ..kernels.registered import Registrar
+from ..kernels.ring import lanes
+from ..kernels.staging import Staging
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout
 from ..memory.cuda_ipc import Handle, Opened

@@ -25,8 +25,8 @@ from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
 from ..kernels import checksum_copy
 from ..kernels.cancel import CancelWord
-from ..kernels.lanes import NEVER_NS
 from ..kernels.pools import Pool, State
+from ..kernels.ring.lanes import NEVER_NS
 from ..layout.checksum import MASK, Lines, lines_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout, Plane

@@ -259,9 +259,9 @@ MAY_WAIT_FOR_A_WHOLE_DEVICE = {
     ("kernels.pools.Progress.__init__", "Card.allocate"): _START,
     ("kernels.pools.Progress.__init__", "Card.pinned"): _START,
     ("kernels.pools.PinnedCancel.__init__", "Card.pinned"): "one in a thousand pins memory; words are used again",
-    ("kernels.lanes.StagingRing.slots", "Card.allocate"): "a ring's first use",
-    ("kernels.lanes.Staging.put", "Card.allocate"): _GROWS,
-    ("kernels.lanes.Staging.put", "Card.pinned"): _GROWS,
+    ("kernels.ring.lanes.StagingRing.slots", "Card.allocate"): "a ring's first use",
+    ("kernels.staging.Staging.put", "Card.allocate"): _GROWS,
+    ("kernels.staging.Staging.put", "Card.pinned"): _GROWS,
     ("transports.card_launcher.CardLauncher.fetch", "Card.pinned"): _GROWS,
     ("transports.card_launcher.PoolCard.host_register", "Card.host_register"): _APART,
     ("transports.card_launcher.PoolCard.host_unregister", "Card.host_unregister"): _APART,
@@ -321,7 +321,7 @@ WAITS_FOR_A_STREAM = {
     "kernels.card.Card.upload_new": "for its own upload, on a stream of its own",
     "kernels.card.Card.clear": "at the start",
     "kernels.pool_hooks.load_to_device_per_layer": "where a launch has failed",
-    "kernels.lanes.StagingRing.run": "where a launch has failed",
+    "kernels.ring.lanes.StagingRing.run": "where a launch has failed",
     "transports.card_launcher.CardLauncher.fetch": "where every byte is read back to be summed",
 }
 

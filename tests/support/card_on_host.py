@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from pdtransfer.errors import WorldError
+from pdtransfer.kernels.arguments import CopyArgument
 from pdtransfer.kernels.card import Card, words
-from pdtransfer.kernels.copy_argument import CopyArgument
 from pdtransfer.kernels.driver import Calls
 from pdtransfer.kernels.tables import DeviceTables
 

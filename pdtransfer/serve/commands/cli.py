@@ -182,7 +182,7 @@ def kernels_build(
     json: Json = False,
 ) -> int:
     """Compiles every kernel into the cache ahead of time; with --arch also on a host without a card."""
-    from ...kernels.build import run
+    from .kernels_build import run
 
     return run(arch, json=json)
 

@@ -14,8 +14,9 @@ from pdtransfer_lab.bench import hybrid
 from pdtransfer_lab.bench.hybrid import SHAPES
 
 from pdtransfer.errors import WorldError
-from pdtransfer.kernels import kv_copy, lanes
+from pdtransfer.kernels import kv_copy
 from pdtransfer.kernels import push as pushing
+from pdtransfer.kernels.ring import lanes
 from tests.support import kernels_host
 from tests.support.bench_output import printed
 from tests.support.card_on_host import CardOnHost

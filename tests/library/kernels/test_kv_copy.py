@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldError
 from pdtransfer.kernels import UnusableError, card, compiled, driver, native, source_directory
+from pdtransfer.kernels.arguments import CopyArgument, SlotsArgument
 from pdtransfer.kernels.cancel import CancelWord
-from pdtransfer.kernels.copy_argument import CopyArgument, SlotsArgument
 from pdtransfer.kernels.kv_copy import kv_copy, lanes_of
 from pdtransfer.kernels.pools import PageSlots, PinnedCancel, Progress, State
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS

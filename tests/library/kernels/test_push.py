@@ -19,11 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError, WorldError
-from pdtransfer.kernels import kv_copy, lanes, ring_blocks
+from pdtransfer.kernels import kv_copy
 from pdtransfer.kernels import push as pushing
 from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.pools import Progress, State
 from pdtransfer.kernels.push import PushLoad, choose, push
+from pdtransfer.kernels.ring import blocks, lanes
 from tests.support.card_on_host import CardOnHost
 from tests.support.effort import some
 from tests.support.layout_tensors import CANARY, c4, dsa_index, mha, mla
@@ -43,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A ring and runs to suit small pools; shapes and lanes are kept, so nobody else's."""
     for module in (lanes, pushing):
         monkeypatch.setattr(module, "SLOT_BYTES", SLOT_BYTES)
-    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 1)
+    monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 1)
     yield
     lanes._idle.clear()
 
@@ -398,7 +399,7 @@ def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: CardOnHost, b
 
 
 def test_a_ring_says_why_it_cannot(here: CardOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 5_000)
+    monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 5_000)
     source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match="no rows of the target lie in runs that are long enough"):
         pushed(source, target, np.arange(0, 16, 2), range(8), 8, fetch=False, card=0, backend="ring")
@@ -514,7 +515,7 @@ def test_the_choice_goes_by_bytes_and_runs(load: PushLoad, backend: str) -> None
 def test_auto_carries_by_what_was_chosen(
     here: CardOnHost, monkeypatch: pytest.MonkeyPatch, source_name: str, slots: Any, chosen: str
 ) -> None:
-    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 30_000)
+    monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 30_000)
     for name, value in (("PLANNED_BYTES_MIN", 0), ("RING_BYTES_MIN", 0), ("DIRECT_RUN_BYTES_MIN", 200_000)):
         monkeypatch.setattr(pushing, name, value)
     source = filled(source_name, mla(), 4, 128, content=True)

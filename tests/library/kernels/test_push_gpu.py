@@ -17,9 +17,10 @@ import torch
 
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.kernels import card as cards
-from pdtransfer.kernels import driver, ring_blocks
+from pdtransfer.kernels import driver
 from pdtransfer.kernels.pools import PinnedCancel, Pool, Progress, State
 from pdtransfer.kernels.push import Backend, push
+from pdtransfer.kernels.ring import blocks
 from pdtransfer.layout.layout import Layout, Plane
 from tests.support.layout_tensors import CANARY, Model, c4, dsa_index, mla
 from tests.support.layout_tensors import Pool as Tensors
@@ -69,7 +70,7 @@ def test_every_backend_carries_every_layout_into_every_other(
     places: tuple[OnCard, OnCard], model: Model, page_size: int, source_name: str, target_name: str, pages: int,
     backend: Backend, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 1)  # whatever lies together goes through the ring
+    monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 1)  # whatever lies together goes through the ring
     rng, count = np.random.default_rng(pages), page_size * (pages - 2) + 5
     source = tensors(source_name, model, page_size, pages, content=True)
     target = tensors(target_name, model, page_size, pages, content=False)
@@ -186,7 +187,7 @@ def test_a_push_waits_for_what_its_stream_has_and_what_comes_later_waits_for_it(
 
 
 def test_what_a_ring_cannot_carry_it_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 1 << 20)
+    monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 1 << 20)
     place = OnCard(host=False), OnCard(host=True)
     try:
         source, target = (

@@ -12,7 +12,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[refe
 import torch
 
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.kernels.set_mla import SetMlaArgument, argument_of, set_mla_kv_buffer, shape_of
+from pdtransfer.kernels.arguments import SetMlaArgument
+from pdtransfer.kernels.set_mla import argument_of, set_mla_kv_buffer, shape_of
 from tests.support.mla_rows import PARTS, SLOTS, as_bytes, by_indexing, case
 
 

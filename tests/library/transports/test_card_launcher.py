@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from pdtransfer.handoff.ready_gate import ReadyGate
-from pdtransfer.kernels import kv_copy, lanes, ring_blocks
+from pdtransfer.kernels import kv_copy
 from pdtransfer.kernels import push as pushing
 from pdtransfer.kernels.pools import State
+from pdtransfer.kernels.ring import blocks, lanes
 from pdtransfer.transports import card_launcher
 from tests.support.card_on_host import CardOnHost
 from tests.support.layout_tensors import mla
@@ -32,7 +33,7 @@ def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         monkeypatch.setattr(module, "SLOT_BYTES", 6_000)
     for name in ("PLANNED_BYTES_MIN", "RING_BYTES_MIN"):
         monkeypatch.setattr(pushing, name, 0)
-    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 4 * ROW)
+    monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 4 * ROW)
     monkeypatch.setattr(card_launcher, "RUN_BYTES_MIN", 4 * ROW)
     yield made
     lanes._idle.clear()

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..layout.geometry import Int64s, read_only
-from ..layout.pairing import Pairing
+from ...layout.geometry import Int64s, read_only
+from ...layout.pairing import Pairing
 
 RUN_BYTES_MIN = 64 << 10  # the kernel copies shorter runs as fast, since each transfer has a fixed cost
 _SHAPES_MAX = 64

@@ -1,4 +1,4 @@
-"""The argument of the kernel kv_copy, as kernels/kv_copy.h has it, and the shape of its launches."""
+"""Arguments of kernels, as the headers in kernels/ have them, and the shape of kv_copy's launches."""
 
 from __future__ import annotations
 
@@ -27,4 +27,15 @@ class CopyArgument(ctypes.Structure):
         ("count", ctypes.c_int64), ("pair_count", ctypes.c_uint32), ("ticket", ctypes.c_uint32),
         ("group_shift", ctypes.c_int32), ("pair_major", ctypes.c_int32), ("by_source", ctypes.c_int32),
         ("unused", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class SetMlaArgument(ctypes.Structure):
+    """SetMla of kernels/set_mla.h."""
+
+    _fields_ = (
+        ("buffer", ctypes.c_uint64), ("nope", ctypes.c_uint64), ("rope", ctypes.c_uint64), ("loc", ctypes.c_uint64),
+        ("buffer_stride", ctypes.c_int64), ("nope_stride", ctypes.c_int64), ("rope_stride", ctypes.c_int64),
+        ("slots", ctypes.c_int64), ("skip", ctypes.c_int64), ("rows", ctypes.c_int32), ("nope_units", ctypes.c_int32),
+        ("units", ctypes.c_int32), ("wide", ctypes.c_int32),
     )  # fmt: skip

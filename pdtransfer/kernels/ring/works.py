@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout.geometry import Int64s, read_only
-from ..layout.plan import Plan, plan
-from . import copy as host_copy
-from .cancel import CancelWord
-from .card import Card
-from .copy_argument import BLOCKS_PUSH, CopyArgument, SlotsArgument
-from .kv_copy import (
+from ...layout.geometry import Int64s, read_only
+from ...layout.plan import Plan, plan
+from .. import copy as host_copy
+from ..arguments import BLOCKS_PUSH, CopyArgument, SlotsArgument
+from ..cancel import CancelWord
+from ..card import Card
+from ..kv_copy import (
     BLOCKS_FETCH,
     Side,
     device_pairs,
@@ -29,9 +29,10 @@ from .kv_copy import (
     launch_of,
     pair_major,
 )
-from .lanes import ARGUMENT, Staging, StagingRing, Works
-from .pools import Pool, Progress, State
-from .ring_blocks import Chunks, RingShape, Through
+from ..pools import Pool, Progress, State
+from ..staging import Staging
+from .blocks import Chunks, RingShape, Through
+from .lanes import ARGUMENT, StagingRing, Works
 
 _TABLES_MAX = 64
 

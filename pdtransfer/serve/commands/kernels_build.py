@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from json import dumps
 from time import perf_counter
 
-from ..errors import WorldError
-from . import UnusableError, checksum_copy, lanes, native, private_directory
-from .card import card
-from .compiled import KERNELS, compiler, machine_code
-from .driver import count
+from ...errors import WorldError
+from ...kernels import UnusableError, checksum_copy, native, private_directory
+from ...kernels.card import card
+from ...kernels.compiled import KERNELS, compiler, machine_code
+from ...kernels.driver import count
+from ...kernels.ring import lanes
 
 
 def run(architectures: Sequence[str], *, json: bool) -> int:

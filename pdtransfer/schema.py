@@ -7,14 +7,16 @@ or `convert` makes a struct of it. Behind that edge every field has the type tha
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TypeVar, cast
 
 import msgspec
 
-from .errors import RemoteProtocolError
+from .errors import ConfigError, RemoteProtocolError
 from .wire.codec import display
 
 Parsed = TypeVar("Parsed")
+Named = TypeVar("Named", bound=msgspec.Struct)
 
 _PATH = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?([^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(\w+)`")
@@ -42,6 +44,20 @@ def convert(value: object, kind: type[Parsed]) -> Parsed:
         raise _field_error(str(error), value) from None
     except (ValueError, RecursionError) as error:  # an integer of more digits than Python writes
         raise RemoteProtocolError("JSON", str(error)) from None
+
+
+def options(values: Mapping[str, str], kind: type[Named]) -> Named:
+    """Makes a struct of an engine's options. Raises ConfigError, naming the option, if one is unknown, or is not what
+    its field takes."""
+    try:
+        return msgspec.convert(dict(values), kind, strict=False)
+    except msgspec.ValidationError as error:
+        names = kind.__struct_fields__
+        if unknown := sorted(values.keys() - set(names)):
+            text = f"engine_option = '{unknown[0]}={values[unknown[0]]}': must be one of {', '.join(names)}"
+            raise ConfigError(text) from None
+        text, _, field = str(error).partition(" - at `$.")
+        raise ConfigError(f"engine_option {field.rstrip('`')}: {text}") from None
 
 
 def _field_error(text: str, value: object) -> RemoteProtocolError:

@@ -8,7 +8,7 @@ import numpy as np
 
 from pdtransfer.layout.layout import Layout, expand_pages
 from pdtransfer.serve.engine_api import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
-from pdtransfer.serve.engines.stamp.generation import Generation
+from pdtransfer.serve.engines.generation import Generation
 from pdtransfer.wire import Sampling
 
 SMALL = {"layers": "2"}  # every mechanism is there with two layers

@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Annotated, ClassVar, Literal, Self
 
-import msgspec
 import numpy as np
 import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
+from pdtransfer import schema
 from pdtransfer.errors import ConfigError
 from pdtransfer.serve.sampling import DIGEST_BYTES
 from pdtransfer.wire import Ranks
@@ -133,15 +133,7 @@ class NamedOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
         """Raises ConfigError, naming the option, if one is unknown, not an integer or out of bounds."""
-        try:
-            return msgspec.convert(dict(options), cls, strict=False)
-        except msgspec.ValidationError as error:
-            names = cls.__struct_fields__
-            if unknown := sorted(options.keys() - set(names)):
-                text = f"engine_option = '{unknown[0]}={options[unknown[0]]}': must be one of {', '.join(names)}"
-                raise ConfigError(text) from None
-            text, _, at = str(error).partition(" - at `$.")
-            raise ConfigError(f"engine_option {at.rstrip('`')}: {text}") from None
+        return schema.options(options, cls)
 
 
 class EngineOptions(NamedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtransfer.serve.engine_api import DecodeEngine, EngineConfig, PrefillEngine
-from pdtransfer.serve.engines.stamp.generation import Generation, generated
+from pdtransfer.serve.engines.generation import Generation, generated
 from pdtransfer.wire import Sampling
 
 from .architecture import EngineOptions, Options

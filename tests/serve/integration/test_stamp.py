@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pdtransfer.serve.engine_api import EngineConfig
+from pdtransfer.serve.engines.generation import Generation
 from pdtransfer.serve.engines.stamp.factory import generate_many
-from pdtransfer.serve.engines.stamp.generation import Generation
 from pdtransfer.serve.settings.config import STAMP
 from pdtransfer.wire import Sampling
 from tests.support.fleets import LIMITS, SLOTS, TOKENS, Running, Site, equal, prompts, running

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from ....wire import Sampling
 from ...engine_api import DecodeEngine, EngineConfig, PrefillEngine
+from ..generation import Generation, generated
 from .decode import StampDecode
-from .generation import Generation, generated
 from .options import StampOptions
 from .prefill import StampPrefill
 

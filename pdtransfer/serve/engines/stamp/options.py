@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Literal, Self
 
-import msgspec
 from msgspec import Meta, Struct
 
+from .... import schema
 from ....errors import ConfigError, LocalProtocolError
 from ....layout.deepseek_v4 import PAGE_TOKENS, WINDOW_TOKENS, deepseek_v4
 from ....layout.layout import Component, Layout, Span
@@ -48,15 +48,7 @@ class StampOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
         """Raises ConfigError, naming the option, if one is unknown, not an integer or out of bounds."""
-        try:
-            return msgspec.convert(dict(options), cls, strict=False)
-        except msgspec.ValidationError as error:
-            names = cls.__struct_fields__
-            if unknown := sorted(options.keys() - set(names)):
-                text = f"engine_option = '{unknown[0]}={options[unknown[0]]}': must be one of {', '.join(names)}"
-                raise ConfigError(text) from None
-            text, _, at = str(error).partition(" - at `$.")
-            raise ConfigError(f"engine_option {at.rstrip('`')}: {text}") from None
+        return schema.options(options, cls)
 
     @property
     def model(self) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ....wire import Sampling
     from ...engine_api import DecodeEngine, EngineConfig, PrefillEngine
-    from .factory import Generated
+    from ..generation import Generation
 
 
 def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
@@ -30,7 +30,7 @@ def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
 
 def generate_many(
     config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]]
-) -> list[Generated]:  # fmt: skip
+) -> list[Generation]:  # fmt: skip
     """What a single process answers, without transfers; as `factory.generate_many`."""
     check()
     from .factory import generate_many as made

@@ -15,7 +15,6 @@ from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -25,6 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from .... import schema
 from ....adapters.kit.model_facts import dtype_name, model_facts
 from ....client.labels import weights_digest
 from ....errors import ConfigError
@@ -62,10 +62,7 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
         """Raises ConfigError, naming the option, if one is unknown or its value is."""
-        try:
-            return msgspec.convert(dict(options), cls, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"engine_option: {error}; --model takes {', '.join(cls.__struct_fields__)}") from None
+        return schema.options(options, cls)
 
 
 @dataclass(frozen=True, slots=True)

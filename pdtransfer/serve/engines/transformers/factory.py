@@ -7,9 +7,9 @@ Tests and the demo compare disaggregated runs with `generate_many`, which runs t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from transformers import DynamicCache
 
 from ....errors import ConfigError
 from ....wire import Sampling
-from ...engine_api import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
+from ...engine_api import DecodeEngine, EngineConfig, PrefillEngine
+from ..generation import Generation, generated
 from .checkpoint import Checkpoint, ModelOptions, kept_by, load, placed, with_cache
 from .decode import CheckpointDecode
 from .layers import WINDOW, LayerShape, describe
@@ -109,20 +110,9 @@ def _prove(checkpoint: Checkpoint, config: EngineConfig, whole: Tensor) -> None:
         raise ValueError(f"its logits differ by {difference:.3f} of their size from those over transformers' own cache")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """One request's outcome, with digests of its tokens, and of logits and KV with the option `digests`."""
-
-    tokens: tuple[int, ...]
-    reason: str  # "stop" or "length"
-    tokens_digest: bytes
-    logits_digest: bytes
-    kv_digest: bytes
-
-
 def generate_many(
     config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]], checkpoint: Checkpoint | None = None
-) -> list[Generated]:
+) -> list[Generation]:
     """Runs requests in this process, as many at a time as fit `config.slots`, and returns outcomes in their order.
 
     Takes `checkpoint` where it was loaded before. Raises ConfigError, and ValueError for an invalid request.
@@ -132,35 +122,7 @@ def generate_many(
     prefill = CheckpointPrefill(replace(config, role="prefill"), options, checkpoint)
     decode = CheckpointDecode(replace(config, role="decode"), options, checkpoint)
     decode.take(prefill.memory, prefill.card)
-    rooms = [Request(room=at, prompt=prompt, sampling=sampling) for at, (prompt, sampling) in enumerate(requests)]
-    waiting = deque(rooms)
-    slots: dict[int, dict[str, NDArray[np.int64]]] = {}
-    tokens: list[list[int]] = [[] for _ in requests]
-    outcomes: dict[int, Generated] = {}
-    while len(outcomes) < len(requests):
-        while waiting:
-            own = prefill.admit_with_growth(waiting[0], waiting[0].sampling.max_tokens)
-            if own is None:
-                break
-            admitted = waiting.popleft()
-            slots[admitted.room] = _with_ring(prefill, own, len(admitted.prompt))
-        for event in prefill.step() or decode.step():
-            match event:
-                case Prefilled(room=room, aux=aux):
-                    decode.admit(rooms[room], slots.pop(room), aux)
-                case Token(room=room, id=token):
-                    tokens[room].append(token)
-                case Finished(room=room):
-                    prefill.free(room)
-                    outcomes[room] = Generated(
-                        tokens=tuple(tokens[room]), reason=event.reason, tokens_digest=event.tokens_digest,
-                        logits_digest=event.logits_digest, kv_digest=event.kv_digest,
-                    )  # fmt: skip
-                case Broken(room=room, detail=detail):
-                    raise RuntimeError(f"request {room}: {detail}")
-                case _:
-                    pass
-    return [outcomes[at] for at in range(len(requests))]
+    return generated(prefill, decode, requests, taken_by_decode=partial(_with_ring, prefill))
 
 
 def _with_ring(

@@ -11,8 +11,8 @@ import pytest
 
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS, ITEM_LAYOUTS
 from pdtransfer.serve.engine_api import Request
+from pdtransfer.serve.engines.generation import Generation
 from pdtransfer.serve.engines.stamp.factory import create, generate, generate_many
-from pdtransfer.serve.engines.stamp.generation import Generation
 from pdtransfer.serve.engines.stamp.stamps import Stamper, stamps_of
 from pdtransfer.serve.engines.stamp.tokens import VOCABULARY, logits_of
 from pdtransfer.serve.sampling import pick

@@ -10,8 +10,8 @@ import pytest
 from pdtransfer.errors import ConfigError
 from pdtransfer.limits import Limits
 from pdtransfer.serve.engine_api import Broken, EngineConfig, HiSparse
+from pdtransfer.serve.engines.generation import Generation
 from pdtransfer.serve.engines.stamp.factory import create, generate_many
-from pdtransfer.serve.engines.stamp.generation import Generation
 from pdtransfer.wire import Ranks, Sampling
 from tests.support.engine_group import Threads, carry, decodes, generate, prefills, together
 from tests.support.engine_pair import config, prompts, request

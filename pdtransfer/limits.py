@@ -8,7 +8,7 @@ from dataclasses import dataclass
 FRAME_BYTES_MAX = 4 << 20  # a Register of 32,768 planes (128 layers x 2 x 128 heads, one plane a head) is 1.3 MiB
 AUX_BYTES_MAX = 64 << 10  # the first token, its logits' digest, sampler state; never KV
 NAME_LENGTH_MAX = 128  # node, model and component names
-HANDLE_BYTES_MAX = 256  # what names a card's memory to other processes: CUDA's own handle has 64
+HANDLE_BYTES_MAX = 256  # what names a GPU's memory to other processes: CUDA's own handle has 64
 TEXT_LENGTH_MAX = 512  # a reason for a person
 TRACEPARENT_LENGTH = 55  # of W3C Trace Context, version 00
 ADDRESS_LENGTH_MAX = 256  # an endpoint or a socket's path

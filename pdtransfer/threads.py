@@ -121,11 +121,11 @@ def started_with() -> frozenset[int]:
 def run_on(cpus: frozenset[int] | None) -> None:
     """Binds the calling thread, and those that it starts from now on, to these CPUs; None changes nothing.
 
-    Raises ConfigError where the kernel allows none of them.
+    Raises ConfigError where the kernel allows this process no CPU of these.
     """
     if cpus is None or set(cpus) == os.sched_getaffinity(0):
         return
     try:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
-        raise ConfigError(f"cpus = {sorted(cpus)}: the kernel allows none of them here: {error}") from None
+        raise ConfigError(f"cpus = {sorted(cpus)}: the kernel allows this process no CPU of these: {error}") from None

@@ -35,9 +35,9 @@ def locked(locks: str, python: str) -> dict[str, str]:
 def differences(sbom: dict[str, Any], locks: str) -> list[str]:
     """What is wrong with the SBOM, a line each."""
     if sbom.get("bomFormat") != "CycloneDX":
-        return ["this is no SBOM of CycloneDX"]
+        return ["this is not a SBOM of CycloneDX"]
     if sbom["metadata"]["component"]["name"] != "pdtransfer":
-        return ["it is no SBOM of pdtransfer"]
+        return ["it is not a SBOM of pdtransfer"]
     packages: dict[str, str] = {}
     pythons: set[str] = set()
     for each in sbom.get("components", ()):

@@ -21,7 +21,7 @@ _ROUTERS_MARK, _ROUTERS_BYTES = b"\0", 4  # an id assigned by the ROUTER
 
 
 class TurnedAwayError(RemoteProtocolError):
-    """The connection has no name or no place; this is no breach. `reason` goes into the Reject."""
+    """The connection has no name or no place; this is not a breach. `reason` goes into the Reject."""
 
     def __init__(self, reason: str, field: str, text: str) -> None:
         super().__init__(field, text)

@@ -1,7 +1,7 @@
 """What the kernel says about peers that are gone: a connection that has ended and does not come back, a host that
 acknowledges nothing.
 
-A frozen process looks like a busy one here: its kernel still accepts and acknowledges. That is no evidence.
+A frozen process looks like a busy one here: its kernel still accepts and acknowledges. That is not evidence.
 """
 
 from __future__ import annotations

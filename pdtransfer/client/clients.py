@@ -215,9 +215,9 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
     (index of this rank among them, n).
 
     `bind` is the tcp://host:port to listen on, port 0 for any; `endpoint` is where it listens once started.
-    `copy_threads` copy rows in host memory. `card` is the CUDA ordinal if the pools are in that card's memory: the card
+    `copy_threads` copy rows in host memory. `card` is the CUDA ordinal if the pools are in that GPU's memory: the GPU
     then writes the rows itself. `condemned` is then called, from another thread, if nobody can know whether a write of
-    the card has ended. Only the end of this process proves it, so end the process. `transport` restricts how rows
+    the GPU has ended. Only the end of this process proves it, so end the process. `transport` restricts how rows
     travel, and `network` configures transports to other hosts.
 
     Each room takes `open`, then `push` and `finish`, or `abort`. Once `poll` returns RoomDrained, its pages may be
@@ -321,7 +321,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         """
         held = self._components.get(component)
         if held is None:
-            raise LocalProtocolError(f"component: {component!r} is none of {sorted(self._components)}")
+            raise LocalProtocolError(f"component: {component!r} must be one of {sorted(self._components)}")
         slots = slots_of_rows(pages, held.layout.page_size, rows, skip=skip)
         cell = Cell(component, rows[0], layers or held.layout.layer_range, slots)
         self._port.to_loop(lambda: self._node.push(room, cell, after=after))

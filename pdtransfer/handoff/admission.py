@@ -33,7 +33,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._mean_ms = 0.0  # between two departures
-        self._left_at: float | None = None  # None while the queue is empty: idle time is no measure of its speed
+        self._left_at: float | None = None  # None while the queue is empty: idle time is not a measure of its speed
 
     def left(self, now: float, *, waiting: bool) -> None:
         """A request left the queue; `waiting`: others remain."""
@@ -109,7 +109,7 @@ class Admission:
         inflight_bytes = demand.inflight_bytes - self._cache.bytes_of(len(blocks) * self._cache.block_tokens)
         over = self.inflight_bytes + inflight_bytes > self._limits.inflight_bytes_max
         holding = None
-        if not over or not self.inflight_bytes:  # a request alone may exceed the bound, or it would wait for ever
+        if not over or not self.inflight_bytes:  # a request alone may exceed the bound, or it would wait forever
             holding = held or self._cache.allocate(demand.rows, blocks, queried=len(demand.keys))
         if holding is None:
             self._stuck = self._found(demand)

@@ -1,6 +1,6 @@
 """When a chunk's layers that are computed are enough for a write.
 
-Each write has a fixed cost on the loop and on the card. Decode waits for whatever leaves last when prefill ends. So
+Each write has a fixed cost on the loop and on the GPU. Decode waits for whatever leaves last when prefill ends. So
 cells are as large as is cheap, and get smaller towards the end of a chunk.
 """
 
@@ -14,8 +14,8 @@ CELL_BYTES_MIN = 8 << 20
 
 
 def is_full(layout: Layout, layers: tuple[int, int], rows: int, *, cell_bytes_min: int = CELL_BYTES_MIN) -> bool:
-    """Whether layers [first, end) of so many rows make a cell that is large enough, or as large as what their chunk has
-    left. The chunk's layers are computed in order."""
+    """Whether layers [first, end) of this many rows make a cell of sufficient size, or all that their chunk has left.
+    The chunk's layers are computed in order."""
     left = rows * layout.row_bytes_of(layers[1], layout.layer_range[1])
     if not left or rows * layout.row_bytes <= WHOLE_BYTES_MAX:
         return not left

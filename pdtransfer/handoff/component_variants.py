@@ -30,7 +30,7 @@ def labels(components: Sequence[Component]) -> tuple[str, ...]:
 
 
 def repeated(components: Sequence[Component]) -> str:
-    """A name that is registered twice in one memory; empty if there is none."""
+    """A name that is registered twice in one memory; empty without one."""
     counts = Counter((each.name, each.memory) for each in components)
     return next((name for (name, _), count in counts.items() if count > 1), "")
 

@@ -57,7 +57,7 @@ class ReadyGate:
         return self._passed >= len(self._handles) - 1
 
     def fired(self, number: int, now_ns: int) -> None:
-        """A card has passed the CUDA event of this number; repeats are harmless."""
+        """A GPU has passed the CUDA event of this number; repeats are harmless."""
         if number + 1 == len(self._handles):  # before `next` returns None, which lets other threads proceed
             self.opened_ns = self.opened_ns or now_ns
         self._passed = number + 1

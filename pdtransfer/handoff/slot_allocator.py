@@ -124,14 +124,14 @@ class FreeExtents:
             self._join_many(extents)
             return
         for start, count in extents.tolist():
-            assert 0 <= start < start + count <= self.slots, f"{start}+{count} is no extent of {self.slots} slots"
+            assert 0 <= start < start + count <= self.slots, f"{start}+{count} is not an extent of {self.slots} slots"
             self._join(start, count)
             self.free_slots += count
 
     def _join_many(self, extents: Extents) -> None:
         """As `_join` for each run, in one pass."""
         low, high = extents[:, 0], extents[:, 0] + extents[:, 1]
-        assert ((low >= 0) & (low < high) & (high <= self.slots)).all(), f"{extents} are none of {self.slots} slots"
+        assert ((low >= 0) & (low < high) & (high <= self.slots)).all(), f"{extents} must be among {self.slots} slots"
         runs = np.concatenate([np.stack(self._runs(), axis=1), extents])
         starts, counts = runs[np.argsort(runs[:, 0], kind="stable")].T
         ends = starts + counts

@@ -42,7 +42,7 @@ class Timers(Generic[Key]):
         self._live.pop(key, None)
 
     def next(self) -> float | None:
-        """When the next key is due; None if there is none."""
+        """When the next key is due; None without one."""
         while self._heap and self._live.get(self._heap[0][2]) != self._heap[0][1]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

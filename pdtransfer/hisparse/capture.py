@@ -88,7 +88,7 @@ class Captures(Generic[Kept]):
         return self._seen[shape] >= self._worth
 
     def keep(self, shape: Hashable, kept: Kept) -> None:
-        """Keeps captured work. The least recently used leaves once the card has passed it; nothing waits for that."""
+        """Keeps captured work. The least recently used leaves once the GPU has passed it; nothing waits for that."""
         del self._seen[shape]
         self._kept[shape] = kept
         while self._leaving and self._leaving[0][0].query():

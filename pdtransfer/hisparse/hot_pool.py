@@ -1,6 +1,6 @@
 """A device pool with the hot tokens of the requests that decode at once. A step swaps in the tokens that it reads.
 
-All KV stays in the host pool. A step never waits for the card: plans, counts and copies stay there. On the CPU the
+All KV stays in the host pool. A step never waits for the GPU: plans, counts and copies stay there. On the CPU the
 device pool is other memory of this process, and each call completes before it returns.
 """
 
@@ -45,8 +45,8 @@ class HotPool:
 
     Arguments of a step: `lengths` int32 (requests,) is each request's tokens before the step, which computes position
     `lengths[i]`. `rows` int32 (requests,) are distinct rows. `real` int32 (1,) is the number of requests that are not
-    padding; a row of -1 is padding, too. int64 arrays are copied to int32. Without a card results are numpy arrays, and
-    torch is not imported. On a card all arrays are tensors in its memory, and all work is queued on torch's current
+    padding; a row of -1 is padding, too. int64 arrays are copied to int32. Without a GPU results are numpy arrays, and
+    torch is not imported. On a GPU all arrays are tensors in its memory, and all work is queued on torch's current
     stream. A graph may capture `swap_in`, `newest` and `store`, which neither allocate nor wait.
 
     A position outside its request or without a slot gets slot -1 and adds to the row's `refused`, int32 (rows,), which
@@ -68,7 +68,7 @@ class HotPool:
             raise LocalProtocolError(f"hot: {hot} places are below the {top} positions that a step may ask for")
         check_sizes(top=top, hot=hot)
         if host.card != device.card:
-            raise LocalProtocolError(f"pools: the device's is of card {device.card}, the host's of card {host.card}")
+            raise LocalProtocolError(f"pools: the device's is of GPU {device.card}, the host's of GPU {host.card}")
         if not -1 <= spare < device.layout.slots:
             raise LocalProtocolError(f"spare: {spare} is outside 0..{device.layout.slots - 1}")
         for name, pool in (("host", host), ("device", device)):
@@ -142,7 +142,7 @@ class HotPool:
         return slots
 
     def plan(self, group: int, positions: Any, lengths: Any, rows: Any, *, real: Any = None) -> Any:
-        """The first half of `swap_in`: plans, and on a card copies the rows of requests with few misses.
+        """The first half of `swap_in`: plans, and on a GPU copies the rows of requests with few misses.
 
         `bring` must follow before any other call of a step.
         """
@@ -200,13 +200,13 @@ class HotPool:
         return self._tables.bytes + sum(each.nbytes for each in tensors)
 
     def counters(self) -> Counters:
-        """Reads the counters. Waits for the card."""
+        """Reads the counters. Waits for the GPU."""
         tally: Any = self._tally if self.device.card is None else self._tally.cpu().numpy()
         swapped = sum(int(misses) * group.row_bytes for misses, group in zip(tally[:, 1], self._groups, strict=True))
         return Counters(hits=int(tally[:, 0].sum()), misses=int(tally[:, 1].sum()), swapped_bytes=swapped)
 
     def close(self) -> None:
-        """Releases the copies' tables on the card. All work there must have ended. Idempotent."""
+        """Releases the copies' tables on the GPU. All work there must have ended. Idempotent."""
         for copy in (self._store, *(group.copy for group in self._groups)):
             copy.close()
 

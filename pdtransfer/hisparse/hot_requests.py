@@ -68,7 +68,7 @@ def capacity_of(hisparse: HiSparse, top: int, *, rows: int, slots: int) -> Capac
         text = f"must be at least top_k {top}, the tokens of a request that a step reads"
         raise ConfigError(f"hot_tokens = {places}: {text}")
     if places + 1 > hisparse.device_slots:
-        text = f"must be above hot_tokens {places}: a request has so many, and one for its newest token"
+        text = f"must be above hot_tokens {places}: a request has this many, and one for its newest token"
         raise ConfigError(f"device_slots = {hisparse.device_slots}: {text}")
     if hisparse.dense_slots < 1:
         raise ConfigError(f"dense_slots = {hisparse.dense_slots}: at least 1")
@@ -189,7 +189,7 @@ class HotRequests:
             self._scheduler.stepped(rooms, after=self._after)
 
     def refused(self) -> list[int]:
-        """Rooms for which a step picked a position without a slot; they must end. Waits for the card.
+        """Rooms for which a step picked a position without a slot; they must end. Waits for the GPU.
 
         Raises WorldError if the ranks of a group run different rooms or refuse different ones.
         """
@@ -214,7 +214,7 @@ class HotRequests:
         after.wait()
 
     def count(self, *, exact: bool = False) -> None:
-        """Updates `figures` after a step. Reads the card's counters, which waits, every _FIGURES_STEPS steps."""
+        """Updates `figures` after a step. Reads the GPU's counters, which waits, every _FIGURES_STEPS steps."""
         self._steps += 1
         if exact or self._steps % _FIGURES_STEPS == 0:
             self._counted = self._pool.counters()

@@ -1,4 +1,4 @@
-"""Tables of the requests that decode at once: each request has one row. On a card, or on the CPU.
+"""Tables of the requests that decode at once: each request has one row. On a GPU, or on the CPU.
 
 `newest_slots` finds the slots of a step's new tokens in these tables.
 """
@@ -21,7 +21,7 @@ _NEWEST_THREADS = 128
 
 
 class HotTables:
-    """int32 arrays of numpy, or tensors on a card: `hot_slots` (rows, hot), `host_slots` (rows, tokens_max) and
+    """int32 arrays of numpy, or tensors on a GPU: `hot_slots` (rows, hot), `host_slots` (rows, tokens_max) and
     `own_slots` (rows,) for all groups; `held` and `order` (groups, rows, hot) for each group. A free row is -1
     everywhere.
 
@@ -107,7 +107,7 @@ class HotTables:
 
 
 def filled(ordinal: int | None, shape: tuple[int, ...], value: int, kind: Literal["int32", "int64"] = "int32") -> Any:
-    """An array full of a value: numpy's, or a tensor in the memory of card `ordinal`."""
+    """An array full of a value: numpy's, or a tensor in the memory of GPU `ordinal`."""
     if ordinal is None:
         return np.full(shape, value, kind)
     import torch
@@ -116,7 +116,7 @@ def filled(ordinal: int | None, shape: tuple[int, ...], value: int, kind: Litera
 
 
 def kernel_view(array: Any) -> Any:
-    """A tensor as the kernels take it: itself on a card, numpy's view of the same memory on the CPU."""
+    """A tensor as the kernels take it: itself on a GPU, numpy's view of the same memory on the CPU."""
     return array if array.is_cuda else array.numpy()
 
 
@@ -133,7 +133,7 @@ class HotRowArgument(ctypes.Structure):
 
 
 class HotRows:
-    """The tables of HotTables as kernels take them: all numpy, or all in a card's memory. They must stay."""
+    """The tables of HotTables as kernels take them: all numpy, or all in a GPU's memory. They must stay."""
 
     def __init__(
         self, *, host_slots: Any, hot_slots: Any, own_slots: Any, held: Any, order: Any, refused: Any
@@ -201,7 +201,7 @@ def newest_slots(
 
     A position below the buffer's size uses its own place, any other the row's slot in `own_slots` (rows,). A request
     without a slot on either side gets `spare` and -1 and adds to its row of `refused` (rows,); padding gets the same
-    slots but adds nothing. All arrays are numpy, or all in a card's memory, where this queues one launch.
+    slots but adds nothing. All arrays are numpy, or all in a GPU's memory, where this queues one launch.
     """
     requests = int(positions.shape[0])
     if not getattr(positions, "is_cuda", False):

@@ -50,7 +50,7 @@ class Scheduler:
         """`policy`: the request that is retracted first has the most tokens left to grow by (longest), the fewest
         (shortest), or was placed last (newest)."""
         if policy not in POLICIES:
-            raise LocalProtocolError(f"policy: {policy!r} is none of {', '.join(POLICIES)}")
+            raise LocalProtocolError(f"policy: {policy!r} must be one of {', '.join(POLICIES)}")
         self.coordinator, self.policy = coordinator, policy
         self._limits = limits
         self._newcomers: OrderedDict[int, _Newcomer] = OrderedDict()

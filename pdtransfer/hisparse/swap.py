@@ -1,7 +1,7 @@
-"""Plans swaps: finds the top-k tokens that a request's hot buffer lacks and chooses victims, on a card or on the CPU.
+"""Plans swaps: finds the top-k tokens that a request's hot buffer lacks and chooses victims, on a GPU or on the CPU.
 
 A plan holds slots and a list of copies. kv_copy executes the list once for each layer that shares the plan; the counts
-stay on the card. Replacement is exact LRU; kernels/swap_plan.h gives the order and proves that victims suffice.
+stay on the GPU. Replacement is exact LRU; kernels/swap_plan.h gives the order and proves that victims suffice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SwapArgument(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HotBuffers:
-    """The hot buffer of each row: contiguous int32 arrays, all numpy or all in a card's memory.
+    """The hot buffer of each row: contiguous int32 arrays, all numpy or all in a GPU's memory.
 
     `held` (rows, hot): the position in each place, or -1. `order` (rows, hot): the places from least to most recently
     used, initially 0, 1, ... `hot_slots` (rows, hot): each place's slot in the device pool, or -1. `host_slots`
@@ -96,12 +96,12 @@ def swap_plan(
     hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, *, real: Any = None,
     totals: SwapCounts | None = None, bring: PlannedCopy | None = None, stream: int = 0,
 ) -> None:  # fmt: skip
-    """Plans one step for positions int32 (requests, top); -1 is no position, and positions may repeat.
+    """Plans one step for positions int32 (requests, top); -1 is not a position, and positions may repeat.
 
     `lengths` (requests,) is each request's tokens, `rows` (requests,) its distinct row of the tables. `real` (1,) is
     the number of requests without padding; a request without a row is padding, too. A position without an arena slot is
-    listed with -1, which a card's kv_copy skips. `bring` executes the list: with it, the plan itself may copy the rows
-    of a request with few misses and not list them. On a card this queues one launch with a block for each request.
+    listed with -1, which a GPU's kv_copy skips. `bring` executes the list: with it, the plan itself may copy the rows
+    of a request with few misses and not list them. On a GPU this queues one launch with a block for each request.
     Raises LocalProtocolError for shapes that do not match.
     """
     requests, top = int(positions.shape[0]), int(positions.shape[1])

@@ -1,4 +1,4 @@
-"""A CUDA card of this host: its primary context (shared with torch), kernels, launches, streams, events and memory."""
+"""A CUDA GPU of this host: its primary context (shared with torch), kernels, launches, streams, events and memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ IPC_HANDLE_BYTES = 64
 
 
 class Card:
-    """Card `ordinal`. Any thread may call any method. A method waits for the card only if its docstring says so."""
+    """GPU `ordinal`. Any thread may call any method. A method waits for the GPU only if its docstring says so."""
 
     def __init__(self, ordinal: int, cache: Path | None = None) -> None:
-        """Raises WorldError, naming what is missing, if this card does not exist."""
+        """Raises WorldError, naming what is missing, if this GPU does not exist."""
         self.ordinal = ordinal
         self.driver = driver()
         self._cache = cache
@@ -127,7 +127,7 @@ class Card:
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node nearest to the card, or None if the system does not report it."""
+        """The NUMA node nearest to the GPU, or None if the system does not report it."""
         bus = self.call("cuDeviceGetPCIBusId", 13, self._device).split(b"\0")[0].decode().lower()
         try:
             node = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
@@ -135,7 +135,7 @@ class Card:
             return None
         return node if node >= 0 else None
 
-    # Memory of the card
+    # Memory of the GPU
 
     def allocate(self, byte_count: int, stream: int | None = None) -> int:
         """Allocates memory; the caller frees it. With `stream`, later work on that stream may use the memory."""
@@ -160,7 +160,7 @@ class Card:
         return pool
 
     def free(self, address: int, stream: int | None = None) -> None:
-        """Frees memory after the work queued on `stream` so far. Without a stream it waits for the card."""
+        """Frees memory after the work queued on `stream` so far. Without a stream it waits for the GPU."""
         self.enter()
         if stream is None:
             self.call("cuMemFree", address)
@@ -218,7 +218,7 @@ class Card:
         self.call("cuStreamSynchronize", stream)
 
     def finish(self) -> None:
-        """Waits for all work that this process has queued on the card. Raises WorldError if it failed.
+        """Waits for all work that this process has queued on the GPU. Raises WorldError if it failed.
 
         For a caller that no longer knows which streams hold its work.
         """
@@ -250,7 +250,7 @@ class Card:
         self.call("cuEventRecord", event, stream)
 
     def follow(self, stream: int, event: Any) -> None:
-        """Makes later work on the stream wait for the event, on the card."""
+        """Makes later work on the stream wait for the event, on the GPU."""
         self.call("cuStreamWaitEvent", stream, event, 0)
 
     def passed(self, event: Any) -> bool:
@@ -272,11 +272,11 @@ class Card:
         self.enter()
         self.call("cuStreamWriteValue32", stream, address, word, 0)
 
-    # Memory of the card that other processes open
+    # Memory of the GPU that other processes open
 
     @cached_property
     def uuid(self) -> bytes:
-        """The card's UUID, 16 bytes, equal in every process."""
+        """The GPU's UUID, 16 bytes, equal in every process."""
         return bytes(self.call("cuDeviceGetUuid", self._device).bytes)
 
     def range_of(self, address: int) -> tuple[int, int]:
@@ -300,7 +300,7 @@ class Card:
         return int(self.call("cuIpcOpenMemHandle", ipc_handle, flags))
 
     def ipc_close(self, base: int) -> None:
-        """Undoes ipc_open. No work on the card may use the allocation any more."""
+        """Undoes ipc_open. No work on the GPU may use the allocation any more."""
         self.enter()
         self.call("cuIpcCloseMemHandle", base)
 
@@ -309,7 +309,7 @@ class Card:
     def pinned(self, byte_count: int) -> tuple[int, int]:
         """Pins zeroed host memory and returns (host address, device address). It is never freed.
 
-        Small sizes come from a page pinned before, since pinning may wait for the card.
+        Small sizes come from a page pinned before, since pinning may wait for the GPU.
         """
         if byte_count > _WORDS_BYTES:
             return self._pinned(byte_count)
@@ -340,7 +340,7 @@ class Card:
         return registered
 
     def host_register(self, address: int, byte_count: int) -> int:
-        """Registers host memory with the card and returns its device address.
+        """Registers host memory with the GPU and returns its device address.
 
         A transfer by the copy engine must not cross the start or the end of a registration.
         """
@@ -358,7 +358,7 @@ class Card:
         return device_address
 
     def host_unregister(self, address: int) -> None:
-        """Undoes host_register. No work on the card may use the memory any more."""
+        """Undoes host_register. No work on the GPU may use the memory any more."""
         self.enter()
         self.call("cuMemHostUnregister", address)
         with self._lock:
@@ -368,7 +368,7 @@ class Card:
     # Calls into the driver
 
     def enter(self) -> None:
-        """Makes this card's context current in the calling thread; other libraries may have changed it."""
+        """Makes this GPU's context current in the calling thread; other libraries may have changed it."""
         self.call("cuCtxSetCurrent", self._context)
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -380,12 +380,12 @@ class Card:
     def check(self, name: str, status: Any) -> None:
         """Raises WorldError, with the driver's status name, unless `status` is success."""
         if int(status):
-            raise WorldError(f"card {self.ordinal}: {name}: {status.name}")
+            raise WorldError(f"GPU {self.ordinal}: {name}: {status.name}")
 
 
 @cache
 def card(ordinal: int) -> Card:
-    """This process's only Card for `ordinal`. Raises WorldError if the card does not exist."""
+    """This process's only GPU for `ordinal`. Raises WorldError if the GPU does not exist."""
     return Card(ordinal)
 
 
@@ -407,15 +407,15 @@ class CudaEvent:
         self._card.record(self._handle, stream)
 
     def query(self) -> bool:
-        """Whether the card has passed the event; returns at once. Raises WorldError if work before it failed."""
+        """Whether the GPU has passed the event; returns at once. Raises WorldError if work before it failed."""
         return self._card.passed(self._handle)
 
     def wait(self) -> None:
-        """Sleeps until the card has passed the event. Raises WorldError if work before it failed."""
+        """Sleeps until the GPU has passed the event. Raises WorldError if work before it failed."""
         self._card.reach(self._handle)
 
     def hold(self, stream: int) -> None:
-        """Makes later work on `stream` wait for the event, on the card."""
+        """Makes later work on `stream` wait for the event, on the GPU."""
         self._card.enter()
         self._card.follow(stream, self._handle)
 

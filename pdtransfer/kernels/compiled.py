@@ -1,4 +1,4 @@
-"""Compiles CUDA kernels with NVRTC, or with nvcc, and caches the machine code. Needs neither a card nor a driver.
+"""Compiles CUDA kernels with NVRTC, or with nvcc, and caches the machine code. Needs neither a GPU nor a driver.
 
 The cache key holds source, headers, options, architecture and compiler.
 """

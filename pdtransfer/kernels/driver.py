@@ -1,6 +1,6 @@
-"""The CUDA driver's bindings, the cards that this process sees, and driver functions for native code.
+"""The CUDA driver's bindings, the GPUs that this process sees, and driver functions for native code.
 
-The driver is loaded at the first call: importing this module needs neither a driver nor a card.
+The driver is loaded at the first call: importing this module needs neither a driver nor a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def driver() -> Any:
 
 
 def count() -> int:
-    """The number of cards that this process sees; 0 without a driver."""
+    """The number of GPUs that this process sees; 0 without a driver."""
     try:
         bindings = driver()
     except WorldError:
@@ -40,11 +40,11 @@ def count() -> int:
 
 
 def ordinal_of(uuid: bytes) -> int | None:
-    """The ordinal of the card with this UUID, or None. Makes no context, which would take memory on the card."""
+    """The ordinal of the GPU with this UUID, or None. Makes no context, which would take memory on the GPU."""
     for number in range(count()):
         status, device = driver().cuDeviceGet(number)
         if int(status):
-            continue  # the card is gone
+            continue  # the GPU is gone
         status, value = driver().cuDeviceGetUuid(device)
         if not int(status) and bytes(value.bytes) == uuid:
             return number
@@ -52,10 +52,10 @@ def ordinal_of(uuid: bytes) -> int | None:
 
 
 def check(ordinal: int) -> None:
-    """Raises WorldError, naming what is missing, unless the card exists. Touches no card."""
+    """Raises WorldError, naming what is missing, unless the GPU exists. Touches no GPU."""
     driver()
     if (cards := count()) <= ordinal:
-        raise WorldError(f"card {ordinal}: this process sees {cards} cards")
+        raise WorldError(f"GPU {ordinal}: this process sees {cards} GPUs")
 
 
 _CALLS = (  # each with the CUDA release that defines its arguments

@@ -1,4 +1,4 @@
-"""Copies rows between two pools, all planes in one launch on a card, or on the CPU with the same arguments."""
+"""Copies rows between two pools, all planes in one launch on a GPU, or on the CPU with the same arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PIECE_BYTES = 2_048
 _LINE_BYTES = 128
 _UNIT_BYTES = 16  # of one access by a lane, at most
 _HELD_UNITS = 9  # by a lane at once, as in kernels/kv_copy.h
-_NEAR_BYTES = 64  # of a row for each lane, within a card
+_NEAR_BYTES = 64  # of a row for each lane, within a GPU
 
 
 class Side(NamedTuple):
@@ -41,7 +41,7 @@ class Side(NamedTuple):
     granule: int  # slots that one entry stands for
     entries: int
     limit: int
-    card: bool  # the pool is a card's
+    card: bool  # the pool is a GPU's
 
 
 def kv_copy(
@@ -50,8 +50,8 @@ def kv_copy(
 ) -> None:  # fmt: skip
     """Copies `count` rows in all planes of both layouts: row i from source_slots[i] to target_slots[i].
 
-    All kinds of Slots mix. `count` is an int, or an int32 (1,) in the card's memory, limited by the number of slots.
-    Target slots must be distinct; other rows do not change. Between pools of a card this queues one launch on `stream`
+    All kinds of Slots mix. `count` is an int, or an int32 (1,) in the GPU's memory, limited by the number of slots.
+    Target slots must be distinct; other rows do not change. Between pools of a GPU this queues one launch on `stream`
     (a CUstream's address) and returns. `progress` reports its end, `cancel` (a PinnedCancel) stops it early, and
     `blocks` limits the multiprocessors it uses. Between pools of this process it returns when the copy is done.
 
@@ -69,7 +69,7 @@ def prepare(
 ) -> Callable[[], None]:  # fmt: skip
     """Prepares kv_copy and returns a function that queues it, which may be called once.
 
-    With `staging`, the slots that the CPU knows are already on their way to the card.
+    With `staging`, the slots that the CPU knows are already on their way to the GPU.
     """
     if target.card is None:
         return partial(_copy_on_cpu, target, source, copy, progress, cancel or CancelWord())
@@ -82,13 +82,13 @@ class CheckedCopy(NamedTuple):
     pairing: Pairing
     target: Side
     source: Side
-    rows: int  # an upper bound if only the card knows the count
+    rows: int  # an upper bound if only the GPU knows the count
 
 
 def check_copy(target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, count: Any) -> CheckedCopy:
     """Checks kv_copy's arguments and raises its errors."""
     if target.card != source.card:
-        raise LocalProtocolError(f"pools: the target is of card {target.card}, the source of card {source.card}")
+        raise LocalProtocolError(f"pools: the target is of GPU {target.card}, the source of GPU {source.card}")
     pairing = pairing_of(source.layout, target.layout)
     source_side = side_of("source_slots", source_slots, source, pairing.source_slots)
     target_side = side_of("target_slots", target_slots, target, pairing.target_slots)
@@ -153,7 +153,7 @@ def side_of(name: str, slots: Slots, pool: Pool, slot_limit: int) -> Side:
     if kind not in ("<i4", "<i8") or len(shape) != 1 or interface.get("strides") is not None:
         raise LocalProtocolError(f"{name}: {kind} of shape {shape}, not contiguous int32 or int64 (n,)")
     if pool.card is None:
-        raise LocalProtocolError(f"{name}: in a card's memory, but the pool is not")
+        raise LocalProtocolError(f"{name}: in a GPU's memory, but the pool is not")
     return Side(None, 0, int(interface["data"][0]), kind == "<i8", granule, int(shape[0]), limit, on_card)
 
 
@@ -215,7 +215,7 @@ class Launch(NamedTuple):
 
     argument: CopyArgument
     pairs: Int64s
-    key: object  # names the pairs among the card's tables
+    key: object  # names the pairs among the GPU's tables
     source: np.ndarray[Any, Any] | None
     target: np.ndarray[Any, Any] | None
 
@@ -273,11 +273,11 @@ def _prepare_launch(
     argument.count_at = 0 if isinstance(count, int) else _count_address(count)
     if cancel is not None:
         if not isinstance(cancel, PinnedCancel):
-            raise LocalProtocolError("cancel: a card can't see this word: make a PinnedCancel")
+            raise LocalProtocolError("cancel: a GPU can't see this word: make a PinnedCancel")
         argument.cancel = cancel.device_address
     if progress is not None:
         if not progress.address:
-            raise LocalProtocolError("progress: a card can't see these words: make them for that card")
+            raise LocalProtocolError("progress: a GPU can't see these words: make them for that GPU")
         argument.progress, argument.tally, argument.ticket = progress.address, progress.tally, progress.begin()
     staged = staging is not None and _stage(gpu, launch, staging)
 
@@ -369,7 +369,7 @@ def granule_of(pairing: Pairing, page_size: int) -> int:
 
 def lanes_of(pairs: Int64s, *, far: bool) -> int:
     """Lanes for one row, a power of two. `far`: across the bus, where one access of theirs is a line, or the widest row
-    if that is less; within the card few lanes have much each, so that many rows are under way."""
+    if that is less; within the GPU few lanes have much each, so that many rows are under way."""
     widest = pairs[pairs[:, 6].argmax()]
     byte_count = int(widest[6])
     if not far:
@@ -423,8 +423,8 @@ def _in_pieces(table: Int64s) -> Int64s:
 class PlannedCopy:
     """A copy of rows source_slots[i] to target_slots[i] that is planned once and repeated; a graph may capture it.
 
-    Both are int32 (n,), numpy for pools of this process, else in the card's memory. Rows with a negative slot are
-    skipped. The first element of `counts` (int32, in the same memory) is the number of rows. On a card the pairs stay
+    Both are int32 (n,), numpy for pools of this process, else in the GPU's memory. Rows with a negative slot are
+    skipped. The first element of `counts` (int32, in the same memory) is the number of rows. On a GPU the pairs stay
     uploaded until `close`, so `queue` does not allocate or wait. Raises as kv_copy does.
     """
 
@@ -434,7 +434,7 @@ class PlannedCopy:
         self._card = None if target.card is None else card(target.card)
         if self._card is None:
             if source.card is not None:
-                raise LocalProtocolError(f"pools: the target is of no card, the source of card {source.card}")
+                raise LocalProtocolError(f"pools: the target is of no GPU, the source of GPU {source.card}")
             return
         copy = check_copy(target, source, target_slots, source_slots, len(target_slots) if counts is None else counts)
         launch = launch_of(target, source, copy.target, copy.source, copy.rows, known=False)
@@ -447,12 +447,12 @@ class PlannedCopy:
 
     @property
     def argument(self) -> CopyArgument:
-        """The kernel's argument, on a card. Its pairs stay until `close`."""
+        """The kernel's argument, on a GPU. Its pairs stay until `close`."""
         assert self._card is not None
         return self._argument
 
     def queue(self, rows: int, *, stream: int = 0) -> None:
-        """Queues the copy of `rows` rows, or of `counts` rows if that is less. Without a card it copies at once."""
+        """Queues the copy of `rows` rows, or of `counts` rows if that is less. Without a GPU it copies at once."""
         if self._card is not None:
             self._argument.count = rows
             if rows:

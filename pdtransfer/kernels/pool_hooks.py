@@ -1,4 +1,4 @@
-"""Hooks for an engine's pools: load a request's rows to the card layer by layer, or back them up to the host at once.
+"""Hooks for an engine's pools: load a request's rows to the GPU layer by layer, or back them up to the host at once.
 
 Both queue their work and return. With pools of this process they copy at once, and their events have fired.
 """
@@ -30,7 +30,7 @@ class LayerFence(Protocol):
         ...
 
     def hold(self, stream: int) -> None:
-        """Makes later work on `stream` wait for it, on the card."""
+        """Makes later work on `stream` wait for it, on the GPU."""
         ...
 
 
@@ -105,7 +105,7 @@ def _by_layer(pool: Pool) -> dict[int, Pool]:
 
 
 class _UploadedSlots:
-    """Both sides' slots in the card's memory, uploaded once for all layers."""
+    """Both sides' slots in the GPU's memory, uploaded once for all layers."""
 
     def __init__(self, gpu: Card, copy: CheckedCopy, stream: int) -> None:
         target, source = slots_of(copy.target, copy.rows), slots_of(copy.source, copy.rows)

@@ -18,7 +18,7 @@ from .cancel import CancelWord
 class Pool:
     """Memory laid out by `layout`, whose bases are offsets from `address`.
 
-    Without `card` it is memory of this process. With `card`, `address` is a device address: of the card's memory, or,
+    Without `card` it is memory of this process. With `card`, `address` is a device address: of the GPU's memory, or,
     with `host`, of registered host memory, which may differ from its host address.
     """
 
@@ -40,12 +40,12 @@ class PageSlots:
 
 
 Slots: TypeAlias = "NDArray[np.int64] | NDArray[np.int32] | range | PageSlots | Any"
-"""Slots of one side: a numpy array (n,) of int32 or int64, a range, an array in a card's memory (anything with
+"""Slots of one side: a numpy array (n,) of int32 or int64, a range, an array in a GPU's memory (anything with
 __cuda_array_interface__) that only the kernel reads, or PageSlots of one of these."""
 
 
 class CardArray:
-    """Memory at an address of a card, or one that a card sees there, as torch and the kernels take it: elements of
+    """Memory at an address of a GPU, or one that a GPU sees there, as torch and the kernels take it: elements of
     `typestr`, as numpy spells it. The caller keeps the memory."""
 
     def __init__(self, address: int, count: int, typestr: str = "<i8") -> None:
@@ -65,7 +65,7 @@ class State(IntEnum):
 class Progress:
     """Reports one launch at a time through four words in pinned memory, without a call into the driver.
 
-    Once `state` is not RUNNING, no store of the launch is pending. Without a card it serves copies on the CPU.
+    Once `state` is not RUNNING, no store of the launch is pending. Without a GPU it serves copies on the CPU.
     """
 
     __slots__ = ("_ticket", "_words", "address", "held", "tally")
@@ -90,7 +90,7 @@ class Progress:
         return self._ticket
 
     def end(self, state: State) -> None:
-        """Writes the final state, as the kernel does on a card."""
+        """Writes the final state, as the kernel does on a GPU."""
         self._words[0] = self._ticket << 2 | state
 
     @property
@@ -106,7 +106,7 @@ class Progress:
 
 
 class PinnedCancel(CancelWord):
-    """A cancel word that copies on the CPU and on card `ordinal` read."""
+    """A cancel word that copies on the CPU and on GPU `ordinal` read."""
 
     __slots__ = ("device_address",)
 

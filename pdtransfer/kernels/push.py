@@ -38,13 +38,13 @@ def push(
     """Copies `count` rows in all planes of both layouts: row i from source_slots[i] to target_slots[i].
 
     Arguments, errors and progress are kv_copy's. Work starts after the work queued on `stream`, and later work there
-    starts after it. It returns once everything is queued, which on a card may be shortly before the end: call it
+    starts after it. It returns once everything is queued, which on a GPU may be shortly before the end: call it
     outside the event loop. `cancel` stops work that has not begun; bytes in flight may land until `progress` reports
     the end.
 
     Backends: `kernel` is kv_copy's launch, by whole pages where a plane's rows are narrow. `direct` uses the copy
     engine, one transfer for each run that is contiguous on both sides. `strided` uses the copy engine, one transfer for
-    each plane and run of slots; it is slower but needs no multiprocessor. `ring` gathers rows into a ring in the card's
+    each plane and run of slots; it is slower but needs no multiprocessor. `ring` gathers rows into a ring in the GPU's
     memory in the order of the host's side, and the copy engine drains it in long runs (a fetch does the reverse); rows
     outside long runs go by kv_copy. `auto` uses `choose`. `spare` is `strided` if its transfers are long, else `auto`.
     Raises LocalProtocolError, with the reason, if a backend cannot carry the rows.
@@ -67,7 +67,7 @@ def prepare(
         work = _choose(target, source, copy) if known else None
     elif backend != "kernel":
         if not known:
-            raise LocalProtocolError(f"backend: {backend}: only the card knows these rows: use kernel")
+            raise LocalProtocolError(f"backend: {backend}: only the GPU knows these rows: use kernel")
         work = _through(target, source, copy) if backend == "ring" else _plan(copy)
     else:
         work = None
@@ -103,7 +103,7 @@ class PushLoad(NamedTuple):
 
 
 def choose(load: PushLoad) -> Backend:
-    """The fastest backend between a card and its host, by the bounds above.
+    """The fastest backend between a GPU and its host, by the bounds above.
 
     Each transfer of the copy engine has a fixed cost, so it takes long runs. A ring makes long runs of short ones, but
     must gather the first of them before the copy engine starts.
@@ -190,7 +190,7 @@ def _carry(
         on_cpu(sides, work, SLOT_BYTES, progress=progress, cancel=cancel or CancelWord())
         return
     if progress is not None and not progress.address:
-        raise LocalProtocolError("progress: a card can't see these words: make them for that card")
+        raise LocalProtocolError("progress: a GPU can't see these words: make them for that GPU")
     with borrowed(card(target.card)) as ring, ExitStack() as tables:
         if not isinstance(work, Plan):
             works = ring_works(ring, sides, work, ring.stage(listing(work, sides)), tables, stream)

@@ -1,4 +1,4 @@
-"""Registers host memory with a card, chunk by chunk as it is backed, and unregisters it before it is unmapped."""
+"""Registers host memory with a GPU, chunk by chunk as it is backed, and unregisters it before it is unmapped."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ CHUNK_BYTES = 256 << 20  # one registration; a small one keeps each call short
 
 
 class Registrar(Protocol):
-    """The part of a card that registers memory. Both methods raise WorldError if the driver refuses."""
+    """The part of a GPU that registers memory. Both methods raise WorldError if the driver refuses."""
 
     def host_register(self, address: int, byte_count: int) -> int:
-        """Registers host memory with the card and returns its device address."""
+        """Registers host memory with the GPU and returns its device address."""
         ...
 
     def host_unregister(self, address: int) -> None:
-        """Undoes host_register. No work on the card may use the memory any more."""
+        """Undoes host_register. No work on the GPU may use the memory any more."""
         ...
 
 
@@ -38,7 +38,7 @@ class RegisteredMemory:
     def grow(self, end: int) -> int:
         """Registers all chunks below `end` and returns bytes_ready. Slow: call it outside the event loop.
 
-        Raises WorldError if the card refuses; earlier chunks stay registered.
+        Raises WorldError if the GPU refuses; earlier chunks stay registered.
         """
         while self.bytes_ready < end:
             size = min(CHUNK_BYTES, self.byte_count - self.bytes_ready)
@@ -59,7 +59,7 @@ class RegisteredMemory:
         return self.bytes_ready
 
     def close(self) -> None:
-        """Unregisters everything. No work on the card may use the memory any more. Idempotent.
+        """Unregisters everything. No work on the GPU may use the memory any more. Idempotent.
 
         Raises WorldError if the driver refuses: the memory that stays registered must stay mapped.
         """

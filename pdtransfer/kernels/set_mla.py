@@ -1,4 +1,4 @@
-"""Writes a step's new MLA rows into a paged buffer: on a card through registers or bulk copies, or on the CPU."""
+"""Writes a step's new MLA rows into a paged buffer: on a GPU through registers or bulk copies, or on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def set_mla_kv_buffer(
 
     Torch tensors of one device: `buffer` (slots, ..., row), `nope` and `rope` (n, ..., part) with contiguous rows and
     any row stride; `loc` int32 or int64 (n,), contiguous and distinct. Rows whose loc is `skip_index` or outside the
-    buffer are skipped. On a card this queues one launch on `stream`, by default torch's current one, and a graph may
+    buffer are skipped. On a GPU this queues one launch on `stream`, by default torch's current one, and a graph may
     capture it; below sm_90 it uses Triton. Raises LocalProtocolError for shapes or dtypes that do not match.
     """
     argument = argument_of(buffer, loc, nope, rope, skip_index)

@@ -1,4 +1,4 @@
-"""set_mla_kv_buffer for cards below sm_90, in Triton: one program for each row. Imported only for such a card."""
+"""set_mla_kv_buffer for GPUs below sm_90, in Triton: one program for each row. Imported only for such a GPU."""
 
 # Triton reads the annotations of the functions that it compiles and accepts only its own.
 # pyright: basic, reportInvalidTypeForm=false

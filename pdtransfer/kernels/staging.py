@@ -1,4 +1,4 @@
-"""Memory for the slots of one launch at a time, which the kernel itself brings to the card."""
+"""Memory for the slots of one launch at a time, which the kernel itself brings to the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE_BYTES = 2_048  # of a list, for one warp of kv_copy
 
 @dataclass(slots=True, eq=False)
 class Staging:
-    """Pinned memory and card memory for one list of slots at a time. It grows, and is never freed.
+    """Pinned memory and GPU memory for one list of slots at a time. It grows, and is never freed.
 
     The kernel copies the list, since the copy engine would do so only after its queued transfers.
     """

@@ -1,4 +1,4 @@
-"""Tables that are uploaded to a card once and stay there while a launch may read them."""
+"""Tables that are uploaded to a GPU once and stay there while a launch may read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TABLES_MAX = 1_024  # unused tables that stay: a request that loads layer by lay
 
 
 class TableMemory(Protocol):
-    """The memory, streams and events of a Card that tables need."""
+    """The memory, streams and events of a GPU that tables need."""
 
     @property
     def side_stream(self) -> int: ...
@@ -44,7 +44,7 @@ class _Table:
 
 
 class DeviceTables:
-    """Uploaded tables by key. Any thread may call it; it does not wait for other work on the card."""
+    """Uploaded tables by key. Any thread may call it; it does not wait for other work on the GPU."""
 
     def __init__(self, card: TableMemory, *, most: int = TABLES_MAX) -> None:
         self._card, self._most = card, most
@@ -55,7 +55,7 @@ class DeviceTables:
     def acquire(self, key: object, content: NDArray[np.int64]) -> int:
         """Returns the device address of the table `key`, which stays until `release` was called as often as this.
 
-        Uploads `content` and waits for the upload if the card does not have the table.
+        Uploads `content` and waits for the upload if the GPU does not have the table.
         """
         with self._lock:
             table = self._tables.pop(key, None)
@@ -72,7 +72,7 @@ class DeviceTables:
     def release(self, key: object, stream: int | None = None) -> None:
         """Ends one use: all its launches are queued on `stream`, or have ended if `stream` is None.
 
-        Raises WorldError if the card cannot record an event; then the table is never evicted.
+        Raises WorldError if the GPU cannot record an event; then the table is never evicted.
         """
         with self._lock:
             table = self._tables[key]

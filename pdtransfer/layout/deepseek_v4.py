@@ -64,7 +64,7 @@ def deepseek_v4(
     layers: dict[int, list[int]] = {0: [], C4: [], C128: []}
     for layer, ratio in enumerate(ratios, first_layer):
         if ratio not in layers:
-            raise LocalProtocolError(f"ratios: {ratio} of layer {layer} is none of 0, {C4}, {C128}")
+            raise LocalProtocolError(f"ratios: {ratio} of layer {layer} must be one of 0, {C4}, {C128}")
         layers[ratio].append(layer)
     of_c4, of_c128, every = layers[C4], layers[C128], range(first_layer, first_layer + len(ratios))
     c4_rows, c128_rows = -(-tokens // C4), -(-tokens // C128)

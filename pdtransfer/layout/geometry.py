@@ -32,7 +32,7 @@ def table_of(rows: list[tuple[int, ...]]) -> Int64s:
     if not inside.all():
         plane, column = divmod(int(inside.argmin()), len(COLUMNS))
         value, bounds = rows[plane][column], f"{_LOW[column]}..{_HIGH[column]}"
-        raise ValueError(f"planes[{plane}].{COLUMNS[column]}: {value!r} is no integer of {bounds}")
+        raise ValueError(f"planes[{plane}].{COLUMNS[column]}: {value!r} is not an integer of {bounds}")
     return read_only(table)
 
 

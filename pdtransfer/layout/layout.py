@@ -161,7 +161,7 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
         return self._of([plane for plane in self.planes if first <= plane.layer < end], f"layers {first}..{end - 1}")
 
     def heads(self, first: int, end: int) -> Layout:
-        """Heads [first, end) of every plane, a tensor-parallel slice; LocalProtocolError where there is none.
+        """Heads [first, end) of every plane, a tensor-parallel slice; LocalProtocolError without one.
 
         A wide row is split at head boundaries: its base moves, row_bytes shrinks, the strides stay.
         """
@@ -207,9 +207,9 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
 def _check_counts(layout: Layout) -> None:
     page_size, slots, count = layout.page_size, layout.slots, len(layout.planes)
     if not 1 <= page_size <= _PAGE_SIZE_MAX or page_size & (page_size - 1):
-        raise ValueError(f"page_size: {page_size} is no power of two of 1..{_PAGE_SIZE_MAX}")
+        raise ValueError(f"page_size: {page_size} is not a power of two of 1..{_PAGE_SIZE_MAX}")
     if not 1 <= slots <= _SLOTS_MAX or slots % page_size:
-        raise ValueError(f"slots: {slots} is no multiple of page_size {page_size} of 1..{_SLOTS_MAX}")
+        raise ValueError(f"slots: {slots} is not a multiple of page_size {page_size} of 1..{_SLOTS_MAX}")
     if not 1 <= count <= PLANES_MAX:
         raise ValueError(f"planes: {count} of them, not 1..{PLANES_MAX}")
 
@@ -217,7 +217,7 @@ def _check_counts(layout: Layout) -> None:
 def _check_names(layout: Layout) -> None:
     dtypes, kinds = [plane.dtype for plane in layout.planes], [plane.kind for plane in layout.planes]
     for dtype in set(dtypes) - DTYPE_BYTES.keys():
-        raise ValueError(f"planes[{dtypes.index(dtype)}].dtype: {dtype[:32]!r} is none of {', '.join(DTYPE_BYTES)}")
+        raise ValueError(f"planes[{dtypes.index(dtype)}].dtype: {dtype[:32]!r} must be one of {', '.join(DTYPE_BYTES)}")
     for kind in set(kinds):
         if not (1 <= len(kind) <= _KIND_LENGTH_MAX and kind.isascii() and kind.isprintable()):
             raise ValueError(f"planes[{kinds.index(kind)}].kind: {kind[:32]!r} is not 1..16 printable ASCII characters")
@@ -228,7 +228,7 @@ def _check_rows(layout: Layout) -> None:
     element = head_count * np.array([DTYPE_BYTES[plane.dtype] for plane in layout.planes])
     if (at := first_true(row_bytes % element != 0)) is not None:
         by = f"head_count {head_count[at]} x {layout.planes[at].dtype}, {element[at]} bytes"
-        raise ValueError(f"planes[{at}].row_bytes: {row_bytes[at]} is no multiple of {by}")
+        raise ValueError(f"planes[{at}].row_bytes: {row_bytes[at]} is not a multiple of {by}")
 
 
 def _check_heads(layout: Layout) -> None:
@@ -262,7 +262,7 @@ class Span(Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         bounds = {"all": (0, 0), "last": (1, 0xFFFF_FFFF), "once": (0, 0)}
         if self.kind not in bounds:
-            raise ValueError(f"kind: {self.kind[:32]!r} is none of {', '.join(bounds)}")
+            raise ValueError(f"kind: {self.kind[:32]!r} must be one of {', '.join(bounds)}")
         low, high = bounds[self.kind]
         if not low <= self.tokens <= high:
             raise ValueError(f"tokens: {self.tokens} for kind {self.kind} is not in {low}..{high}")
@@ -281,7 +281,7 @@ class Component(Struct, frozen=True, array_like=True):
         if not 1 <= len(self.name) <= NAME_LENGTH_MAX:
             raise ValueError(f"name: {len(self.name)} characters are not 1..{NAME_LENGTH_MAX}")
         if self.memory not in ("dram", "hbm"):
-            raise ValueError(f"memory: {self.memory[:32]!r} is none of dram, hbm")
+            raise ValueError(f"memory: {self.memory[:32]!r} must be one of dram, hbm")
         if not 1 <= self.tokens_per_row <= 0xFFFF:
             raise ValueError(f"tokens_per_row: {self.tokens_per_row} is not in 1..65535")
 
@@ -313,7 +313,7 @@ def expand_pages(pages: ArrayLike, page_size: int, tokens: int) -> Int64s:
     if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
         raise LocalProtocolError(f"pages: {indices.dtype} of shape {indices.shape}, not integers (n,)")
     if page_size < 1 or page_size & (page_size - 1):
-        raise LocalProtocolError(f"page_size: {page_size} is no power of two")
+        raise LocalProtocolError(f"page_size: {page_size} is not a power of two")
     if tokens < 0 or not (len(indices) - 1) * page_size < tokens <= len(indices) * page_size:
         raise LocalProtocolError(f"tokens: {tokens} do not end in the last of {len(indices)} pages of {page_size}")
     limit = _INT64_MAX // page_size

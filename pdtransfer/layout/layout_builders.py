@@ -63,7 +63,7 @@ def host_layout(
     and ValueError as Layout does.
     """
     if name not in _AXES:
-        raise LocalProtocolError(f"host layout: {name!r} is none of {', '.join(HOST_LAYOUTS)}")
+        raise LocalProtocolError(f"host layout: {name!r} must be one of {', '.join(HOST_LAYOUTS)}")
     layers, heads = _listed(layers), range(heads) if isinstance(heads, int) else heads
     counts = {"layer": len(layers), "page": _page_count(slots, page_size), "row": page_size, "head": len(heads)}
     axes = _AXES[name]
@@ -108,7 +108,7 @@ def item_layout(
     """
     if name not in ITEM_LAYOUTS:
         kinds = ", ".join(part.kind for part in parts)
-        raise LocalProtocolError(f"host layout of {kinds}: {name!r} is none of {', '.join(ITEM_LAYOUTS)}")
+        raise LocalProtocolError(f"host layout of {kinds}: {name!r} must be one of {', '.join(ITEM_LAYOUTS)}")
     layers = _listed(layers)
     held_bytes = page_size * sum(part.row_bytes for part in parts)
     item_bytes = held_bytes if item_bytes is None else item_bytes
@@ -168,7 +168,7 @@ def strided_layout(
         text = f"axes: {tuple(axes)} are not some of {', '.join(_AXES_OF_VIEWS)}, each once, with page or row"
         raise LocalProtocolError(text)
     if not views:
-        raise LocalProtocolError("views: there are none")
+        raise LocalProtocolError("views: must not be empty")
     found = [_strided(f"views[{layer}, {kind!r}]", view, axes) for (layer, kind), view in views.items()]
     pages, size = _pages(found[0], page_size)
     planes: list[Plane] = []
@@ -214,7 +214,7 @@ def _strided(name: str, view: Any, axes: Sequence[Axis]) -> _Strided:
         item_bytes, address = array.itemsize, array.ctypes.data
         shape, strides, dtype = array.shape, list(array.strides), array.dtype.name
     else:
-        raise LocalProtocolError(f"{name}: {type(view).__name__} is no torch tensor and no numpy array")
+        raise LocalProtocolError(f"{name}: {type(view).__name__} is neither a torch tensor nor a numpy array")
     if len(shape) < len(axes) or not prod(shape):
         raise LocalProtocolError(f"{name}.shape: {shape} for axes {tuple(axes)}, which must all have elements")
     head_bytes = item_bytes
@@ -265,14 +265,14 @@ def _pages(view: _Strided, page_size: int | None) -> tuple[int, int]:
     rows, size = view.counts["row"], 1 if page_size is None else page_size
     pages = _page_count(rows, size)
     if pages * size != rows:
-        raise LocalProtocolError(f"{view.name}.shape: {rows} rows are no whole pages of {size}")
+        raise LocalProtocolError(f"{view.name}.shape: {rows} rows are not whole pages of {size}")
     return pages, size
 
 
 def _dtype(view: _Strided, wanted: str | None) -> str:
     dtype = wanted or _DTYPE_NAMES.get(view.dtype, view.dtype)
     if dtype not in DTYPE_BYTES:
-        raise LocalProtocolError(f"{view.name}.dtype: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        raise LocalProtocolError(f"{view.name}.dtype: {dtype!r} must be one of {', '.join(DTYPE_BYTES)}")
     return dtype
 
 

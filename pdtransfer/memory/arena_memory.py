@@ -26,9 +26,9 @@ class ArenaMemory:
     def __init__(self, fd: int, mapping: Mapping, *, huge: bool) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
         self._use: Literal["", "served", "exported"] = ""
-        self.card: Registrar | None = None  # a card that has to access it
+        self.card: Registrar | None = None  # a GPU that has to access it
         self.hbm: Hbm | None = None  # where its HBM components are, unless that is here
-        self.bytes_ready = 0  # prefaulted, and reached by the card if there is one, from 0
+        self.bytes_ready = 0  # prefaulted, and reached by the GPU if there is one, from 0
 
     @classmethod
     def create(cls, byte_count: int, *, huge_pages: HugePages = "auto", name: str = "pdtransfer-arena") -> ArenaMemory:
@@ -85,7 +85,7 @@ class ArenaMemory:
         accessible to `card`.
 
         Raises WorldError also if available memory runs out on the way, before the kernel kills a process for it, and if
-        the card refuses.
+        the GPU refuses.
         """
 
         def stopped() -> bool:

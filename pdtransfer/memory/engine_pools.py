@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardMemory:
-    """A pool in the memory of card `card` of this host, at the card's `address`; it lives as long as its engine."""
+    """A pool in the memory of GPU `card` of this host, at the GPU's `address`; it lives as long as its engine."""
 
     card: int
     address: int

@@ -47,7 +47,7 @@ class Mapping:
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._map = mapped
-        self.registered: RegisteredMemory | None = None  # what a card may reach of it
+        self.registered: RegisteredMemory | None = None  # what a GPU may reach of it
         self.byte_count = len(mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
@@ -101,8 +101,8 @@ class Mapping:
                     )
 
     def register(self, card: Registrar, end: int) -> int:
-        """Lets a card, the same one in each call, access the chunks that end below `end`; these must be backed. Returns
-        the number of first bytes that it can access by now. Raises WorldError if the card refuses more.
+        """Lets a GPU, the same one in each call, access the chunks that end below `end`; these must be backed. Returns
+        the number of first bytes that it can access by now. Raises WorldError if the GPU refuses more.
         """
         if self.registered is None:
             self.registered = RegisteredMemory(card, self.address, self.byte_count)
@@ -118,8 +118,8 @@ class Mapping:
         return not _libc.syscall(number, *map(ctypes.c_size_t, arguments))
 
     def close(self) -> None:
-        """Unregisters it from the card and unmaps it; idempotent. Raises BufferError while a view of it exists. Raises
-        WorldError, and leaves it mapped, if the card cannot unregister it.
+        """Unregisters it from the GPU and unmaps it; idempotent. Raises BufferError while a view of it exists. Raises
+        WorldError, and leaves it mapped, if the GPU cannot unregister it.
         """
         if self.registered is not None:
             self.registered.close()

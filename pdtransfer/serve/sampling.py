@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..errors import RemoteProtocolError
 from ..wire import Logprobs, Sampling, unpack_biases, unpack_logprobs
 
-# Beyond this vocabulary, only so many of the likeliest tokens are sorted where the rest cannot change the draw.
+# Beyond this vocabulary, only this many of the likeliest tokens are sorted where the rest cannot change the draw.
 SORTED_MAX = 2_048
 LOGPROB_MIN = -9_999.0  # what OpenAI's API writes for a token that is very unlikely
 _LOGIT_MAX = float(np.finfo(np.float32).max)
@@ -191,7 +191,7 @@ def draw(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
 
 def logprobs_of(logits: NDArray[np.float32], chosen: int, top: int) -> Logprobs:
     """The logprob of `chosen` and of the `top` likeliest ids, of the logits as the model gave them: at least
-    LOGPROB_MIN, also of ids that the model excludes and of what is no number."""
+    LOGPROB_MIN, also of ids that the model excludes and of what is not a number."""
     wide = np.nan_to_num(logits.astype(np.float64), nan=-np.inf, posinf=_LOGIT_MAX, neginf=-np.inf)
     highest = max(float(wide.max()), -_LOGIT_MAX)
     total = highest + float(np.log(max(np.exp(wide - highest).sum(), 1.0)))

@@ -1,4 +1,4 @@
-"""What a writer uses of the card whose memory its pool is: registered memory, and launches to wait for and to stop."""
+"""What a writer uses of the GPU whose memory its pool is: registered memory, and launches to wait for and to stop."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..layout.layout import Layout
 from ..memory.cuda_ipc import Handle, Opened
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
-PEER_BLOCKS = 16  # of a copy between cards, or within one card
+PEER_BLOCKS = 16  # of a copy between GPUs, or within one GPU
 IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay a cancel
 
 
 class Launcher(Protocol):
-    """Launches of a card for one thread, which calls everything but `word`, `reuse` and `wake`."""
+    """Launches of a GPU for one thread, which calls everything but `word`, `reuse` and `wake`."""
 
     def word(self) -> CancelWord:
         """A cancel word that launches can look at, not set, for one write at a time."""
@@ -46,13 +46,13 @@ class Launcher(Protocol):
     ) -> Callable[[], None]:  # fmt: skip
         """Prepares a copy as launch `place`, one of IN_FLIGHT_MAX; it replaces a copy that was prepared there and not
         queued. Returns what queues it; where that raises, the copy may have been queued. `spare`: the copy has time,
-        and the model needs the card more."""
+        and the model needs the GPU more."""
         ...
 
     def wait(self, place: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
         """Sleeps until launch `place` has ended, and returns True. Returns False before that when one of `gates`, which
         wait for CUDA events, has come further, when `wake` was called since the last time, or at `until_ns` by
-        CLOCK_MONOTONIC. Raises WorldError where the card cannot report on the launch."""
+        CLOCK_MONOTONIC. Raises WorldError where the GPU cannot report on the launch."""
         ...
 
     def look(self, gate: ReadyGate) -> None:
@@ -68,17 +68,17 @@ class Launcher(Protocol):
         ...
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
-        """Copies rows of the card to rows 0 to rows - 1 of `layout`, and waits. Returns their address in this process,
+        """Copies rows of the GPU to rows 0 to rows - 1 of `layout`, and waits. Returns their address in this process,
         valid until the next fetch. Raises WorldError where it fails."""
         ...
 
     def drain(self) -> None:
-        """Sleeps until all that was ever queued has ended. Raises WorldError where the card cannot report it."""
+        """Sleeps until all that was ever queued has ended. Raises WorldError where the GPU cannot report it."""
         ...
 
 
 class CardLauncher:
-    """A Launcher: streams of a card, and the events and progress words of its launches.
+    """A Launcher: streams of a GPU, and the events and progress words of its launches.
 
     A copy that a ring may carry has a stream for each place, so that it gathers while the launch before drains. The
     launches of the copy kernel share one stream: two at once would hold twice the multiprocessors.
@@ -91,7 +91,7 @@ class CardLauncher:
         self._stagings = [Staging(here.event()) for _ in range(IN_FLIGHT_MAX)]
         self._called = ctypes.c_uint32()
         self._words: list[PinnedCancel] = []  # free ones: pinned memory is never given back
-        self._fetched = (0, 0, 0)  # bytes that fetch may use, their address here and on the card
+        self._fetched = (0, 0, 0)  # bytes that fetch may use, their address here and on the GPU
 
     def word(self) -> CancelWord:
         return self._words.pop() if self._words else PinnedCancel(self._card.ordinal)
@@ -107,7 +107,7 @@ class CardLauncher:
     ) -> Callable[[], None]:  # fmt: skip
         progress, staging, stream = self._progress[place], self._stagings[place], self._streams[0]
         self._card.enter()
-        if not target.host:  # a card's memory: there is no bus to fill, and the model needs the multiprocessors
+        if not target.host:  # a GPU's memory: there is no bus to fill, and the model needs the multiprocessors
             queue = prepare(
                 target, source, check_copy(target, source, target_slots, source_slots, rows), rows,
                 progress=progress, cancel=cancel, blocks=PEER_BLOCKS, stream=stream, staging=staging,
@@ -177,13 +177,13 @@ def _update(gate: ReadyGate, number: int, failed: str) -> None:
 
 
 def in_runs(slots: range | Int64s, byte_count: int) -> bool:
-    """Whether so many bytes lie in runs of slots that are long enough to consider a ring."""
+    """Whether this many bytes lie in runs of slots that are long enough to consider a ring."""
     runs = 1 if isinstance(slots, range) else 1 + int(np.count_nonzero(np.diff(slots) != 1))
     return byte_count >= RUN_BYTES_MIN * runs
 
 
 class Exported(Protocol):
-    """Memory of another process that a card reaches at `address`, until `close`. All writes have ended by then."""
+    """Memory of another process that a GPU reaches at `address`, until `close`. All writes have ended by then."""
 
     @property
     def address(self) -> int: ...
@@ -192,12 +192,12 @@ class Exported(Protocol):
     def byte_count(self) -> int: ...
 
     def close(self) -> None:
-        """Raises WorldError where the card does not release it."""
+        """Raises WorldError where the GPU does not release it."""
         ...
 
 
 class WriterCard(Registrar, Protocol):
-    """The card of a writer. Called in worker threads; nothing here waits for what the card computes."""
+    """The GPU of a writer. Called in worker threads; nothing here waits for what the GPU computes."""
 
     @property
     def ordinal(self) -> int: ...
@@ -208,7 +208,7 @@ class WriterCard(Registrar, Protocol):
         ...
 
     def open(self, handle: bytes) -> Exported:
-        """Opens another process's memory of a card, for this card to write. Raises TransportError where it cannot."""
+        """Opens another process's memory of a GPU, for this GPU to write. Raises TransportError where it cannot."""
         ...
 
     def prepare(self) -> None:
@@ -221,7 +221,7 @@ class WriterCard(Registrar, Protocol):
 
 
 class PoolCard:
-    """Card `ordinal` of this host, a WriterCard. Raises WorldError where it does not exist."""
+    """GPU `ordinal` of this host, a WriterCard. Raises WorldError where it does not exist."""
 
     def __init__(self, ordinal: int, spans: Spans | None = None) -> None:
         self.ordinal, self._card, self.spans = ordinal, card(ordinal), spans

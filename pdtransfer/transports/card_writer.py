@@ -1,8 +1,8 @@
-"""Writes whose source is a card's memory: launches, at most two in flight, in turn between grants.
+"""Writes whose source is a GPU's memory: launches, at most two in flight, in turn between grants.
 
 The thread here waits for a write's gate, asleep. No launch is queued before its gate is open, but it is prepared by
 then. A launch looks at its write's cancel word between rows, or between slots where it goes by a ring. A write has
-ended only when the card has passed the event behind its last launch. Where the card cannot report that any more, the
+ended only when the GPU has passed the event behind its last launch. Where the GPU cannot report that any more, the
 outcome is unknown.
 """
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Where rows of a card's `pool` are put side by side, to be summed in this process: `lines` are of `layout`."""
+    """Where rows of a GPU's `pool` are put side by side, to be summed in this process: `lines` are of `layout`."""
 
     pool: Pool
     layout: Layout
@@ -63,7 +63,7 @@ class Staged:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CardWrite:
-    """One write from a pool of a card to registered memory. `outcome` and `text` are final once it has ended."""
+    """One write from a pool of a GPU to registered memory. `outcome` and `text` are final once it has ended."""
 
     order: Write
     done: WriteDone
@@ -90,7 +90,7 @@ class CardWrite:
         return self.order.session, self.order.grant
 
     def stop(self) -> None:
-        """Ends it at its next rows, from any thread; never waits for the card."""
+        """Ends it at its next rows, from any thread; never waits for the GPU."""
         with self.lock:
             self.stopped = True
             if self.word is not None:
@@ -159,7 +159,7 @@ class CardWriter:
         self._closing = False
         self._launcher: Launcher | None = None
         self._prepared: _Prepared | None = None
-        self._broken = ""  # why the card cannot report any more
+        self._broken = ""  # why the GPU cannot report any more
         self._thread = threading.Thread(target=self._work, name="pdtransfer-push", daemon=True)
         self._thread.start()
 
@@ -351,7 +351,7 @@ class CardWriter:
         return NEVER_NS
 
     def _outcome_of(self, launcher: Launcher, launch: _Launch) -> tuple[Outcome, str]:
-        """The outcome of a launch that the card has passed, and why it is no other."""
+        """The outcome of a launch that the GPU has passed, and why it is no other."""
         match launcher.ended(launch.place):
             case State.COMPLETE, 0:
                 return self._sum(launcher, launch)
@@ -360,7 +360,7 @@ class CardWriter:
             case State.CANCELLED, _:
                 return Outcome.FAILED, CANCELLED
             case _:
-                return Outcome.UNKNOWN, "the card has passed a launch that never reported its end"
+                return Outcome.UNKNOWN, "the GPU has passed a launch that never reported its end"
 
     def _landed(self, launcher: Launcher, launch: _Launch, outcome: Outcome, text: str) -> None:
         write = launch.write
@@ -422,7 +422,7 @@ def _fail(write: CardWrite, outcome: Outcome, text: str) -> None:
 
 
 def _slots(slots: Int64s) -> range | Int64s:
-    """One run of slots becomes a range: a range needs no list on the card."""
+    """One run of slots becomes a range: a range needs no list on the GPU."""
     first, count = int(slots[0]), len(slots)
     whole = int(slots[-1]) - first == count - 1 and bool((slots[1:] - slots[:-1] == 1).all())
     return range(first, first + count) if whole else slots

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 LiftDone = Callable[[Lift, str], None]
 """Called once for each Lift, on the loop's thread and never from within lift(), once nothing of it is copied any more.
-The text says why not all of it was copied. Not called where the card cannot report the end of a copy."""
+The text says why not all of it was copied. Not called where the GPU cannot report the end of a copy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class _ComponentRows:
 
 
 class HbmCopier:
-    """Copies within this process, or to a card. Make it on the loop's thread; both memories outlive `close`."""
+    """Copies within this process, or to a GPU. Make it on the loop's thread; both memories outlive `close`."""
 
     def __init__(self, arena: ArenaMemory, hbm: Hbm, *, threads: int = 1) -> None:
         self._arena, self._hbm = arena, hbm
@@ -51,7 +51,7 @@ class HbmCopier:
         # One thread launches on one stream, and waits for it.
         self._copier: Copier[Lift] = Copier(1 if hbm.card is not None else threads, self._reports.post, name="lift")
         self._open: dict[tuple[int, int], CopyWork[Lift]] = {}
-        self._lost: set[tuple[int, int]] = set()  # of which the card cannot report whether a copy has ended
+        self._lost: set[tuple[int, int]] = set()  # of which the GPU cannot report whether a copy has ended
         self._closing, self._counting = False, Lock()
         self.moved_bytes = 0  # of every piece that was copied, also for grants that failed
 
@@ -128,7 +128,7 @@ class HbmCopier:
     def _ended(self, work: CopyWork[Lift]) -> None:
         del self._open[work.turn]
         if work.turn in self._lost:
-            text = "grant %d keeps its slots: the card cannot report whether a copy has ended: %s"
+            text = "grant %d keeps its slots: the GPU cannot report whether a copy has ended: %s"
             log.critical(text, work.turn[1], work.text)
             return
         work.done(work.order, work.text)

@@ -52,7 +52,7 @@ class Turns(Generic[Item]):
         return True
 
     def take(self, ready: Callable[[Item], bool] | None = None) -> Queue[Item] | None:
-        """Takes out the first queue whose first item is `ready`, until it is put back; None where there is none."""
+        """Takes out the first queue whose first item is `ready`, until it is put back; None without one."""
         for queue in self._waiting:
             if ready is None or ready(queue.items[0]):
                 self._waiting.remove(queue)
@@ -60,7 +60,7 @@ class Turns(Generic[Item]):
         return None
 
     def put_back(self, queue: Queue[Item], byte_count: int = 0) -> None:
-        """Ends the turn of a queue that has used so many bytes of it, unless more than an eighth of it is left. A queue
+        """Ends the turn of a queue that has used `byte_count` of it, unless over an eighth of it is left. A queue
         without items is dropped."""
         queue.left_bytes -= byte_count
         if not queue.items:

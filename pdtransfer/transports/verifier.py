@@ -20,7 +20,7 @@ from .loop_mailbox import LoopMailbox
 
 VerifyDone = Callable[[Verify, int, str], None]
 """Called once for each Verify, on the loop's thread and never from within verify(), with the checksum, or with the
-reason why there is none."""
+reason why it is missing."""
 
 _INLINE_BYTES_MAX = 256 << 10  # of a grant: some 30 us, less than a thread takes to wake and to report
 _INLINE_BYTES_TURN = 1 << 20  # of all in one turn of the loop

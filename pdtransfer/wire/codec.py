@@ -210,7 +210,7 @@ def pack_ids(ids: NDArray[np.int64] | list[int]) -> bytes:
 
 
 def unpack_ids(field: str, data: bytes) -> NDArray[np.int64]:
-    """Decodes u32 token ids to int64. Raises RemoteProtocolError for a length that is no multiple of 4."""
+    """Decodes u32 token ids to int64. Raises RemoteProtocolError for a length that is not a multiple of 4."""
     if len(data) % 4:
         raise RemoteProtocolError(field, f"{len(data)} bytes, expected u32 ids")
     return np.frombuffer(data, "<u4").astype(np.int64)

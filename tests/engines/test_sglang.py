@@ -280,7 +280,7 @@ def test_a_prefill_server_that_does_not_fit_costs_its_requests_alone(llama: Fami
 
 @pytest.mark.parametrize("room", [0, -1, 2**63, 2**64 - 1])
 def test_a_room_that_cannot_be_costs_its_request_alone(room: int, llama: Family) -> None:
-    """SGLang would end the prefill engine, or wait on decode for ever."""
+    """SGLang would end the prefill engine, or wait on decode forever."""
     pair, single = llama
     [prompt] = prompts(300, seed=22)
     for side in (pair.prefill, pair.decode):

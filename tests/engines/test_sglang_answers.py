@@ -31,7 +31,7 @@ def test_any_value_of_any_field_of_a_bootstrap_servers_answers_fails_its_request
 
 
 def _names(case: str, refusal: str) -> bool:
-    """Whether a refusal names the field that was wrong. Of what is no answer at all there is none to name, and SGLang's
+    """Whether a refusal names the field that was wrong. Without any answer there is none to name, and SGLang's
     own comparisons have their own words."""
     field = case.partition(" ")[0]
     return field in refusal or field in ("answer", "7", "unknown") or "layout mismatch" in refusal

@@ -201,7 +201,7 @@ def test_layer_contracts_catch_what_they_forbid(
     assert complaint in linted(tmp_path)
 
 
-# What waits for all that a card does, whoever has queued it: always, or where the driver takes its memory apart.
+# What waits for all that a GPU does, whoever has queued it: always, or where the driver takes its memory apart.
 DEVICE_WIDE = {
     "synchronize": "torch.cuda's, unless it is a stream's or an event's own",
     "empty_cache": "torch.cuda's: it frees, and that waits",
@@ -209,7 +209,7 @@ DEVICE_WIDE = {
     "cuCtxSynchronize": "the driver's",
     "cuDeviceSynchronize": "the runtime's",
     "cudaDeviceSynchronize": "the runtime's",
-    "cuMemFree": "waits for the card",
+    "cuMemFree": "waits for the GPU",
     "cuMemsetD8": "on stream 0, behind all that torch has queued there",
     "cuMemcpyHtoD": "as well",
     "cuMemcpyDtoH": "as well",
@@ -220,8 +220,8 @@ DEVICE_WIDE = {
     "cuMemHostUnregister": "nobody says that it does not",
     "cuIpcOpenMemHandle": "nobody says that it does not",
     "cuIpcCloseMemHandle": "nobody says that it does not",
-    "cuModuleLoadData": "code is copied to the card, which may wait",
-    # Card's own, by what they call
+    "cuModuleLoadData": "code is copied to the GPU, which may wait",
+    # GPU's own, by what they call
     "Card.finish": "cuCtxSynchronize",
     "Card.free": "cuMemFree, without a stream",
     "Card.allocate": "cuMemAlloc, without a stream",
@@ -232,8 +232,8 @@ DEVICE_WIDE = {
     "Card.ipc_open": "cuIpcOpenMemHandle",
     "Card.ipc_close": "cuIpcCloseMemHandle",
 }
-_CARDS = {"gpu", "here", "card", "_card", "_here"}  # what a Card is called
-_SHELL = "a Card's own, for those below"
+_CARDS = {"gpu", "here", "card", "_card", "_here"}  # what a GPU is called
+_SHELL = "a GPU's own, for those below"
 _START = "before anybody is served"
 _GROWS = "the first time, and each time that twice as much is needed"
 _APART = "a session comes or goes: in a thread beside the writer's loop, or at a start or an end"
@@ -371,7 +371,7 @@ WAITS_INSIDE_THE_DRIVER = {
         "cpu",
     ): "when a request has ended, and every few steps, after all that they queue",
     ("kernels.stream.DeviceSpans.anchor", "synchronize"): "while the device has nothing to do",
-    ("kernels.plane_views.device_tensor", "as_tensor"): "nothing is copied: it is the card's already",
+    ("kernels.plane_views.device_tensor", "as_tensor"): "nothing is copied: it is the GPU's already",
 }
 
 
@@ -410,7 +410,7 @@ def test_an_engine_waits_for_its_card_by_asking_it() -> None:
     assert waits == set(WAITS_INSIDE_THE_DRIVER)
 
 
-# What runs on a loop. It asks events (`query`); whoever waits for a card has a thread of its own.
+# What runs on a loop. It asks events (`query`); whoever waits for a GPU has a thread of its own.
 ON_THE_LOOP = re.compile(
     r"pdtransfer\.(client|handoff|bus|serve\.worker\.(service|router_link)|transports\.(device_events|select|shm|mooncake))\b"
 )

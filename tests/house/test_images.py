@@ -134,8 +134,8 @@ def test_an_sbom_is_held_against_the_locks() -> None:
     ]  # fmt: skip
     assert differences(bom(), lines) == ["a: none in the image, 1 in the locks"]
     other = bom(a="1") | {"metadata": {"component": {"name": "other"}}}
-    assert differences(other, lines) == ["it is no SBOM of pdtransfer"]
-    assert differences({"components": []}, lines) == ["this is no SBOM of CycloneDX"]
+    assert differences(other, lines) == ["it is not a SBOM of pdtransfer"]
+    assert differences({"components": []}, lines) == ["this is not a SBOM of CycloneDX"]
 
 
 def test_an_sbom_names_the_debian_packages_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

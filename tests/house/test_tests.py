@@ -13,7 +13,7 @@ from tests.support.paths import REPO
 
 TESTS = REPO / "tests"
 HOUSES = {"library": "pdtransfer", "serve": "pdtransfer/serve", "lab": "lab/pdtransfer_lab"}
-# Not packages: whole processes, the simulator, peers written from the protocol's text, two cards.
+# Not packages: whole processes, the simulator, peers written from the protocol's text, two GPUs.
 OTHERS = {"comparisons", "integration", "sim", "stranger", "two_gpu"}
 # Names that only these modules define: anything that waits, asks the kernel of a process, or sets up a namespace.
 GENERAL = ("networks", "paths", "processes", "waiting")

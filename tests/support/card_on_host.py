@@ -1,4 +1,4 @@
-"""A card of this process: streams whose work is done late and in any order that events allow, kernels as host code."""
+"""A GPU of this process: streams whose work is done late and in any order that events allow, kernels as host code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdtransfer.kernels.tables import DeviceTables
 
 
 class CardOnHost(Card):
-    """What the kernels' shells need of a Card, with addresses of this process. Queued work is done when somebody waits,
+    """What the kernels' shells need of a GPU, with addresses of this process. Queued work is done when somebody waits,
     a step of some stream at a time; what is never waited for is done by `finish`."""
 
     def __init__(self, lib: ctypes.CDLL, seed: int = 0) -> None:
@@ -96,7 +96,7 @@ class CardOnHost(Card):
 
     def free(self, address: int, stream: int | None = None) -> None:
         memory = self._held[address]
-        assert stream is not None, "it would wait for the card"
+        assert stream is not None, "it would wait for the GPU"
         self._queue(stream, lambda: memory.fill(0xFF))
 
     def clear(self, address: int, byte_count: int) -> None:
@@ -146,7 +146,7 @@ class CardOnHost(Card):
 
     def _refuse(self, name: str) -> None:
         if self.refuses == name:
-            raise WorldError(f"card 0: {name}: refused")
+            raise WorldError(f"GPU 0: {name}: refused")
 
     # What C calls
 

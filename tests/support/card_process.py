@@ -1,4 +1,4 @@
-"""tests/support/gpu_writer.py as a process, for whoever tests a card that writes; imports where there is no card."""
+"""tests/support/gpu_writer.py as a process, for whoever tests a GPU that writes; imports where there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.shm_pair import WRITER, Process
 
 
 class CardProcess(Process):
-    """tests/support/gpu_writer.py, and what it forked; with no card the CPU writes."""
+    """tests/support/gpu_writer.py, and what it forked; with no GPU the CPU writes."""
 
     def __init__(self, reach: object, session: int = WRITER, card: int | None = 0) -> None:
         writer = str(REPO / "tests" / "support" / "gpu_writer.py")

@@ -101,7 +101,7 @@ class Pair:
         self.decode.expect(room, tokens=tokens, sources=[self.prefill.endpoint], **more)
 
     def pages(self, seed: int, tokens: int) -> np.ndarray:
-        """Pages for so many tokens, in no order."""
+        """Pages for this many tokens, in no order."""
         count = self.source.slots // self.source.page_size
         return np.random.default_rng(seed).permutation(count)[: -(-tokens // self.source.page_size)]
 
@@ -175,7 +175,7 @@ def client_pair(
     held: Any | None = None,
     start: bool = True,
 ) -> Iterator[Pair]:
-    """`source` and `target` are (host layout, page size, slots). With `held`, a tensor of as many bytes on a card, the
+    """`source` and `target` are (host layout, page size, slots). With `held`, a tensor of as many bytes on a GPU, the
     pool that prefill sends is there; `Pair.source` says what it is to hold in the end. Without `start` the test starts
     and closes the clients."""
     model = model or mla(layers=range(2))

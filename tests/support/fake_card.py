@@ -1,4 +1,4 @@
-"""A card that is none: what is registered with it, and whether it was let go in time."""
+"""A GPU that is none: what is registered with it, and whether it was let go in time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FakeRegistrar:
         self.calls += 1
         assert mapped(address, byte_count)
         if self.calls - 1 == self.refused:
-            raise WorldError("card 0: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
+            raise WorldError("GPU 0: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
         assert not any(a < address + byte_count and address < a + n for a, n in self.registered.items()), "twice"
         self.registered[address] = byte_count
         self.log.append(f"register {byte_count}")
@@ -47,7 +47,7 @@ class FakeRegistrar:
         byte_count = self.registered[address]
         assert mapped(address, byte_count), "unmapped before it was unregistered"
         if self.keeps:
-            raise WorldError("card 0: cuMemHostUnregister: CUDA_ERROR_ILLEGAL_ADDRESS")
+            raise WorldError("GPU 0: cuMemHostUnregister: CUDA_ERROR_ILLEGAL_ADDRESS")
         del self.registered[address]
         self.log.append(f"unregister {byte_count}")
 
@@ -162,7 +162,7 @@ class FakeExported:
         assert self.card.registered, "what is mapped, and so the lock, went before"
         self.card.log.append("close exported")
         if self.keeps:
-            raise WorldError("card 5: cuIpcCloseMemHandle: CUDA_ERROR_ILLEGAL_ADDRESS")
+            raise WorldError("GPU 5: cuIpcCloseMemHandle: CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
 class FakeCard(FakeRegistrar):
@@ -189,7 +189,7 @@ class FakeCard(FakeRegistrar):
 
     def open(self, handle: bytes) -> FakeExported:
         if handle not in self.exported:
-            raise TransportError("exported memory is on a card which this process does not see")
+            raise TransportError("exported memory is on a GPU which this process does not see")
         self.log.append("open exported")
         return self.exported[handle]
 

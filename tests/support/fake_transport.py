@@ -122,7 +122,7 @@ class FakeWriter:
         return len(self._arena.memory)
 
     def hbm_direct(self, session: int) -> bool:
-        """There is no card."""
+        """There is no GPU."""
         return False
 
     def unmap(self, session: int) -> None:

@@ -1,4 +1,4 @@
-"""A card's pool and an arena full of canaries, with Mooncake's engines between them, and what has to come of writes."""
+"""A GPU's pool and an arena full of canaries, with Mooncake's engines between them, and what has to come of writes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class FarPair:
         return np.array_equal(array[: len(wanted)], wanted) and bool((array[len(wanted) :] == CANARY).all())
 
     def landed(self) -> int:
-        """Bytes that are no canaries."""
+        """Bytes that are not canaries."""
         return bytes_written(self.memory.mapping.array)
 
     def engine(self) -> int:

@@ -1,4 +1,4 @@
-"""A writer in a process of its own whose card writes, as test_fence_gpu drives it: argv is session, Reach and the card,
+"""A writer in a process of its own whose GPU writes, as test_fence_gpu drives it: argv is session, Reach and the GPU,
 or cpu; stdin one command a line."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def push_for_ever(target: Pool, sources: list[Pool], stream: int) -> None:
 
 
 def copy_for_ever(target: memoryview) -> None:
-    """The same without a card."""
+    """The same without a GPU."""
     sources = [np.random.default_rng(seed).integers(1, 256, len(target), np.uint8) for seed in range(2)]
     while True:
         for source in sources:
@@ -83,7 +83,7 @@ def main() -> None:
         started(push_for_ever, Pool(layout=part, address=target.address, card=here.ordinal, host=True), ours, stream)
 
     def half() -> None:
-        """The one that belongs to this card's number."""
+        """The one that belongs to this GPU's number."""
         half = layout.slots // 2
         rows = range(here.ordinal * half, here.ordinal * half + half)
         for _ in range(10):
@@ -114,7 +114,7 @@ def obey(commands: dict[str, Callable[[], None]]) -> None:
                 if pid := os.fork():
                     print(pid, flush=True)
                 else:
-                    time.sleep(300)  # it never touches the card
+                    time.sleep(300)  # it never touches the GPU
                     os._exit(0)
             case "exec":  # the child closes nothing by itself
                 if pid := os.fork():

@@ -129,7 +129,7 @@ async def complaints(site: Site, before: Rest) -> list[str]:
 
 
 async def healed(site: Site, before: Rest, seconds: float = HEAL_S) -> None:
-    """The fault is over: all is as before within so many seconds, and everybody is served."""
+    """The fault is over: all is as before within this many seconds, and everybody is served."""
     began = time.monotonic()
     await site.usable(prefill=len(site.fleet.of("prefill")), decode=len(site.fleet.of("decode")))
     asked = [f"{number} {SERVED}" for number in range(8)]

@@ -15,7 +15,7 @@ class Switch:
 
     def query(self) -> bool:
         if self.broken:
-            raise OSError("the card has fallen off the bus")
+            raise OSError("the GPU has fallen off the bus")
         return self.fired
 
 

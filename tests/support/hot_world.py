@@ -19,7 +19,7 @@ from tests.support.on_card import OnCard
 
 
 class Place:
-    """A pool's bytes: this process's, or such as a card sees, whose tensors are a copy of them."""
+    """A pool's bytes: this process's, or such as a GPU sees, whose tensors are a copy of them."""
 
     def __init__(self, tensors: Tensors, *, card: bool, host: bool) -> None:
         self.tensors, self._there = tensors, OnCard(host=host) if card else None
@@ -175,7 +175,7 @@ class World:
 
 
 def _looked_at(array: Any) -> Any:
-    """A pool's array, which is a tensor on a card, as numpy's."""
+    """A pool's array, which is a tensor on a GPU, as numpy's."""
     return torch.as_tensor(array).cpu().numpy()
 
 

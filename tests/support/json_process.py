@@ -61,11 +61,11 @@ class JsonProcess:
         return asked
 
     def ask(self, name: str, seconds: float, **arguments: Any) -> Any:
-        """`submit`, and its answer; TimeoutError after so many seconds."""
+        """`submit`, and its answer; TimeoutError after this many seconds."""
         return self.wait(self.submit(name, **arguments), seconds)
 
     def wait(self, asked: Future[Any], seconds: float) -> Any:
-        """The answer of one that was submitted; TimeoutError after so many seconds."""
+        """The answer of one that was submitted; TimeoutError after this many seconds."""
         try:
             return asked.result(seconds)
         except TimeoutError:

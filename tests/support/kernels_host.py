@@ -45,7 +45,7 @@ def library(directory: Path) -> ctypes.CDLL:
 
 
 class Words:
-    """What a card's Progress and PinnedCancel are, here."""
+    """What a GPU's Progress and PinnedCancel are, here."""
 
     def __init__(self) -> None:
         self.progress, self.tally, self.cancel = np.zeros(2, np.uint32), np.zeros(4, np.uint32), np.zeros(1, np.uint32)

@@ -251,5 +251,5 @@ def plane(**changed: Any) -> Plane:
 
 
 def bytes_written(memory: np.ndarray) -> int:
-    """How many bytes of a memory are no canaries."""
+    """How many bytes of a memory are not canaries."""
     return int(np.count_nonzero(memory != CANARY))

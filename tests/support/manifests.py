@@ -43,7 +43,7 @@ Manifest = dict[str, Any]
 
 
 def kustomize() -> list[str]:
-    """The command that renders a directory, empty where there is none."""
+    """The command that renders a directory, empty without one."""
     if found := shutil.which("kustomize"):
         return [found, "build"]
     return [found, "kustomize"] if (found := shutil.which("kubectl")) else []

@@ -1,4 +1,4 @@
-"""Memory that a card sees, filled and read back from here; pools of every layout, and what indexing makes of them."""
+"""Memory that a GPU sees, filled and read back from here; pools of every layout, and what indexing makes of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDED_SECONDS_MAX = 30
 
 
 class OnCard:
-    """The bytes of some memory of this process in the card's, or in an arena that is registered with it."""
+    """The bytes of some memory of this process in the GPU's, or in an arena that is registered with it."""
 
     def __init__(self, *, host: bool) -> None:
         self.host, self.card = host, cards.card(0)
@@ -28,7 +28,7 @@ class OnCard:
         self._tensor = torch.empty(0)
 
     def put(self, content: np.ndarray[Any, Any]) -> int:
-        """Where the card sees it."""
+        """Where the GPU sees it."""
         if not self.host:
             self._tensor = torch.from_numpy(content).cuda()
             return self._tensor.data_ptr()
@@ -75,7 +75,7 @@ def tensors(name: str, model: Model, page_size: int, pages: int, *, content: boo
 
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-GRID = [  # what SGLang's own tests copy: MHA rows of so many elements, MLA of 576
+GRID = [  # what SGLang's own tests copy: MHA rows of this many elements, MLA of 576
     *((mha(layers=range(4), heads=range(8), head_bytes=row // 4), f"mha{row}") for row in (128, 256, 512, 1024)),
     (mla(layers=range(5)), "mla576"),
     (mla(layers=range(5), head_bytes=656), "mla656"),
@@ -90,7 +90,7 @@ def ended(progress: Progress) -> State:
 
 
 def two_memories(way: str) -> Iterator[tuple[OnCard, OnCard]]:
-    """Source and target: of the card, or of the host where the way is "fetch" or "push"."""
+    """Source and target: of the GPU, or of the host where the way is "fetch" or "push"."""
     torch.zeros(1, device="cuda")
     source, target = OnCard(host=way == "fetch"), OnCard(host=way == "push")
     yield source, target

@@ -12,7 +12,7 @@ from pdtransfer.serve.engines.transformers import steps
 
 
 class Replays:
-    """Takes the place of CUDA graphs: a replay does the work again into the same tensors. Like a card's graph it sees
+    """Takes the place of CUDA graphs: a replay does the work again into the same tensors. Like a GPU's graph it sees
     only what lies in the tensors of the capture."""
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ def failure(effects: list[Any]) -> tuple[int, Cause]:
 
 
 def kv_bytes(tokens: int) -> int:
-    """What a room of so many tokens moves: a kv row a token and a c4 row for every 4."""
+    """What a room of this many tokens moves: a kv row a token and a c4 row for every 4."""
     return (tokens + -(-tokens // 4)) * LAYERS * ROW
 
 
@@ -240,7 +240,7 @@ DENSE_SLOTS = 16
 
 
 def moved(component: Component, memory: str, *, by: int, slots: int = SLOTS) -> Component:
-    """The same in another place, of so many slots."""
+    """The same in another place, of this many slots."""
     layout = component.layout.rebase(by)
     return msgspec.structs.replace(component, memory=memory, layout=Layout(layout.planes, layout.page_size, slots))
 

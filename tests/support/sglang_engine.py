@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0-1|0-1",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-    # And a plugin that stands in for what only cards have.
+    # And a plugin that stands in for what only GPUs have.
     "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests" / "engines" / "plugins")]),
 }
 # The engine computes with torch alone, on a cache of 4,096 tokens. It looks at the memory of the whole host, of which
@@ -140,7 +140,7 @@ class SglangServer:
         return text
 
     def add(self, prompt: Sequence[int], *, tokens: int, **more: Any) -> Future[list[int]]:
-        """Asks for so many greedy tokens of a prompt, in the background; `more` are further fields."""
+        """Asks for this many greedy tokens of a prompt, in the background; `more` are further fields."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": list(prompt), "sampling_params": sampling} | more
         return self._threads.submit(lambda: self.ask("/generate", body)["output_ids"])

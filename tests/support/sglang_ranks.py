@@ -71,7 +71,7 @@ class Pool:
 
 
 def model_of(ranks: Ranks, latent: bool = False, total: int = HEADS) -> HeadCounts:
-    """A model of so many KV heads, or of one latent."""
+    """A model of this many KV heads, or of one latent."""
     heads, count = Heads(1 if latent else total, ranks), max(1, total // ranks.tp_size)
     return HeadCounts(latent, heads, count, heads, count)
 
@@ -156,8 +156,7 @@ def world(
     states: Sequence[str] = (), latent: bool = False, host: bool = False, copied_up: bool = False, seed: int = 1,
     decode_weights: bytes = b"w",
 ) -> Iterator[World]:  # fmt: skip
-    """Engines of so many tensor parallel ranks, and so many of prefill; with `host`, decode has a host pool beside its
-    pool."""
+    """Engines of this many tensor parallel ranks, and this many of prefill; with `host`, decode has a host pool too."""
     random = np.random.default_rng(seed)
     options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
     latent_data = None

@@ -38,7 +38,7 @@ class Driver:
     def generate(
         self, *, number: int, request: str, prompt: list[int], tokens: int, kv_transfer_params: dict[str, Any] | None
     ) -> object:
-        """Answers later: exactly so many greedy tokens, why it ended, and what the KV connector returned."""
+        """Answers later: exactly this many greedy tokens, why it ended, and what the KV connector returned."""
         extra = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params is not None else None
         params = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra,
@@ -76,7 +76,7 @@ class Driver:
         self._held = True
 
     def step(self, *, count: int) -> None:
-        """Runs so many steps."""
+        """Runs this many steps."""
         for _ in range(count):
             self._step()
 

@@ -83,7 +83,7 @@ class VllmEngine(JsonProcess):
         request: str | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> Future[Any]:
-        """Adds a request for so many greedy tokens; `generated` has what comes of it."""
+        """Adds a request for this many greedy tokens; `generated` has what comes of it."""
         return self.submit(
             "generate", request=request or f"request-{next(self._names)}", prompt=list(prompt), tokens=tokens,
             kv_transfer_params=kv_transfer_params,
@@ -111,7 +111,7 @@ class VllmEngine(JsonProcess):
         self.ask("hold", ANSWER_S)
 
     def step(self, count: int = 1) -> None:
-        """Has it run so many steps."""
+        """Has it run this many steps."""
         self.ask("step", ANSWER_S, count=count)
 
     def resume(self) -> None:

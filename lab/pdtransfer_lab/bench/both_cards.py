@@ -1,4 +1,4 @@
-"""Two cards that push into the host at once, each from a process of its own, beside either of them alone."""
+"""Two GPUs that push into the host at once, each from a process of its own, beside either of them alone."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _answer = partial(answer, who="a pushing process", within_s=_ANSWER_S)
 
 
 def measure(ordinals: Sequence[int]) -> tuple[tuple[float, float], tuple[float, float]]:
-    """GB/s of each of two cards while it pushes alone, and while both do: medians of three rounds, in turn.
+    """GB/s of each of two GPUs while it pushes alone, and while both do: medians of three rounds, in turn.
 
     Each is what a writer's thread reaches with 64 writes of 4,096 tokens, 61 planes of 1,152 bytes, from pages anywhere
-    in a pool in the card's memory to one run of slots of a page_first arena, whose memory is of the card's NUMA node.
+    in a pool in the GPU's memory to one run of slots of a page_first arena, whose memory is of the GPU's NUMA node.
     """
     with ExitStack() as held:
         pipes: list[Connection] = []

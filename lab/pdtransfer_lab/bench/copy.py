@@ -103,7 +103,7 @@ def _memcpy(source: Mapping, target: Mapping, byte_count: int) -> Callable[[], o
 
 
 def _copy(work: Plan, source: Mapping, target: Mapping, threads: int, by: NativeCopy) -> Callable[[], object]:
-    """A copy by so many threads, each of as many rows."""
+    """A copy by this many threads, each of as many rows."""
     parts = list(work.pieces(-(-work.rows // threads) * work.pairing.row_bytes))
 
     def copy_part(part: Plan) -> None:

@@ -62,7 +62,7 @@ class Share(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """Rooms that hold a grant of this source, and of which nothing is ever written; their ends are no failures.
+    """Rooms that hold a grant of this source, and of which nothing is ever written; their ends are not failures.
 
     Prefill answers when every one is leased.
     """

@@ -72,7 +72,7 @@ class FaultyRankPair(RankPair):
         return self._processes[2].pid or 0
 
     def stall(self, rooms: int, *, tokens: int) -> None:
-        """Has the bystander hold so many grants, and write nothing."""
+        """Has the bystander hold this many grants, and write nothing."""
         order = Stall(rooms, tokens, self._stalling)
         self._bystander.send(order)
         self._decode.send(order)

@@ -1,6 +1,6 @@
 """What steps cost whose KV lies in host memory, the hot tokens on the device, and how many requests that carries.
 
-On a host with a card the device is card 0, and the host memory an arena that is registered with it; elsewhere it is
+On a host with a GPU the device is GPU 0, and the host memory an arena that is registered with it; elsewhere it is
 other memory of this process.
 """
 
@@ -40,7 +40,7 @@ _ADMISSIONS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of a batch: requests of so many tokens each, in layers of which `share` follow one plan."""
+    """Of a batch: requests of this many tokens each, in layers of which `share` follow one plan."""
 
     requests: int
     tokens: int
@@ -95,7 +95,7 @@ def measure(size: Size | None = None) -> Figures:
     for since it was last replaced. Each plan of a step asks for positions and has buffers of its own.
 
     `plan` and `copy` are HotPool's halves of a swap-in, for all layers, `attention` is a plain one over picked rows,
-    `backup` the newest token's slot and its copy. On a card each step is one replay of a graph, its launch included:
+    `backup` the newest token's slot and its copy. On a GPU each step is one replay of a graph, its launch included:
     three graphs are timed, plans alone, plans and copies, and all of it, and a part is the difference
     of two (attention is with backup there). `dma` is the time of one contiguous copy of the missed bytes. `admit` is
     Coordinator.admit_direct and HotPool.start of a request whose tokens are all in host memory, none on the device.
@@ -342,7 +342,7 @@ class HotBatch:
         torch.bmm(weights, picked)
 
     def _seconds(self, work: Callable[[], None], *, prepare: Callable[[], None]) -> float:
-        """The median of the steps'; on a card of a graph's replays, after one that is not counted."""
+        """The median of the steps'; on a GPU of a graph's replays, after one that is not counted."""
         if self._card is None:
             return median(_timed(prepare, work) for _ in range(self.size.steps))
         torch = self._torch

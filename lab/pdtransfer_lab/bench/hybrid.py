@@ -1,4 +1,4 @@
-"""A hybrid model's cache between a card and its host: each host layout by each way of moving it, both directions."""
+"""A hybrid model's cache between a GPU and its host: each host layout by each way of moving it, both directions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CANARY = 0xA5
 
 Bytes = NDArray[np.uint8]
 Direction = Literal["push", "load"]
-_FROM_TO: dict[Direction, str] = {"push": "card to host", "load": "host to card"}
+_FROM_TO: dict[Direction, str] = {"push": "GPU to host", "load": "host to GPU"}
 
 
 class PageSizes(TypedDict, total=False):
@@ -123,18 +123,18 @@ class Move(NamedTuple):
 
 def measure(*, runs: int = _RUNS, tokens: Sequence[int] = ()) -> Figures:
     """One room of a DeepSeek V4-like model (61 layers: 30 with C4 and an index, 29 with C128, windows and states in
-    all) between a layer_first pool of pages of 256 tokens in card 0 and a registered arena, component after component
+    all) between a layer_first pool of pages of 256 tokens in GPU 0 and a registered arena, component after component
     on one stream. The room's pages lie anywhere in the pool, and in one run in the arena.
 
     `rows` is the copy kernel row by row; `kernel` takes whole pages where rows are narrow. `direct` is one transfer of
-    the copy engine for each contiguous run. `ring` gathers into a ring in the card's memory that the copy engine
+    the copy engine for each contiguous run. `ring` gathers into a ring in the GPU's memory that the copy engine
     drains, and takes `kernel` for components that a ring cannot carry. `auto` is what daemons do. Single rows are not
     copied one by one. Every way is done once and every byte of its target compared, padding included. Then all ways
     take turns with one contiguous DMA of the same bytes: medians of `runs`, by events around the queueing; a plan is
     made ahead. A share is the DMA's time to a way's.
 
-    Without a card both sides are memory of this process, the model has 4 layers and the room 8,192 tokens; then it
-    measures the CPU's copies of the same plans beside one memcpy, and says nothing about a card.
+    Without a GPU both sides are memory of this process, the model has 4 layers and the room 8,192 tokens; then it
+    measures the CPU's copies of the same plans beside one memcpy, and says nothing about a GPU.
     """
     on_card = card_count() > 0
     sizes = tuple(tokens) or (TOKENS if on_card else _TOKENS_ON_CPU)

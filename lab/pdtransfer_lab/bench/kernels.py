@@ -1,4 +1,4 @@
-"""What the kernels reach on this host's card, beside the copy engine with the same bytes in the same run."""
+"""What the kernels reach on this host's GPU, beside the copy engine with the same bytes in the same run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LINES = (
 
 
 class _Bench(NamedTuple):
-    """What every part takes: a card, its pool, an arena, and the arena as the card sees it."""
+    """What every part takes: a GPU, its pool, an arena, and the arena as the GPU sees it."""
 
     card: Card
     replays: Replays
@@ -67,13 +67,13 @@ class _Bench(NamedTuple):
 
 
 def measure(*, runs: int = _RUNS) -> Figures:
-    """Shares on card 0: median, least and most of `runs` replays of a graph that copies 64 MiB or more.
+    """Shares on GPU 0: median, least and most of `runs` replays of a graph that copies 64 MiB or more.
 
-    `push` goes from random slots of a layer_first pool in the card's memory (61 planes of 1,152-byte rows) to random
+    `push` goes from random slots of a layer_first pool in the GPU's memory (61 planes of 1,152-byte rows) to random
     slots of a page_first arena in a registered memfd, `gather` from random rows of 1.5 GiB of it to consecutive ones in
-    the card, one plane, other rows each time. Each share is (time of one contiguous DMA of the same bytes, in a graph
+    the GPU, one plane, other rows each time. Each share is (time of one contiguous DMA of the same bytes, in a graph
     of as many) / (time of the launch). The matmul is bfloat16, 8,192 cubed, alone and beside pushes. WorldError where
-    there is no card.
+    there is no GPU.
     """
     here = card(0)
     with ExitStack() as held:

@@ -63,7 +63,7 @@ def measure(*, gib: float = 1.0, repeats: int = _REPEATS) -> Figures:
 
     `pages` is the size that the kernel reports. `enter` is a second mapping's prefault, in this process;
     `memcpy` is of an eighth of the arena. Rows anywhere are tokens of 61 planes, page_first in the arena, one by one
-    to and from a layer_first pool on one thread. On card 0, if there is one: registering in chunks of 256 MiB, one DMA
+    to and from a layer_first pool on one thread. On GPU 0, if there is one: registering in chunks of 256 MiB, one DMA
     of such a chunk, and kernels from and to all of the arena; there gathers take other rows each time.
     """
     byte_count = int(gib * (1 << 30))

@@ -1,4 +1,4 @@
-"""`pdtransfer bench pd` held against this project's goals, with both cards at once, and beside published figures."""
+"""`pdtransfer bench pd` held against this project's goals, with both GPUs at once, and beside published figures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .pd import Point, Result, Series, figures, measure, rounded, tables
 from .report import about, print_tables
 
 Rates = tuple[tuple[float, float], tuple[float, float]]
-"""GB/s of two cards, each alone, and at once."""
+"""GB/s of two GPUs, each alone, and at once."""
 
-# What others have published of transfers between hosts, over networks of up to 200 GB/s with all cards of a node, and
-# larger models. Here rows cross within one host, from one card at most: shares compare in kind, not in size, and how
+# What others have published of transfers between hosts, over networks of up to 200 GB/s with all GPUs of a node, and
+# larger models. Here rows cross within one host, from one GPU at most: shares compare in kind, not in size, and how
 # much pipelining saves depends on how long the transfer is beside the computing.
 PUBLISHED = (
     (
@@ -61,7 +61,7 @@ def goals(result: Result, both: Rates | None) -> list[Goal]:
             found.append(Goal(name=name + "prefill slowed by the push", value=slower, aim=0.02))
     for number in range(2):
         share = both[1][number] / both[0][number] if both else None
-        found.append(Goal(name=f"card {number} while both push, of it alone", value=share, aim=0.95, at_least=True))
+        found.append(Goal(name=f"GPU {number} while both push, of it alone", value=share, aim=0.95, at_least=True))
     return found
 
 

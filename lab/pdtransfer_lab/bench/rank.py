@@ -57,13 +57,13 @@ class RoomBatch(NamedTuple):
 
 
 class Memcpy(NamedTuple):
-    """One memcpy of so many bytes of the pool."""
+    """One memcpy of this many bytes of the pool."""
 
     byte_count: int
 
 
 class Fragment(NamedTuple):
-    """Decode holds every second run of so many slots of its arena from now on, in place of what it held before."""
+    """Decode holds every second run of this many slots of its arena from now on, in place of what it held before."""
 
     run: int
 

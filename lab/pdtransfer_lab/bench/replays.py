@@ -1,4 +1,4 @@
-"""Times work of a card by replays of a graph: no launch waits for the CPU. And the memory that it is done in."""
+"""Times work of a GPU by replays of a graph: no launch waits for the CPU. And the memory that it is done in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Seconds(NamedTuple):
 
 
 class Replays:
-    """A stream of a card, and what it takes there to do some work many times over."""
+    """A stream of a GPU, and what it takes there to do some work many times over."""
 
     def __init__(self, card: Card) -> None:
         self._card = card
@@ -37,7 +37,7 @@ class Replays:
     def in_turn(self, works: Sequence[Callable[[int], object]], *, nodes: int, runs: int) -> list[Seconds]:
         """Of each of several works, whose replays take turns: A B, B A, A B and so on, `runs` of each.
 
-        So each follows itself and the others equally often, and whatever slows the card for a while slows all of them.
+        So each follows itself and the others equally often, and whatever slows the GPU for a while slows all of them.
         """
         replays = [self._captured(work, nodes) for work in works]
         for replay in replays:
@@ -79,7 +79,7 @@ class Replays:
 
 @contextmanager
 def registered(here: Card, byte_count: int) -> Generator[int]:
-    """The address at which the card sees an arena of so many bytes, which is backed."""
+    """The address at which the GPU sees an arena of this many bytes, which is backed."""
     arena = ArenaMemory.create(byte_count)
     try:
         arena.prefault()
@@ -94,7 +94,7 @@ def registered(here: Card, byte_count: int) -> Generator[int]:
 
 @contextmanager
 def filled(here: Card, byte_count: int) -> Generator[int]:
-    """The address of so many random bytes in the card's memory: copies of zeros may be faster."""
+    """The address of this many random bytes in the GPU's memory: copies of zeros may be faster."""
     address = here.allocate(byte_count)
     try:
         part: Any = np.random.default_rng(1).integers(0, 256, 64 << 20, dtype=np.uint8)

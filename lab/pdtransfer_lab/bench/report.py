@@ -81,7 +81,7 @@ def load() -> float:
 
 
 def host() -> str:
-    """Processor, cores of this process, memory, cards, kernel and Python: what figures depend on, and no name."""
+    """Processor, cores of this process, memory, GPUs, kernel and Python: what figures depend on, and no name."""
     models = [line.partition(":")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cards = Counter(driver().cuDeviceGetName(64, driver().cuDeviceGet(at)[1])[1] for at in range(count()))

@@ -1,4 +1,4 @@
-"""SGLang's kernels and ours on one card: the same bytes in the same memory, graphs on both sides, replayed in turn."""
+"""SGLang's kernels and ours on one GPU: the same bytes in the same memory, graphs on both sides, replayed in turn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TMA_QUOTAS = (4, 8, 16)  # and of its bulk copies through shared memory
 _SWAP_THREADS = (960, 1_024, 512)  # of a block of SGLang's swap-in; its engine's default is the first
 _TURN_BYTES = 256 << 20  # carried by one graph, or more: what one replay leaves in a cache, the next does not find
 _TURNS_MAX = 122
-_SETS_BYTES = 256 << 20  # of new rows that are used in turn: beyond the card's L2
+_SETS_BYTES = 256 << 20  # of new rows that are used in turn: beyond the GPU's L2
 _SETS_MAX = 16
 _SCATTERS = 96
 _ARENA_BYTES = 3 << 30
@@ -46,7 +46,7 @@ _TOP = 2_048
 
 
 class CopySize(NamedTuple):
-    """Slots of a pool on the card and of one in host memory, both of so many layers of 1,152-byte rows."""
+    """Slots of a pool on the GPU and of one in host memory, both of this many layers of 1,152-byte rows."""
 
     slots: int = 16_384
     layers: int = 61
@@ -64,7 +64,7 @@ class CopyCase(NamedTuple):
     """A push to host memory or a load from there: of all layers, or of one layer after another."""
 
     push: bool
-    layout: str  # of the host memory; the card's is layer_first
+    layout: str  # of the host memory; the GPU's is layer_first
     whole: bool
     tokens: int
     paged: bool  # tokens lie in whole pages, the pages anywhere; otherwise each token lies anywhere
@@ -85,7 +85,7 @@ class CopyCase(NamedTuple):
 
 
 class SwapCase(NamedTuple):
-    """A step's missing rows, one plane, from host memory; every request lacks so many of its positions."""
+    """A step's missing rows, one plane, from host memory; every request lacks this many of its positions."""
 
     row: int
     batch: int
@@ -159,11 +159,11 @@ def _version() -> str:
 
 
 def measure(*, runs: int = _RUNS, progress: Callable[[str], None] = _silent) -> Figures:
-    """On card 0, which is sm_90 or later. Every way to do the work does it once and its bytes are looked at. Then
+    """On GPU 0, which is sm_90 or later. Every way to do the work does it once and its bytes are looked at. Then
     graphs of launches, of ours and of SGLang's best way, are replayed in turn, `runs` of each (A B, B A, ...); the
     best is that of 3 such rounds of all its ways. Times are medians of one launch, ratios are SGLang's to ours.
 
-    Copies are one launch of 61 or 1 layers of 1,152-byte rows between a layer_first pool on the card and a registered
+    Copies are one launch of 61 or 1 layers of 1,152-byte rows between a layer_first pool on the GPU and a registered
     memfd; other slots each launch. Ours push with 4 blocks and a cancel word, and load with 32 blocks. SGLang's ways
     are its register kernel with 2 to 32 blocks and its TMA kernel with 4 to 16; its default is the register kernel
     with 2 blocks for tokens that lie anywhere, and the TMA kernel with 4 for pages. `swap` is a step, K 2,048 of
@@ -173,7 +173,7 @@ def measure(*, runs: int = _RUNS, progress: Callable[[str], None] = _silent) -> 
     opponents = Opponents.find()
     here = card(0)
     if here.capability < _CAPABILITY:
-        raise WorldError(f"--beside sglang: card 0 is {here.architecture}, and its kernels need sm_90")
+        raise WorldError(f"--beside sglang: GPU 0 is {here.architecture}, and its kernels need sm_90")
     import torch
 
     where, clock = torch.device("cuda", 0), Replays(here)
@@ -245,14 +245,14 @@ def _wait(where: Any) -> None:
         torch.cuda.synchronize(where)
 
 
-# Copies between a card and host memory
+# Copies between a GPU and host memory
 
 
 class Copies:
-    """A pool on the card and one in host memory, each with a row of every layer in each of its slots."""
+    """A pool on the GPU and one in host memory, each with a row of every layer in each of its slots."""
 
     def __init__(self, opponents: Opponents, size: CopySize, arena: Any, where: Any, cancel: Any = None) -> None:
-        """`arena` is host memory as the card sees it, uint8 (bytes,)."""
+        """`arena` is host memory as the GPU sees it, uint8 (bytes,)."""
         import torch
 
         self._opponents, self._size, self._where, self._cancel = opponents, size, where, cancel

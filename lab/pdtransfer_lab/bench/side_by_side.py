@@ -1,4 +1,4 @@
-"""Two parties that do the same work on a card: their bytes are checked, then their launches are timed in turn."""
+"""Two parties that do the same work on a GPU: their bytes are checked, then their launches are timed in turn."""
 
 from __future__ import annotations
 

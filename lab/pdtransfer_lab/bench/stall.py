@@ -29,7 +29,7 @@ from .models import PAGE_SIZE, components
 from .processes import Failure, answer, begun
 from .report import Figures, Line
 
-_STEP_S = 1e-3  # a scheduler waits so long for its card in each turn, without the interpreter's lock
+_STEP_S = 1e-3  # a scheduler waits so long for its GPU in each turn, without the interpreter's lock
 _CHUNK_TOKENS = 512  # prefill offers a room in as many
 _QUIET_TURNS = 500
 _ANSWER_S = 120.0
@@ -65,7 +65,7 @@ def measure(*, tokens: int = 4_096, rooms: int = 96, at_once: int = 4) -> Figure
 
     A turn is `poll` and what its events ask for: expect and release, or open, push (a chunk of 512 tokens of
     each room) and finish. `turn` is what these calls took together, `work` 5,000 rounds of an empty loop in the same
-    thread, which the loop's thread may interrupt. Prefill's pool is on card 0 where there is one, and that card
+    thread, which the loop's thread may interrupt. Prefill's pool is on GPU 0 where there is one, and that GPU
     writes; else copy threads do. Quantiles are over all turns of one run but those before the first room has ended,
     when kernels are compiled; in 500 before that there is no room.
     """
@@ -101,7 +101,7 @@ class Turns:
         return result
 
     def end(self, *, counts: bool) -> None:
-        """Then the scheduler's own work, and its wait for the card."""
+        """Then the scheduler's own work, and its wait for the GPU."""
         if counts:
             self.calls.append(self._call_ns)
             self.work.append(_busy())

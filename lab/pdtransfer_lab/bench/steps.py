@@ -1,4 +1,4 @@
-"""What a decode step asks of a card: new rows scattered into their pages, missing tokens swapped in."""
+"""What a decode step asks of a GPU: new rows scattered into their pages, missing tokens swapped in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .report import Figures, Line
 
 _RUNS = 7
 _NODES = 96
-_SETS_BYTES = 256 << 20  # of rows that are used in turn: beyond the card's L2
+_SETS_BYTES = 256 << 20  # of rows that are used in turn: beyond the GPU's L2
 _SETS_MAX = 16
 _SLOTS = 200_000
 _GIB = 1 << 30
@@ -55,9 +55,9 @@ LINES = (
 
 
 def measure(*, runs: int = _RUNS) -> Figures:
-    """Medians of `runs` replays of a graph, on card 0; WorldError where there is none.
+    """Medians of `runs` replays of a graph, on GPU 0; WorldError without one.
 
-    `set_mla` is time, as a share of one copy of the same bytes within the card, of rows of 1,024 + 128 bytes to random
+    `set_mla` is time, as a share of one copy of the same bytes within the GPU, of rows of 1,024 + 128 bytes to random
     slots; either takes several sets of buffers in turn, more than the L2 holds. `swap` plans one step for each
     request, K 2,048 of 20,000 tokens, hot 4,096, and copies what is missing, a row of one plane, from an arena of 3 GiB
     where each request's tokens lie one after another. Steps differ in a fifth, or in two, of their positions.

@@ -25,7 +25,7 @@ from .models import PAGE_SIZE, components, latent_layout
 from .report import Figures, Line
 
 _LAYOUTS = ("layer_first", "page_first")
-_NUMPY_ROWS = 64  # it is slow: its rate is of so many
+_NUMPY_ROWS = 64  # it is slow: its rate is of this many
 
 LINES = (
     Line("one memcpy", "{memcpy_gb_s:.1f} GB/s", "{bytes:,} bytes; what follows are shares of it"),

@@ -165,7 +165,7 @@ class FleetConfig:
             raise ConfigError("bytes_per_token: not given; --bytes-per-token, or --model with a checkpoint's directory")
         config = _json(self.model / "config.json", "model")
         if not isinstance(config, dict):
-            raise ConfigError(f"model = '{self.model}': config.json is no JSON object")
+            raise ConfigError(f"model = '{self.model}': config.json is not a JSON object")
         return kv_bytes_per_token(cast("dict[str, Any]", config), dtype=self.kv_dtype)
 
 

@@ -1,6 +1,6 @@
 """Decode steps of the deep model: each request's row attends to all of its keys at once.
 
-A step on a card is hundreds of kernels, whose launches take much CPU time. So requests and positions are in tensors,
+A step on a GPU is hundreds of kernels, whose launches take much CPU time. So requests and positions are in tensors,
 and a shape that comes often is captured whole, from swap-in to logits: a step is then one launch.
 """
 

@@ -333,7 +333,7 @@ class HybridDecode:
 
 
 def _enter(device: torch.device) -> None:
-    """Called on the thread that is about to compute: events are of that thread's card, which is card 0 at first."""
+    """Called on the thread that is about to compute: events are of that thread's GPU, which is GPU 0 at first."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 

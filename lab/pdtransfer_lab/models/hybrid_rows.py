@@ -109,7 +109,7 @@ def stamps_of(ids: NDArray[np.int64]) -> Stamps:
 
 
 def last_tokens(component: Component, tokens: int) -> Int64s:
-    """The last token of each row of so many tokens, in the order of the rows' tokens."""
+    """The last token of each row of this many tokens, in the order of the rows' tokens."""
     rows = component.rows(tokens)
     match component.span.kind:
         case "all":
@@ -157,7 +157,7 @@ class HybridRows:
         return [each.get().numpy() if isinstance(each, Download) else each for each in downloads]
 
     def digest(self, component: Component, slots: Int64s, tokens: int, prompt_tokens: int) -> bytes:
-        """Of the bytes of every row that so many tokens have, in their order."""
+        """Of the bytes of every row that this many tokens have, in their order."""
         digest = blake2b(digest_size=DIGEST_BYTES)
         order = [row_of(component, int(at), prompt_tokens) for at in last_tokens(component, tokens)]
         for first in range(0, len(order), _DIGEST_ROWS):
@@ -189,7 +189,7 @@ def _there(array: NDArray[Any], view: Any) -> Any:
 
 def _views(flat: Tensor, component: Component, seed: list[int]) -> list[tuple[Any, Any]]:
     """Each plane as (pages, page_size, words), and a pattern (words,) of its own; by layer and kind. Both are tensors
-    on a card, otherwise arrays."""
+    on a GPU, otherwise arrays."""
     layout = component.layout
     made: list[tuple[Any, Any]] = []
     for at, plane in enumerate(sorted(layout.planes, key=lambda plane: (plane.layer, plane.kind))):
@@ -202,5 +202,5 @@ def _views(flat: Tensor, component: Component, seed: list[int]) -> list[tuple[An
 
 
 def flat_words(byte_count: int, device: str) -> Tensor:
-    """A pool in a card's memory, as int32."""
+    """A pool in a GPU's memory, as int32."""
     return torch.zeros(-(-byte_count // 4), dtype=torch.int32, device=device_of(device))

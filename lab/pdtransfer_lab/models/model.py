@@ -28,7 +28,7 @@ _INDEX = -1  # stands for the index among heads
 class Transformer(Protocol):
     """Weights and a forward pass without any request's state.
 
-    Row counts are multiples of BLOCK_ROWS. Only `whole_digest` waits for a card.
+    Row counts are multiples of BLOCK_ROWS. Only `whole_digest` waits for a GPU.
     """
 
     architecture: Architecture

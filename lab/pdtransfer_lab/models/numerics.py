@@ -1,7 +1,7 @@
 """The arithmetic of the reference model. Rule: a row's result must not depend on how many rows share a call.
 
 Matrix products run in zero-padded blocks of BLOCK_ROWS rows, since a library chooses its order of summation by shape.
-On a card sums and batched products are split for the same reason. Equal bits still need equal processors, since the
+On a GPU sums and batched products are split for the same reason. Equal bits still need equal processors, since the
 library also chooses its code by instruction set. Elementwise functions run over whole vectors, since the scalar code
 for a tail rounds differently.
 """
@@ -24,7 +24,7 @@ def single_threaded() -> None:
 
 
 def first_product(device: torch.device) -> None:
-    """Makes libraries create their state for the calling thread, for which the first product on a card would wait."""
+    """Makes libraries create their state for the calling thread, for which the first product on a GPU would wait."""
     if device.type == "cuda":
         for dtype in (torch.float32, torch.bfloat16):
             square = torch.zeros(BLOCK_ROWS, BLOCK_ROWS, dtype=dtype, device=device)
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def total(x: Tensor) -> Tensor:
-    """(..., k) -> (..., 1). On a card it sums by halves, in an order independent of the shape; k is a power of two."""
+    """(..., k) -> (..., 1). On a GPU it sums by halves, in an order independent of the shape; k is a power of two."""
     if not x.is_cuda:
         return x.sum(-1, keepdim=True)
     while (k := x.shape[-1]) > 1:
@@ -63,7 +63,7 @@ def total(x: Tensor) -> Tensor:
 
 
 def products(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """(n, a, k) @ (n, k, b) -> (n, a, b); on a card one product at a time."""
+    """(n, a, k) @ (n, k, b) -> (n, a, b); on a GPU one product at a time."""
     if not left.is_cuda:
         torch.bmm(left, right, out=out)
         return

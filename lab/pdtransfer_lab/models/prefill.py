@@ -42,7 +42,7 @@ from .numerics import BLOCK_ROWS, block_up, first_product
 from .projection import Layer
 from .sampling import Handoff
 
-AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
+AHEAD_MAX = 8  # cells that are queued on a GPU: a full launch queue would block other threads' launches
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +122,7 @@ class ReferencePrefill:
             for name, layout in layouts.items()
         }
         self._spans = DeviceSpans(config.spans, model.device)
-        self._ahead: deque[Event] = deque()  # of cells that the card may still compute
+        self._ahead: deque[Event] = deque()  # of cells that the GPU may still compute
         self._picks: deque[_Pick] = deque()  # of prompts that are computed or queued
         self._held: dict[int, dict[str, NDArray[np.int64]]] = {}
         self._rooms: dict[int, _PromptRoom] = {}
@@ -186,7 +186,7 @@ class ReferencePrefill:
     def step(self) -> list[Computed | Prefilled | Broken]:
         self._model.enter()
         events = self._advance() if self._rooms else []
-        # Waits for the card only if there is nothing else to compute or to report.
+        # Waits for the GPU only if there is nothing else to compute or to report.
         while self._picks and (self._picks[0].logits.ready or not (self._rooms or events)):
             events.append(self._first_token(self._picks.popleft()))
         if not self._held:
@@ -306,7 +306,7 @@ class ReferencePrefill:
         )
 
     def _finish(self, room: _PromptRoom, hidden: Tensor) -> list[Computed | Prefilled | Broken]:
-        """Ends a prompt that is computed or queued. On a card the first token follows in a later step, so that the last
+        """Ends a prompt that is computed or queued. On a GPU the first token follows in a later step, so that the last
         cells need not wait for it; the ranks of a group end the prompt at once, since they must take equal turns."""
         request = room.request
         del self._rooms[request.room]

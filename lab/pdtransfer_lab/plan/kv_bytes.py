@@ -19,7 +19,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], *, dtype: str = "") -> int:
         config = cast("dict[str, Any]", text)
     name = (dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ConfigError(f"dtype = {name[:40]!r}: is none of {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype = {name[:40]!r}: must be one of {', '.join(_DTYPES)}")
     layers = _count(config, "num_hidden_layers")
     if config.get("kv_lora_rank") is not None:
         return layers * (_count(config, "kv_lora_rank") + _count(config, "qk_rope_head_dim")) * _DTYPES[name]

@@ -115,7 +115,7 @@ def _read(name: str, document: dict[str, Any]) -> dict[str, Any]:
     if part is None:
         document = document.get("rates", document) if isinstance(document.get("rates", {}), dict) else document
         if unknown := sorted(document.keys() - set(RATE_FIELDS)):
-            raise ConfigError(f"{name}: {unknown[0]}: is no rate; known are {', '.join(RATE_FIELDS)}")
+            raise ConfigError(f"{name}: {unknown[0]}: must be one of {', '.join(RATE_FIELDS)}")
         for field, least in (("context_s", 0.0), ("link_bytes_s", 1.0), ("handoff_s", 0.0), ("overhead_s", 0.0)):
             if field in document:
                 _positive(name, field, document[field], least)
@@ -133,7 +133,7 @@ def _read(name: str, document: dict[str, Any]) -> dict[str, Any]:
         case "pd":
             return _from_pd(name, document)
         case _:
-            raise ConfigError(f"{name}: part = {part!r}: has no rates; transfer, handoff and pd have")
+            raise ConfigError(f"{name}: part = {part!r}: must be one of transfer, handoff, pd")
 
 
 def _positive(name: str, field: str, value: Any, least: float) -> float:

@@ -36,7 +36,7 @@ class GapHistogram:
         self._zeros = 0
 
     def add(self, gap_s: float, count: int = 1) -> None:
-        """Counts a gap so many times."""
+        """Counts a gap this many times."""
         if gap_s > 0:
             self._counts[round(log(gap_s) / _BIN)] += count
         else:

@@ -33,7 +33,7 @@ Evaluate = Callable[[Sequence[FleetSize]], list[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class WorkBounds:
-    """What the work alone takes: fewer workers fall behind for ever."""
+    """What the work alone takes: fewer workers fall behind forever."""
 
     prefill: int
     decode: int
@@ -139,5 +139,5 @@ def resources(report: dict[str, Any], shape: FleetShape, limits: Limits) -> dict
 
 
 def sized(shape: FleetShape, size: FleetSize) -> FleetShape:
-    """The same workers, so many of them."""
+    """The same workers, this many of them."""
     return replace(shape, prefill=size.prefill, decode=size.decode)

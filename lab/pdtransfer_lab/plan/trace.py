@@ -22,7 +22,7 @@ REQUESTS_MAX = 1 << 24  # of one trace: some GB of memory
 ID_MAX = (1 << 63) - 1
 BLOCKS_MAX = TOKENS_MAX // BLOCK_TOKENS
 SECONDS_MAX = 10 * 366 * 86_400  # a timestamp beyond is none
-SHARED_BY_ALL = 0.1  # of all requests: a block that so many have is a system prompt, which copies of users share, too
+SHARED_BY_ALL = 0.1  # of all requests: a block that this many have is a system prompt, which copies of users share, too
 _GOLDEN = 0.6180339887498949
 
 

@@ -30,7 +30,7 @@ def check_chart(path: Path) -> None:
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"plot = '{path}': must end with {', '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"plot = '{path}': {path.absolute().parent} is no directory")
+        raise ConfigError(f"plot = '{path}': {path.absolute().parent} is not a directory")
     if find_spec("matplotlib") is None:
         raise WorldError("--plot draws with matplotlib, which is not installed: pip install './lab[report]'")
 

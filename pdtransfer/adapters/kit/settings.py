@@ -75,7 +75,7 @@ class Settings:
         hints = get_type_hints(cls)
         known = {each.name: hints[each.name] for each in fields(cls)}
         if unknown := sorted(extra.keys() - known.keys()):
-            raise ConfigError(f"{where}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
+            raise ConfigError(f"{where}: {unknown[0]!r} must be one of {', '.join(sorted(known))}")
         return cls(**{name: _checked(name, value, known[name]) for name, value in extra.items()})
 
     @property

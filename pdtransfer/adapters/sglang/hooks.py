@@ -70,7 +70,7 @@ def _receives_on_host() -> bool:
 
 def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
     """The KV cache is made, in one allocation that can be shared. With its memory saver SGLang makes it as ever: the
-    saver gives back to the card what it has seen being allocated."""
+    saver gives back to the GPU what it has seen being allocated."""
     if configurator.is_draft_worker or not _is_ours():
         return original(configurator, **given)
     on_card = configurator.device == "cuda" and not get_exec().features.enable_memory_saver
@@ -104,7 +104,7 @@ def _allocate(original: Any, allocator: Any, dims: Any, dtype: Any, device: str 
 
 
 def _cuda_host_register(original: Any, buffer: Any, *args: Any) -> None:
-    """Memory of ours is registered with the card already, and is not SGLang's to unregister."""
+    """Memory of ours is registered with the GPU already, and is not SGLang's to unregister."""
     if process.memory is None or not process.memory.has_beside(buffer.data_ptr()):
         return original(buffer, *args)
     setattr(buffer, REGISTERED_RANGES, [])

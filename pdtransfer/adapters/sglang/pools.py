@@ -116,7 +116,7 @@ def state_buffers(args: Any) -> list[Buffers]:
 
 
 def extent_of(buffers: Sequence[Buffers], card: int | None) -> Extent:
-    """The range that holds all buffers, on a card or in this process's memory."""
+    """The range that holds all buffers, on a GPU or in this process's memory."""
     first, end = min(min(each.addresses) for each in buffers), max(max(each.ends) for each in buffers)
     return Extent(first, end, card)
 
@@ -234,7 +234,7 @@ def _items(buffers: Buffers, layers: Sequence[int], head: int, place: Place) -> 
 def _whole(name: str, item: int, page_size: int) -> int:
     row, rest = divmod(item, page_size)
     if rest or not row:
-        raise ConfigError(f"{name}: an item of {item} bytes is no page of {page_size} rows")
+        raise ConfigError(f"{name}: an item of {item} bytes is not a page of {page_size} rows")
     return row
 
 

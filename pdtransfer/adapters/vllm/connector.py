@@ -98,14 +98,14 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._on_cpu = vllm_config.device_config.device_type == "cpu"
         if not dialect.POOLS_BY_HOOK and (self._on_cpu or self._receives):
             # This version has no hook around the allocation, which follows at once and ends in register_kv_caches. It
-            # would make a tensor a layer, and a card's memory can be named to peers as one allocation only.
+            # would make a tensor a layer, and a GPU's memory can be named to peers as one allocation only.
             self._pooled = self._memory.pooled() if self._on_cpu else self._memory.pooled_on(torch.device("cuda"))
             self._pooled.__enter__()
 
     # Worker: memory
 
     def get_mem_pool_context(self) -> AbstractContextManager | None:
-        """On the CPU vLLM's KV cache is allocated where peers can write. On a card it is one allocation anyway."""
+        """On the CPU vLLM's KV cache is allocated where peers can write. On a GPU it is one allocation anyway."""
         return self._memory.pooled() if self._on_cpu else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -217,7 +217,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """A request is scheduled once all of its KV has landed."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """A layer of this step is computed, or will be once the card is there."""
+        """A layer of this step is computed, or will be once the GPU is there."""
         if self._worker is not None and self._worker.has_chunks:
             self._worker.save(layer_name, self._event)
 
@@ -254,7 +254,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return found
 
     def _event(self) -> torch.cuda.Event | None:
-        """Fires once all that this thread has queued on the card is done; None on the CPU, where it is done."""
+        """Fires once all that this thread has queued on the GPU is done; None on the CPU, where it is done."""
         if not self._on_card:
             return None
         event = torch.cuda.Event()

@@ -27,11 +27,11 @@ class KVGroup:
         return f"group{self.index}"
 
     def rows(self, tokens: int) -> int:
-        """Blocks of a prompt of so many tokens."""
+        """Blocks of a prompt of this many tokens."""
         return -(-tokens // self.block_size)
 
     def first_row(self, tokens: int) -> int:
-        """The first block that is still needed once so many tokens are computed: vLLM frees those before it."""
+        """The first block that is still needed once this many tokens are computed: vLLM frees those before it."""
         if self.window:
             return max(0, tokens - self.window + 1) // self.block_size
         if self.chunk:

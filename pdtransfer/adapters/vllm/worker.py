@@ -45,7 +45,7 @@ SHARE_PAUSE_S = 60.0  # between two warnings
 
 
 def differing(detail: str, facts: Mapping[str, str]) -> list[str]:
-    """The facts of this engine, name=value, that a refusal names. A peer's own words are no labels of metrics."""
+    """The facts of this engine, name=value, that a refusal names. A peer's own words are not labels of metrics."""
     return [f"{name}={value}"[:FACT_LENGTH_MAX] for name, value in facts.items() if f" {name}: " in f" {detail}"]
 
 

@@ -107,7 +107,7 @@ def place(
     """
     used = leased(components, enable_hisparse=enable_hisparse)
     if unknown := sorted(slots.keys() - {each.name for each in components}):
-        raise LocalProtocolError(f"slots: {unknown} are none of {sorted({each.name for each in components})}")
+        raise LocalProtocolError(f"slots: {unknown} must be among {sorted({each.name for each in components})}")
     placed: list[PlacedRows] = []
     for component, whole, label in zip(components, used, labels(components), strict=True):
         rows = component.rows(tokens) if whole else 0
@@ -134,7 +134,7 @@ def place(
 def refusal(
     room: RoomRecord, admission: Admission, *, rooms: int, draining: bool, enable_hisparse: bool
 ) -> RoomFailed | None:
-    """Why this node refuses the room now or for ever, with `rooms` others; None where it takes the room.
+    """Why this node refuses the room now or forever, with `rooms` others; None where it takes the room.
 
     `enable_hisparse`: whether this node serves HiSparse.
     """

@@ -52,7 +52,7 @@ class OpenRoom:
         one."""
         component = components.get(cell.component)
         if component is None:
-            raise LocalProtocolError(f"component: {cell.component!r} is none of {sorted(components)}")
+            raise LocalProtocolError(f"component: {cell.component!r} must be one of {sorted(components)}")
         end_row = cell.first_row + len(cell.source_slots)
         rows = end_row if self.tokens is None else component.rows(self.tokens)
         if not 0 <= cell.first_row < end_row <= rows:
@@ -83,7 +83,7 @@ class OpenRoom:
         return len(self.grants) == self.grant_count
 
     def meet(self, grant: WriterGrant, ranks: int) -> None:
-        """Adds a grant, of a group of so many decode ranks; the first one decides what the engine left open."""
+        """Adds a grant, of a group of this many decode ranks; the first one decides what the engine left open."""
         assert grant.message is not None
         self.grants.append(grant)
         if self.tokens is None:

@@ -1,4 +1,4 @@
-"""A ring of staging slots in a card's memory, with one stream for kernels and one for the copy engine.
+"""A ring of staging slots in a GPU's memory, with one stream for kernels and one for the copy engine.
 
 All transfers share one stream, since concurrent transfers are slower than sequential ones. kernels/host_lanes.c queues
 the work without the GIL; if it cannot be compiled, Python queues it more slowly.
@@ -130,7 +130,7 @@ class StagingRing:
         queue(ctypes.byref(argument))
         self.turn += argument.queued
         if argument.status:
-            raise WorldError(f"card {gpu.ordinal}: work {argument.queued - 1}: {gpu.status_of(argument.status)}")
+            raise WorldError(f"GPU {gpu.ordinal}: work {argument.queued - 1}: {gpu.status_of(argument.status)}")
         return State.CANCELLED if argument.cancelled else State.COMPLETE
 
     def _queue_in_python(self, works: Works, cancel: CancelWord | None, stream: int, joins: tuple[Any, Any]) -> State:
@@ -317,7 +317,7 @@ def wait_any(
         called=0 if called is None else ctypes.addressof(called), count=len(events), until=until_ns,
     )  # fmt: skip
     wait(ctypes.byref(argument))
-    failed = f"card {gpu.ordinal}: cuEventQuery: {gpu.status_of(argument.status)}" if argument.status else ""
+    failed = f"GPU {gpu.ordinal}: cuEventQuery: {gpu.status_of(argument.status)}" if argument.status else ""
     return argument.passed, failed
 
 

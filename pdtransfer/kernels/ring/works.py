@@ -1,6 +1,6 @@
 """Copies rows through a staging ring: a kernel between the near side and the ring, the copy engine to the far side.
 
-The near side is the card's memory, the far side the host's.
+The near side is the GPU's memory, the far side the host's.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _split(runs: Int64s, wide: NDArray[np.bool_], bytes_max: int) -> Int64s:
 
 
 def listing(rows: Through, sides: Sides) -> NDArray[np.int32]:
-    """The slots that the card needs: the near side's, then the source's and the target's of the remaining rows."""
+    """The slots that the GPU needs: the near side's, then the source's and the target's of the remaining rows."""
     rest = rows.rest
     if not len(rest):
         return rows.near_slots.astype(np.int32)

@@ -18,7 +18,7 @@ def run(architectures: Sequence[str], *, json: bool) -> int:
     """Compiles, prints the results and returns 0. Raises WorldError without a compiler or a usable cache."""
     names = list(architectures) or sorted({card(ordinal).architecture for ordinal in range(count())})
     if not names:
-        raise WorldError("this host has no card: name an architecture with --arch, such as sm_90")
+        raise WorldError("this host has no GPU: name an architecture with --arch, such as sm_90")
     try:
         version, directory = compiler().version, private_directory(None)
         rows: list[dict[str, str | int | float]] = []

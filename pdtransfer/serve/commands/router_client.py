@@ -17,7 +17,7 @@ class RouterClient:
     """One connection to a router, made anew when it breaks."""
 
     def __init__(self, name: str, url: str) -> None:
-        """`name` is the flag that gave the URL. Raises ConfigError for what is no URL."""
+        """`name` is the flag that gave the URL. Raises ConfigError for what is not a URL."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port

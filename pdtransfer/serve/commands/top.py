@@ -28,7 +28,7 @@ class StatusSource:
     """Asks one router for its status document."""
 
     def __init__(self, url: str, key: str = "") -> None:
-        """`key` is an API key, for a router that asks for one. Raises ConfigError for what is no URL of a router."""
+        """`key` is an API key, for a router that asks for one. Raises ConfigError for what is not a URL of a router."""
         self._router = RouterClient("router", url)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = self._router.url
@@ -39,7 +39,7 @@ class StatusSource:
         if status == 401:
             raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
         if status != 200:
-            raise WorldError(f"{self.url}/status answers {status}: it is no router of pdtransfer, or an older one")
+            raise WorldError(f"{self.url}/status answers {status}: this is not a pdtransfer router, or an older one")
         return body
 
     def status(self) -> FleetStatus:
@@ -130,7 +130,7 @@ def _key(path: Path) -> str:
 
 @contextmanager
 def _single_keys() -> Generator[Callable[[float], str]]:
-    """Lets keys be read one by one, without an echo; yields a wait of so many seconds for one, which returns it or an
+    """Lets keys be read one by one, without an echo; yields a wait of this many seconds for one, which returns it or an
     empty text. Restores the terminal."""
     if not sys.stdin.isatty():
         yield _only_wait

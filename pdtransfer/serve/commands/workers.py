@@ -31,7 +31,7 @@ class AdminClient:
     """Speaks to one router's admin API."""
 
     def __init__(self, url: str, token: Path) -> None:
-        """Raises ConfigError for what is no URL, or a token that cannot be read."""
+        """Raises ConfigError for what is not a URL, or a token that cannot be read."""
         self._router = RouterClient("admin", url)
         self._headers = {"Authorization": f"Bearer {read_token(token).decode()}"}
 
@@ -52,7 +52,9 @@ class AdminClient:
                 return msgspec.json.decode(answer, type=_Listed).workers
             reason = msgspec.json.decode(answer, type=_Refused).error
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise WorldError(f"{self._router.url}/workers answers {status}: it is no admin API of a router") from None
+            raise WorldError(
+                f"{self._router.url}/workers answers {status}: this is not the admin API of a router"
+            ) from None
         kind = ConfigError if status in (400, 401) else WorldError
         raise kind(printable(reason))
 

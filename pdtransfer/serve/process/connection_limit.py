@@ -13,7 +13,7 @@ from typing import cast
 from ...disconnect import LentSocket
 
 WAIT_S = 20.0  # a connection without a complete request for this long is closed
-UNREAD_WAITS_MAX = 3  # so many times as long where the client is still to read an answer
+UNREAD_WAITS_MAX = 3  # this many times as long where the client is still to read an answer
 
 
 class ConnectionLimiter:

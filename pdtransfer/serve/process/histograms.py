@@ -1,6 +1,6 @@
 """Histograms that are observed and scraped on one thread, with a bounded number of series.
 
-prometheus_client's own take a lock for every bucket and keep every label for ever: at each token of each room that is
+prometheus_client's own take a lock for every bucket and keep every label forever: at each token of each room that is
 too slow, and with each peer that comes and goes too many.
 """
 
@@ -32,7 +32,7 @@ class HistogramSeries:
         self.observed_s = 0.0  # when `LoopHistogram.of` last returned it
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts a value so many times."""
+        """Counts a value this many times."""
         self._counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
@@ -66,7 +66,7 @@ class LoopHistogram(Collector):
         registry.register(self)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Counts a value so many times, of a histogram without labels."""
+        """Counts a value this many times, of a histogram without labels."""
         self._series[()].observe(value, times)
 
     def of(self, *values: str, now: float | None = None) -> HistogramSeries:

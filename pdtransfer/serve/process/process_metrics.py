@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Info, ProcessCollector
 
 from ... import __version__
 
-ELSEWHERE = "other"  # the path of a request for what is not there: clients choose it, so it is no label
+ELSEWHERE = "other"  # the path of a request for what is not there: clients choose it, so it is not a label
 LEFT = 499  # the status of an answer that its client did not wait for
 
 

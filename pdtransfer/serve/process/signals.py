@@ -58,7 +58,7 @@ def reload_on_hangup(*reloads: Callable[[], None]) -> None:
 
     def hangup() -> None:
         if not reloads:
-            log.info("SIGHUP: there is no file to read again, nothing has changed")
+            log.info("SIGHUP: no file is configured to be read again, nothing has changed")
         for each in reloads:
             each()
 

@@ -29,7 +29,7 @@ class ServerTls:
         self.context.sni_callback = self._hand_over
 
     def read(self) -> None:
-        """Reads both files again. Raises ConfigError where they are no pair, and changes nothing then."""
+        """Reads both files again. Raises ConfigError where they do not belong together, and changes nothing then."""
         self._latest = self._load()
 
     def _hand_over(self, connection: ssl.SSLObject, _name: str | None, _: ssl.SSLContext) -> None:

@@ -84,7 +84,7 @@ class KeyUse:
     answers: int = 0
 
     def widen(self, answers: int, now: float) -> None:
-        """Counts the request as so many answers from now on. Raises KeyLimitError beyond a limit: what it has taken of
+        """Counts the request as this many answers from now on. Raises KeyLimitError beyond a limit: what it took of
         the key's rate is given back then."""
         try:
             self.key.take(answers - self.answers, answers, now)

@@ -298,7 +298,7 @@ def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:
         raise _bad_request(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if (halved := _with_half_a_character(body)) is not None:
-            raise BadRequestError(halved, "half of a surrogate pair is no character") from None
+            raise BadRequestError(halved, "half of a surrogate pair is not a character") from None
         raise BadRequestError(None, f"the body is not JSON: {error}") from None
     except RecursionError:
         raise BadRequestError(None, "the body is nested too deeply") from None

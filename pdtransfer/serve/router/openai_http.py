@@ -80,7 +80,7 @@ class OpenRequests:
 
     @contextmanager
     def hold(self, http: web.Request, prompt_bytes: int, *, rooms: int) -> Generator[None]:
-        """Counts a request of so many rooms until its end. Raises KeyLimitError beyond a limit of its API key, and
+        """Counts a request of this many rooms until its end. Raises KeyLimitError beyond a limit of its API key, and
         ArenaFullError beyond `rooms_max` or `prompts_bytes_max`."""
         limits = self._limits
         if (use := http.get(API_KEY_USE)) is not None:

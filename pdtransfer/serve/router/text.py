@@ -21,7 +21,7 @@ class Detokenizer(Protocol):
         ...
 
     def end(self) -> str:
-        """Returns what is held back, with U+FFFD for what is no character."""
+        """Returns what is held back, with U+FFFD for what is not a character."""
         ...
 
 

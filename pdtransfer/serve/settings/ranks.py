@@ -17,18 +17,18 @@ FREE = {"bind": "tcp://127.0.0.1:0", "http": ""}  # what a follower listens on b
 def device_of(device: str, ranks: Ranks) -> str:
     """Returns the part of a worker's device that this rank uses.
 
-    `cuda` is the card with the rank's number, and a list gives each rank an entry. A list shorter than the ranks is
-    repeated, as for several hosts with equal cards.
+    `cuda` is the GPU with the rank's number, and a list gives each rank an entry. A list shorter than the ranks is
+    repeated, as for several hosts with equal GPUs.
     """
     names = device.split(",")
     return f"cuda:{place_of(ranks)}" if device == "cuda" else names[place_of(ranks) % len(names)]
 
 
 def check_device(device: str, ranks: Ranks, name: str = "device") -> None:
-    """Raises ConfigError for an invalid device, and for cards that no rank would use."""
-    match(name, device, r"cpu|cuda|cuda:\d+(,cuda:\d+)*", "cpu, cuda, cuda:N, or for a card a rank cuda:N,cuda:M,...")
+    """Raises ConfigError for an invalid device, and for GPUs that no rank would use."""
+    match(name, device, r"cpu|cuda|cuda:\d+(,cuda:\d+)*", "cpu, cuda, cuda:N, or for a GPU a rank cuda:N,cuda:M,...")
     if (cards := device.count(",") + 1) > (size := ranks.tp_size * ranks.pp_size):
-        raise ConfigError(f"{name} = {device!r}: {cards} cards, and this worker has {size} ranks")
+        raise ConfigError(f"{name} = {device!r}: {cards} GPUs, and this worker has {size} ranks")
 
 
 def check_ranks(ranks: Ranks, group: str, *, keyed: bool, insecure: bool) -> None:
@@ -45,7 +45,7 @@ def check_ranks(ranks: Ranks, group: str, *, keyed: bool, insecure: bool) -> Non
         return
     named = f"group = {group!r}"
     if alone:
-        raise ConfigError(f"{named}: for one rank there is none, tp_size is 1")
+        raise ConfigError(f"{named}: a group needs more than one rank: tp_size is 1")
     try:
         endpoint = group_endpoint(group)
     except ConfigError as error:
@@ -113,7 +113,7 @@ def _variable(variables: Mapping[str, str], name: str, least: int, most: int) ->
 
 
 def check_advertise(advertise: str, bind: str, *, shared: bool) -> None:
-    """Raises ConfigError for an `advertise` that is no host, and for a `bind` that peers cannot dial but are given."""
+    """Raises ConfigError for an `advertise` that is not a host, and a `bind` that peers cannot dial but are given."""
     if advertise:
         try:
             Endpoint.parse(address_of(advertise, 1) if is_literal(advertise) else f"tcp://{advertise}:1")

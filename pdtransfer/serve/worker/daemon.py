@@ -122,7 +122,7 @@ def run(config: Config) -> int:
     """Runs a prefill or a decode daemon until SIGTERM or SIGINT; returns the exit status."""
     status = uvloop.run(_serve(config))
     if status and config.grouped:
-        # The engine's thread may wait for ever for a rank that is gone or frozen.
+        # The engine's thread may wait forever for a rank that is gone or frozen.
         logging.shutdown()
         sys.stdout.flush()
         os._exit(status)
@@ -135,7 +135,7 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -
     if config.card is not None:
         arena.card = here = card(config.card)
         if (node := here.numa_node) is not None and not arena.mapping.bind(node):
-            log.info("arena: its memory may be of any node: the kernel takes no wish for node %d", node)
+            log.info("arena: the kernel cannot bind memory to NUMA node %d: it may lie on any node", node)
         if engine.card.hbm_bytes:
             arena.hbm = Hbm.of_card(config.card, base=engine.card.hbm_base, byte_count=engine.card.hbm_bytes)
     # A single process serves from the first chunk on; the ranks of a group become ready together.
@@ -153,7 +153,7 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -
 
 
 def attach(engine: DecodeEngine, arena: ArenaMemory) -> None:
-    """Attaches the arena. An engine without HBM components, or without a card, gets no such argument."""
+    """Attaches the arena. An engine without HBM components, or without a GPU, gets no such argument."""
     given: dict[str, Any] = {}
     if (registered := arena.mapping.registered) is not None:
         given["device_address"] = registered.device_address
@@ -199,7 +199,7 @@ class Shared:
     ended: EndedRequests = field(default_factory=EndedRequests)
     slow: list[str] = field(default_factory=list[str])  # what works, and is slower than it need be
     firewall: Firewall | None = None
-    no_firewall: str = ""  # why there is none, where it would be of use
+    no_firewall: str = ""  # why it is missing, where it would be of use
 
 
 async def _serve(config: Config) -> int:

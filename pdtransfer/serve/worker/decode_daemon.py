@@ -147,7 +147,7 @@ class DecodeDaemon:
     def end_all(self, cause: Cause, detail: str) -> None:
         """Ends all rooms under way because the worker cannot go on, so that the routers get the reason.
 
-        The engine may be inside a step, for ever if another rank is gone: its slots come back when that step returns,
+        The engine may be inside a step, forever if another rank is gone: its slots come back when that step returns,
         or with the end of this process.
         """
         for work in list(self._work.values()):

@@ -78,7 +78,7 @@ class DecodeRank:
         others: Others | None = None,
         leased: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`others` takes messages of peers that are no prefill rank; `leased` takes the ids of rooms that got slots."""
+        """`others` takes messages of peers other than prefill ranks; `leased` takes the ids of rooms with slots."""
         self._reports, self.journeys, self._leased = reports, journeys, leased
         self.times = DecodeTimes(registry)
         self.node = DecodeNode(

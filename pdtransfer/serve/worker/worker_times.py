@@ -87,7 +87,7 @@ class DecodeTimes:
         _observe(self._admission, record.admission_s)
 
     def leased(self, *, free: int, total: int) -> None:
-        """A room has got slots: so many are left."""
+        """A room has got slots: this many are left."""
         if total:
             self._used.observe(1.0 - free / total)
 
@@ -96,7 +96,7 @@ class DecodeTimes:
         self._held.observe(seconds)
 
     def token(self, seconds: float, times: int) -> None:
-        """A room has so many more tokens, each so long after the one before."""
+        """A room has this many more tokens, each so long after the one before."""
         self._token.observe(seconds, times)
 
     def quarantined(self, peer: str, transport: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Fills the slots of a send ring: by threads of this process that copy, or by the card whose memory the pool is."""
+"""Fills the slots of a send ring: by threads of this process that copy, or by the GPU whose memory the pool is."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _report(work: CopyWork[Write] | CardWrite) -> None:
 
 
 class LaunchGatherer:
-    """A Gatherer for a pool at `pool_address` of a card's memory. A gather is one launch, so at most two are in flight
+    """A Gatherer for a pool at `pool_address` of a GPU's memory. A gather is one launch, so at most two are in flight
     while full slots are sent. The thread that launches calls `over` with each gather.
 
     `components` are the pool's own, by name.

@@ -5,7 +5,7 @@ table of its operations.
 
 A piece is some rows of some planes, and fills one slot. Where a slot of the arena is one run of bytes, a piece holds
 whole rows, one after another. Else it holds plane after plane, so that runs of slots are runs of bytes in both cases.
-For a card a ring is a pool, whose pages are the ring's slots.
+For a GPU a ring is a pool, whose pages are the ring's slots.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLOT_BYTES = 4 << 20  # gathered at a time: Python takes less than a tenth of th
 FIRST_BYTES = 1 << 20  # of a write's first piece
 PIECE_BYTES = 16 << 20  # of a piece that is sent from the pool
 OPERATIONS_MAX = 4_096  # of one slot
-STRAIGHT_BYTES_MIN = 64 << 10  # of an operation, on average: it costs less than a copy of so many bytes then
+STRAIGHT_BYTES_MIN = 64 << 10  # of an operation, on average: it costs less than a copy of this many bytes then
 _PLANNED_ALONE = 2  # slots: the pieces of a write of fewer are planned one by one
 _SHAPES_MAX = 64  # of pieces that one cut caches: most writes have pieces of one shape, but for the last
 _TABLE_BYTES = OPERATIONS_MAX * OPERATION.size
@@ -47,7 +47,7 @@ class SendRing:
         self.free = list(range(SLOTS))
 
     def register(self, card: Registrar) -> None:
-        """Backs it, and registers it with a card until close; not on the loop. Raises WorldError."""
+        """Backs it, and registers it with a GPU until close; not on the loop. Raises WorldError."""
         self._memory.card = card
         self._memory.prefault()
 
@@ -67,7 +67,7 @@ class SendRing:
 
     @property
     def device_address(self) -> int:
-        """The address of the first slot for its card."""
+        """The address of the first slot for its GPU."""
         registered = self._memory.mapping.registered
         assert registered is not None
         return registered.device_address
@@ -84,7 +84,7 @@ class SendRing:
         return offset, len(runs)
 
     def close(self) -> None:
-        """Unmaps it; nothing writes or reads it by then. Raises WorldError, and leaves it mapped, where its card keeps
+        """Unmaps it; nothing writes or reads it by then. Raises WorldError, and leaves it mapped, where its GPU keeps
         it."""
         self._memory.close()
 
@@ -168,7 +168,7 @@ class Cut:
         return piece.high - piece.low == len(self.pairing.table)
 
     def last(self, piece: Piece, rows: int) -> bool:
-        """Whether it is the last piece of so many rows."""
+        """Whether it is the last piece of this many rows."""
         return piece.end == rows and piece.high == len(self.pairing.table)
 
     def _groups(self, rows: int, byte_count: int) -> Iterator[tuple[int, int]]:
@@ -238,7 +238,7 @@ class Cut:
 
     def layouts(self, piece: Piece) -> tuple[Layout, Layout]:
         """The piece's planes in the pool and in the ring, each slot of which is a page of `piece.room` rows. They are
-        cached: a card's tables of two layouts serve every slot, and all writes of about as many rows."""
+        cached: a GPU's tables of two layouts serve every slot, and all writes of about as many rows."""
         assert self.paged
         key = piece.low, piece.high, piece.room
         if (found := self._layouts.get(key)) is None:

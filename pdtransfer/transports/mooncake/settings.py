@@ -60,7 +60,7 @@ def check_host(host: str) -> None:
 
 
 def engines_for(cores: int | None = None) -> int:
-    """How many engines a session has by default on a host of so many cores, by default those of this process.
+    """How many engines a session has by default on a host of this many cores, by default those of this process.
 
     An engine sends or receives in one thread, and one thread is slower than a fast link.
     """
@@ -69,7 +69,7 @@ def engines_for(cores: int | None = None) -> int:
 
 
 def engines_left(network: Network, *, taken: int) -> int:
-    """How many engines a new session gets where this process has so many already.
+    """How many engines a new session gets where this process has this many already.
 
     The fewer are left, the fewer a session gets, so that more sessions find one each. Raises TransportError where none
     is left.
@@ -80,7 +80,7 @@ def engines_left(network: Network, *, taken: int) -> int:
 
 
 def environment(network: Network, engines: int = 1) -> dict[str, str]:
-    """The whole environment of a process of so many engines."""
+    """The whole environment of a process of this many engines."""
     forced = {"MC_FORCE_TCP": "1"} if network.protocol == "tcp" else {}
     ports = {"MC_MIN_RPC_PORT": str(network.ports[0]), "MC_MAX_RPC_PORT": str(network.ports[1])}
     lanes = {"MC_TCP_LANES_PER_PEER": str(max(_LANES_MIN, _LANES // engines))}

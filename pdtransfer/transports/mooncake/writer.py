@@ -42,7 +42,7 @@ _LOOK_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
-_lost: list[SendRing] = []  # a card may write these as long as this process lives
+_lost: list[SendRing] = []  # a GPU may write these as long as this process lives
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -66,7 +66,7 @@ class MooncakeSession:
     up: bool = False  # its process was ready
     busy: int = 0  # slots that are being filled, and threads that prepare or close the ring
     dropped: bool = False  # the ring
-    lost: bool = False  # a card may still write the ring
+    lost: bool = False  # a GPU may still write the ring
     last_reply: float = 0.0  # when the process replied last, or got the first batch
     watch: asyncio.TimerHandle | None = None
     broken: str = ""  # why nothing more is sent, and the outcomes of what was sent are unknown
@@ -383,7 +383,7 @@ class MooncakeWriter:
 
     async def fence(self, session: int) -> bool:
         """Ends the session's process, and returns once it is dead and its ring dropped. Then nothing of it is sent or
-        read any more: True, unless its card was lost. Bytes that were sent before may lie in decode's sockets, until
+        read any more: True, unless its GPU was lost. Bytes that were sent before may lie in decode's sockets, until
         decode's fence."""
         ending = [each for each in self._ending if each.id == session]
         if (mapped := self._sessions.get(session)) is not None:
@@ -414,7 +414,7 @@ def _check_wanted(mapped: MooncakeSession) -> None:
 
 
 def _close(ring: SendRing) -> None:
-    """In a worker thread. A ring that its card does not release stays mapped."""
+    """In a worker thread. A ring that its GPU does not release stays mapped."""
     try:
         ring.close()
     except WorldError as error:

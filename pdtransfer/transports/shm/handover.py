@@ -307,7 +307,7 @@ def _check_reachable(reach: Reach) -> None:
         raise TransportError(f"{reach.address}: network namespace {namespace!r}, here it is {here[2]!r}")
     # A peer chose this address: it must not lead to the socket of another program.
     if not _NAME.fullmatch(reach.address):
-        raise TransportError(f"address {reach.address!r} is no /.../arena-NUMBER and no @pdtransfer-NUMBER in hex")
+        raise TransportError(f"address {reach.address!r} must be /.../arena-NUMBER or @pdtransfer-NUMBER, in hex")
     if len(os.fsencode(reach.address)) > _PATH_BYTES_MAX:
         raise TransportError(f"address {reach.address!r} is longer than {_PATH_BYTES_MAX} bytes")
     if len(reach.token) != TOKEN_BYTES:
@@ -340,7 +340,7 @@ def _found(address: str) -> Generator[str]:
     place = os.open(address, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISSOCK(os.fstat(place).st_mode):
-            raise TransportError(f"{address} is no socket")
+            raise TransportError(f"{address} is not a socket")
         yield f"/proc/self/fd/{place}"
     finally:
         os.close(place)

@@ -1,4 +1,4 @@
-"""Prefill's side of shared memory: maps arenas, and writes there from its own memory or a card's."""
+"""Prefill's side of shared memory: maps arenas, and writes there from its own memory or a GPU's."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ _FOLLOW_SECONDS = 0.05  # the arena's owner backs some 100 MiB meanwhile
 log = logging.getLogger(__name__)
 
 
-_lost: list[_WritableArena] = []  # they stay mapped and locked: a card may write them as long as this process lives
+_lost: list[_WritableArena] = []  # they stay mapped and locked: a GPU may write them as long as this process lives
 
 
 @dataclass(frozen=True, slots=True)
 class _WritableArena:
-    """What a writer may write of one decode rank: the arena, and the memory of HBM components if a card reaches it."""
+    """What a writer may write of one decode rank: the arena, and the memory of HBM components if a GPU reaches it."""
 
     mapping: Mapping
     hbm: Exported | None = None
 
     def close(self) -> None:
-        """Releases HBM first: a free lock of the arena proves that neither is written. Raises WorldError where the card
+        """Releases HBM first: a free lock of the arena proves that neither is written. Raises WorldError where the GPU
         keeps something; the locked mapping stays then."""
         if self.hbm is not None:
             self.hbm.close()
@@ -113,7 +113,7 @@ class ShmWriter:
     """A WriterTransport. Make it on the loop's thread.
 
     `components` are the pool's own, and meet a session's components by name. With a `card` their addresses are the
-    card's, and it writes: a mapped arena is registered with it, and is ready only then.
+    GPU's, and it writes: a mapped arena is registered with it, and is ready only then.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class ShmWriter:
         return _Attached(_WritableArena(mapping, hbm), pairings, fd, bytes_ready, bytes_backed)
 
     def _opened(self, reach: Reach) -> Exported | None:
-        """In a worker thread, under the arena's lock: the memory of HBM components. None where our card does not reach
+        """In a worker thread, under the arena's lock: the memory of HBM components. None where our GPU does not reach
         it: then their rows land in the arena, and decode copies them up."""
         if self._card is None or not reach.hbm_handle:
             return None
@@ -270,7 +270,7 @@ class ShmWriter:
             self._unmapped.set()
 
     def waits(self, gate: ReadyGate) -> bool:
-        """A card waits for its own events."""
+        """A GPU waits for its own events."""
         return self._card_writer is not None and gate.next is not None
 
     def write(self, order: Write, done: WriteDone) -> None:
@@ -383,7 +383,7 @@ class ShmWriter:
 
 
 def _unmap(reached: _WritableArena) -> None:
-    """In a worker thread. Memory that the card does not release stays mapped, and its lock stays locked."""
+    """In a worker thread. Memory that the GPU does not release stays mapped, and its lock stays locked."""
     try:
         reached.close()
     except WorldError as error:

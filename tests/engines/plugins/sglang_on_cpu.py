@@ -1,4 +1,4 @@
-"""A plugin of SGLang's, for tests: what its engine for CPUs lacks and cards have. Servers find it on PYTHONPATH."""
+"""A plugin of SGLang's, for tests: what its engine for CPUs lacks and GPUs have. Servers find it on PYTHONPATH."""
 
 # pyright: basic, reportMissingImports=false
 

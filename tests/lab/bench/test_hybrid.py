@@ -1,4 +1,4 @@
-"""The bench of hybrid rooms: every way's bytes are looked at, on the CPU and on a card that this process plays."""
+"""The bench of hybrid rooms: every way's bytes are looked at, on the CPU and on a GPU that this process plays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.card_on_host import CardOnHost
 
 
 class BenchCard(CardOnHost):
-    """A card of this process that also has timers, and memory to look into."""
+    """A GPU of this process that also has timers, and memory to look into."""
 
     def call(self, name: str, *arguments: Any) -> Any:
         match name:
@@ -96,5 +96,5 @@ def test_a_wrong_byte_is_an_error_that_names_the_way_and_no_figure(
         copy(target, source, byte_count - (byte_count > 4_096), stream)
 
     monkeypatch.setattr(played, "copy", short)
-    with pytest.raises(WorldError, match=r"card to host, layer_first, pages of 256, direct: byte \d+ of the target is"):
+    with pytest.raises(WorldError, match=r"GPU to host, layer_first, pages of 256, direct: byte \d+ of the target is"):
         hybrid.measure(runs=1, tokens=(1_024,))

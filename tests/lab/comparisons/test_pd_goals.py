@@ -42,7 +42,7 @@ def test_goals_say_what_was_reached_of_what_was_aimed_at() -> None:
     assert goals["exposed transfer, of prefill's compute"].value == pytest.approx(0.00125)
     assert goals["last layer computed to READY"].aim == pytest.approx(0.5 + 8_192 * 1_152 / 55e6 / 0.95)
     assert goals["prefill slowed by the push"].value == pytest.approx(0.4 / 0.396 - 1)
-    assert goals["card 1 while both push, of it alone"].value == pytest.approx(48 / 52)
+    assert goals["GPU 1 while both push, of it alone"].value == pytest.approx(48 / 52)
 
 
 def test_goals_that_are_missed_or_cannot_be_measured_say_so() -> None:

@@ -135,7 +135,7 @@ async def test_a_supervisor_starts_a_killed_worker_once_it_is_released_and_tells
         await until(lambda: len(node.starts) == 2)
         assert node.pids != first
         assert fleet.starting(healed, time.monotonic()) > 0
-    assert node.ends == [], "a storm's own kill is no end by itself"
+    assert node.ends == [], "a storm's own kill is not an end by itself"
 
 
 def outcome(kind: StormKind, recovery_s: float, **answers: int) -> StormOutcome:

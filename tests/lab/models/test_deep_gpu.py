@@ -1,4 +1,4 @@
-"""What the deep model and its pushes are on a card: the textbook's numbers, and no byte before its producer's event."""
+"""What the deep model and its pushes are on a GPU: the textbook's numbers, and no byte before its producer's event."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.late_producer import STALE, layer_bytes
 from tests.support.layout_tensors import mla
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 

@@ -1,4 +1,4 @@
-"""Graphs of a short prompt's layers, on a card of which only streams, events and captures are played."""
+"""Graphs of a short prompt's layers, on a GPU of which only streams, events and captures are played."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def prompt(rows: int) -> RowBatch:
 
 
 def twice(graphs: Graphs, rows: int) -> Tensor | None:
-    """The second prompt of so many rows is captured."""
+    """The second prompt of this many rows is captured."""
     assert graphs.layers(torch.zeros(rows, 4), prompt(rows), 0, 2) is None
     return graphs.layers(torch.zeros(rows, 4), prompt(rows), 0, 2)
 
@@ -126,9 +126,9 @@ def test_a_capture_in_which_something_is_raised_ends_and_says_what(cuda: Played,
     def run(_: object, __: object, number: int) -> None:
         if cuda.capturing and number == 1:
             cuda.breaks = breaks
-            raise MemoryError("of the card")
+            raise MemoryError("of the GPU")
 
-    with pytest.raises(MemoryError, match="of the card"):
+    with pytest.raises(MemoryError, match="of the GPU"):
         twice(Graphs(run, 2), 2)
     assert not cuda.capturing
 

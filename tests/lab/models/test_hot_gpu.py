@@ -1,4 +1,4 @@
-"""Decode steps on a card: what is replayed changes no bit, be it what HiSparse queues beside the model or all of it."""
+"""Decode steps on a GPU: what is replayed changes no bit, be it what HiSparse queues beside the model or all of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.engine_pair import Decode, Prefill, config, prompts, request
 from tests.support.hot_requests import SPARSE, hisparse, sparse_requests
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 30, 47, 100, 300)
@@ -38,7 +38,7 @@ LENGTHS = (1, 30, 47, 100, 300)
 def decode_of(
     attention: str, rooms: list, source: Prefill, *, factory: Any = create, options: Any = SPARSE, **more: object
 ) -> Iterator[Decode]:
-    """An engine on card 0, in whose memory these rooms have landed, and are admitted."""
+    """An engine on GPU 0, in whose memory these rooms have landed, and are admitted."""
     with ExitStack() as held:
         engine = factory(config("decode", attention=attention, device="cuda", slots=2048, options=options, **more))
         arena = ArenaMemory.create(engine.card.memory_bytes)
@@ -145,7 +145,7 @@ def test_whole_steps_of_the_deep_model_are_one_launch_and_bitwise_those_that_are
         swapped = Counter(layer for lane, _, layer in run if lane == "swap-in" and layer >= 0)
         assert len(set(swapped.values())) == (case != "dense"), "a step brings in the picks of each layer, once"
         assert case != "hot" or set(swapped.values()) == {steps}
-    # How often a room is placed, and so who is in a step, depends on the card: a row is taken once its events are over.
+    # How often a room is placed, and so who is in a step, depends on the GPU: a row is taken once its events are over.
     assert {(lane, layer) for lane, _, layer in again} == {(lane, layer) for lane, _, layer in told}
     assert {room for _, room, layer in again if layer < 0} == {room for _, room, layer in told if layer < 0}
     if case == "dense":

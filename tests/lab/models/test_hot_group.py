@@ -19,7 +19,7 @@ TOKENS = 8
 
 
 class Late:
-    """A fence that fires when it has been asked so many times."""
+    """A fence that fires when it has been asked this many times."""
 
     def __init__(self, times):
         self.times = times

@@ -112,11 +112,11 @@ def test_pages_and_states_come_back_and_a_full_pool_waits() -> None:
     [
         ({"options": {"pools": "deepseek_v9"}}, "engine_option pools: Invalid enum value 'deepseek_v9'"),
         ({"options": {"top_k": "16"}}, "engine_option = 'top_k=16': must be one of "),
-        ({"options": {"ratios": "4,8"}}, "ratios: 8 of layer 1 is none of 0, 4, 128"),
+        ({"options": {"ratios": "4,8"}}, "ratios: 8 of layer 1 must be one of 0, 4, 128"),
         ({"options": {"ratios": "4;8"}}, "engine_option ratios: "),
         ({"options": {"requests": "0"}}, "engine_option requests: "),
-        ({"options": {"page_tokens": "24"}}, "page_size: 6 is no power of two"),
-        ({"host_layout": "page_head"}, "component 'c4': host layout of values, scale: 'page_head' is none of"),
+        ({"options": {"page_tokens": "24"}}, "page_size: 6 is not a power of two"),
+        ({"host_layout": "page_head"}, "component 'c4': host layout of values, scale: 'page_head' must be one of"),
         (
             {"hisparse": HiSparse(device_slots=64, hot_tokens=16)},
             "pools = deepseek_v4: they are decoded from the arena",

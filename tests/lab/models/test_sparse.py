@@ -235,7 +235,7 @@ def test_only_what_is_picked_is_read(ended):
 
 
 def test_a_dense_model_is_what_it_was(attention):
-    """Weights and card, whatever index_share says."""
+    """Weights and GPU, whatever index_share says."""
     plain = create(config(attention=attention)).card
     assert [component.name for component in plain.components] == ["kv"]
     same = create(config(attention=attention, options=SMALL | {"index_share": "3", "top_k": "0"})).card

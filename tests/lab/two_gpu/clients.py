@@ -1,6 +1,6 @@
 """A decode client here and a prefill client in another process, each with memory on a device of its own.
 
-The KV lands in the arena, the index in HBM: decode's card's, or memory of this process where there is no card, which
+The KV lands in the arena, the index in HBM: decode's GPU's, or memory of this process where there is no GPU, which
 nobody else reaches, so that rows are copied up. Both hold canaries wherever nothing has landed.
 """
 
@@ -36,7 +36,7 @@ PATIENCE_S = 60.0
 
 
 class _Bytes:
-    """A card's memory, for torch to take."""
+    """A GPU's memory, for torch to take."""
 
     def __init__(self, address: int, byte_count: int) -> None:
         self.__cuda_array_interface__ = {
@@ -107,7 +107,7 @@ class Two:
 
 @contextmanager
 def two(devices: tuple[str, str], **options: Any) -> Iterator[Two]:
-    """Prefill's pool on the first device, decode's HBM, and the card that its arena is registered with, the second."""
+    """Prefill's pool on the first device, decode's HBM, and the GPU that its arena is registered with, the second."""
     ours = card_of(devices[1])
     kv, index = pool_of(KV, name="page_first", page_size=1), pool_of(INDEX, name="page_first")
     base = -(-len(kv.memory) // HBM_ALIGNMENT) * HBM_ALIGNMENT

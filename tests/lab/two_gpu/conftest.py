@@ -1,4 +1,4 @@
-"""Where these tests run: on the CPU, on one card, on two; each says why where it cannot."""
+"""Where these tests run: on the CPU, on one GPU, on two; each says why where it cannot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def marks(devices: Devices) -> list[pytest.MarkDecorator]:
     if devices == CPU:
         return []
     needed = 1 + max(card_of(each) or 0 for each in devices)
-    why = f"needs {needed} cards, {driver.count()} are here"
+    why = f"needs {needed} GPUs, {driver.count()} are here"
     return [
         pytest.mark.gpu if needed == 1 else pytest.mark.two_gpu,
         pytest.mark.skipif(driver.count() < needed, reason=why),
@@ -28,7 +28,7 @@ def marks(devices: Devices) -> list[pytest.MarkDecorator]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`devices` are all three pairs, of which the first two take of a module's CASES those that are `here`; or as
-    --devices says, with all of them, and the mark of two cards."""
+    --devices says, with all of them, and the mark of two GPUs."""
     if "devices" not in metafunc.fixturenames:
         return
     chosen: str = metafunc.config.getoption("devices")

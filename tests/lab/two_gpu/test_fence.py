@@ -30,7 +30,7 @@ LOOKS = 30  # at a lock that a child holds
 
 @pytest.fixture
 def arena(devices: tuple[str, str]) -> Iterator[ArenaMemory]:
-    """Registered with decode's card, and that card's HBM beside it, if it is one; canaries in both."""
+    """Registered with decode's GPU, and that GPU's HBM beside it, if it is one; canaries in both."""
     ours = card_of(devices[1])
     made = ArenaMemory.create(ARENA_BYTES, huge_pages="never")
     if ours is not None:
@@ -68,7 +68,7 @@ async def test_slots_of_a_killed_writer_are_quiet_only_after_the_last_write_and_
     devices: tuple[str, str], memory: str, forked: bool, arena: ArenaMemory, tmp_path: Path
 ) -> None:
     if memory == "hbm" and arena.hbm is None:
-        pytest.skip("without a card no other process reaches what stands for HBM")
+        pytest.skip("without a GPU no other process reaches what stands for HBM")
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER), card=card_of(devices[0])) as process:
         child = await process.child("fork") if forked else 0
@@ -81,7 +81,7 @@ async def test_slots_of_a_killed_writer_are_quiet_only_after_the_last_write_and_
         process.started.kill()
         process.started.wait()
         for _ in range(LOOKS if forked else 0):
-            assert not owner.quiet(WRITER), "its child has the mapping, and the card's context"
+            assert not owner.quiet(WRITER), "its child has the mapping, and the GPU's context"
             await asyncio.sleep(0.01)
         if forked:
             os.kill(child, signal.SIGKILL)

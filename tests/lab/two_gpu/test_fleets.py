@@ -21,8 +21,8 @@ def test_prompts_are_answered_as_by_a_single_process(case: Case, devices: tuple[
         await site.settled()
         m = await site.metrics(site.decode)
         assert m[f"pdtransfer_transport_sessions{{{case.transport}}}"] == case.tp * case.pp
-        # Rows for HBM land there where the writer's card reaches decode's; elsewhere, and under the eye of a checksum,
-        # in the arena first. Whoever has no card has no HBM, and nothing to copy.
+        # Rows for HBM land there where the writer's GPU reaches decode's; elsewhere, and under the eye of a checksum,
+        # in the arena first. Whoever has no GPU has no HBM, and nothing to copy.
         lifted = m["pdtransfer_dense_copies_total"], m["pdtransfer_index_copies_total"]
         through_dram = case.sparse and devices[1] != "cpu" and (case.verify or case.transport != "shm")
         assert all(count >= len(TEXTS) for count in lifted) if through_dram else lifted == (0, 0), lifted

@@ -25,7 +25,7 @@ LARGE = 8_000
 def both(devices: tuple[str, str], direct: bool) -> Iterator[Two]:
     """Two clients, the writer of which reaches HBM or not."""
     if direct and card_of(devices[1]) is None:
-        pytest.skip("without a card no other process reaches what stands for HBM")
+        pytest.skip("without a GPU no other process reaches what stands for HBM")
     with two(devices, prefix_cache=False) as it:
         assert it.arena.hbm is not None
         if not direct:

@@ -1,4 +1,4 @@
-"""Where a KV cache lies, and what decode offers to writers; a card is a stand-in here."""
+"""Where a KV cache lies, and what decode offers to writers; a GPU is a stand-in here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UUID, IPC = b"u" * 16, b"h" * 64
 
 
 class Card:
-    """A card with one allocation, which may have no handle."""
+    """A GPU with one allocation, which may have no handle."""
 
     uuid = UUID
 
@@ -95,7 +95,7 @@ class Caches:
 
 
 def test_layers_that_an_engine_allocates_one_by_one_are_made_in_one_piece() -> None:
-    """On a device where memory is taken at once: a stand-in for a card."""
+    """On a device where memory is taken at once: a stand-in for a GPU."""
     make = Caches("meta")
     _, made = made_in_one_piece(make, torch.device("meta"))
     assert [each.storage_offset() for each in made] == [0, SIZE, 2 * SIZE]
@@ -109,7 +109,7 @@ def test_layers_in_one_piece_on_the_cpu_are_the_arena() -> None:
 
 
 def test_layers_on_the_cpu_with_host_memory_beside_them_land_there_first() -> None:
-    """As on a card, of which peers cannot write: the engine's layers are in one piece, which is no arena."""
+    """As on a GPU, of which peers cannot write: the engine's layers are in one piece, which is not an arena."""
     memory, made = made_in_one_piece(Caches("cpu"), torch.device("cpu"), has_beside=True)
     extent = Extent(made[0].data_ptr(), made[2].data_ptr() + SIZE)
     assert [each.storage_offset() for each in made] == [0, SIZE, 2 * SIZE]
@@ -175,7 +175,7 @@ def test_a_cache_that_a_card_cannot_share_has_its_reason(
 
 
 def test_a_cache_that_is_copied_up_arrives() -> None:
-    """By the same way as a card's, with this process's memory in its place."""
+    """By the same way as a GPU's, with this process's memory in its place."""
     source, target = np.arange(SIZE, dtype=np.uint8), np.zeros(SIZE, np.uint8)
     made = CacheMemory([SIZE])
     landing = made.target(Extent(target.ctypes.data, target.ctypes.data + SIZE))

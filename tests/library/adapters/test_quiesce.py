@@ -10,7 +10,7 @@ from pdtransfer.adapters.kit.quiesce import QUIESCE_S, Quiescence
 
 
 class Client:
-    """A client whose rooms drain after so many seconds, by a clock of its own."""
+    """A client whose rooms drain after this many seconds, by a clock of its own."""
 
     def __init__(self, drains_s: float) -> None:
         self.now, self.aborted, self._drains_s = 100.0, dict[int, float](), drains_s

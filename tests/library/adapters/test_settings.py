@@ -27,7 +27,7 @@ def test_settings_come_as_json_writes_them() -> None:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({"bnid": "tcp://127.0.0.1:1"}, "kv_connector_extra_config: 'bnid' is none of advertise, allow, bind, "),
+        ({"bnid": "tcp://127.0.0.1:1"}, "kv_connector_extra_config: 'bnid' must be one of advertise, allow, bind, "),
         ({"bind": "127.0.0.1:7801"}, "bind = '127.0.0.1:7801': must be tcp://host:port"),
         ({"bind": "tcp://127.0.0.1:7801-7805"}, "bind = 'tcp://127.0.0.1:7801-7805': must be tcp://host:port"),
         ({"bind": 7801}, "bind = 7801: must be a text"),

@@ -25,7 +25,7 @@ def greet(connections: Connections, route: bytes, now: float, name: str = "d", i
 
 
 def joined(count: int = 2, *, same_max: int = 8) -> Connections:
-    """One process of `d` sent a Hello on so many routes, one a second."""
+    """One process of `d` sent a Hello on this many routes, one a second."""
     connections = Connections(BusLimits(stale_ms=int(STALE_S * 1e3), same_max=same_max))
     for number in range(count):
         greet(connections, route(number), float(number), incarnation=7)

@@ -426,7 +426,7 @@ async def test_a_key_is_banned_for_what_is_hostile_and_not_for_what_a_dead_proce
 
 @on_loop
 async def test_large_frames_take_turns_by_their_bytes(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    # After the small Hello alone, a slow loop would take so many bytes for a flood of small frames.
+    # After the small Hello alone, a slow loop would take this many bytes for a flood of small frames.
     async with Node("p", limits=replace(LIMITS, turn_bytes=1, unread_frames_max=1 << 20)) as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
         raw.say(hello("d"), *[LARGE] * 20)

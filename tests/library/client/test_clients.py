@@ -383,7 +383,7 @@ def test_decode_that_gives_up_a_room_which_prefill_never_opens_has_its_slots_bac
     pair.decode.abort(1)
     pair.failed(1)
     pair.until(lambda: is_leasable(pair, 1))
-    pair.prefill.open(1, tokens=40)  # too late: its Grant was refused for ever
+    pair.prefill.open(1, tokens=40)  # too late: its Grant was refused forever
     pair.prefill.abort(1)
     pair.drained(1)
     pair.whole_arena_is_free(2)

@@ -206,7 +206,7 @@ class Blocking:
 
 
 def test_quiesce_of_a_room_that_has_failed_waits_until_it_has_drained(pair: Pair) -> None:
-    """Its writer does not answer: RoomFailed is no proof, and the slots may still be written."""
+    """Its writer does not answer: RoomFailed is not proof, and the slots may still be written."""
     pair.expect(1, TOKENS, slots={"kv": chosen(8)})
     pair.prefill.open(1, tokens=TOKENS)
     pair.until(lambda: pair.prefill_said(1, RoomLeased))

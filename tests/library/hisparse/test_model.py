@@ -353,12 +353,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         return bool(turn.retract)
 
     def check_head(self, retract: list[int]) -> None:
-        """A head that stays one while every event has fired is placed within so many steps."""
+        """A head that stays one while every event has fired is placed within this many steps."""
         head = self.line[0] if self.line else 0
         busy = any(not event.fired for each in self.used.values() for event in each)
         most = max(self.limits.hisparse_wait_steps, self.limits.hisparse_quantum_steps)
         left = self.head[1] if self.head[0] == head and not busy else most
-        assert not head or busy or retract or left > 0, f"{head} waits for ever"
+        assert not head or busy or retract or left > 0, f"{head} waits forever"
         self.head = head, left - 1
 
     @precondition(lambda self: hasattr(self, "queue"))

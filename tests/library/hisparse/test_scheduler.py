@@ -103,7 +103,7 @@ def test_the_policy_says_who_is_retracted_first(policy: Policy, victim: int) -> 
 
 def test_a_policy_is_configured_by_name() -> None:
     assert get_args(Policy) == POLICIES
-    with pytest.raises(LocalProtocolError, match="policy: 'fair' is none of longest, shortest, newest"):
+    with pytest.raises(LocalProtocolError, match="policy: 'fair' must be one of longest, shortest, newest"):
         Scheduler(Coordinator(CAPACITY), LIMITS, policy="fair")  # pyright: ignore[reportArgumentType]
 
 

@@ -1,4 +1,4 @@
-"""What a Card does by itself, beside the driver."""
+"""What a GPU does by itself, beside the driver."""
 
 from __future__ import annotations
 

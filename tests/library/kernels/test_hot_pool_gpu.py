@@ -1,4 +1,4 @@
-"""The hot pool on a card, whose host memory is a registered arena: the same checks as on the CPU, and graphs."""
+"""The hot pool on a GPU, whose host memory is a registered arena: the same checks as on the CPU, and graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdtransfer.kernels import driver
 from tests.support.hot_world import LAYOUTS, MODELS, World, world
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 
@@ -146,5 +146,5 @@ def test_steps_of_a_graph_are_replayed_with_what_its_arrays_hold_then(here: Worl
 
 def test_a_pool_whose_host_memory_the_card_cannot_reach_is_refused(here: World) -> None:
     there = world()
-    with pytest.raises(LocalProtocolError, match="the device's is of card 0, the host's of card None"):
+    with pytest.raises(LocalProtocolError, match="the device's is of GPU 0, the host's of GPU None"):
         HotPool(there.host.pool, here.device.pool, groups=here.groups, rows=1, hot=4, top=2, tokens_max=8)

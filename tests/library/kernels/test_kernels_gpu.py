@@ -1,4 +1,4 @@
-"""The kernels on a card, against the tensors' own indexing on the CPU: `make test-gpu`."""
+"""The kernels on a GPU, against the tensors' own indexing on the CPU: `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.support.layout_tensors import Pool as Tensors
 from tests.support.on_card import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors, two_memories
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["push", "fetch", "within"])
 def places(request: pytest.FixtureRequest) -> Iterator[tuple[OnCard, OnCard]]:
-    """Source and target: the card's memory to the host's, back, and within the card's."""
+    """Source and target: the GPU's memory to the host's, back, and within the GPU's."""
     yield from two_memories(request.param)
 
 

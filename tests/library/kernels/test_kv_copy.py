@@ -1,4 +1,4 @@
-"""kv_copy without a card: its launches as host code and its CPU path, against the tensors' own indexing."""
+"""kv_copy without a GPU: its launches as host code and its CPU path, against the tensors' own indexing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_cpu_path_copies_the_same_with_the_same_arguments(copy: tuple[Tensor
 def test_pages_that_keep_values_and_scales_apart_move_row_by_row_to_rows_of_their_own_and_back(
     lib: ctypes.CDLL, near: str, far: str
 ) -> None:
-    """Rows that are no whole pages of either side: from pages of 64 to pages of 1 and of 4, and back to pages of 64."""
+    """Rows that are not whole pages of either side: from pages of 64 to pages of 1 and of 4, and back to 64."""
     device, back = (filled(near, c4(), 64, 3, content=content) for content in (True, False))
     start = [filled(far, c4(), page_size, pages, content=False) for page_size, pages in ((1, 150), (4, 40))]
     rng = np.random.default_rng(3)
@@ -265,7 +265,7 @@ def test_pools_that_do_not_pair_are_refused_field_by_field() -> None:
     source, target = filled("layer_first", mla(), 4, 8, content=True), filled("layer_first", mha(), 4, 8, content=False)
     with pytest.raises(LayoutMismatchError):
         kv_copy(pool_of(target), pool_of(source), range(3), range(3), 3)
-    with pytest.raises(LocalProtocolError, match="the target is of card 0, the source of card None"):
+    with pytest.raises(LocalProtocolError, match="the target is of GPU 0, the source of GPU None"):
         kv_copy(pool_of(target, card=0), pool_of(source), range(3), range(3), 3)
 
 
@@ -338,10 +338,10 @@ def _none() -> compiled.Compiler:
     raise UnusableError("no NVRTC: pip install it")
 
 
-# Hosts without a card
+# Hosts without a GPU
 
 
-@pytest.mark.skipif(driver.count() > 0, reason="this host has a card")
+@pytest.mark.skipif(driver.count() > 0, reason="this host has a GPU")
 def test_without_a_card_there_is_a_clear_line_and_no_crash() -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
     for ask in (lambda: Progress(0), lambda: PinnedCancel(0), lambda: card.card(0)):
@@ -385,7 +385,7 @@ def test_build_leaves_nothing_to_compile_at_the_first_request(compiler: compiled
     assert all(str(tmp_path) in text for text in json.loads(done.stdout)["host"])
 
 
-@pytest.mark.skipif(driver.count() > 0, reason="this host has a card")
+@pytest.mark.skipif(driver.count() > 0, reason="this host has a GPU")
 def test_commands_for_a_card_fail_in_one_line_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["kernels", "build"], ["bench", "kernels"]):
         assert cli.main(command) == 1

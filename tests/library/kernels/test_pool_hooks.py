@@ -175,7 +175,7 @@ def test_memory_that_is_no_more_is_not_opened() -> None:
 
 def test_a_handle_that_a_card_is_to_write_through_is_of_a_cards_memory_alone() -> None:
     arena = ArenaMemory.create(1 << 20, huge_pages="never")
-    with pytest.raises(TransportError, match="memfd, expected a card's"):
+    with pytest.raises(TransportError, match="memfd, expected a GPU's"):
         cuda_ipc.Opened(arena.export(), on=0)
     arena.close()
 
@@ -197,7 +197,7 @@ def test_a_card_that_is_not_seen_here_is_named() -> None:
 
 
 def test_memory_of_a_card_that_is_not_seen_here_is_opened_for_one_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's engines are given a card each with CUDA_VISIBLE_DEVICES, and write each other's."""
+    """vLLM's engines are given a GPU each with CUDA_VISIBLE_DEVICES, and write each other's."""
     log: list[tuple[object, ...]] = []
 
     class Seen:

@@ -1,4 +1,4 @@
-"""The pools' hooks on a card, and a card's memory in another process: `make test-gpu`."""
+"""The pools' hooks on a GPU, and a GPU's memory in another process: `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.layout_tensors import mha, mla
 from tests.support.paths import REPO
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 SLOTS = 4_096
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["slots of the CPU", "slots of the card"])
+@pytest.mark.parametrize("known", [True, False], ids=["slots of the CPU", "slots of the GPU"])
 @pytest.mark.parametrize("model", [mla(layers=range(3, 64)), mha(layers=range(4), heads=range(8))], ids=["mla", "mha"])
 def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool) -> None:
     from pdtransfer.memory.arena_memory import ArenaMemory

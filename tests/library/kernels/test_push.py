@@ -1,6 +1,6 @@
-"""push without a card, by every backend: against the tensors' own indexing, with everything around the rows watched.
+"""push without a GPU, by every backend: against the tensors' own indexing, with everything around the rows watched.
 
-Cards are played by this process: their launches are the kernels' own headers, and their streams run in any order that
+GPUs are played by this process: their launches are the kernels' own headers, and their streams run in any order that
 events allow.
 """
 
@@ -51,7 +51,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=["c", "python"])
 def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> CardOnHost:
-    """Card 0, whose work C queues, or Python."""
+    """GPU 0, whose work C queues, or Python."""
     if request.param == "python":
         monkeypatch.setattr(lanes, "native", lambda: lanes.NativeLanes("none", None))
     elif lanes.native().queue is None:
@@ -327,7 +327,7 @@ def test_uploads_are_not_overwritten_before_the_card_has_them(here: CardOnHost) 
 
 @pytest.mark.parametrize("backend", ["kernel", "ring"])
 def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: CardOnHost, backend: str) -> None:
-    """There is place for two; nobody waits for the card before the last copy is queued."""
+    """There is place for two; nobody waits for the GPU before the last copy is queued."""
     kinds = [
         tuple(filled(name, mha(), 4, 64, content=not at) for at, name in enumerate(("layer_first", far)))
         for far in LAYOUTS
@@ -379,7 +379,7 @@ def test_where_the_card_refuses_nothing_is_pending_once_the_caller_hears_of_it(
 
 
 class Known:
-    """Slots in a card's memory."""
+    """Slots in a GPU's memory."""
 
     def __init__(self, slots: Any) -> None:
         self._slots = np.asarray(slots)
@@ -411,7 +411,7 @@ def test_a_ring_says_why_it_cannot(here: CardOnHost, monkeypatch: pytest.MonkeyP
 
 def test_progress_of_this_process_is_refused_for_a_card(here: CardOnHost) -> None:
     source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
-    with pytest.raises(LocalProtocolError, match="a card can't see these words"):
+    with pytest.raises(LocalProtocolError, match="a GPU can't see these words"):
         pushed(source, target, range(8), range(8), 8, fetch=False, card=0, backend="direct", progress=Progress())
     assert not here.copies
 

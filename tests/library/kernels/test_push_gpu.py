@@ -1,4 +1,4 @@
-"""push on a card, by every backend, against the tensors' own indexing on the CPU: `make test-gpu`."""
+"""push on a GPU, by every backend, against the tensors' own indexing on the CPU: `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.layout_tensors import Pool as Tensors
 from tests.support.on_card import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors, two_memories
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 BACKENDS: tuple[Backend, ...] = ("kernel", "direct", "strided", "ring", "auto")
@@ -40,7 +40,7 @@ CASES = [
 
 @pytest.fixture(params=["push", "fetch"])
 def places(request: pytest.FixtureRequest) -> Iterator[tuple[OnCard, OnCard]]:
-    """Source and target: the card's memory to the host's, or back."""
+    """Source and target: the GPU's memory to the host's, or back."""
     yield from two_memories(request.param)
 
 

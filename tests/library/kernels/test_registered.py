@@ -1,4 +1,4 @@
-"""Arenas that a card may reach: registered chunk by chunk as they are backed, let go before they are unmapped."""
+"""Arenas that a GPU may reach: registered chunk by chunk as they are backed, let go before they are unmapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""set_mla_kv_buffer without a card: the kernel as host code, and the CPU path, against plain indexing."""
+"""set_mla_kv_buffer without a GPU: the kernel as host code, and the CPU path, against plain indexing."""
 
 from __future__ import annotations
 

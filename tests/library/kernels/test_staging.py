@@ -1,4 +1,4 @@
-"""The pinned memory that a ring's lists of slots go through, and the memory that the card has beside it."""
+"""The pinned memory that a ring's lists of slots go through, and the memory that the GPU has beside it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_did_not_get_larger_memory_goes_on_with_what_it_has_and_never_beyon
 
     def pinned(byte_count: int) -> tuple[int, int]:
         if refuses[0]:
-            raise WorldError("card 0: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+            raise WorldError("GPU 0: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
         memory.append(np.zeros(byte_count, np.uint8))
         return memory[-1].ctypes.data, memory[-1].ctypes.data
 

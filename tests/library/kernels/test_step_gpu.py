@@ -1,4 +1,4 @@
-"""What a decode step needs of a card, set_mla_kv_buffer and swap_plan, against the CPU: `make test-gpu`."""
+"""What a decode step needs of a GPU, set_mla_kv_buffer and swap_plan, against the CPU: `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support import mla_rows
 from tests.support.swap_plans import plan_for
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 

@@ -1,4 +1,4 @@
-"""swap_plan without a card: the kernel's phases as host code, its CPU path, and a model that knows neither."""
+"""swap_plan without a GPU: the kernel's phases as host code, its CPU path, and a model that knows neither."""
 
 from __future__ import annotations
 

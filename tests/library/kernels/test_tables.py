@@ -1,4 +1,4 @@
-"""Tables on a card: what a launch is being made from, or may still read, is nobody else's."""
+"""Tables on a GPU: what a launch is being made from, or may still read, is nobody else's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STREAM, OTHER, SIDE = 3, 4, 9
 
 
 class Memory:
-    """A card's, that knows what lies where. Streams are busy, or refuse to say."""
+    """A GPU's, that knows what lies where. Streams are busy, or refuse to say."""
 
     side_stream = SIDE
 
@@ -102,7 +102,7 @@ def test_a_table_stays_until_its_launches_have_ended_on_every_stream() -> None:
 
 @pytest.mark.parametrize("when", ["recorded", "asked"])
 def test_a_table_stays_for_good_where_nobody_says_when_its_launches_end(when: str) -> None:
-    """A graph has captured them, or the card refuses."""
+    """A graph has captured them, or the GPU refuses."""
     memory = Memory()
     tables = DeviceTables(memory, most=2)
     ours = tables.acquire("ours", table(7))

@@ -118,12 +118,14 @@ def test_the_index_may_be_in_hbm_a_memory_of_its_own() -> None:
 
 
 def test_a_layout_that_a_component_cannot_have_is_refused_with_both_names() -> None:
-    with pytest.raises(LocalProtocolError, match=r"component 'c4': .*'page_head' is none of layer_first, page_first, "):
+    with pytest.raises(
+        LocalProtocolError, match=r"component 'c4': .*'page_head' must be one of layer_first, page_first, "
+    ):
         deepseek_v4("page_head", ratios=RATIOS, tokens=256, requests=1)
     with pytest.raises(LocalProtocolError, match=r"component 'window': .*'sideways'"):
         deepseek_v4("sideways", ratios=(0,), tokens=256, requests=1)
 
 
 def test_a_ratio_that_nobody_knows_is_refused_with_its_layer() -> None:
-    with pytest.raises(LocalProtocolError, match="ratios: 8 of layer 12 is none of 0, 4, 128"):
+    with pytest.raises(LocalProtocolError, match="ratios: 8 of layer 12 must be one of 0, 4, 128"):
         deepseek_v4("page_first", ratios=(0, 4, 8), first_layer=10, tokens=256, requests=1)

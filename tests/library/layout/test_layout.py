@@ -175,7 +175,7 @@ def test_rebase_moves_every_address_and_commutes_with_slices(data: Any) -> None:
     assert moved.heads(0, 99) == layout.heads(0, 99).rebase(delta) == moved
     assert moved.rebase(-delta) == layout
     assert moved.end == layout.end + delta
-    with pytest.raises(ValueError, match=r"planes\[\d+\].base: -1 is no integer"):
+    with pytest.raises(ValueError, match=r"planes\[\d+\].base: -1 is not an integer"):
         layout.rebase(-1 - min(plane.base for plane in layout.planes))
 
 
@@ -242,7 +242,7 @@ def test_component_owns_rows_as_its_span_says(span: Span, tokens_per_row: int, t
         (lambda: Span("last", 0), r"tokens: 0 for kind last is not in 1\.\."),
         (lambda: Span("all", 3), r"tokens: 3 for kind all is not in 0\.\.0"),
         (lambda: Span("once", 1), r"tokens: 1 for kind once is not in 0\.\.0"),
-        (lambda: Span("some"), "kind: 'some' is none of all, last, once"),  # pyright: ignore
+        (lambda: Span("some"), "kind: 'some' must be one of all, last, once"),  # pyright: ignore
         (lambda: component(name=""), "name: 0 characters"),
         (lambda: component(memory="disk"), "memory: 'disk'"),
         (lambda: component(tokens_per_row=0), r"tokens_per_row: 0 is not in 1\.\.65535"),
@@ -258,34 +258,46 @@ def test_a_component_that_makes_no_sense_is_refused(make: Any, text: str) -> Non
 
 HUGE = 1 << 62
 BAD = [
-    ("page_size is no power of two", [plane()], 12, 48, r"page_size: 12 is no power of two"),
-    ("page_size 0", [plane()], 0, 48, r"page_size: 0 is no power of two"),
-    ("slots are no whole pages", [plane()], 16, 40, r"slots: 40 is no multiple of page_size 16"),
-    ("slots 0", [plane()], 16, 0, r"slots: 0 is no multiple"),
+    ("page_size is not a power of two", [plane()], 12, 48, r"page_size: 12 is not a power of two"),
+    ("page_size 0", [plane()], 0, 48, r"page_size: 0 is not a power of two"),
+    ("slots are not whole pages", [plane()], 16, 40, r"slots: 40 is not a multiple of page_size 16"),
+    ("slots 0", [plane()], 16, 0, r"slots: 0 is not a multiple"),
     ("no planes", [], 16, 32, r"planes: 0 of them"),
     (
         "unknown dtype",
         [plane(), plane(dtype="fp4", layer=1, base=4096)],
         16,
         32,
-        r"planes\[1\]\.dtype: 'fp4' is none of",
+        r"planes\[1\]\.dtype: 'fp4' must be one of",
     ),
     ("kind empty", [plane(kind="")], 16, 32, r"planes\[0\]\.kind: '' is not"),
     ("kind that breaks a line", [plane(kind="k\n")], 16, 32, r"planes\[0\]\.kind: 'k\\n' is not"),
     ("kind too long", [plane(kind="k" * 17)], 16, 32, r"planes\[0\]\.kind: 'k{17}' is not"),
-    ("no heads", [plane(head_count=0)], 16, 32, r"planes\[0\]\.head_count: 0 is no integer of 1\.\."),
-    ("layer beyond u16", [plane(layer=1 << 16)], 16, 32, r"planes\[0\]\.layer: 65536 is no integer of 0\.\.65535"),
-    ("negative base", [plane(base=-8)], 16, 32, r"planes\[0\]\.base: -8 is no integer of 0\.\."),
-    ("base beyond int64", [plane(base=1 << 70)], 16, 32, r"planes\[0\]\.base: 1180591620717411303424 is no integer"),
-    ("base that is no integer", [plane(base=0.5)], 16, 32, r"planes\[0\]\.base: 0\.5 is no integer"),
-    ("base that is text", [plane(base="8")], 16, 32, r"planes\[0\]\.base: '8' is no integer"),
-    ("row of part elements", [plane(row_bytes=63)], 16, 32, r"row_bytes: 63 is no multiple of head_count 2 x bfloat16"),
+    ("no heads", [plane(head_count=0)], 16, 32, r"planes\[0\]\.head_count: 0 is not an integer of 1\.\."),
+    ("layer beyond u16", [plane(layer=1 << 16)], 16, 32, r"planes\[0\]\.layer: 65536 is not an integer of 0\.\.65535"),
+    ("negative base", [plane(base=-8)], 16, 32, r"planes\[0\]\.base: -8 is not an integer of 0\.\."),
+    (
+        "base beyond int64",
+        [plane(base=1 << 70)],
+        16,
+        32,
+        r"planes\[0\]\.base: 1180591620717411303424 is not an integer",
+    ),
+    ("base that is not an integer", [plane(base=0.5)], 16, 32, r"planes\[0\]\.base: 0\.5 is not an integer"),
+    ("base that is text", [plane(base="8")], 16, 32, r"planes\[0\]\.base: '8' is not an integer"),
+    (
+        "row of part elements",
+        [plane(row_bytes=63)],
+        16,
+        32,
+        r"row_bytes: 63 is not a multiple of head_count 2 x bfloat16",
+    ),
     (
         "row of part heads",
         [plane(row_bytes=62)],
         16,
         32,
-        r"row_bytes: 62 is no multiple of head_count 2 x bfloat16, 4 by",
+        r"row_bytes: 62 is not a multiple of head_count 2 x bfloat16, 4 by",
     ),
     ("rows overlap", [plane(row_stride=60)], 16, 32, r"planes\[0\]\.row_stride: 60 is below row_bytes 64"),
     ("row stride 0", [plane(row_stride=0)], 16, 32, r"planes\[0\]\.row_stride: 0 is below row_bytes 64"),

@@ -177,7 +177,7 @@ def test_runs_are_maximal_beyond_one_block() -> None:
 @pytest.mark.parametrize(
     ("source_name", "target_name", "runs"),
     [
-        ("layer_first", "page_first", [[4, 1, 20]]),  # both at one stride throughout: a page is no seam
+        ("layer_first", "page_first", [[4, 1, 20]]),  # both at one stride throughout: a page is not a seam
         ("page_first_direct", "page_first", [[4, 1, 4], [8, 5, 8], [16, 13, 8]]),
         ("page_first", "page_head", [[4, 1, 7], [11, 8, 8], [19, 16, 5]]),
         ("page_first_direct", "page_head", [[4, 1, 4], [8, 5, 3], [11, 8, 5], [16, 13, 3], [19, 16, 5]]),

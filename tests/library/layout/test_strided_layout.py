@@ -165,7 +165,7 @@ def test_dtypes_have_the_names_that_peers_compare(dtype: torch.dtype, name: str)
 
 def test_elements_that_only_the_engines_know_are_bytes() -> None:
     views = {(0, "scale"): torch.zeros(2, 8, dtype=torch.float8_e8m0fnu)}
-    with pytest.raises(LocalProtocolError, match=r"views\[0, 'scale'\].dtype: 'float8_e8m0fnu' is none of float64, "):
+    with pytest.raises(LocalProtocolError, match=r"views\[0, 'scale'\].dtype: 'float8_e8m0fnu' must be one of "):
         strided_layout(views, axes=("page",))
     assert strided_layout(views, axes=("page",), dtype="uint8").planes[0].dtype == "uint8"
 
@@ -181,8 +181,8 @@ AT = ROWS.ctypes.data
 @pytest.mark.parametrize(
     ("views", "more", "text"),
     [
-        ({}, {}, "views: there are none"),
-        ({(0, "k"): [[1.0]]}, {}, "views[0, 'k']: list is no torch tensor and no numpy array"),
+        ({}, {}, "views: must not be empty"),
+        ({(0, "k"): [[1.0]]}, {}, "views[0, 'k']: list is neither a torch tensor nor a numpy array"),
         ({(0, "k"): ROWS[0, 0]}, {}, f"views[0, 'k'].shape: (3, 8) {EMPTY}"),
         ({(0, "k"): ROWS[:0]}, {}, f"views[0, 'k'].shape: (0, 2, 3, 8) {EMPTY}"),
         ({(0, "k"): ROWS[..., ::2]}, {}, f"views[0, 'k'].strides: (96, 48, 16, 4) {APART}"),
@@ -192,11 +192,11 @@ AT = ROWS.ctypes.data
          "views[0, 'k'].strides: 0 bytes from one page to the next do not ascend"),
         ({(0, "k"): ROWS, (1, "k"): ROWS[:3]}, {}, "views[1, 'k'].shape: 3 pages of 2 slots, views[0, 'k'] has 4 of 2"),
         ({(0, "k"): ROWS.view(np.complex64)}, {},
-         f"views[0, 'k'].dtype: 'complex64' is none of {', '.join(DTYPE_BYTES)}"),
+         f"views[0, 'k'].dtype: 'complex64' must be one of {', '.join(DTYPE_BYTES)}"),
         ({(0, "k"): ROWS}, {"heads": range(4)}, "views[0, 'k'].shape: 3 heads, where heads=range(0, 4)"),
         ({(0, "k"): ROWS}, {"page_size": 4}, "page_size: 4, views[0, 'k'] has 2 rows a page"),
         ({(0, "k"): ROWS[0]}, {"axes": ("row", "head"), "page_size": 4},
-         "views[0, 'k'].shape: 2 rows are no whole pages of 4"),
+         "views[0, 'k'].shape: 2 rows are not whole pages of 4"),
         ({(0, "k"): ROWS}, {"axes": ("head",)}, f"axes: ('head',) {CHOICE}"),
         ({(0, "k"): ROWS}, {"axes": ("page", "page")}, f"axes: ('page', 'page') {CHOICE}"),
         ({(0, "k"): ROWS}, {"axes": ("page", "token")}, f"axes: ('page', 'token') {CHOICE}"),

@@ -107,7 +107,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="replay one seed")
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (default 1000)")
-    parser.add_argument("--rooms", type=int, help="run until so many rooms were simulated, whatever --seeds says")
+    parser.add_argument("--rooms", type=int, help="run until this many rooms were simulated, whatever --seeds says")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more seeds after so long")
     parser.add_argument("--kind", choices=KINDS, help="worlds of this kind only (default: all of them in turn)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")

@@ -95,7 +95,7 @@ class Copy:
         world.rng.shuffle(self.pieces)
         if self.fails:
             self.pieces = self.pieces[: world.rng.randrange(len(self.pieces) + 1)]
-        # When so many pieces are left, nobody can say any more how it will end.
+        # When this many pieces are left, nobody can say any more how it will end.
         unknown = not world.healed and world.rng.random() < p.write_unknown
         self.unknown_at = world.rng.randrange(len(self.pieces) + 1) if unknown else None
         self.deaf = bool(p.write_deaf) and world.rng.random() < p.write_deaf

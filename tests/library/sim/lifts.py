@@ -53,7 +53,7 @@ class Lifter:
 
     def _next(self, order: fx.Lift, pieces: list[Piece], each: float, *, fails: bool) -> None:
         """Invariant 1: these slots are the room's still, on either side, and no other room's. And 3: what is read there
-        has landed, and lies where this node's card reaches the arena."""
+        has landed, and lies where this node's GPU reaches the arena."""
         node, world = self._node, self._node.world
         stopped = (order.session, order.grant) in self._stopped and world.rng.random() < 0.5
         if not pieces or stopped:
@@ -68,7 +68,7 @@ class Lifter:
         if any(is_shared(node.core.cache, place, slot) for slot in slots.tolist()):
             world.fail(f"{where}, which rooms share")
         if (int(at.max()) + 1) * ROW > node.reached:
-            world.fail(f"{where}, beyond the {node.reached} bytes that its card reaches")
+            world.fail(f"{where}, beyond the {node.reached} bytes that its GPU reaches")
         if (node.memory[at] != said).any():
             world.fail(f"{where}, which have not landed")
         world.seen["pieces copied up after the room failed"] += node.rooms[order.room].failed

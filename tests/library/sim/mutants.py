@@ -1,4 +1,4 @@
-"""Planted bugs, one for each defence: with the defence gone the simulator has to find it within so many seeds."""
+"""Planted bugs, one for each defence: with the defence gone the simulator has to find it within this many seeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .planted import (
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A planted bug; to be caught within so many seeds of worlds of that kind, about three times what it took."""
+    """A planted bug; to be caught within this many seeds of worlds of that kind, about three times what it took."""
 
     plant: Callable[[Patch], None]
     kind: str
@@ -64,7 +64,7 @@ MUTANTS: dict[str, Mutant] = {
     "coverage unchecked": Mutant(decode.coverage_unchecked, "ranks", 6),
     "equal rows sent by all": Mutant(decode.equal_rows_sent_by_all, "ranks", 6),
     "the other ranks granted on": Mutant(decode.other_ranks_granted_on, "ranks", 6),
-    "waiting Grants wait for ever": Mutant(prefill.waiting_grants_wait_for_ever, "lossy", 48),
+    "waiting Grants wait forever": Mutant(prefill.waiting_grants_wait_for_ever, "lossy", 48),
     "silent decode kept": Mutant(prefill.silent_decode_kept, "deadly", 57),
     "ended labels forgotten": Mutant(prefill.ended_labels_forgotten, "patient", 6),
     "Cancel before Begin forgotten": Mutant(requests.cancel_before_begin_forgotten, "fleet", 60),
@@ -75,7 +75,7 @@ MUTANTS: dict[str, Mutant] = {
     "a silent peer not fenced": Mutant(decode.silent_peer_not_fenced, "deadly", 33),
     "earlier lives heard": Mutant(decode.earlier_lives_heard, "restarts", 60),
     "quarantine without a cap": Mutant(decode.quarantine_without_a_cap, "deadly", 60),
-    "quarantine counted for ever": Mutant(decode.quarantine_counted_for_ever, "rough", 6),
+    "quarantine counted forever": Mutant(decode.quarantine_counted_for_ever, "rough", 6),
     "a place kept by a failed room": Mutant(decode.place_kept_by_a_failed_room, "crowded", 6),
     "a deadline as a time of day": Mutant(decode.deadline_as_a_time_of_day, "patient", 3),
     "a router's death unnoticed": Mutant(requests.restart_of_a_router_unnoticed, "fleet", 24),
@@ -111,7 +111,7 @@ MUTANTS: dict[str, Mutant] = {
     "READY before it is copied up": Mutant(rows.ready_before_it_is_copied_up, "apart", 9),
     "slots not claimed while copied up": Mutant(rows.slots_not_claimed_while_they_are_copied_up, "apart", 27),
     "copied up before it has landed": Mutant(rows.copied_up_before_it_has_landed, "apart", 9),
-    "copied up from where no card reaches": Mutant(rows.copied_up_from_where_no_card_reaches, "apart", 60),
+    "copied up from where no GPU reaches": Mutant(rows.copied_up_from_where_no_card_reaches, "apart", 60),
     "landed taken for lifted": Mutant(rows.landed_taken_for_lifted, "apart", 9),
     "a copy that failed taken for whole": Mutant(rows.wrong_rows_copied_all_the_same, "apart", 72),
     "the sum of the last write": Mutant(rows.sum_of_the_last_write, "checked", 6),

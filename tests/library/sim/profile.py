@@ -47,7 +47,7 @@ class Profile:
     restart: tuple[float, float] = (0.0005, 9.0)  # so much later, most of them soon
     ping_ms: int = 150
     silence_ms: int = 1_500
-    starved: float = 0.0  # every process gets a tenth of its time, in pauses of so many seconds at most
+    starved: float = 0.0  # every process gets a tenth of its time, in pauses of this many seconds at most
     blips: int = 0  # connections that end on the way, and are made again
     dies_registering: float = 0.0  # a decode, once, when a prefill that was started again gets its Register
     orphans: float = 0.7  # a killed writer leaves a child that goes on writing

@@ -15,7 +15,7 @@ def identity(transport: str) -> dict[str, Any]:
 
 
 def decode(transport: str, *, sparse: bool = False, **more: Any) -> Decode:
-    """With HiSparse its KV is there twice: in DRAM, and as a card's memory, which is a range of the arena here."""
+    """With HiSparse its KV is there twice: in DRAM, and as a GPU's memory, which is a range of the arena here."""
     size = model.component_bytes(SLOTS)
     components = [model.component("dram", SLOTS)]
     hbm = {}

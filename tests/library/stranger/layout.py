@@ -10,7 +10,7 @@ Fields = dict[str, Any]
 
 
 def row_count(component: Fields, tokens: int) -> int:
-    """Rows of a room of so many tokens."""
+    """Rows of a room of this many tokens."""
     span = component["span"]
     if span["kind"] == "once":
         return 1

@@ -79,7 +79,7 @@ class Prefill(Worker):
     def on_grant(self, link: Link, grant: Fields) -> None:
         session, number = self._session(link, grant), grant["grant"]
         if session is None or number in session.acknowledged:
-            return  # a number that is over is over for ever
+            return  # a number that is over is over forever
         if number in session.ends:
             self._send_grant_end(session, number)
             return

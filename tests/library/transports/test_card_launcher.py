@@ -1,4 +1,4 @@
-"""What a writer takes of a card, on one that this process plays."""
+"""What a writer takes of a GPU, on one that this process plays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes out of a card's memory: in turn, stopped, failed, lost; with a card that is none."""
+"""Writes out of a GPU's memory: in turn, stopped, failed, lost; with a GPU that is none."""
 
 from __future__ import annotations
 
@@ -313,9 +313,9 @@ async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_f
     both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=ReadyGate(CudaEvent(2))))
     await waits(card)
-    card.broken_events[1] = "card 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE"
+    card.broken_events[1] = "GPU 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE"
     await until(lambda: bool(both.ended))
-    assert both.ended == [(1, Outcome.FAILED, "card 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE")]
+    assert both.ended == [(1, Outcome.FAILED, "GPU 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE")]
     card.fired.add(2)
     await until(lambda: len(both.ended) == 2)
     assert both.ended[1] == (2, Outcome.LANDED, "")
@@ -328,13 +328,13 @@ class BrokenEvent:
     """One that Python asks."""
 
     def query(self) -> bool:
-        raise RuntimeError("card 5: CUDA_ERROR_ILLEGAL_ADDRESS")
+        raise RuntimeError("GPU 5: CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
 @pytest.mark.parametrize("event", [BrokenEvent(), CudaEvent(9)])
 def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: pytest.MonkeyPatch, event: Any) -> None:
     card = FakeCard()
-    card.broken_events[9] = "card 5: CUDA_ERROR_ILLEGAL_ADDRESS"
+    card.broken_events[9] = "GPU 5: CUDA_ERROR_ILLEGAL_ADDRESS"
     monkeypatch.setattr("pdtransfer.transports.select.PoolCard", lambda *_: card)
     monkeypatch.setattr(
         client_pair,
@@ -348,7 +348,7 @@ def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: p
         failed = pair.failed(1)
         pair.drained(1)
     assert failed.cause is Cause.ENGINE
-    assert failed.detail.endswith("its event: card 5: CUDA_ERROR_ILLEGAL_ADDRESS")
+    assert failed.detail.endswith("its event: GPU 5: CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
 @on_loop
@@ -411,12 +411,12 @@ async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory
 
     def refuse() -> None:
         card.launching = lambda: None
-        raise WorldError("card 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+        raise WorldError("GPU 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
     card.launching, card.draining = refuse, lambda: drained.append(1)
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
-    assert both.ended[0][1:] == (Outcome.FAILED, "card 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+    assert both.ended[0][1:] == (Outcome.FAILED, "GPU 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
     assert drained, "a copy that may have been queued has ended before anybody hears"
     await both.close()
 
@@ -442,7 +442,7 @@ async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked
     await both.map()
 
     def fail() -> None:
-        raise RuntimeError("card 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
+        raise RuntimeError("GPU 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     card.waiting = card.draining = card.launching = fail
     both.write(EVERY, EVERY, grant=1)
@@ -504,14 +504,14 @@ async def test_a_card_that_cannot_be_used_fails_writes(
     card = FakeCard()
 
     def launcher() -> None:
-        raise kind("card 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
+        raise kind("GPU 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
 
     monkeypatch.setattr(card, "launcher", launcher)
     both = Pair(arena, directory, card=card)
     await both.map()
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
-    assert both.ended == [(1, Outcome.FAILED, "card 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")]
+    assert both.ended == [(1, Outcome.FAILED, "GPU 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")]
     await both.close()
 
 
@@ -539,12 +539,12 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory
     await both.map()
 
     def fail() -> None:
-        raise MemoryError("card 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+        raise MemoryError("GPU 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
 
     card.fetching = fail
     both.write(EVERY[:9], EVERY[:9], grant=1, verify=True)
     await until(lambda: bool(both.ended))
-    assert both.ended == [(1, Outcome.FAILED, "card 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")]
+    assert both.ended == [(1, Outcome.FAILED, "GPU 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")]
     await both.close()
 
 
@@ -558,7 +558,7 @@ async def test_a_launch_that_never_said_its_end_is_unknown(
     monkeypatch.setattr(FakeLauncher, "ended", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
-    assert both.ended == [(1, Outcome.UNKNOWN, "the card has passed a launch that never reported its end")]
+    assert both.ended == [(1, Outcome.UNKNOWN, "the GPU has passed a launch that never reported its end")]
     await both.close()
 
 

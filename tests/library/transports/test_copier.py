@@ -18,7 +18,7 @@ def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
     said, ended, started, gate = list[int](), list[int](), threading.Event(), threading.Event()
 
     def work_of(grant: int, count: int, byte_count: int) -> CopyWork[Verify]:
-        """A work of some pieces, each of so many bytes, that says when each is done; none is before `gate`."""
+        """A work of some pieces, each of this many bytes, that says when each is done; none is before `gate`."""
 
         def do() -> int:
             started.set()

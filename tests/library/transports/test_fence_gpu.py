@@ -1,4 +1,4 @@
-"""The fence where a card is writing: whoever is killed in whatever state, slots are reused after the last write."""
+"""The fence where a GPU is writing: whoever is killed in whatever state, slots are reused after the last write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.shm_pair import WRITER
 from tests.support.waiting import on_loop, until
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 ARENA_BYTES = 256 << 20  # some 5 ms of the bus
@@ -90,7 +90,7 @@ async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
         process.started.wait()
         changed, last = 0, sample(arena)
         while time.monotonic() < killed + 6:
-            assert not owner.quiet(WRITER), "its child has the mapping, and the card's context"
+            assert not owner.quiet(WRITER), "its child has the mapping, and the GPU's context"
             await asyncio.sleep(0.01)
             if (now := sample(arena)) != last:
                 changed, last = changed + 1, now
@@ -138,7 +138,7 @@ async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena:
     await owner.close()
 
 
-@pytest.mark.skipif(driver.count() < 2, reason="one card here")
+@pytest.mark.skipif(driver.count() < 2, reason="one GPU here")
 @on_loop
 async def test_two_processes_write_one_arena_each_by_its_own_card(arena: ArenaMemory, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
@@ -158,7 +158,7 @@ async def test_two_processes_write_one_arena_each_by_its_own_card(arena: ArenaMe
         first.started.kill()
         await until(lambda: owner.quiet(1))
         await changes(arena)
-        assert not owner.quiet(2), "one card's end says nothing of the other's"
+        assert not owner.quiet(2), "one GPU's end says nothing of the other's"
         second.started.kill()
         await until(lambda: owner.quiet(2))
         await is_still(arena)

@@ -1,4 +1,4 @@
-"""Rows copied up to a card's memory, on one that this process plays."""
+"""Rows copied up to a GPU's memory, on one that this process plays."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_where_the_card_cannot_say_whether_a_copy_has_ended_nobody_says_that_it_
     here: CardOnHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lost(_: int) -> None:
-        raise WorldError("card 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS")
+        raise WorldError("GPU 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     monkeypatch.setattr(here, "reach", lost)
     assert lifted(*pools()) == []

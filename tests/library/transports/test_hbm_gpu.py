@@ -1,4 +1,4 @@
-"""The fence where a card writes another process's card memory, through CUDA IPC; rooms that land there: two_gpu."""
+"""The fence where a GPU writes another process's GPU memory, through CUDA IPC; rooms that land there: two_gpu."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.shm_pair import WRITER
 from tests.support.waiting import on_loop, until
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 STILL_S = 0.5
@@ -99,7 +99,7 @@ async def test_a_forked_child_keeps_the_lock_and_maybe_the_card_writing(
         process.started.wait()
         changed, last = 0, hbm[::4_096].clone()
         while time.monotonic() < killed + 5:
-            assert not owner.quiet(WRITER), "its child has the mapping, and the card's context"
+            assert not owner.quiet(WRITER), "its child has the mapping, and the GPU's context"
             await asyncio.sleep(0.01)
             now = hbm[::4_096].clone()
             if bool((now != last).any()):

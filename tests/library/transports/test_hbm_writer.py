@@ -1,4 +1,4 @@
-"""A writer of HBM components whose card is none: where rows go, and that the lock outlives what a card may write."""
+"""A writer of HBM components whose GPU is none: where rows go, and that the lock outlives what a GPU may write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HANDLE = b"handle"
 
 @pytest.fixture
 def arena() -> Iterator[ArenaMemory]:
-    """HBM is apart, in memory of this process that the fake card has exported."""
+    """HBM is apart, in memory of this process that the fake GPU has exported."""
     made = ArenaMemory.create(BASE + SIZE, huge_pages="never")
     made.hbm = Hbm.of_process(base=BASE, byte_count=SIZE)
     made.hbm.handle = HANDLE

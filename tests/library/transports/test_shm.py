@@ -599,7 +599,7 @@ async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
     monkeypatch.setattr(handover, "_connect", connect)
     owner = ShmArena(arena, directory=directory)
     reach = msgspec.structs.replace(await owner.offer(WRITER), address=address)
-    with pytest.raises(TransportError, match=r"is no /\.\.\./arena-NUMBER and no @pdtransfer-NUMBER in hex"):
+    with pytest.raises(TransportError, match=r"must be /\.\.\./arena-NUMBER or @pdtransfer-NUMBER, in hex"):
         await receive(reach, WRITER, seconds=60)
     assert knocked == []
     await owner.close()
@@ -625,7 +625,7 @@ async def test_a_writer_is_not_led_by_a_name_to_what_is_no_arenas_socket(directo
                 path.mkdir()
         reach = Reach("shm", handover.host(), str(path), b"FLUSHALL\r\n".ljust(32), 0, 4_096)
         before = open_files()
-        with pytest.raises(TransportError, match="is no socket"):
+        with pytest.raises(TransportError, match="is not a socket"):
             await receive(reach, WRITER, seconds=60)
         assert open_files() == before
         with pytest.raises(BlockingIOError):

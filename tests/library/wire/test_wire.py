@@ -150,8 +150,8 @@ def test_an_error_counts_elements_from_0_in_every_part():
         ("Begin", (2, 1), math.inf, "Begin.sampling.temperature: inf, expected float <= 100.0"),
         ("Begin", (3, 0), b"x", "Begin.peers[0]: 1 bytes, expected str"),
         ("Reject", (2, 0), "x" * 513, f"Reject.fields[0]: '{'x' * 64}'... (513 characters), expected str of length <="),
-        ("Register", (1, 0, 4, 0, 0, 2), "float", "Register.components[0].layout.planes[0].dtype: 'float' is none of "),
-        ("Register", (1, 0, 4, 1), 48, "Register.components[0].layout.page_size: 48 is no power of two"),
+        ("Register", (1, 0, 4, 0, 0, 2), "float", "Register.components[0].layout.planes[0].dtype: 'float' must be "),
+        ("Register", (1, 0, 4, 1), 48, "Register.components[0].layout.page_size: 48 is not a power of two"),
     ],
 )  # fmt: skip
 def test_an_error_is_exact_inside_structs_and_in_their_own_rules(name, path, value, text):

@@ -260,7 +260,7 @@ def test_a_cards_link_has_its_node_and_fewer_lanes_are_a_warning(tmp_path: Path)
     assert (narrow.state, "x8 (of x16): fewer lanes" in narrow.found) == ("warn", True)
     assert "lspci -vv -s 0000:18:00.0" in narrow.mend
     other = put(tmp_path / "other", **card_files("8", vendor="0x8086"))
-    assert cards.links(other) == probes.ok("no NVIDIA card on the PCIe bus")
+    assert cards.links(other) == probes.ok("no NVIDIA GPU on the PCIe bus")
 
 
 def test_kernels_that_a_first_transfer_would_wait_for_are_named(

@@ -180,7 +180,7 @@ def test_a_key_is_sent_where_a_file_names_one(
 @pytest.mark.parametrize(
     ("status", "body", "text"),
     [
-        (404, b"", "answers 404: it is no router of pdtransfer, or an older one"),
+        (404, b"", "answers 404: this is not a pdtransfer router, or an older one"),
         (200, b"<html>", "malformed"),
         (200, b'{"time": 1}', "missing required field `router`"),
         (200, b'{"time": "now"}', "$.time"),

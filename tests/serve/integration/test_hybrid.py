@@ -74,5 +74,5 @@ def test_a_host_layout_that_a_component_does_not_have_is_one_line_with_both_name
     assert main(["decode", "--engine-option=pools=deepseek_v4", *flags]) == 2
     said = capsys.readouterr().err
     assert "component 'c4'" in said
-    assert "'page_head' is none of " + ", ".join(ITEM_LAYOUTS) in said
+    assert "'page_head' must be one of " + ", ".join(ITEM_LAYOUTS) in said
     assert len(said.splitlines()) == 1

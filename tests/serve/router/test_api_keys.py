@@ -150,7 +150,7 @@ def test_a_rate_lets_a_second_of_requests_through_at_once_and_says_when_to_come_
 
 
 def used(key: ApiKey, now: float, times: int) -> int:
-    """How many of so many requests at once the key's limits let through."""
+    """How many of this many requests at once the key's limits let through."""
     passed = 0
     for _ in range(times):
         try:

@@ -236,7 +236,7 @@ def test_a_client_gets_one_answer_whose_usage_counts_it_once(stream: bool) -> No
             else:
                 answer = facts(json.loads(text))
             expected = facts(wanted)
-            expected["usage"]["prompt_tokens_details"] = None  # what is cached of an answer is no cached prompt
+            expected["usage"]["prompt_tokens_details"] = None  # what is cached of an answer is not a cached prompt
             told = answer.pop("pdtransfer")
             expected.pop("pdtransfer")
             assert answer == expected

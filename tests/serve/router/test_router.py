@@ -92,7 +92,7 @@ def test_a_stream_has_the_same_text_in_pieces_and_then_done() -> None:
             *pieces, last = [json.loads(each) for each in events]
             assert len(pieces) >= 1
             assert all(each["choices"][0]["finish_reason"] is None for each in pieces)
-            # In reverse, its bytes are no valid characters, neither in pieces nor in whole.
+            # In reverse, its bytes are not valid characters, neither in pieces nor in whole.
             text = "".join(each["choices"][0]["text"] for each in (*pieces, last))
             assert text == (("żółw".encode()[::-1]) * 4)[:16].decode("utf-8", "replace")
             assert last["choices"][0]["finish_reason"] == "length"

@@ -31,7 +31,7 @@ KEYED = {"key": Path("k"), "allow": Path("a")}
         ({"pp_size": 65}, "pp_size = 65: must be from 1 to 64"),
         ({"tp_size": 2, "tp_rank": 2, "group": GROUP}, "tp_rank = 2: must be from 0 to 1, tp_size is 2"),
         ({"tp_size": 2, "tp_rank": 1}, "group = '': a rank that does not lead has to know where its leader waits"),
-        ({"group": GROUP}, "group = '127.0.0.1:7100': for one rank there is none, tp_size is 1"),
+        ({"group": GROUP}, "group = '127.0.0.1:7100': a group needs more than one rank: tp_size is 1"),
         ({"tp_size": 2, "group": "7100"}, "group = '7100': must be [KEY@]host:port"),
         ({"tp_size": 2, "group": "127.0.0.1:0"}, "group = '127.0.0.1:0': must be [KEY@]host:port"),
         (

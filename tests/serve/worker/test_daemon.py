@@ -1,4 +1,4 @@
-"""A decode daemon's arena where its engine computes on a card."""
+"""A decode daemon's arena where its engine computes on a GPU."""
 
 from __future__ import annotations
 

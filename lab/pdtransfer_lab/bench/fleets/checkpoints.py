@@ -143,7 +143,7 @@ def _alone(
     wanted: Measured, progress: Callable[[str], None]
 ) -> tuple[dict[int, tuple[float, float, float]], dict[int, list[str]]]:
     """By the prompt's length: ms to the first token, ms to each further one, tokens/s; and digests of tokens. In a
-    process of its own, whose memory on a card is free afterwards."""
+    process of its own, whose memory on a GPU is free afterwards."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=_generate, args=(wanted, theirs), daemon=True)
@@ -191,7 +191,7 @@ def _generate(wanted: Measured, to: Connection) -> None:
         made = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0,
         )  # fmt: skip
-        found = made[0, len(prompt) :].tolist()  # waits for the card
+        found = made[0, len(prompt) :].tolist()  # waits for the GPU
         return time.perf_counter() - began, found
 
     with torch.inference_mode():

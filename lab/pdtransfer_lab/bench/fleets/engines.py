@@ -24,7 +24,7 @@ from .vllm_fleet import CONNECTORS, Answer, Fleet, Setup, running
 ONE = "one engine"
 STREAMS = 8  # of decode, beside which prompts are handed over
 STREAM_PROMPT, STREAM_TOKENS = 256, 2_000
-BESIDE_PROMPTS, BESIDE_TOKENS = 12, 64 << 10  # prompts of a round: so many, or with so many tokens if that is more
+BESIDE_PROMPTS, BESIDE_TOKENS = 12, 64 << 10  # prompts of a round: this many, or with this many tokens if that is more
 BESIDE_CLIENTS, BESIDE_ROUNDS = 2, 2
 SHORT_PROMPT = 1  # computed as any step of decode is
 FEWEST, WARM = 5, 2  # requests of a cell, if their tokens fit at once; and before it
@@ -126,9 +126,9 @@ def measure(
     setup: Setup, *, fleets: Sequence[str], cells: Sequence[Cell], tokens: int, beside: Sequence[int], out: Path | None,
     progress: Callable[[str], None],
 ) -> Result:  # fmt: skip
-    """Servers are vLLM's OpenAI server, a process a card; clients are in this process and take streams, greedily, with
+    """Servers are vLLM's OpenAI server, a process a GPU; clients are in this process and take streams, greedily, with
     EOS ignored. Prompts are random token ids, the same for all fleets; prefix caches are off unless options say
-    otherwise. One engine has the first card. Of two engines, prefill has the first card and decode the second; prefill
+    otherwise. One engine has the first GPU. Of two engines, prefill has the first GPU and decode the second; prefill
     is asked for one token. A connector that lets decode be asked before prefill has answered is asked at once, the
     others one after the other, each as its own proxy does. Before each cell two prompts
     of its length run at once, uncounted.

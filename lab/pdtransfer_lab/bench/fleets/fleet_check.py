@@ -45,7 +45,7 @@ COMPARED = (  # what is held against the model: its name, and where it stands in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedFleet:
-    """The fleet that is started: so many workers of one engine, or of a checkpoint."""
+    """The fleet that is started: this many workers of one engine, or of a checkpoint."""
 
     prefill: int = 2
     decode: int = 2

@@ -216,7 +216,7 @@ def measure(
     """One router, prefill and decode whose engines compute nothing, and clients that ask one after the other. Attackers
     of each daemon's listener run at the lowest priority beside them: on hosts of their own they would take none of
     these processors. Then clients of the router post to it, one and four at once, also to one in front of servers
-    like SGLang's. In turn: so many seconds in quiet, and as many under the attack."""
+    like SGLang's. In turn: this many seconds in quiet, and as many under the attack."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.environ.setdefault("PYTHONPATH", str(Path(__file__).parents[4]))

@@ -40,7 +40,7 @@ def torch(root: Path) -> Seen:
         return ok(f"{build}, {module.cuda.get_device_name(0)}")
     if card is not None:
         mend = f"pip install uv; uv pip install --python {sys.executable} --reinstall --torch-backend=auto torch"
-        return warn(f"{build} does not see the card at {card}", mend)
+        return warn(f"{build} does not see the GPU at {card}", mend)
     return ok(f"{build}, CPU (this host has no GPU)")
 
 

@@ -1,4 +1,4 @@
-"""Probes of this host's cards: driver, kernels, PCIe links and MPS."""
+"""Probes of this host's GPUs: driver, kernels, PCIe links and MPS."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PCI = "/sys/bus/pci/devices"
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # a VGA or a 3D controller
 _MPS = "nvidia-cuda-mps"  # /proc truncates a process's name to 15 characters
 _MPS_PIPE = "/tmp/nvidia-mps/control"  # noqa: S108 (looked for, not made)
-_NO_CARD = "no card that the bindings see: copies run on the CPU"
+_NO_CARD = "no GPU that the bindings see: copies run on the CPU"
 
 
 def cards(_root: Path) -> Seen:
-    """Whether kernels can run: a card needs the bindings and a compiler."""
+    """Whether kernels can run: a GPU needs the bindings and a compiler."""
     number = count()
     if not number:
         return ok(_NO_CARD)
@@ -35,7 +35,7 @@ def kernels(_root: Path) -> Seen:
     """Whether a first transfer has to wait for a compiler."""
     number = count()
     if not number:
-        return ok("no card: none is needed")
+        return ok("no GPU: none is needed")
     wanted = [(kernel, architecture) for architecture in _architectures(number) for kernel in KERNELS]
     lacking = [f"{kernel} for {architecture}" for kernel, architecture in wanted if not is_cached(kernel, architecture)]
     if not lacking:
@@ -48,7 +48,7 @@ def _architectures(number: int) -> list[str]:
 
 
 def links(root: Path) -> Seen:
-    """Each card's PCIe width, speed and NUMA node, which limit the rate of KV."""
+    """Each GPU's PCIe width, speed and NUMA node, which limit the rate of KV."""
     found: list[str] = []
     narrow: list[str] = []
     for address in names(within(root, _PCI)):
@@ -65,7 +65,7 @@ def links(root: Path) -> Seen:
         if width.isdecimal() and most.isdecimal() and int(width) < int(most):
             narrow.append(address)
     if not found:
-        return ok("no NVIDIA card on the PCIe bus" if names(within(root, _PCI)) else "no PCIe bus visible")
+        return ok("no NVIDIA GPU on the PCIe bus" if names(within(root, _PCI)) else "no PCIe bus visible")
     if narrow:
         text = f"{'; '.join(found)}: fewer lanes than supported"
         return warn(text, f"lspci -vv -s {narrow[0]} | grep LnkSta; then another slot, or the riser")
@@ -82,6 +82,6 @@ def mps(root: Path) -> Seen:
     pipe = within(root, _MPS_PIPE)
     if running or pipe.exists():
         where = f"process {', '.join(running)}" if running else f"its pipe is at {_MPS_PIPE}"
-        text = f"runs ({where}): a writer's death no longer proves that its card has stopped"
+        text = f"runs ({where}): a writer's death no longer proves that its GPU has stopped"
         return missing(text, "echo quit | nvidia-cuda-mps-control")
     return ok("does not run" if shutil.which("nvidia-cuda-mps-control") else "not installed")

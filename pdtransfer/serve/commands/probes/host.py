@@ -64,7 +64,7 @@ def huge_pages(root: Path) -> Seen:
 
 
 def numa(root: Path) -> Seen:
-    """Whether an arena can be bound to a card's NUMA node, which needs the kernel's permission."""
+    """Whether an arena can be bound to a GPU's NUMA node, which needs the kernel's permission."""
     nodes = [name for name in names(within(root, _NODES)) if re.fullmatch(r"node\d+", name)]
     if len(nodes) < 2:
         return ok("one node: all memory is equally near")
@@ -81,7 +81,7 @@ def numa(root: Path) -> Seen:
     if bound:
         return ok("; ".join(free))
     mend = "in a container: docker run --cap-add SYS_NICE, or a seccomp profile that lets mbind through"
-    return warn(f"{'; '.join(free)}; no memory can be bound to one, so that arenas may lie far from their card", mend)
+    return warn(f"{'; '.join(free)}; no memory can be bound to one, so that arenas may lie far from their GPU", mend)
 
 
 def shm(root: Path) -> Seen:

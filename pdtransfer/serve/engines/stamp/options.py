@@ -32,7 +32,7 @@ class StampOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     context_tokens: Annotated[int, Meta(ge=2, le=1 << 20)] = 131_072
     eos: Annotated[int, Meta(ge=0, lt=VOCABULARY)] = EOS
     layers: Annotated[int, Meta(ge=1, le=128)] = 4
-    kv_heads: Annotated[int, Meta(ge=0, le=256)] = 0  # K and V of so many heads (GQA); 0: one latent (MLA)
+    kv_heads: Annotated[int, Meta(ge=0, le=256)] = 0  # K and V of this many heads (GQA); 0: one latent (MLA)
     head_bytes: Annotated[int, Meta(ge=8, le=1 << 16, multiple_of=4)] = 256  # of one kind of one head of a token
     top_k: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0  # positions that a step reads besides; 0: none, and no index
     index_share: Annotated[int, Meta(ge=1, le=64)] = 2  # layers that share the positions

@@ -11,7 +11,7 @@ EOS = 256
 VOCABULARY = 257
 
 _LETTERS = range(97, 123)
-_FLOOR = np.float32(-32.0)  # the logit of what is no letter: a bias can lift it above every letter
+_FLOOR = np.float32(-32.0)  # the logit of what is not a letter: a bias can lift it above every letter
 _SCALE = np.float32(2.0**-12)  # logits of letters are within [0, 16)
 
 

@@ -54,10 +54,10 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     weights: Literal["checkpoint", "random"] = "checkpoint"  # random: config.json is enough
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0  # of random weights
     digests: bool = False  # of logits and KV; each request is then computed by itself, and its bits are always the same
-    layers_per_cell: Annotated[int, Meta(ge=0, le=4_096)] = 0  # in each cell of prefill; 0: one on a card, or all
+    layers_per_cell: Annotated[int, Meta(ge=0, le=4_096)] = 0  # in each cell of prefill; 0: one on a GPU, or all
     window_slots: Annotated[int, Meta(ge=0)] = 0  # of layers with a window, in the arena; 0: by batch_max
     threads: Annotated[int, Meta(ge=0, le=4_096)] = 0  # that compute on the CPU; 0: one for each core
-    kv_memory: Literal["auto", "dram", "hbm"] = "auto"  # of decode; auto: hbm on a card
+    kv_memory: Literal["auto", "dram", "hbm"] = "auto"  # of decode; auto: hbm on a GPU
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
@@ -106,7 +106,7 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
     if config.group.ranks.tp_size > 1:
         if options.digests:
             raise ConfigError(f"digests: of one process, tp_size is {config.group.ranks.tp_size}")
-        device = torch.device("cpu")  # where it is whole; `placed` puts a rank's share on its card
+        device = torch.device("cpu")  # where it is whole; `placed` puts a rank's share on its GPU
     made = _configuration(directory)
     text = made.get_text_config(decoder=True)
     _check(made, text)
@@ -170,7 +170,7 @@ def _device(config: EngineConfig) -> torch.device:
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type != "cuda" or (device.index or 0) >= count:
-        raise ConfigError(f"device: {config.device!r}, torch {torch.__version__} sees {count} cards")
+        raise ConfigError(f"device: {config.device!r}, torch {torch.__version__} sees {count} GPUs")
     torch.cuda.set_device(device.index or 0)
     return torch.device("cuda", device.index or 0)
 
@@ -272,14 +272,14 @@ def _top(text: Any) -> int:
 
 
 def _eos(directory: Path, text: Any) -> frozenset[int]:
-    """Every id that ends a request. One beyond the vocabulary ends none. Raises ConfigError for what is no id."""
+    """Every id that ends a request. One beyond the vocabulary ends none. Raises ConfigError for what is not an id."""
     ids = getattr(text, "eos_token_id", None)
     if (directory / "generation_config.json").is_file():
         generation = _tried("generation_config.json", lambda: GenerationConfig.from_pretrained(directory))
         ids = ids if generation.eos_token_id is None else generation.eos_token_id
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if strange := [each for each in ids if type(each) is not int]:
-        raise ConfigError(f"eos_token_id: {strange[0]!r} is no id")
+        raise ConfigError(f"eos_token_id: {strange[0]!r} is not an id")
     if beyond := [each for each in ids if not 0 <= each < text.vocab_size]:
         log.warning("eos_token_id: %s: not within [0, %d), so it ends no request", beyond, text.vocab_size)
     return frozenset(ids) - frozenset(beyond)

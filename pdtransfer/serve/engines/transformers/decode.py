@@ -107,7 +107,7 @@ class CheckpointDecode:
         return HotFigures() if self._hot is None else self._hot.figures
 
     def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
-        """Takes the arena, or the card's memory where that has the KV, or both with HiSparse."""
+        """Takes the arena, or the GPU's memory where that has the KV, or both with HiSparse."""
         description, device = self._description, self._checkpoint.device
         near = None
         if description.hbm_bytes:

@@ -81,7 +81,7 @@ def pick_groups(shapes: Sequence[LayerShape]) -> list[range]:
 
 
 def hot_component(config: EngineConfig, shapes: Sequence[LayerShape], *, slots: int) -> Component:
-    """KV of so many tokens in the memory of a device, where any token may be hot."""
+    """KV of this many tokens in the memory of a device, where any token may be hot."""
     rows = [(shape.layer, _parts(shape), shape.dtype) for shape in shapes]
     near = replace(config, host_layout="layer_first", page_size=1)
     return Component(KV, "hbm", 1, Span(), Layout(tuple(_planes(near, rows, slots=slots, base=0)), 1, slots))

@@ -1,4 +1,4 @@
-"""Prefill of a checkpoint: chunks of prompts into a paged pool, reported layer by layer on a card."""
+"""Prefill of a checkpoint: chunks of prompts into a paged pool, reported layer by layer on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .layers import describe
 from .paged import PagedModel
 from .requests import FirstToken, check_request
 
-AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
+AHEAD_MAX = 8  # cells that are queued on a GPU: a full launch queue would block other threads' launches
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +91,7 @@ class CheckpointPrefill:
             (part[0], part[-1] + 1) for part in (numbers[i : i + every] for i in range(0, len(numbers), every))
         ]
         self._spans = DeviceSpans(config.spans, checkpoint.device)
-        self._ahead: deque[Event] = deque()  # of cells that the card may still compute
+        self._ahead: deque[Event] = deque()  # of cells that the GPU may still compute
         self._picks: deque[_Picking] = deque()
         self._held: dict[int, dict[str, NDArray[np.int64]]] = {}
         self._rooms: dict[int, _Prompt] = {}
@@ -155,7 +155,7 @@ class CheckpointPrefill:
             oldest = next(iter(self._rooms.values()))
             events += self._chunk(oldest if self._turn % 2 else min(self._rooms.values(), key=lambda room: room.left))
         events += self._first_tokens()
-        while self._picks and not (self._rooms or events):  # there is nothing to do but to wait for the card
+        while self._picks and not (self._rooms or events):  # there is nothing to do but to wait for the GPU
             events.append(self._first_token(self._picks.popleft()))
         if not self._held:
             self._spans.report()
@@ -185,7 +185,7 @@ class CheckpointPrefill:
         groups = deque(self._groups)
 
         def entered(layer: int) -> None:
-            """All layers before this one are computed, or queued on the card."""
+            """All layers before this one are computed, or queued on the GPU."""
             while groups and groups[0][1] <= layer:
                 made = [*self._cells(room, groups.popleft(), (room.done, end), self._event()), *self._first_tokens()]
                 if self.report is not None:

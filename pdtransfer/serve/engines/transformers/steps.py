@@ -1,4 +1,4 @@
-"""Decode steps of a batch. On a card a step whose shape comes again is one CUDA graph: transformers launches a thousand
+"""Decode steps of a batch. On a GPU a step whose shape comes again is one CUDA graph: transformers launches a thousand
 kernels a step, and launching takes longer than computing.
 
 Shapes are few, since batches are filled up to rounded sizes and the keys to rounded numbers of tokens. What fills up a
@@ -161,7 +161,7 @@ class DecodeSteps:
 
     def _capture(self, shape: Any, like: _Batch) -> _Graph | None:
         """The graph of a step of this batch's shape, which computes nothing yet. None, for good, if the model does what
-        no graph can hold, such as waiting for the card."""
+        no graph can hold, such as waiting for the GPU."""
         assert self._graphs is not None
         batch = _Batch((), like.keys, like.inputs.clone(), {}, like.begins.clone(), like.ring.clone())
         batch.slots = {name: own.clone() for name, own in like.slots.items()}

@@ -63,7 +63,7 @@ def _read(path: Path) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
+    """The object in a file; empty without one."""
     if not path.is_file():
         return {}
     try:
@@ -195,7 +195,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 def _compiled(template: str) -> jinja2.Template:
-    """Raises ValueError for one that is no template. It is rendered in a sandbox, since it came with the weights."""
+    """Raises ValueError for one that is not a template. It is rendered in a sandbox, since it came with the weights."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
     )

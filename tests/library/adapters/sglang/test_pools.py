@@ -124,7 +124,7 @@ def test_windows_may_have_other_heads() -> None:
         ((), {"mla_compression_ratios": [4, 128]}, "DeepSeek V4"),
         (("dsa",), {"state_types": ["dsa_tail"]}, "state dsa_tail: cannot cross yet, one each of block_scale"),
         (("swa",), {"swa_kv_cache_layout": "hnd"}, "state swa: its layout is hnd, nhd can cross"),
-        ((), {"kv_item_lens": [128] * 5 + [127]}, "kv: an item of 127 bytes is no page of 4 rows"),
+        ((), {"kv_item_lens": [128] * 5 + [127]}, "kv: an item of 127 bytes is not a page of 4 rows"),
         ((), {"kv_data_lens": [4_096] * 6, "kv_item_lens": [128] * 5 + [256]}, r"its buffers hold \[64, 128\] rows"),
     ],
 )  # fmt: skip

@@ -644,4 +644,4 @@ def test_prompts_that_decode_computes_itself_are_counted_and_a_tenth_of_them_is_
     assert len(warnings()) == 2
     data = side.take_figures()
     assert data is not None
-    assert (data["computed"], data["refusals"]) == (5, {"block_size=32": 3}), "a peer's words are no label"
+    assert (data["computed"], data["refusals"]) == (5, {"block_size=32": 3}), "a peer's words are not label"

@@ -103,7 +103,7 @@ def test_a_range_of_the_arena_is_not_copied() -> None:
 
 
 def test_nothing_lands_where_this_node_has_nothing_ready_to_be_copied_up_from() -> None:
-    """Mooncake's writers say at once that all is ready, and a card that reads what it does not reach is lost."""
+    """Mooncake's writers say at once that all is ready, and a GPU that reads what it does not reach is lost."""
     base = min(plane.base for plane in twins()[2].layout.planes)
     end = ApartEnd(bytes_ready=base)
     end.registers()
@@ -133,9 +133,9 @@ def test_a_copy_that_fails_fails_its_room_and_gives_its_slots_back() -> None:
     end = ApartEnd()
     end.registers()
     (lift,) = of(end.land(end.granted(1, tokens=8)), Lift)
-    (failed,) = of(end.lifted(lift, "the card is gone"), RoomFailed)
+    (failed,) = of(end.lifted(lift, "the GPU is gone"), RoomFailed)
     assert failed.cause is Cause.TRANSFER
-    assert "not copied to HBM: the card is gone" in failed.detail
+    assert "not copied to HBM: the GPU is gone" in failed.detail
     assert end.free == [SLOTS, SLOTS, DENSE_SLOTS]
     assert end.core.post_landing.hbm_copies.copies == {}
 

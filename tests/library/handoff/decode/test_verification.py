@@ -263,7 +263,7 @@ def rows_of(arena: np.ndarray) -> np.ndarray:
 
 
 def landed(arena: np.ndarray) -> np.ndarray:
-    """Which of the rows are no canaries."""
+    """Which of the rows are not canaries."""
     return np.flatnonzero((rows_of(arena) != CANARY).any(axis=1))
 
 

@@ -268,7 +268,7 @@ def test_a_repeated_grant_is_answered_by_what_became_of_it() -> None:
     landed = sent(end.finish(), Landed)
     assert sent(end.hear(grant()), Landed) == landed
     end.released(1)
-    assert end.hear(grant()) == [], "a number that has ended is over for ever"
+    assert end.hear(grant()) == [], "a number that has ended is over forever"
 
 
 def test_decode_hears_of_a_grant_again_while_a_write_of_it_is_near_and_its_end_is_open() -> None:
@@ -490,7 +490,7 @@ def test_an_unknown_outcome_drains_nothing_before_the_fence() -> None:
     assert sent(effects, Drained) == of(effects, RoomDrained) == []
     assert of(end.core.abort(1, 0.0), RoomDrained) == []
     effects = end.core.fenced(S, 0.0)
-    assert sent(effects, Drained) == sent(effects, Failed) == [], "bytes may still be on their way: that is no proof"
+    assert sent(effects, Drained) == sent(effects, Failed) == [], "bytes may still be on their way: that is not proof"
     assert set(of(effects, RoomDrained)) == {RoomDrained(1), RoomDrained(2)}
     assert failure(effects) == (2, Cause.TRANSFER), "its writes were cut off with the writer"
     assert refusal(effects) == "its writer was fenced", "decode need not wait for the rooms of this session"

@@ -153,7 +153,7 @@ def waiting_grants_wait_for_ever(patch: Patch) -> None:
 
 
 def silent_decode_kept(patch: Patch) -> None:
-    """Prefill keeps the sessions of a decode node that is silent, for ever."""
+    """Prefill keeps the sessions of a decode node that is silent, forever."""
     patch(DecodePeers, "_depart", lambda self, peer, cause, detail, now: None)
 
 

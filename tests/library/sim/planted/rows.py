@@ -197,7 +197,7 @@ def copied_up_before_it_has_landed(patch: Patch) -> None:
 
 
 def copied_up_from_where_no_card_reaches(patch: Patch) -> None:
-    """A Grant is said as soon as its writer has its slots, whether or not decode's own card reaches them."""
+    """A Grant is said as soon as its writer has its slots, whether or not decode's own GPU reaches them."""
     covers = SessionRecord.covers
     patch(SessionRecord, "covers", lambda self, holding, ready: covers(self, holding, 1 << 60))
 

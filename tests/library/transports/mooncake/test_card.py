@@ -1,4 +1,4 @@
-"""A card's pool over Mooncake: launches that fill the send ring, stopped, refused, lost; with a card that is none."""
+"""A GPU's pool over Mooncake: launches that fill the send ring, stopped, refused, lost; with a GPU that is none."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_a_launch_that_is_refused_fails_its_write_alone() -> None:
 
         def refuse() -> None:
             if len(card.launched) == 4:
-                raise WorldError("card 5: cuLaunchKernel: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+                raise WorldError("GPU 5: cuLaunchKernel: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
         card.launching = refuse
         it.write(1, EVERY, EVERY)
@@ -137,13 +137,13 @@ async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_th
         await it.map()
 
         def fail() -> None:
-            raise RuntimeError("card 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
+            raise RuntimeError("GPU 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
         card.waiting = card.draining = fail
         it.write(1, EVERY, EVERY)
         outcome, text = await it.ends(1)
         assert (outcome, "ILLEGAL_ADDRESS" in text) == (Outcome.UNKNOWN, True)
-        assert await it.writer.fence(SESSION) is False, "the card may go on reading the pool"
+        assert await it.writer.fence(SESSION) is False, "the GPU may go on reading the pool"
         assert len(kept) == 1
         assert card.registered
         it.write(2, FEW, FEW)

@@ -1,4 +1,4 @@
-"""A real card's pool over Mooncake: what lands, what a cancelled write leaves, and engines that die meanwhile."""
+"""A real GPU's pool over Mooncake: what lands, what a cancelled write leaves, and engines that die meanwhile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.layout_tensors import Model, Pool
 from tests.support.waiting import on_loop
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ EVERY = np.arange(LARGE)
 
 
 class OnCard:
-    """Where a card has a pool's bytes, for as long as this lives."""
+    """Where a GPU has a pool's bytes, for as long as this lives."""
 
     def __call__(self, pool: Pool) -> int:
         self.tensor = torch.from_numpy(pool.memory).cuda()

@@ -46,7 +46,7 @@ class Sending:
         self._sender = _Sender(self.lines, theirs, _Source(address, len(self._memory), 0))
 
     def order(self, grant: int, count: int, byte_count: int) -> None:
-        """So many operations of so many bytes."""
+        """So many operations of this many bytes."""
         table = np.tile(np.array([0, 0, byte_count]), (count, 1))
         start, self._told = self._told, self._told + table.nbytes
         self._memory[start : self._told].view(np.int64)[:] = table.reshape(-1)

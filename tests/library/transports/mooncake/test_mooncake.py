@@ -103,7 +103,7 @@ class Both:
         return process.pid
 
     def landed(self) -> int:
-        """Bytes that are no canaries."""
+        """Bytes that are not canaries."""
         return bytes_written(self.memory.mapping.array)
 
 
@@ -424,7 +424,7 @@ def test_the_fewer_engines_are_left_the_fewer_a_session_gets_until_none_is(wante
 
 
 def few_ports(count: int, stack: ExitStack) -> tuple[int, int]:
-    """A range in which so many ports are free, next to each other or not, as long as the stack holds the others."""
+    """A range in which this many ports are free, next to each other or not, as long as the stack holds the others."""
     while True:
         first = random.randrange(22_000, 31_000)
         with ExitStack() as held:

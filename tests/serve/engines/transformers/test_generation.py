@@ -208,7 +208,7 @@ def test_an_engine_computes_with_its_threads_on_whatever_thread_it_is_called(dir
 
     def compute() -> None:
         torch.set_num_threads(2)
-        assert prefill.admit(request(1, prompts()[0]))  # what it times begins here, on a card by an event
+        assert prefill.admit(request(1, prompts()[0]))  # what it times begins here, on a GPU by an event
         found.append(torch.get_num_threads())
         torch.set_num_threads(2)
         prefill.step()
@@ -221,7 +221,7 @@ def test_an_engine_computes_with_its_threads_on_whatever_thread_it_is_called(dir
 
 
 def test_a_layers_rows_are_there_when_its_cell_is_reported(directories: dict[str, Path]) -> None:
-    """As on a card, but that the card would be behind: the next layer has not begun."""
+    """As on a GPU, but that the GPU would be behind: the next layer has not begun."""
     engine = Handoff.of(made(directories, "llama"), prefill={}, decode={}, layers_per_cell="1").prefill
     (component,) = engine.card.components
     pool = np.frombuffer(engine.pool.view, np.uint8)

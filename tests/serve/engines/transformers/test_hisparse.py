@@ -111,7 +111,7 @@ def test_a_request_longer_than_its_places_loses_tokens_and_gets_them_again(direc
 def test_replayed_steps_that_are_filled_up_have_the_same_tokens(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a card: three HiSparse requests run at once, in steps of four, and a request takes another one's place."""
+    """As on a GPU: three HiSparse requests run at once, in steps of four, and a request takes another one's place."""
     replays = Replays()
     replays.install(monkeypatch)
     monkeypatch.setattr(decode, "DecodeSteps", lambda *given, **more: DecodeSteps(*given, **more | {"graphs": True}))

@@ -1,4 +1,4 @@
-"""HiSparse requests of a checkpoint on a card: steps are graphs, and tokens those of requests that lie there whole."""
+"""HiSparse requests of a checkpoint on a GPU: steps are graphs, and tokens those of requests that lie there whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support import checkpoints
 from tests.support.checkpoints import TOP_K, Handoff, prompts, request
 
 if driver.count() == 0:
-    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+    pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 HOT = TOP_K + 8
@@ -34,7 +34,7 @@ LAYERS_DENSE = {"first_k_dense_replace": 3}  # in float32 no graph holds what ch
 
 @contextmanager
 def landed(directory: Path, hot: HiSparse, rooms: list[Any], **options: str) -> Iterator[Handoff]:
-    """Decode on card 0, in whose memory and arena these rooms have landed, and are admitted."""
+    """Decode on GPU 0, in whose memory and arena these rooms have landed, and are admitted."""
     decode: Any = create(
         checkpoints.config(directory, "decode", device="cuda", hisparse=hot, batch_max=8, options=options)
     )

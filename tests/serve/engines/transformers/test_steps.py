@@ -1,4 +1,4 @@
-"""Steps that are replayed as graphs, with a stand-in for the graphs of a card."""
+"""Steps that are replayed as graphs, with a stand-in for the graphs of a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(family: str, folder: Path) -> tuple[PagedModel, Any]:
 
 
 def requests(described: Any, prompts: list[int]) -> list[steps.Stepped]:
-    """Requests with slots of their own, each a prompt of so many tokens and 40 more."""
+    """Requests with slots of their own, each a prompt of this many tokens and 40 more."""
     made: list[steps.Stepped] = []
     for at, prompt in enumerate(prompts):
         own = {each.name: 100 * at + np.arange(each.rows(prompt + 40)) for each in described.components}

@@ -76,7 +76,7 @@ class PrefillNode:
             spans=spans,
             lost=self._end_writer,
             broken=self._broken,
-            near=self._report_near,
+            wake_hint=self._report_near,
         )
         holds = holds_of(components, settings.ranks, replicas or {})
         identity = settings.identity("prefill", holds, self.transport.taken)

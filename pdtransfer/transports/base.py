@@ -25,7 +25,7 @@ WriteDone = Callable[[Write, Outcome, str, int], None]
 land. The number is the checksum of the rows as they were read, where the write has landed and its order says verify."""
 
 
-Near = Callable[[Write], None]
+WakeHint = Callable[[Write], None]
 """Called on the loop's thread for an urgent write that waited for its rows: repeatedly while it waits for the last of
 them, and while it is in flight."""
 
@@ -138,7 +138,13 @@ class Transport(Protocol):
         ...
 
     def writer(
-        self, components: Components, options: WriterOptions, *, card: WriterCard | None, lost: LostWriter, near: Near
+        self,
+        components: Components,
+        options: WriterOptions,
+        *,
+        card: WriterCard | None,
+        lost: LostWriter,
+        wake_hint: WakeHint,
     ) -> WriterTransport:
         """Makes the prefill side, on the loop's thread, for a pool that stays mapped until after close.
 

@@ -36,8 +36,8 @@ from .copier import CANCELLED
 from .turns import Turns
 
 PIECE_BYTES = 16 << 20  # of one launch: some 0.3 ms of the bus
-NEAR_NS = 500_000  # between two reports of a near write: a thread that has slept for a millisecond is slow to wake
-NEAR_MAX = 128  # reports of one write: an engine may have a single event for all that it computes
+HINT_NS = 500_000  # between two hints of one write: a thread that has slept for a millisecond is slow to wake
+HINTS_MAX = 128  # reports of one write: an engine may have a single event for all that it computes
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class CardWrite:
     rows_taken: int = 0
     running: int = 0
     spare: bool = False
-    nears: int = 0  # times that it was reported as near
+    hints: int = 0  # that were given
     woken: Callable[[], None] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the next two
     stopped: bool = False
@@ -140,8 +140,8 @@ class _Prepared(NamedTuple):
 class CardWriter:
     """One thread that launches and waits. It calls `ended` with each write, and makes its launcher by `launcher`.
 
-    `spans` gets each launch. `near` gets an urgent write that waited for its rows, repeatedly: while it waits for the
-    last of them alone, and while it is in flight.
+    `spans` gets each launch. `wake_hint` gets an urgent write that waited for its rows, repeatedly: while it waits for
+    the last of them alone, and while it is in flight.
     """
 
     def __init__(
@@ -149,10 +149,10 @@ class CardWriter:
         launcher: Callable[[], Launcher],
         ended: Callable[[CardWrite], None],
         spans: Spans | None = None,
-        near: Callable[[CardWrite], None] = lambda _: None,
+        wake_hint: Callable[[CardWrite], None] = lambda _: None,
     ) -> None:
-        self._make, self._ended, self._spans, self._near = launcher, ended, spans, near
-        self._near_ns = 0  # when the next report of a near write is due
+        self._make, self._ended, self._spans, self._wake_hint = launcher, ended, spans, wake_hint
+        self._hint_ns = 0  # when the next hint is due
         self._landed_s = 0.0  # when the latest launch had ended
         self._changed = threading.Condition()
         self._turns: Turns[CardWrite] = Turns()
@@ -325,7 +325,7 @@ class CardWriter:
         if len(gates) < len(gated):
             return  # one has been opened meanwhile, by another thread
         try:
-            if not launcher.wait(flying[0].place if flying else None, gates, self._report_near(flying, gated)):
+            if not launcher.wait(flying[0].place if flying else None, gates, self._report_hint(flying, gated)):
                 return
         except Exception as error:  # noqa: BLE001 (whatever it is, what has ended is unknown)
             text = str(error) or type(error).__name__
@@ -339,15 +339,15 @@ class CardWriter:
             self._report_span(self._spans, launch)
         self._landed(launcher, launch, *self._outcome_of(launcher, launch))
 
-    def _report_near(self, flying: deque[_Launch], gated: list[CardWrite]) -> int:
-        """Reports a write that is near, if there is one and a report is due; returns when the next one is."""
+    def _report_hint(self, flying: deque[_Launch], gated: list[CardWrite]) -> int:
+        """Gives a hint of a write that may land soon, if there is one and a hint is due; returns when the next one is."""
         for write in (*(launch.write for launch in flying), *gated[:1]):
             gate = write.order.after
-            if write.order.urgent and gate is not None and gate.nearly and write.nears < NEAR_MAX:
-                if (now_ns := time.monotonic_ns()) >= self._near_ns:
-                    self._near_ns, write.nears = now_ns + NEAR_NS, write.nears + 1
-                    self._near(write)
-                return self._near_ns
+            if write.order.urgent and gate is not None and gate.nearly and write.hints < HINTS_MAX:
+                if (now_ns := time.monotonic_ns()) >= self._hint_ns:
+                    self._hint_ns, write.hints = now_ns + HINT_NS, write.hints + 1
+                    self._wake_hint(write)
+                return self._hint_ns
         return NEVER_NS
 
     def _outcome_of(self, launcher: Launcher, launch: _Launch) -> tuple[Outcome, str]:

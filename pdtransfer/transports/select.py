@@ -23,7 +23,7 @@ from ..handoff.ready_gate import ReadyGate
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
-from .base import ArenaTransport, Near, Ready, WriteDone, WriterTransport
+from .base import ArenaTransport, Ready, WakeHint, WriteDone, WriterTransport
 from .card_launcher import PoolCard
 from .copier import CANCELLED
 from .device_events import EventQueue
@@ -200,16 +200,16 @@ class PrefillTransports:
         spans: Spans | None = None,
         lost: Callable[[int], None] = lambda _: None,
         broken: Callable[[int, Exception], None] = lambda _, __: None,
-        near: Near = lambda _: None,
+        wake_hint: WakeHint = lambda _: None,
     ) -> None:
         """`spans` gets each launch of a card. `lost` is called for a session that can write no more, and is to be
         fenced; `broken` for a room whose event cannot be queried any more: its writes are held back until they are
-        cancelled; `near` as Near says."""
+        cancelled; `wake_hint` as WakeHint says."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
         card = None if options.card is None else PoolCard(options.card, spans)
         self._make = {
-            name: partial(TRANSPORTS[name].writer, components, options, card=card, lost=lost, near=near)
+            name: partial(TRANSPORTS[name].writer, components, options, card=card, lost=lost, wake_hint=wake_hint)
             for name in self.taken
         }
         self._made: dict[str, WriterTransport] = {}

@@ -124,12 +124,12 @@ class Pair:
     ) -> None:
         self.pool, self.arena = Pool(), arena
         self.owner = ShmArena(arena, directory=directory)
-        self.near: list[int] = []  # writes
+        self.hinted: list[int] = []  # writes
         self.writer = ShmWriter(
             (self.pool.component,),
             WriterOptions(pool_address=address or self.pool.address, copy_threads=threads),
             card=card,
-            near=lambda order: self.near.append(order.write),
+            wake_hint=lambda order: self.hinted.append(order.write),
         )
         self.target = page_first()
         self.wanted = np.zeros(arena.byte_count, np.uint8)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...memory.arena_memory import ArenaMemory
 from ...probe import Probe
-from ..base import ArenaTransport, Components, LostArena, LostWriter, Near, WriterTransport
+from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport
 from ..options import ArenaOptions, Network, WriterOptions
 from .settings import check_host, why_not
 
@@ -37,11 +37,17 @@ class MooncakeTransport:
         return MooncakeArena(memory, options.network, lost=lost)
 
     def writer(
-        self, components: Components, options: WriterOptions, *, card: WriterCard | None, lost: LostWriter, near: Near
+        self,
+        components: Components,
+        options: WriterOptions,
+        *,
+        card: WriterCard | None,
+        lost: LostWriter,
+        wake_hint: WakeHint,
     ) -> WriterTransport:
         from .writer import MooncakeWriter
 
-        del near  # its writes wait for no gate
+        del wake_hint  # its writes wait for no gate
         return MooncakeWriter(components, options, card=card, lost=lost)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:

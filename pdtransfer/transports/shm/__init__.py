@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...memory.arena_memory import ArenaMemory
 from ...probe import Probe
-from ..base import ArenaTransport, Components, LostArena, LostWriter, Near, WriterTransport
+from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport
 from ..options import ArenaOptions, Network, WriterOptions
 
 if TYPE_CHECKING:
@@ -39,12 +39,18 @@ class ShmTransport:
         )
 
     def writer(
-        self, components: Components, options: WriterOptions, *, card: WriterCard | None, lost: LostWriter, near: Near
+        self,
+        components: Components,
+        options: WriterOptions,
+        *,
+        card: WriterCard | None,
+        lost: LostWriter,
+        wake_hint: WakeHint,
     ) -> WriterTransport:
         from .writer import ShmWriter
 
         del lost  # this process is the only writer
-        return ShmWriter(components, options, card=card, near=near)
+        return ShmWriter(components, options, card=card, wake_hint=wake_hint)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
         del ports

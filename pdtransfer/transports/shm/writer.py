@@ -25,7 +25,7 @@ from ...layout.pairing import Pairing
 from ...memory.mapping import Mapping, enter_backed, map_received
 from ...threads import in_pool, in_thread
 from ...wire import Reach
-from ..base import Near, Ready, WriteDone
+from ..base import Ready, WakeHint, WriteDone
 from ..card_launcher import Exported, WriterCard
 from ..card_writer import CardWrite, CardWriter, Staged
 from ..component_match import Planes, lines_for, paired
@@ -123,17 +123,17 @@ class ShmWriter:
         *,
         card: WriterCard | None = None,
         uids: frozenset[int] | None = None,
-        near: Near = lambda _: None,
+        wake_hint: WakeHint = lambda _: None,
     ) -> None:
         self._components = {component.name: component for component in components}
         self._pool_address, self._uids, self._keep_line = options.pool_address, uids, options.network.keep_line
         self._loop = asyncio.get_running_loop()
         self._reports: LoopMailbox[CopyWork[Write] | CardWrite] = LoopMailbox(self._ended)
         self._card = card
-        self._nears: LoopMailbox[CardWrite] = LoopMailbox(self._report_near)
-        self._near = near
+        self._hints: LoopMailbox[CardWrite] = LoopMailbox(self._report_hint)
+        self._wake_hint = wake_hint
         self._card_writer = (
-            None if card is None else CardWriter(card.launcher, self._reports.post, card.spans, self._nears.post)
+            None if card is None else CardWriter(card.launcher, self._reports.post, card.spans, self._hints.post)
         )
         self._copier: Copier[Write] = Copier(0 if card else options.copy_threads, self._reports.post)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
@@ -351,10 +351,10 @@ class ShmWriter:
         finally:
             self._leave(job.order.session, mapped)
 
-    def _report_near(self, write: CardWrite) -> None:
+    def _report_hint(self, write: CardWrite) -> None:
         """On the loop; the write may have ended meanwhile."""
         if write in self._jobs.get(write.turn, ()):
-            self._near(write.order)
+            self._wake_hint(write.order)
 
     def cancel(self, session: int, grant: int) -> None:
         """Stops this grant's writes at their next rows. Each still reports: FAILED, unless it had ended."""

@@ -233,7 +233,7 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
 async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it_has_landed(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(card_writer, "NEAR_NS", 1)
+    monkeypatch.setattr(card_writer, "HINT_NS", 1)
     card, held = FakeCard(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -245,19 +245,19 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
     gate = ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
     both.want(both.write(EVERY[40:49], EVERY[40:49], grant=2, after=gate, urgent=True))
     await waits(card)
-    assert both.near == []
+    assert both.hinted == []
     card.fired.add(2)
-    await until(lambda: len(both.near) > 1)
+    await until(lambda: len(both.hinted) > 1)
     card.waiting = held
     card.fired.add(3)
     await until(held.reached.is_set)
     held.open.set()
     await until(lambda: len(both.ended) == 3)
-    said = list(both.near)
+    said = list(both.hinted)
     assert set(said) == {3}
-    assert len(said) <= card_writer.NEAR_MAX
-    await until(lambda: not both.writer._nears._posted)
-    assert both.near == said, "it has landed"
+    assert len(said) <= card_writer.HINTS_MAX
+    await until(lambda: not both.writer._hints._posted)
+    assert both.hinted == said, "it has landed"
     assert both.right
     await both.close()
 
@@ -266,17 +266,17 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
 async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it_is_near(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(card_writer, "NEAR_NS", 1)
-    monkeypatch.setattr(card_writer, "NEAR_MAX", 3)
+    monkeypatch.setattr(card_writer, "HINT_NS", 1)
+    monkeypatch.setattr(card_writer, "HINTS_MAX", 3)
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
     both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1)), urgent=True)
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2))
-    await until(lambda: len(both.near) == 3)
+    await until(lambda: len(both.hinted) == 3)
     for _ in range(5):
         await waits(card)
-    assert both.near == [1, 1, 1]
+    assert both.hinted == [1, 1, 1]
     both.writer.cancel(WRITER, 1)
     await until(lambda: len(both.ended) == 2)
     await both.close()
@@ -570,7 +570,7 @@ async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
     monkeypatch.setattr(node.core, "near", lambda *of: [Send("d", Granted(*of))])
     monkeypatch.setattr(node.bus, "send", lambda *given: sent.append(given))
     both, writer = Pair(arena, directory), node.transport._make["shm"]()
-    writer._near(both.write(EVERY[:9], EVERY[:9], grant=1))
+    writer._wake_hint(both.write(EVERY[:9], EVERY[:9], grant=1))
     assert sent == [("d", Granted(WRITER, 1))]
     await until(lambda: bool(both.ended))
     await writer.close()

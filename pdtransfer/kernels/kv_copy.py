@@ -60,29 +60,51 @@ def kv_copy(
     range and counts them in `progress`.
     """
     copy = check_copy(target, source, target_slots, source_slots, count)
-    prepare(target, source, copy, count, progress=progress, cancel=cancel, blocks=blocks, stream=stream)()
+    prepare(copy, count, progress=progress, cancel=cancel, blocks=blocks, stream=stream)()
 
 
 def prepare(
-    target: Pool, source: Pool, copy: CheckedCopy, count: Any, *, progress: Progress | None = None,
+    copy: CheckedCopy, count: Any, *, progress: Progress | None = None,
     cancel: CancelWord | None = None, blocks: int | None = None, stream: int = 0, staging: Staging | None = None,
 ) -> Callable[[], None]:  # fmt: skip
     """Prepares kv_copy and returns a function that queues it, which may be called once.
 
     With `staging`, the slots that the CPU knows are already on their way to the GPU.
     """
-    if target.card is None:
-        return partial(_copy_on_cpu, target, source, copy, progress, cancel or CancelWord())
-    return _prepare_launch(target, source, copy, count, progress, cancel, blocks, stream, staging)
+    if copy.target.card is None:
+        return partial(_copy_on_cpu, copy, progress, cancel or CancelWord())
+    return _prepare_launch(copy, count, progress, cancel, blocks, stream, staging)
 
 
 class CheckedCopy(NamedTuple):
     """Arguments of a copy that the CPU has checked."""
 
+    target: Pool
+    source: Pool
     pairing: Pairing
-    target: Side
-    source: Side
+    target_side: Side
+    source_side: Side
     rows: int  # an upper bound if only the GPU knows the count
+
+    @property
+    def target_slots(self) -> Int64s:
+        """The target slot of each row, if the CPU knows them."""
+        return slots_of(self.target_side, self.rows)
+
+    @property
+    def source_slots(self) -> Int64s:
+        """The source slot of each row, if the CPU knows them."""
+        return slots_of(self.source_side, self.rows)
+
+    @property
+    def known(self) -> bool:
+        """Whether the CPU knows the slots of both sides."""
+        return not self.target_side.address and not self.source_side.address
+
+    @property
+    def fetches(self) -> bool:
+        """Whether the rows go from the host to a GPU."""
+        return self.source.host and not self.target.host
 
 
 def check_copy(target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, count: Any) -> CheckedCopy:
@@ -95,7 +117,7 @@ def check_copy(target: Pool, source: Pool, target_slots: Slots, source_slots: Sl
     rows = _rows(count, source_side, target_side)
     _check(source_side, "source_slots", rows, repeated=True)
     _check(target_side, "target_slots", rows, repeated=False)
-    return CheckedCopy(pairing, target_side, source_side, rows)
+    return CheckedCopy(target, source, pairing, target_side, source_side, rows)
 
 
 @lru_cache(_PAIRINGS_MAX)
@@ -110,11 +132,11 @@ def by_pages(copy: CheckedCopy) -> tuple[CheckedCopy, CheckedCopy | None] | None
     Returns None unless the CPU knows all slots, a plane's rows are below NARROW_BYTES, every page is contiguous in
     every plane of both sides, and all rows between the first and the last page border lie in whole pages of both.
     """
-    pairing, sides = copy.pairing, (copy.target, copy.source)
+    pairing, sides = copy.pairing, (copy.target_side, copy.source_side)
     size = max(pairing.source_page_size, pairing.target_page_size)
     if size == 1 or copy.rows < size or int(pairing.table[:, 6].min()) >= NARROW_BYTES:
         return None
-    if any(side.address or side.granule > 1 for side in sides) or granule_of(pairing, size) != size:
+    if not copy.known or any(side.granule > 1 for side in sides) or granule_of(pairing, size) != size:
         return None
     slots = [slots_of(side, copy.rows) for side in sides]
     first = -int(slots[0][0]) % size
@@ -130,8 +152,9 @@ def by_pages(copy: CheckedCopy) -> tuple[CheckedCopy, CheckedCopy | None] | None
     ]
     left = [np.concatenate((each[:first], each[end:])) for each in slots]
     rest = [side._replace(listed=each, wide=True, entries=len(each)) for side, each in zip(sides, left, strict=True)]
-    of_pages = CheckedCopy(pairing, whole[0], whole[1], end - first)
-    return of_pages, CheckedCopy(pairing, rest[0], rest[1], len(left[0])) if len(left[0]) else None
+    of_pages = copy._replace(target_side=whole[0], source_side=whole[1], rows=end - first)
+    others = copy._replace(target_side=rest[0], source_side=rest[1], rows=len(left[0]))
+    return of_pages, others if others.rows else None
 
 
 def side_of(name: str, slots: Slots, pool: Pool, slot_limit: int) -> Side:
@@ -189,13 +212,11 @@ def _check(side: Side, name: str, rows: int, *, repeated: bool) -> None:
             raise LocalProtocolError(str(error)) from None
 
 
-def _copy_on_cpu(
-    target: Pool, source: Pool, copy: CheckedCopy, progress: Progress | None, cancel: CancelWord
-) -> None:  # fmt: skip
+def _copy_on_cpu(copy: CheckedCopy, progress: Progress | None, cancel: CancelWord) -> None:
     if progress is not None:
         progress.begin()
-    work = plan(copy.pairing, slots_of(copy.source, copy.rows), slots_of(copy.target, copy.rows))
-    complete = host_copy(work, source.address, target.address, cancel=cancel)
+    work = plan(copy.pairing, copy.source_slots, copy.target_slots)
+    complete = host_copy(work, copy.source.address, copy.target.address, cancel=cancel)
     if progress is not None:
         progress.end(State.COMPLETE if complete else State.CANCELLED)
 
@@ -263,12 +284,13 @@ def _used(side: Side, rows: int) -> np.ndarray[Any, Any] | None:
 
 
 def _prepare_launch(
-    target: Pool, source: Pool, copy: CheckedCopy, count: Any, progress: Progress | None, cancel: CancelWord | None,
-    blocks: int | None, stream: int, staging: Staging | None,
+    copy: CheckedCopy, count: Any, progress: Progress | None, cancel: CancelWord | None, blocks: int | None,
+    stream: int, staging: Staging | None,
 ) -> Callable[[], None]:  # fmt: skip
+    target, source = copy.target, copy.source
     assert target.card is not None
     gpu = card(target.card)
-    launch = launch_of(target, source, copy.target, copy.source, copy.rows, known=isinstance(count, int))
+    launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, known=isinstance(count, int))
     argument = launch.argument
     argument.count_at = 0 if isinstance(count, int) else _count_address(count)
     if cancel is not None:
@@ -437,7 +459,7 @@ class PlannedCopy:
                 raise LocalProtocolError(f"pools: the target is of no GPU, the source of GPU {source.card}")
             return
         copy = check_copy(target, source, target_slots, source_slots, len(target_slots) if counts is None else counts)
-        launch = launch_of(target, source, copy.target, copy.source, copy.rows, known=False)
+        launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, known=False)
         self._argument = launch.argument
         self._argument.pairs = self._card.tables.acquire(launch.key, launch.pairs)
         self._key = launch.key

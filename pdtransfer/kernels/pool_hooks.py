@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from .card import Card, CudaEvent, card
-from .kv_copy import CheckedCopy, check_copy, kv_copy, slots_of
+from .kv_copy import CheckedCopy, check_copy, kv_copy
 from .pools import CardArray, Pool, Slots
 from .push import Backend, push
 
@@ -65,8 +65,8 @@ def load_to_device_per_layer(
             kv_copy(target, source, device_slots, host_slots, count)
         return dict.fromkeys(_by_layer(device), Fired())
     gpu, events = card(device.card), dict[int, LayerFence]()
-    on_card = copy.target.address or copy.source.address
-    uploaded = None if not count or on_card else _UploadedSlots(gpu, copy, stream)
+    known = copy.known
+    uploaded = None if not count or not known else _UploadedSlots(gpu, copy, stream)
     target_slots, source_slots = (device_slots, host_slots) if uploaded is None else (uploaded.target, uploaded.source)
     try:
         for (layer, target), source in parts:
@@ -108,7 +108,7 @@ class _UploadedSlots:
     """Both sides' slots in the GPU's memory, uploaded once for all layers."""
 
     def __init__(self, gpu: Card, copy: CheckedCopy, stream: int) -> None:
-        target, source = slots_of(copy.target, copy.rows), slots_of(copy.source, copy.rows)
+        target, source = copy.target_slots, copy.source_slots
         self.address = gpu.upload_new(np.concatenate((target, source)), stream)
         self.target = CardArray(self.address, len(target))
         self.source = CardArray(self.address + target.nbytes, len(source))

@@ -12,12 +12,12 @@ from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
 from .cancel import CancelWord
 from .card import card
-from .kv_copy import CheckedCopy, by_pages, check_copy, slots_of
+from .kv_copy import CheckedCopy, by_pages, check_copy
 from .kv_copy import prepare as prepare_launch
 from .pools import Pool, Progress, Slots
 from .ring.blocks import Through, through
 from .ring.lanes import SLOT_BYTES, borrowed
-from .ring.works import Sides, direct_works, listing, on_cpu, ring_works, strided_works
+from .ring.works import direct_works, listing, on_cpu, ring_works, strided_works
 from .staging import Staging
 
 Backend = Literal["auto", "spare", "kernel", "direct", "strided", "ring"]
@@ -60,32 +60,26 @@ def prepare(
 ) -> Callable[[], None]:  # fmt: skip
     """Prepares `push` and returns a function that queues it, which may be called once. `staging` as for kv_copy."""
     copy = check_copy(target, source, target_slots, source_slots, count)
-    known = isinstance(count, int) and not copy.target.address and not copy.source.address
-    if backend == "spare" and known and (work := _spare(target, source, copy)) is not None:
+    known = isinstance(count, int) and copy.known
+    if backend == "spare" and known and (work := _spare(copy)) is not None:
         backend = "strided"
     elif backend in ("auto", "spare"):
-        work = _choose(target, source, copy) if known else None
+        work = _choose(copy) if known else None
     elif backend != "kernel":
         if not known:
             raise LocalProtocolError(f"backend: {backend}: only the GPU knows these rows: use kernel")
-        work = _through(target, source, copy) if backend == "ring" else _plan(copy)
+        work = _through(copy) if backend == "ring" else _plan(copy)
     else:
         work = None
     if work is not None:
-        return partial(_carry, target, source, copy, work, progress, cancel, stream, strided=backend == "strided")
+        return partial(_carry, copy, work, progress, cancel, stream, strided=backend == "strided")
     pages = by_pages(copy) if known and target.card is not None else None
     if pages is None:
-        return prepare_launch(
-            target, source, copy, count, progress=progress, cancel=cancel, stream=stream, staging=staging
-        )
+        return prepare_launch(copy, count, progress=progress, cancel=cancel, stream=stream, staging=staging)
     # Rows outside whole pages go first, in a small launch that reports nothing: the second waits for its end.
     whole, rest = pages
-    queues = [] if rest is None else [prepare_launch(target, source, rest, rest.rows, stream=stream)]
-    queues.append(
-        prepare_launch(
-            target, source, whole, whole.rows, progress=progress, cancel=cancel, stream=stream, staging=staging
-        )
-    )
+    queues = [] if rest is None else [prepare_launch(rest, rest.rows, stream=stream)]
+    queues.append(prepare_launch(whole, whole.rows, progress=progress, cancel=cancel, stream=stream, staging=staging))
     return partial(_in_order, queues)
 
 
@@ -117,15 +111,15 @@ def choose(load: PushLoad) -> Backend:
     return "kernel"
 
 
-def _choose(target: Pool, source: Pool, copy: CheckedCopy) -> Plan | Through | None:
+def _choose(copy: CheckedCopy) -> Plan | Through | None:
     """The chosen backend's work: a Plan for direct, a Through for ring, None for the kernel."""
     byte_count = copy.rows * copy.pairing.row_bytes
-    if target.card is None or target.host == source.host or byte_count < PLANNED_BYTES_MIN:
+    if copy.target.card is None or copy.target.host == copy.source.host or byte_count < PLANNED_BYTES_MIN:
         return None  # the copy stays on one side of the bus, or is small
     direct = _plan(copy) if contiguous_planes(copy.pairing) else None
     runs = runs_of(direct) if direct is not None else copy.rows * len(copy.pairing.table)
     mean = byte_count / max(1, runs)
-    ring = _rows_through(target, source, copy) if mean < DIRECT_RUN_BYTES_MIN else None
+    ring = _rows_through(copy) if mean < DIRECT_RUN_BYTES_MIN else None
     match choose(PushLoad(byte_count, mean, ring.bytes if ring is not None else 0)):
         case "direct":
             return direct or _plan(copy)
@@ -135,9 +129,9 @@ def _choose(target: Pool, source: Pool, copy: CheckedCopy) -> Plan | Through | N
             return None
 
 
-def _spare(target: Pool, source: Pool, copy: CheckedCopy) -> Plan | None:
+def _spare(copy: CheckedCopy) -> Plan | None:
     """The plan for `strided`, if its transfers are long enough."""
-    if target.card is None or target.host == source.host:
+    if copy.target.card is None or copy.target.host == copy.source.host:
         return None
     work = _plan(copy)
     transfers = len(work.runs) * len(work.pairing.table)
@@ -158,42 +152,37 @@ def contiguous_planes(pairing: Pairing) -> int:
 
 
 def _plan(copy: CheckedCopy) -> Plan:
-    return plan(copy.pairing, slots_of(copy.source, copy.rows), slots_of(copy.target, copy.rows))
+    return plan(copy.pairing, copy.source_slots, copy.target_slots)
 
 
-def _through(target: Pool, source: Pool, copy: CheckedCopy) -> Through | None:
-    if target.card is not None and target.host == source.host:
+def _through(copy: CheckedCopy) -> Through | None:
+    if copy.target.card is not None and copy.target.host == copy.source.host:
         raise LocalProtocolError("backend: ring: both pools are in the same memory")
-    work = _rows_through(target, source, copy)
+    work = _rows_through(copy)
     if work is None and copy.rows:
-        side = "source" if _fetches(target, source) else "target"
+        side = "source" if copy.fetches else "target"
         raise LocalProtocolError(f"backend: ring: no rows of the {side} lie in runs that are long enough, or they gape")
     return work
 
 
-def _fetches(target: Pool, source: Pool) -> bool:
-    return source.host and not target.host
-
-
-def _rows_through(target: Pool, source: Pool, copy: CheckedCopy) -> Through | None:
-    slots = slots_of(copy.source, copy.rows), slots_of(copy.target, copy.rows)
-    return through(copy.pairing, *slots, fetch=_fetches(target, source), slot_bytes=SLOT_BYTES)
+def _rows_through(copy: CheckedCopy) -> Through | None:
+    return through(copy.pairing, copy.source_slots, copy.target_slots, fetch=copy.fetches, slot_bytes=SLOT_BYTES)
 
 
 def _carry(
-    target: Pool, source: Pool, copy: CheckedCopy, work: Plan | Through, progress: Progress | None,
-    cancel: CancelWord | None, stream: int, *, strided: bool,
+    copy: CheckedCopy, work: Plan | Through, progress: Progress | None, cancel: CancelWord | None, stream: int, *,
+    strided: bool,
 ) -> None:  # fmt: skip
     """Copies with the copy engine, directly or through a ring."""
-    sides = Sides(target, source, slots_of(copy.target, copy.rows), slots_of(copy.source, copy.rows))
+    target, source = copy.target, copy.source
     if target.card is None:
-        on_cpu(sides, work, SLOT_BYTES, progress=progress, cancel=cancel or CancelWord())
+        on_cpu(copy, work, SLOT_BYTES, progress=progress, cancel=cancel or CancelWord())
         return
     if progress is not None and not progress.address:
         raise LocalProtocolError("progress: a GPU can't see these words: make them for that GPU")
     with borrowed(card(target.card)) as ring, ExitStack() as tables:
         if not isinstance(work, Plan):
-            works = ring_works(ring, sides, work, ring.stage(listing(work, sides)), tables, stream)
+            works = ring_works(ring, copy, work, ring.stage(listing(work, copy)), tables, stream)
         elif strided:
             works = strided_works(target, source, work)
         else:

@@ -109,7 +109,7 @@ class CardLauncher:
         self._card.enter()
         if not target.host:  # a GPU's memory: there is no bus to fill, and the model needs the multiprocessors
             queue = prepare(
-                target, source, check_copy(target, source, target_slots, source_slots, rows), rows,
+                check_copy(target, source, target_slots, source_slots, rows), rows,
                 progress=progress, cancel=cancel, blocks=PEER_BLOCKS, stream=stream, staging=staging,
             )  # fmt: skip
         else:

@@ -340,7 +340,7 @@ class CardWriter:
         self._landed(launcher, launch, *self._outcome_of(launcher, launch))
 
     def _report_hint(self, flying: deque[_Launch], gated: list[CardWrite]) -> int:
-        """Gives a hint of a write that may land soon, if there is one and a hint is due; returns when the next one is."""
+        """Gives a hint of a write that may land soon, if a hint is due; returns when the next one is."""
         for write in (*(launch.write for launch in flying), *gated[:1]):
             gate = write.order.after
             if write.order.urgent and gate is not None and gate.nearly and write.hints < HINTS_MAX:

@@ -274,7 +274,7 @@ def _prepared(clock: Clock, direction: Direction, way: Way, move: Move) -> Calla
     target, source, *slots = _sides(clock, direction, move)
     rows, stream = len(move.pool_slots), clock.stream
     if way == "rows":
-        return prepare_rows(target, source, check_copy(target, source, slots[0], slots[1], rows), rows, stream=stream)
+        return prepare_rows(check_copy(target, source, slots[0], slots[1], rows), rows, stream=stream)
     if way == "ring" and not _ringed(clock, direction, move):
         way = "kernel"
     return prepare(target, source, slots[0], slots[1], rows, backend=way, stream=stream)

@@ -22,6 +22,7 @@ from ..cancel import CancelWord
 from ..card import Card
 from ..kv_copy import (
     BLOCKS_FETCH,
+    CheckedCopy,
     Side,
     device_pairs,
     kv_copy,
@@ -35,15 +36,6 @@ from .blocks import Chunks, RingShape, Through
 from .lanes import ARGUMENT, StagingRing, Works
 
 _TABLES_MAX = 64
-
-
-class Sides(NamedTuple):
-    """Two pools, and the slots of corresponding rows."""
-
-    target: Pool
-    source: Pool
-    target_slots: Int64s
-    source_slots: Int64s
 
 
 def direct_works(target: Pool, source: Pool, copy: Plan, *, bytes_max: int) -> Works:
@@ -77,23 +69,23 @@ def _split(runs: Int64s, wide: NDArray[np.bool_], bytes_max: int) -> Int64s:
     return pieces
 
 
-def listing(rows: Through, sides: Sides) -> NDArray[np.int32]:
+def listing(rows: Through, copy: CheckedCopy) -> NDArray[np.int32]:
     """The slots that the GPU needs: the near side's, then the source's and the target's of the remaining rows."""
     rest = rows.rest
     if not len(rest):
         return rows.near_slots.astype(np.int32)
-    return np.concatenate((rows.near_slots, sides.source_slots[rest], sides.target_slots[rest])).astype(np.int32)
+    return np.concatenate((rows.near_slots, copy.source_slots[rest], copy.target_slots[rest])).astype(np.int32)
 
 
 def ring_works(
-    ring: StagingRing, sides: Sides, rows: Through, staged: Staging, tables: ExitStack, stream: int
+    ring: StagingRing, copy: CheckedCopy, rows: Through, staged: Staging, tables: ExitStack, stream: int
 ) -> Works:  # fmt: skip
     """The work of all rows; the remaining rows, which bypass the ring, come last. `staged` holds their `listing`.
 
     The caller queues the work before the next work on `stream`, and then closes `tables`, which releases the uploads.
     """
     shape, chunks, slots = rows.shape, rows.chunks, tuple(ring.slots)
-    near, far = (sides.target, sides.source) if shape.fetch else (sides.source, sides.target)
+    near, far = (copy.target, copy.source) if shape.fetch else (copy.source, copy.target)
     ring_tables = _tables(shape, near.address, slots)
     template = (_cached_template if rows.regular else _template)(ring_tables, chunks, ring.card.multiprocessors)
     slot = (ring.turn + template.order) % len(slots)
@@ -106,7 +98,7 @@ def ring_works(
     if shape.fetch:
         runs = runs[:, [1, 0, 2]]
     if len(rows.rest):
-        rest = _rest(ring, sides, rows, staged.address + 4 * len(rows.near_slots), tables, stream)
+        rest = _rest(ring, copy, rows, staged.address + 4 * len(rows.near_slots), tables, stream)
         more = np.zeros((len(rest), 4), np.int64)
         more[:, 0] = len(slot) + np.arange(len(rest))
         more[:, 1] = BLOCKS_FETCH if shape.fetch else BLOCKS_PUSH
@@ -122,7 +114,7 @@ def _acquire(gpu: Card, key: object, pairs: Int64s, tables: ExitStack, stream: i
 
 
 def _rest(
-    ring: StagingRing, sides: Sides, rows: Through, listed: int, tables: ExitStack, stream: int
+    ring: StagingRing, copy: CheckedCopy, rows: Through, listed: int, tables: ExitStack, stream: int
 ) -> NDArray[Any]:  # fmt: skip
     """Launches for the rows that bypass the ring, ARGUMENT (n,), each of at most a slot's bytes."""
     count, pairing = len(rows.rest), rows.shape.pairing
@@ -130,7 +122,7 @@ def _rest(
     target_side, source_side = (
         Side(None, 0, 1, False, 1, count, limit, True) for limit in (pairing.target_slots, pairing.source_slots)
     )
-    launch = launch_of(sides.target, sides.source, target_side, source_side, count)
+    launch = launch_of(copy.target, copy.source, target_side, source_side, count)
     launch.argument.pairs = _acquire(ring.card, launch.key, launch.pairs, tables, stream)
     first = np.arange(0, count, step)
     arguments = np.repeat(_array(launch.argument), len(first))
@@ -206,21 +198,21 @@ def _array(argument: CopyArgument) -> NDArray[Any]:
 
 
 def on_cpu(
-    sides: Sides, work: Plan | Through, slot_bytes: int, *, progress: Progress | None, cancel: CancelWord
+    copy: CheckedCopy, work: Plan | Through, slot_bytes: int, *, progress: Progress | None, cancel: CancelWord
 ) -> None:
     """Copies between pools of this process, with a ring of one slot. Returns when the copy is done."""
     if progress is not None:
         progress.begin()
     if isinstance(work, Plan):
-        complete = _runs_on_cpu(sides, work, slot_bytes, cancel)
+        complete = _runs_on_cpu(copy, work, slot_bytes, cancel)
     else:
-        complete = _ring_on_cpu(sides, work, slot_bytes, cancel)
+        complete = _ring_on_cpu(copy, work, slot_bytes, cancel)
     if progress is not None:
         progress.end(State.COMPLETE if complete else State.CANCELLED)
 
 
-def _runs_on_cpu(sides: Sides, copy: Plan, bytes_max: int, cancel: CancelWord) -> bool:
-    works = direct_works(sides.target, sides.source, copy, bytes_max=bytes_max)
+def _runs_on_cpu(copy: CheckedCopy, work: Plan, bytes_max: int, cancel: CancelWord) -> bool:
+    works = direct_works(copy.target, copy.source, work, bytes_max=bytes_max)
     for first, end in works.table[:, 2:].tolist():
         if cancel.is_set:
             return False
@@ -228,7 +220,7 @@ def _runs_on_cpu(sides: Sides, copy: Plan, bytes_max: int, cancel: CancelWord) -
     return True
 
 
-def _ring_on_cpu(sides: Sides, rows: Through, slot_bytes: int, cancel: CancelWord) -> bool:
+def _ring_on_cpu(copy: CheckedCopy, rows: Through, slot_bytes: int, cancel: CancelWord) -> bool:
     ring, shape, chunks = np.empty(slot_bytes, np.uint8), rows.shape, rows.chunks
     slot, moved = ring.ctypes.data, chunks.runs.copy()
     moved[:, 1] = rows.far_offsets(chunks)
@@ -238,20 +230,20 @@ def _ring_on_cpu(sides: Sides, rows: Through, slot_bytes: int, cancel: CancelWor
         runs = moved[chunks.edges[at] : chunks.edges[at + 1]]
         near = rows.near_slots[first * shape.block : end * shape.block]
         if shape.fetch:
-            _move(runs[:, [1, 0, 2]] + np.array((sides.source.address, slot, 0)))
+            _move(runs[:, [1, 0, 2]] + np.array((copy.source.address, slot, 0)))
         for stretch in range(first_stretch, end_stretch):
             region = slot + (stretch - first_stretch) * shape.region_bytes
             pairing, in_ring = shape.ring_pairing(stretch), np.arange(len(near))
             if shape.fetch:
-                host_copy(plan(pairing, in_ring, near), region, sides.target.address)
+                host_copy(plan(pairing, in_ring, near), region, copy.target.address)
             else:
-                host_copy(plan(pairing, near, in_ring), sides.source.address, region)
+                host_copy(plan(pairing, near, in_ring), copy.source.address, region)
         if not shape.fetch:
-            _move(runs + np.array((slot, sides.target.address, 0)))
+            _move(runs + np.array((slot, copy.target.address, 0)))
     if cancel.is_set and len(rows.rest):
         return False
-    target_slots, source_slots = sides.target_slots[rows.rest], sides.source_slots[rows.rest]
-    kv_copy(sides.target, sides.source, target_slots, source_slots, len(rows.rest))
+    target_slots, source_slots = copy.target_slots[rows.rest], copy.source_slots[rows.rest]
+    kv_copy(copy.target, copy.source, target_slots, source_slots, len(rows.rest))
     return True
 
 

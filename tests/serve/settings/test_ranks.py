@@ -50,8 +50,8 @@ KEYED = {"key": Path("k"), "allow": Path("a")}
         ),
         ({"advertise": "host:7101"}, "advertise = 'host:7101': must be a host to dial, without a port"),
         ({"advertise": "0.0.0.0"}, "advertise = '0.0.0.0': must be a host to dial"),
-        ({"device": "cuda:0,cuda:1"}, "device = 'cuda:0,cuda:1': 2 cards, and this worker has 1 ranks"),
-        ({"device": "cuda:0,1", "tp_size": 2}, "device = 'cuda:0,1': must be cpu, cuda, cuda:N, or for a card a rank"),
+        ({"device": "cuda:0,cuda:1"}, "device = 'cuda:0,cuda:1': 2 GPUs, and this worker has 1 ranks"),
+        ({"device": "cuda:0,1", "tp_size": 2}, "device = 'cuda:0,1': must be cpu, cuda, cuda:N, or for a GPU a rank"),
         ({"device": "cuda,cuda:1", "tp_size": 2}, "device = 'cuda,cuda:1': must be cpu, cuda, cuda:N"),
     ],
 )

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections import deque
 
 from ..limits import EARLIER_INCARNATIONS_MAX, Limits
+from ..wire import Goodbye, Hello, Ping, Pong, Welcome
+from .states import Word
 from .timers import backoff_ms
 
 NAME_TAKEN = "name_taken"  # reason of a Reject for two workers of one name
 HELLO_WANTED = frozenset({"hello_required", "hello_first"})  # reasons of a Reject that only asks for a Hello
+
+
+class Heard(Word):
+    """What a message that names its process says about the peer."""
+
+    LATE = "late"  # of an earlier process, of one that has left, or of one that was never met: it means nothing
+    SAME = "same"  # of the current process
+    ANOTHER = "another"  # of another process than the current one: what that one had is over
+    LEFT = "left"  # the current process has said Goodbye
+    REFUSED = "refused"  # of a process that does not fit this node, or of one too many
 
 
 class Liveness:
@@ -30,9 +42,11 @@ class Liveness:
         "_limits",
         "_silence_ms",
         "gone",
+        "greeted",
         "hello_ms",
         "incarnation",
         "last_seen",
+        "welcomed",
     )
 
     def __init__(
@@ -42,10 +56,24 @@ class Liveness:
         self.incarnation, self.last_seen = incarnation, now
         self.gone = ""  # the evidence that the peer is gone; empty for none
         self._gone_since = now
+        self.greeted = self.welcomed = float("-inf")  # when Hello was last sent to it, and when it last answered one
         self.hello_ms = 0  # between the latest Hello and the next
         self._limits, self._silence_ms = limits, limits.silence_ms if silence_ms is None else silence_ms
         self._left: int | None = None  # the process that said Goodbye last
         self._earlier: deque[tuple[int, float]] = deque(maxlen=EARLIER_INCARNATIONS_MAX)
+
+    def hear(self, message: Hello | Welcome | Ping | Pong | Goodbye, now: float) -> Heard:
+        """Which process has sent this. Hello and Welcome make theirs the current one. Whether that is life is the
+        caller's rule: it differs between the sides."""
+        if isinstance(message, Hello | Welcome):
+            if self.late(message.identity.incarnation, now):
+                return Heard.LATE
+            return Heard.ANOTHER if self.restarted(message.identity.incarnation, now) else Heard.SAME
+        if isinstance(message, Goodbye):
+            return Heard.LEFT if message.incarnation == self.incarnation else Heard.LATE
+        if self.incarnation is None or self.late(message.incarnation, now):
+            return Heard.LATE
+        return Heard.SAME if message.incarnation == self.incarnation else Heard.ANOTHER
 
     def late(self, incarnation: int, now: float) -> bool:
         """Whether a message of this incarnation comes from an earlier process, or from one that said Goodbye."""

@@ -15,11 +15,10 @@ from collections.abc import Callable
 
 from ...errors import Cause, RemoteProtocolError
 from ...layout.layout import Component
-from ...limits import TEXT_LENGTH_MAX, Limits
+from ...limits import Limits
 from ...wire import (
     VERSION,
     Goodbye,
-    Hello,
     Identity,
     Ping,
     Pong,
@@ -30,9 +29,10 @@ from ...wire import (
     Welcome,
     Withdrawn,
 )
-from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, PeerRefused, Send
+from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, Send
 from ..identity_check import differences
-from ..liveness import HELLO_WANTED, Liveness
+from ..liveness import Heard, Liveness
+from ..peers import Peers, full
 from ..sharing import share_of, wrong_fields
 from ..states import SESSION, SessionEvent, SessionState, step
 from ..timers import TimerKey, Timers, backoff_ms
@@ -65,12 +65,16 @@ class PrefillPeers:
         self.identity, self._components, self._limits, self._mint, self._out = identity, components, limits, mint, out
         self._enable_hisparse = enable_hisparse
         self._up, self._lost, self._unreachable, self._quiet = up, lost, unreachable, quiet
-        self._withdrawn = withdrawn
         self._merged, self._may_be_one = merged, may_be_one
         self._spellings: dict[str, tuple[str, int | None]] = {}  # other endpoints: the peer, and which of its processes
-        self.peers: dict[str, PeerRecord] = {}
-        self.sessions: dict[int, SessionRecord] = {}  # condemned ones too, until they are proven quiet
         self.timers: Timers[TimerKey] = Timers()
+        self._table: Peers[PeerRecord] = Peers(
+            identity, limits, self.timers, out,
+            look=self._look, peers_max=limits.sessions_max, refused=out, ping=self._ping,
+            withdrawn=lambda peer, now: withdrawn(peer.name, now) if peer.refusal is not None else (),
+        )  # fmt: skip
+        self.peers, self.gone, self.greet_soon = self._table.by_name, self._table.gone, self._table.greet_soon
+        self.sessions: dict[int, SessionRecord] = {}  # condemned ones too, until they are proven quiet
         self.watch: Callable[[], None] = lambda: None  # called when rooms may be expected of a peer, or no longer
 
     def resolve(self, name: str, now: float) -> str:
@@ -87,10 +91,10 @@ class PrefillPeers:
     def dial(self, name: str, now: float) -> PeerRecord | None:
         """The peer of that name, greeted from now on; None where the limit of peers is reached."""
         peer = self.peers.get(name)
-        if peer is None and len(self.peers) < self._limits.sessions_max:
-            peer = self.peers[name] = PeerRecord(name, Liveness(self._limits, now))
-            self._greet(peer, now)
-            self.timers.set(("alive", name, 0), now + self._limits.ping_ms / 1e3)
+        if peer is None and not self._table.full:
+            peer = PeerRecord(name, Liveness(self._limits, now))
+            self._table.add(peer, now)
+            self._table.greet(peer, now)
         return peer
 
     def redial(self, name: str, now: float) -> None:
@@ -98,15 +102,14 @@ class PrefillPeers:
         peer = self.dial(name, now)
         if peer is not None and peer.session is None and peer.liveness.silent(now):
             peer.liveness.last_seen, peer.liveness.hello_ms = now, 0
-            self.timers.clear(("hello", name, 0))
-            self._greet(peer, now)
+            self._table.greet_soon(peer, now)
 
     def unfit(self, name: str, now: float, arena_bytes: int) -> tuple[Cause, str] | None:
         """Why no room may be expected from this peer now; None if one may. A peer may keep only a share of
         `arena_bytes` in quarantine."""
         peer, limits = self.peers.get(name), self._limits
         if peer is None:
-            return Cause.FULL, f"peers: {len(self.peers)} of sessions_max {limits.sessions_max}"
+            return Cause.FULL, self._table.full
         if peer.refusal is not None:
             return peer.refusal
         if peer.liveness.silent(now):
@@ -122,8 +125,8 @@ class PrefillPeers:
         return [(name, why) for name, why in found if why]
 
     def _why_not(self, peer: PeerRecord, now: float, trouble: Callable[[str], str]) -> str:
-        if peer.reported is not None and peer.up is None:
-            return peer.reported[1]
+        if peer.up is None and (why := self._table.refusal(peer.name)):
+            return why
         return trouble(peer.name) if peer.session is None and peer.liveness.silent(now) else ""
 
     def group_of(self, name: str, now: float) -> tuple[str, ...] | None:
@@ -173,16 +176,17 @@ class PrefillPeers:
             case Reject():
                 self.rejected(name, message, now)
             case Pong():
-                self.pong(name, message.incarnation, now)
+                self.pong(name, message, now)
             case Goodbye():
                 self.goodbye(name, message, now)
 
     def welcome(self, name: str, message: Welcome, now: float) -> None:
         """Answers Hello: checks the peer's identity, and opens a session if there is none."""
         peer = self.peers[name]
+        heard = self._table.welcome(peer, message, now)
+        if heard is Heard.LATE:
+            return
         theirs, ours = message.identity, self.identity
-        if ("hello", name, 0) not in self.timers or peer.liveness.late(theirs.incarnation, now):
-            return  # Unsolicited, or a late message of a dead process.
         lines = differences(theirs, ours, role="prefill")
         if message.version != VERSION:
             lines.append(f"version: {theirs.node} has {message.version}, {ours.node} {VERSION}")
@@ -190,9 +194,8 @@ class PrefillPeers:
         if lines:
             self._refuse(peer, Cause.REFUSED, f"{name} is refused: " + "; ".join(lines), now)
             return
-        if peer.liveness.restarted(theirs.incarnation, now):
-            if peer.session is not None:
-                self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
+        if heard is Heard.ANOTHER:
+            self._replaced(peer, now)
         elif peer.session is not None and peer.session.state not in _OPENING:
             # It asked for Hello, so it keeps no session with this node.
             self.condemn(peer.session, Cause.PEER_LOST, f"{name} had forgotten this node", now)
@@ -200,11 +203,10 @@ class PrefillPeers:
         peer.refusal, peer.identity = None, theirs
         if self._is_known(peer, now):
             return
-        if peer.session is None and not self._may_open(peer):
+        if peer.session is None and full(self.sessions.values(), name, self._limits):
             self._unreachable(peer, Cause.FULL, f"{name} must wait until an ended session is fenced", now)
             return
-        peer.liveness.hello_ms, peer.welcomed = 0, now
-        self.timers.clear(("hello", name, 0))
+        self._table.met(peer, now)
         if peer.session is not None:
             self.mark_seen(peer.session, now)
             return
@@ -285,30 +287,34 @@ class PrefillPeers:
             self.timers.clear(("register", session.id, 0))  # until then Register repeats, since Registered may be lost
         if session.state is SessionState.REGISTERING and session.bytes_ready:
             session.state = step(SESSION, session.state, SessionEvent.REGISTER)
-            self.peers[session.peer].reported = None
+            self._table.fits(session.peer)
             self._up(self.peers[session.peer])
             self.watch()
 
-    def pong(self, name: str, incarnation: int, now: float) -> None:
+    def pong(self, name: str, message: Pong, now: float) -> None:
         """The peer is alive; another incarnation is another process, which has to be greeted again."""
         peer = self.peers[name]
-        if peer.identity is None or peer.liveness.late(incarnation, now):
-            return
-        if peer.liveness.incarnation != incarnation:
-            if peer.session is not None:
-                self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
-        elif peer.session is not None:
-            self.mark_seen(peer.session, now)
-        else:
-            peer.liveness.seen(now)
+        match peer.liveness.hear(message, now):
+            case Heard.ANOTHER:
+                self._replaced(peer, now)
+            case Heard.SAME if peer.session is not None:
+                self.mark_seen(peer.session, now)
+            case Heard.SAME:
+                peer.liveness.seen(now)
+            case _:
+                pass
+
+    def _replaced(self, peer: PeerRecord, now: float) -> None:
+        if peer.session is not None:
+            self.condemn(peer.session, Cause.PEER_RESTARTED, f"{peer.name} is a new process", now)
 
     def goodbye(self, name: str, message: Goodbye, now: float) -> None:
         """The process leaves; a successor is greeted at the slowest pace."""
         peer = self.peers[name]
-        if peer.liveness.incarnation == message.incarnation:
+        if peer.liveness.hear(message, now) is Heard.LEFT:
             text = f"{name} said goodbye: {message.reason}"
             peer.liveness.part(message.incarnation)
-            self._greet_later(peer, now)
+            self._table.greet_later(peer, now)
             if peer.session is not None:
                 peer.session.parted = True
                 self.condemn(peer.session, Cause.PEER_LOST, text, now)
@@ -317,12 +323,7 @@ class PrefillPeers:
     def rejected(self, name: str, message: Reject, now: float) -> None:
         """The peer refuses a Hello or a session, or asks for a Hello."""
         peer = self.peers[name]
-        if message.session == 0 and message.reason in HELLO_WANTED:
-            # Soon after its Welcome this is a late answer to an earlier message: the session stands.
-            if peer.session is None or (now - peer.welcomed) * 1e3 >= self._limits.resend_ms:
-                self.timers.clear(("hello", name, 0))  # it may be due at the slowest pace, but the peer is there
-                peer.liveness.hello_ms = 0
-                self._greet(peer, now)
+        if self._table.asks_for_hello(peer, message, now, met=peer.session is not None):
             return
         text = f"{name} refuses ({message.reason}): " + "; ".join(message.fields)
         session = self.session_of(name, message.session)
@@ -341,12 +342,10 @@ class PrefillPeers:
         """The peer broke the protocol: ends its session if the message was about it, else sends Reject."""
         peer, session = self.peers[name], self.sessions.get(session_id)
         if session is not None and session is peer.session:
-            self._greet_later(peer, now)
+            self._table.greet_later(peer, now)
             self.condemn(session, Cause.BREACH, f"{name} broke the protocol: {text}", now)
-        elif (
-            session is None or peer.identity is not None
-        ):  # else it may be that session's peer, and has not said so yet
-            self._out(Send(name, Reject(session_id, Cause.BREACH.value, (text[:TEXT_LENGTH_MAX],))))
+        elif session is None or peer.identity is not None:  # else it may be that session's peer, and not know it yet
+            self._table.reject(name, session_id, Cause.BREACH, text)
 
     def condemn(self, session: SessionRecord, cause: Cause, detail: str, now: float) -> None:
         """Grants nothing more on this session; every lease of it waits for a proof or the fence."""
@@ -372,75 +371,32 @@ class PrefillPeers:
         self._out(Forget(session_id))
         self._detach(session, now)
 
-    def gone(self, name: str, evidence: str, now: float) -> None:
-        """There is evidence that the peer is gone; empty: no longer. It is repeated while it stands."""
-        peer = self.peers.get(name)
-        if peer is not None:
-            peer.liveness.report(evidence, now)
-            self._check_silence(peer, now)
-
     def tick(self, key: TimerKey, now: float) -> bool:
-        """Acts on a due key of its own: repeats messages, polls fences, detects silence. Returns False for other
+        """Acts on a due key of its own: repeats messages, polls fences, looks for silence. Returns False for other
         keys."""
         match key:
-            case ("hello", str(name), _):
-                self._hello(self.peers[name], now)
-            case ("alive", str(name), _):
-                self._alive(self.peers[name], now)
             case ("register", int(session_id), _):
                 self._register(self.sessions[session_id], now)
             case ("fence", int(session_id), _):
                 self._fence(self.sessions[session_id], now)
             case _:
-                return False
+                return self._table.tick(key, now)
         return True
-
-    def _may_open(self, peer: PeerRecord) -> bool:
-        of_peer = sum(session.peer == peer.name for session in self.sessions.values())
-        return len(self.sessions) < self._limits.sessions_max and of_peer < self._limits.peer_sessions_max
 
     def _detach(self, session: SessionRecord, now: float) -> None:
         peer = self.peers[session.peer]
         if peer.session is session:
             peer.session = None
-            self._greet(peer, now)
-
-    def _greet(self, peer: PeerRecord, now: float) -> None:
-        """Sends Hello until Welcome, at most one in resend_ms."""
-        if ("hello", peer.name, 0) in self.timers:
-            return
-        when = peer.greeted + self._limits.resend_ms / 1e3
-        if when <= now:
-            self._hello(peer, now)
-        else:
-            self.timers.set(("hello", peer.name, 0), when)
-
-    def greet_soon(self, peer: PeerRecord, now: float) -> None:
-        """Sends the Hello that is due at the slowest pace now, or as soon as resend_ms after the latest allows."""
-        self.timers.clear(("hello", peer.name, 0))
-        self._greet(peer, now)
-
-    def _greet_later(self, peer: PeerRecord, now: float) -> None:
-        """Sends Hello at the slowest pace."""
-        peer.liveness.hello_ms = self._limits.resend_ms_max
-        self.timers.set(("hello", peer.name, 0), now + peer.liveness.hello_ms / 1e3)
-
-    def _hello(self, peer: PeerRecord, now: float) -> None:
-        peer.greeted = now
-        self.timers.set(("hello", peer.name, 0), now + peer.liveness.next_hello_ms() / 1e3)
-        withdrawn = self._withdrawn(peer.name, now) if peer.refusal is not None else ()
-        self._out(Send(peer.name, Hello(VERSION, VERSION, self.identity, withdrawn)))
+            self._table.greet(peer, now)
 
     def _refuse(self, peer: PeerRecord, cause: Cause, text: str, now: float) -> None:
         """Fails the peer's rooms. A fitting process may replace it, so Hello repeats at the slowest pace."""
-        self._greet_later(peer, now)
+        self._table.greet_later(peer, now)
         peer.refusal = cause, text
         if peer.session is not None:
             self.condemn(peer.session, cause, text, now)
         peer.liveness.last_seen, peer.liveness.incarnation, peer.identity = now, None, None
-        if peer.reported != peer.refusal:
-            peer.reported = peer.refusal
-            self._out(PeerRefused(peer.name, text))
+        if self._table.report(peer.name, text):
             self.watch()
         self._unreachable(peer, cause, text, now)
 
@@ -451,21 +407,20 @@ class PrefillPeers:
         register = Register(session.id, session.components, session.reach, self._enable_hisparse)
         self._out(Send(session.peer, register))
 
-    def _alive(self, peer: PeerRecord, now: float) -> None:
-        silent_ms = peer.liveness.silent_ms(now)
-        self.timers.set(("alive", peer.name, 0), now + self._limits.ping_ms / 1e3)
-        if peer.identity is not None and silent_ms >= self._limits.ping_ms / 2:
-            self._out(Send(peer.name, Ping(self.identity.incarnation)))
-        self._check_silence(peer, now)
-        if silent_ms >= self._limits.forget_ms and all(s.peer != peer.name for s in self.sessions.values()):
-            self._forget(peer)
+    def _ping(self, peer: PeerRecord, now: float) -> Ping | None:
+        quiet = peer.liveness.silent_ms(now) >= self._limits.ping_ms / 2
+        return Ping(self.identity.incarnation) if quiet and peer.identity is not None else None
 
-    def _check_silence(self, peer: PeerRecord, now: float) -> None:
+    def _look(self, peer: PeerRecord, now: float) -> None:
         session = peer.session
         if session is not None and session.state is SessionState.UP and peer.liveness.slow(now):
             session.state = step(SESSION, session.state, SessionEvent.SLOW)
         if peer.liveness.silent(now) and peer.refusal is None:
             self._silence(peer, peer.liveness.why(peer.name, now), now)
+        if peer.liveness.silent_ms(now) >= self._limits.forget_ms and all(
+            session.peer != peer.name for session in self.sessions.values()
+        ):
+            self._forget(peer)
 
     def _silence(self, peer: PeerRecord, text: str, now: float) -> None:
         session = peer.session
@@ -478,9 +433,8 @@ class PrefillPeers:
         self._unreachable(peer, Cause.PEER_LOST, text, now)
 
     def _forget(self, peer: PeerRecord) -> None:
-        del self.peers[peer.name]
-        self.timers.clear(("hello", peer.name, 0))
-        self.timers.clear(("alive", peer.name, 0))
+        self._table.remove(peer)
+        self._table.fits(peer.name)
         self._out(HangUp(peer.name))
 
     def _fence(self, session: SessionRecord, now: float) -> None:
@@ -490,5 +444,5 @@ class PrefillPeers:
         self.timers.set(("fence", session.id, 0), now + session.fence_ms / 1e3)
         if session.state is SessionState.FENCING:
             cause, detail = session.verdict
-            self._out(Send(session.peer, Reject(session.id, cause.value, (detail[:TEXT_LENGTH_MAX],))))
+            self._table.reject(session.peer, session.id, cause, detail)
         self._out(Fence(session.id))

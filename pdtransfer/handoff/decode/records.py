@@ -102,11 +102,8 @@ class PeerRecord:
 
     name: str
     liveness: Liveness
-    greeted: float = float("-inf")  # when Hello was last sent
-    welcomed: float = float("-inf")  # when it last answered one
     identity: Identity | None = None
     refusal: tuple[Cause, str] | None = None  # with which its rooms fail while it stands
-    reported: tuple[Cause, str] | None = None  # the refusal that was reported, until a session is up
     session: SessionRecord | None = None
     quarantined_bytes: int = 0
 

@@ -13,9 +13,8 @@ import msgspec
 
 from ...errors import Cause, LayoutMismatchError, RemoteProtocolError
 from ...layout.layout import Component
-from ...limits import EARLIER_INCARNATIONS_MAX, FIELDS_MAX, TEXT_LENGTH_MAX, Limits
+from ...limits import EARLIER_INCARNATIONS_MAX, Limits
 from ...wire import (
-    VERSION,
     Abort,
     Goodbye,
     Grant,
@@ -30,13 +29,12 @@ from ...wire import (
     Registered,
     Reject,
     Released,
-    Welcome,
-    negotiate,
 )
 from ..component_variants import repeated
-from ..effects import Map, PeerRefused, PrefillEffect, Send, Unmap
+from ..effects import Map, PrefillEffect, Send, Unmap
 from ..identity_check import differences
-from ..liveness import Liveness
+from ..liveness import Heard, Liveness
+from ..peers import Peers, full
 from ..sharing import pair_share
 from ..states import WRITER, WriterEvent, WriterState, step
 from ..timers import TimerKey, Timers
@@ -48,9 +46,9 @@ class DecodePeer:
     """One decode node that sent Hello."""
 
     name: str
-    window: int
     liveness: Liveness
-    group_size: int  # ranks of its group, each of which grants
+    window: int = 0
+    group_size: int = 1  # ranks of its group, each of which grants
     ended: deque[int] = field(default_factory=lambda: deque[int](maxlen=EARLIER_INCARNATIONS_MAX))  # latest sessions
 
     @property
@@ -76,16 +74,19 @@ class DecodePeers:
         withdraw: Callable[[int, str, str, float], None],
         group_is_known: bool,
     ) -> None:
-        self.identity, self._components, self._limits = identity, components, limits
-        self._timers, self._out, self._on_grant_message, self._closed = timers, out, on_grant_message, closed
+        self._components, self._limits = components, limits
+        self._out, self._on_grant_message, self._closed = out, on_grant_message, closed
         self._withdraw, self._group_is_known = withdraw, group_is_known
-        self._refusals: dict[str, str] = {}  # what was reported of peers that do not fit, the oldest first
-        self.peers: dict[str, DecodePeer] = {}
+        self._table: Peers[DecodePeer] = Peers(
+            identity, limits, timers, out, look=self._look, peers_max=limits.sessions_max, refused=out
+        )
+        self.peers = self._table.by_name
+        self.gone, self.tick = self._table.gone, self._table.tick
         self.sessions: dict[int, WriterSession] = {}  # closed ones too, until they are over
 
     def set_group(self, members: tuple[Member, ...]) -> None:
         """Names the group in each Welcome from now on."""
-        self.identity, self._group_is_known = msgspec.structs.replace(self.identity, group=members), True
+        self._table.identity, self._group_is_known = msgspec.structs.replace(self._table.identity, group=members), True
 
     def receive(self, name: str, message: Message, now: float) -> None:
         """Takes one message of a decode node. Raises RemoteProtocolError for a breach."""
@@ -100,11 +101,11 @@ class DecodePeers:
         peer.liveness.seen(now)
         match message:
             case Ping():
-                self._out(Send(name, Pong(self.identity.incarnation)))
+                self._out(Send(name, Pong(self._table.identity.incarnation)))
             case Register():
                 self._register(peer, message, now)
             case Goodbye():
-                if message.incarnation == peer.incarnation:
+                if peer.liveness.hear(message, now) is Heard.LEFT:
                     self._depart(peer, Cause.PEER_LOST, f"{name} said goodbye: {message.reason}", now)
             case Grant() | Abort() | Released() | Reject():
                 session = self._of(name, message.session)
@@ -129,7 +130,7 @@ class DecodePeers:
         if session is not None and session.peer == name and session.open:
             self.expel(session, Cause.BREACH, text, now)
         else:
-            self._reject(name, session_id, Cause.BREACH, text)
+            self._table.reject(name, session_id, Cause.BREACH, text)
 
     def mapped(self, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> None:
         """Answers Map, or reports more later: the arena's first `bytes_ready` bytes are ready."""
@@ -153,7 +154,7 @@ class DecodePeers:
 
     def expel(self, session: WriterSession, cause: Cause, text: str, now: float) -> None:
         """Ends a session on this side's initiative and sends Reject: decode need not wait for anything on it."""
-        self._reject(session.peer, session.id, cause, text)
+        self._table.reject(session.peer, session.id, cause, text)
         self.close(session, cause, text, now)
 
     def close(self, session: WriterSession, cause: Cause, detail: str, now: float) -> None:
@@ -170,30 +171,9 @@ class DecodePeers:
         if session.state is WriterState.CLOSING and not session.writes:
             self._end(session)
 
-    def tick(self, key: TimerKey, now: float) -> bool:
-        """Acts on a due key of its own: detects silence. Returns False for other keys."""
-        match key:
-            case ("alive", str(name), _):
-                peer = self.peers[name]
-                if peer.liveness.silent(now):
-                    self._depart(peer, Cause.PEER_LOST, peer.liveness.why(name, now), now)
-                else:
-                    self._watch(peer, now)
-            case _:
-                return False
-        return True
-
-    def gone(self, name: str, evidence: str, now: float) -> None:
-        """There is evidence that the decode node's process is gone; empty: no longer. It is repeated while it
-        stands."""
-        if (peer := self.peers.get(name)) is not None:
-            peer.liveness.report(evidence, now)
-            self.tick(("alive", name, 0), now)
-
-    def _watch(self, peer: DecodePeer, now: float) -> None:
-        """Checks the peer soon, though it cannot be silent before `silent_at`: only a timer that fires late tells time
-        in which this process did not run from silence."""
-        self._timers.set(("alive", peer.name, 0), min(peer.liveness.silent_at, now + self._limits.ping_ms / 1e3))
+    def _look(self, peer: DecodePeer, now: float) -> None:
+        if peer.liveness.silent(now):
+            self._depart(peer, Cause.PEER_LOST, peer.liveness.why(peer.name, now), now)
 
     def _of(self, name: str, session_id: int) -> WriterSession | None:
         session = self.sessions.get(session_id)
@@ -207,32 +187,25 @@ class DecodePeers:
     def _hello(self, name: str, message: Hello, now: float) -> None:
         if not self._group_is_known:
             return  # Hello repeats until it is.
-        theirs, ours, peer = message.identity, self.identity, self.peers.get(name)
-        if peer is not None:
-            if peer.liveness.late(theirs.incarnation, now):
-                return
-            if peer.liveness.restarted(theirs.incarnation, now):
-                for session in self._open_of(name):
-                    self.close(session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
-        version = negotiate(ours=(VERSION, VERSION), theirs=(message.version_min, message.version_max))
-        if theirs.role == "decode":  # also of a node that does not fit: nothing else tells that its rooms are over
-            for room in message.withdrawn:
-                self._withdraw(room.room, name, room.detail, now)
-        if lines := differences(theirs, ours, role="decode"):
-            self._refuse(name, 0, lines)
-            return
-        if peer is None:
-            if len(self.peers) >= self._limits.sessions_max:
-                self._reject(name, 0, Cause.FULL, f"peers: {len(self.peers)} of {self._limits.sessions_max}")
-                return
+        theirs = message.identity
+
+        def new() -> DecodePeer:
             silence_ms = self._limits.session_silence_ms
-            liveness = Liveness(self._limits, now, theirs.incarnation, silence_ms=silence_ms)
-            peer = self.peers[name] = DecodePeer(name, theirs.window, liveness, 1)
-            self._watch(peer, now)
-        peer.liveness.seen(now)
-        peer.window = min(theirs.window, self._limits.window)
-        peer.group_size = theirs.ranks.tp_size * theirs.ranks.pp_size
-        self._out(Send(name, Welcome(version, ours)))
+            return DecodePeer(name, Liveness(self._limits, now, theirs.incarnation, silence_ms=silence_ms))
+
+        misfits = differences(theirs, self._table.identity, role="decode")
+        heard = self._table.answer(name, message, now, misfits=misfits, new=new, replaced=self._replaced)
+        if heard is not Heard.LATE and theirs.role == "decode":
+            for room in message.withdrawn:  # also of a node that does not fit: nothing else tells that these are over
+                self._withdraw(room.room, name, room.detail, now)
+        if heard not in (Heard.LATE, Heard.REFUSED):
+            peer = self.peers[name]
+            peer.window = min(theirs.window, self._limits.window)
+            peer.group_size = theirs.ranks.tp_size * theirs.ranks.pp_size
+
+    def _replaced(self, peer: DecodePeer, now: float) -> None:
+        for session in self._open_of(peer.name):
+            self.close(session, Cause.PEER_RESTARTED, f"{peer.name} is a new process", now)
 
     def _register(self, peer: DecodePeer, message: Register, now: float) -> None:
         known = self.sessions.get(message.session)
@@ -249,15 +222,15 @@ class DecodePeers:
 
     def _open(self, peer: DecodePeer, message: Register, now: float) -> None:
         if lines := self._differences(message):
-            self._refuse(peer.name, message.session, lines)
+            self._table.refuse(peer.name, message.session, lines)
             return
-        if self._full(peer.name):
+        if full(self.sessions.values(), peer.name, self._limits):
             for other in self._open_of(peer.name):
                 self.close(other, Cause.PEER_RESTARTED, f"{peer.name} opened another session", now)
-        if full := self._full(peer.name):
-            self._reject(peer.name, message.session, Cause.FULL, full)
+        if text := full(self.sessions.values(), peer.name, self._limits):
+            self._table.reject(peer.name, message.session, Cause.FULL, text)
             return
-        self._refusals.pop(peer.name, None)
+        self._table.fits(peer.name)
         session = WriterSession(message.session, peer.name, message.components, message.reach, peer.window)
         self.sessions[session.id] = session
         if session.components:
@@ -265,14 +238,6 @@ class DecodePeers:
         else:  # Nothing is mapped: a late Register of a dead process goes undetected.
             self._supersede(session, now)
             self.mapped(session.id, message.reach.arena_bytes)
-
-    def _full(self, name: str) -> str:
-        """Why this peer may have no further session now; empty if it may."""
-        of_peer = sum(session.peer == name for session in self.sessions.values())
-        for limit, count in (("peer_sessions_max", of_peer), ("sessions_max", len(self.sessions))):
-            if count >= (most := getattr(self._limits, limit)):
-                return f"sessions: {count} not over, {limit} is {most}"
-        return ""
 
     def _on_message(self, session: WriterSession, message: Grant | Abort | Released, now: float) -> None:
         if not session.in_use:
@@ -323,8 +288,7 @@ class DecodePeers:
         return lines
 
     def _depart(self, peer: DecodePeer, cause: Cause, detail: str, now: float) -> None:
-        del self.peers[peer.name]
-        self._timers.clear(("alive", peer.name, 0))
+        self._table.remove(peer)
         for session in self._open_of(peer.name):
             self.close(session, cause, detail, now)
 
@@ -333,19 +297,6 @@ class DecodePeers:
         del self.sessions[session.id]
         if session.components:
             self._out(Unmap(session.id))
-
-    def _refuse(self, name: str, session_id: int, lines: list[str]) -> None:
-        """Rejects a peer that does not fit, and reports it, once until something else is wrong with it or it fits."""
-        self._reject(name, session_id, Cause.REFUSED, *lines[:FIELDS_MAX])
-        text = f"{name} is refused: " + "; ".join(lines)
-        if self._refusals.pop(name, None) != text:
-            self._out(PeerRefused(name, text))
-        self._refusals[name] = text
-        if len(self._refusals) > self._limits.sessions_max:
-            del self._refusals[next(iter(self._refusals))]
-
-    def _reject(self, name: str, session_id: int, cause: Cause, *lines: str) -> None:
-        self._out(Send(name, Reject(session_id, cause.value, tuple(line[:TEXT_LENGTH_MAX] for line in lines))))
 
 
 def _check_hbm(component: Component, reach: Reach) -> None:

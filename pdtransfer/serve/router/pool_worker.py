@@ -75,6 +75,11 @@ class Worker:
     next_introduced: int = 0  # for a decode worker: the index of the next prefill rank to name in a Ping
 
     @property
+    def name(self) -> str:
+        """As the table of peers has it."""
+        return self.peer
+
+    @property
     def usable(self) -> bool:
         """Whether it gets rooms."""
         ready = self.load is not None and self.load.ready and not self.load.draining

@@ -11,12 +11,13 @@ from itertools import count
 
 from ...errors import Cause
 from ...handoff.effects import Send
-from ...handoff.liveness import HELLO_WANTED, NAME_TAKEN, Liveness
+from ...handoff.liveness import NAME_TAKEN, Heard, Liveness
+from ...handoff.peers import Peers
 from ...handoff.prefix import KnownPrefixes, block_keys, root_key
 from ...handoff.states import step
-from ...handoff.timers import Timers
-from ...limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, Limits
-from ...wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
+from ...handoff.timers import TimerKey, Timers
+from ...limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, WORKERS_MAX, Limits
+from ...wire import VERSION, Goodbye, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 from .candidates import CandidatesByModel
 from .placement import EVERYONE, PrefixHolders, Ranking
 from .pool_worker import (  # fmt: skip
@@ -73,21 +74,29 @@ class WorkerPool:
         self._decode_count = 0
         self._slow: set[Worker] = set()  # connected ones that have not answered for slow_ms
         workers = [self._new(peer, "prefill") for peer in prefill] + [self._new(peer, "decode") for peer in decode]
-        self.by_peer = {worker.peer: worker for worker in workers}
+        self.timers: Timers[TimerKey] = Timers()
+        self._peers: Peers[Worker] = Peers(
+            identity, limits, self.timers, out, look=self._look, peers_max=WORKERS_MAX, ping=self._ping_due
+        )
+        self.by_peer = self._peers.by_name
+        self.by_peer.update({worker.peer: worker for worker in workers})
         assert len(self.by_peer) == len(workers), "each worker has one role"
-        self.timers: Timers[str] = Timers()
 
     def start(self, now: float) -> None:
         """Sends the first Hello to each worker."""
-        for worker in self.by_peer.values():
-            self._hello(worker, now)
+        for worker in list(self.by_peer.values()):
+            self._meet(worker, now)
+
+    def _meet(self, worker: Worker, now: float) -> None:
+        self._peers.add(worker, now)
+        self._peers.greet(worker, now)
 
     def add(self, peer: str, role: Role, now: float) -> None:
         """Takes a worker in, or keeps one that was to leave or to drain."""
         worker = self.by_peer.get(peer)
         if worker is None:
-            worker = self.by_peer[peer] = self._new(peer, role)
-            self._hello(worker, now)
+            worker = self._new(peer, role)
+            self._meet(worker, now)
         assert worker.role == role, "the caller has compared them"
         self._depart(worker, Departure.STAYS)
 
@@ -113,8 +122,7 @@ class WorkerPool:
         if here and worker.departure is Departure.LEAVES and not worker.rooms:
             if worker.state is WorkerState.CONNECTED:
                 self._out(Send(worker.peer, Goodbye(self._identity.incarnation, Cause.SHUTDOWN.value)))
-            self.timers.clear(worker.peer)
-            del self.by_peer[worker.peer]
+            self._peers.remove(worker)
             self._candidates.forget(worker)
             self._slow.discard(worker)
             self._rename(worker, "")
@@ -125,29 +133,19 @@ class WorkerPool:
 
     def tick(self, now: float) -> None:
         """Repeats Hello to unconnected workers, sends Ping to connected ones, and detects silence."""
-        while (peer := self.timers.pop(now)) is not None:
-            if (worker := self.by_peer.get(peer)) is None:
-                continue  # it has left
-            if worker.state is WorkerState.CONNECTING:
-                self._hello(worker, now)
-                continue
-            if not self._lost_by_silence(worker, now):
-                if worker.liveness.slow(now):
-                    self._slow.add(worker)
-                self._ping(worker, now)
+        while (key := self.timers.pop(now)) is not None:
+            known = self._peers.tick(key, now)
+            assert known, key
 
     def gone(self, worker: Worker, evidence: str, now: float) -> None:
         """There is evidence that the worker is gone; empty: no longer. It is repeated while it stands."""
-        worker.liveness.report(evidence, now)
-        if worker.state is WorkerState.CONNECTED:
-            self._lost_by_silence(worker, now)
+        self._peers.gone(worker.peer, evidence, now)
 
-    def _lost_by_silence(self, worker: Worker, now: float) -> bool:
-        lost = worker.liveness.silent(now)
-        if lost:
+    def _look(self, worker: Worker, now: float) -> None:
+        if worker.state is WorkerState.CONNECTED and worker.liveness.silent(now):
             self._lose(worker, Cause.PEER_LOST, worker.liveness.why(worker.peer, now), now)
-            self._hello(worker, now)
-        return lost
+        elif worker.state is WorkerState.CONNECTED and worker.liveness.slow(now):
+            self._slow.add(worker)
 
     def receive(self, worker: Worker, message: Message, now: float) -> bool:
         """Handles a message about the worker itself; returns False for any other message."""
@@ -155,8 +153,10 @@ class WorkerPool:
         match message:
             case Welcome():
                 self._welcome(worker, message, now)
-            case Reject(reason=reason) if reason in HELLO_WANTED:
-                self._hello(worker, now)
+            case Reject() if self._peers.asks_for_hello(
+                worker, message, now, met=worker.state is WorkerState.CONNECTED
+            ):
+                pass
             case Reject():
                 text = f"{worker.peer} refuses ({message.reason}): " + "; ".join(message.fields)
                 breach = message.reason == Cause.BREACH.value  # else no room on it is wrong: others may be tried
@@ -164,11 +164,10 @@ class WorkerPool:
             case Pong():
                 self._pong(worker, message, now)
             case Goodbye():
-                if worker.state is WorkerState.CONNECTED and worker.liveness.incarnation == message.incarnation:
+                if worker.state is WorkerState.CONNECTED and worker.liveness.hear(message, now) is Heard.LEFT:
                     text = f"{worker.peer} sent Goodbye ({message.reason})"
                     worker.liveness.part(message.incarnation)
                     self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
-                    self._hello(worker, now)
             case Load() if worker.state is WorkerState.CONNECTED:
                 begins = message.ready and not (worker.load and worker.load.ready)
                 worker.loaded(message)
@@ -355,8 +354,9 @@ class WorkerPool:
 
     def _welcome(self, worker: Worker, message: Welcome, now: float) -> None:
         identity = message.identity
-        if worker.liveness.late(identity.incarnation, now):
-            return  # A late message of an earlier process.
+        heard = worker.liveness.hear(message, now)
+        if heard is Heard.LATE:
+            return
         for name, actual, expected in (("version", message.version, VERSION), ("role", identity.role, worker.role)):
             if actual != expected:
                 text = f"{name}: {worker.peer} has {actual!r}, this router expects {expected!r}"
@@ -377,7 +377,7 @@ class WorkerPool:
             text = f"group: {worker.peer} gives no endpoint for {', '.join(missing)}"
             self.refuse(worker, Cause.PEER_LOST, text, now)
             return
-        if worker.liveness.restarted(identity.incarnation, now) and worker.state is WorkerState.CONNECTED:
+        if heard is Heard.ANOTHER and worker.state is WorkerState.CONNECTED:
             self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
             if self.by_peer.get(worker.peer) is not worker:
                 return  # it has left with its last room
@@ -387,8 +387,8 @@ class WorkerPool:
         self._rename(worker, identity.node)
         worker.identity, worker.why = identity, ""
         worker.liveness.seen(now)
-        worker.liveness.hello_ms = 0
-        self._ping(worker, now)
+        self._peers.met(worker, now)
+        self._out(Send(worker.peer, self._ping(worker)))
 
     def _twin(self, worker: Worker, identity: Identity) -> Worker | None:
         """The other connected worker of this name. It stays: the one that came later is refused."""
@@ -410,17 +410,19 @@ class WorkerPool:
             self._by_node[node] = worker
 
     def _pong(self, worker: Worker, message: Pong, now: float) -> None:
-        if worker.state is not WorkerState.CONNECTED or worker.liveness.late(message.incarnation, now):
+        if worker.state is not WorkerState.CONNECTED:
             return
-        if message.incarnation == worker.liveness.incarnation:
-            worker.liveness.seen(now)
-            self._slow.discard(worker)
-            self._heed(worker, now)
-            for figures in message.figures:
-                worker.figures.add(figures)
-        else:
-            self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
-            self._hello(worker, now)
+        match worker.liveness.hear(message, now):
+            case Heard.SAME:
+                worker.liveness.seen(now)
+                self._slow.discard(worker)
+                self._heed(worker, now)
+                for figures in message.figures:
+                    worker.figures.add(figures)
+            case Heard.ANOTHER:
+                self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+            case _:
+                pass
 
     def _heed(self, decode: Worker, now: float) -> None:
         if decode.load is not None and (decode.load.unusable or decode.unusable):
@@ -437,8 +439,8 @@ class WorkerPool:
         elif worker.why != text:
             self._out(WorkerChanged(worker.peer, text, orderly))
         worker.why, worker.lost = text, True
-        worker.liveness.hello_ms = self._limits.resend_ms_max
-        self.timers.set(worker.peer, now + worker.liveness.hello_ms / 1e3)
+        if self.by_peer.get(worker.peer) is worker:  # else it has left with its last room
+            self._peers.greet_later(worker, now)
 
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
@@ -452,16 +454,16 @@ class WorkerPool:
         worker.known.clear()
         worker.figures.clear()
         self._lost(worker, cause, text, now)
+        if self.by_peer.get(worker.peer) is worker:  # else it has left with its last room
+            self._peers.greet(worker, now)
 
-    def _hello(self, worker: Worker, now: float) -> None:
-        if self.by_peer.get(worker.peer) is not worker:
-            return  # it has left
-        self.timers.set(worker.peer, now + worker.liveness.next_hello_ms() / 1e3)
-        self._out(Send(worker.peer, Hello(VERSION, VERSION, self._identity)))
+    def _ping_due(self, worker: Worker, now: float) -> Ping | None:
+        """Every `ping_ms`, whatever else is sent: only a Ping tells a daemon that its router lives."""
+        connected = worker.state is WorkerState.CONNECTED and not worker.liveness.silent(now)
+        return self._ping(worker) if connected else None
 
-    def _ping(self, worker: Worker, now: float) -> None:
-        self.timers.set(worker.peer, now + self._limits.ping_ms / 1e3)
-        self._out(Send(worker.peer, Ping(self._identity.incarnation, self._prefills_to_name(worker))))
+    def _ping(self, worker: Worker) -> Ping:
+        return Ping(self._identity.incarnation, self._prefills_to_name(worker))
 
     def _prefills_to_name(self, worker: Worker) -> tuple[str, ...]:
         """Returns some prefill endpoints that a decode worker's rooms may name, the next ones at each call."""

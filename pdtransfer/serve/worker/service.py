@@ -13,12 +13,12 @@ from msgspec.structs import replace
 
 from ...errors import SUCCESSES, Cause, LocalProtocolError, RemoteProtocolError
 from ...handoff.effects import Send
-from ...handoff.liveness import NAME_TAKEN, Liveness
+from ...handoff.liveness import NAME_TAKEN, Heard, Liveness
+from ...handoff.peers import Peers
 from ...handoff.states import step
-from ...handoff.timers import Timers, backoff_ms
+from ...handoff.timers import TimerKey, Timers, backoff_ms
 from ...limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX, Limits
 from ...wire import (
-    VERSION,
     Begin,
     Begun,
     Cancel,
@@ -34,9 +34,7 @@ from ...wire import (
     Reject,
     Tokens,
     TokensAcked,
-    Welcome,
     logprob_bytes,
-    negotiate,
     pack_ids,
 )
 from .service_rooms import SERVICE_ROOM, ServedRoom, ServedRouter, ServiceEvent, ServiceRoom
@@ -81,13 +79,16 @@ class Service:
 
     def __init__(self, identity: Identity, limits: Limits) -> None:
         self._identity, self.limits = identity, limits
-        self._routers: dict[str, ServedRouter] = {}
         self._rooms: dict[int, ServedRoom] = {}
         self._prompts_bytes = 0  # of these rooms
-        self._timers: Timers[tuple[str, str | int]] = Timers()
+        self._timers: Timers[TimerKey] = Timers()
         self._load: Load | None = None
         self._load_due = 0.0  # the earliest time for the next Load that is not an answer
         self._effects: list[ServiceEffect] = []
+        self._peers: Peers[ServedRouter] = Peers(
+            identity, limits, self._timers, self._effects.append, look=self._look, peers_max=ROUTERS_MAX
+        )
+        self._routers = self._peers.by_name
 
     def knows(self, peer: str) -> bool:
         """Whether this peer sent Hello as a router."""
@@ -117,8 +118,9 @@ class Service:
                 self._hello(peer, message, now)
             case Ping():
                 self._ping(peer, router, message, now)
-            case Goodbye() if router is not None and message.incarnation == router.liveness.incarnation:
-                self._quit(router, now)
+            case Goodbye() if router is not None and router.liveness.hear(message, now) is Heard.LEFT:
+                router.liveness.leave(now)
+                self._stop_all(router, Cause.SHUTDOWN)
             case Reject(reason=reason) if reason == NAME_TAKEN:
                 pass  # of this worker or of another: what is under way goes on
             case Reject() if router is not None:
@@ -179,26 +181,25 @@ class Service:
             if now >= self._load_due:
                 self._tell_load(now)
             else:
-                self._timers.set(("load", ""), self._load_due)
+                self._timers.set(("load", "", 0), self._load_due)
         return self._take()
 
     def tick(self, now: float) -> list[ServiceEffect]:
         """Repeats what is unacknowledged, and stops the rooms of silent routers."""
         while (key := self._timers.pop(now)) is not None:
             match key:
-                case ("room", int(room_id)):
+                case ("room", int(room_id), _):
                     self._repeat(self._rooms[room_id], now)
-                case ("router", str(peer)):
-                    self._alive(self._routers[peer], now)
-                case _:
+                case ("load", _, _):
                     self._tell_load(now)
+                case _:
+                    known = self._peers.tick(key, now)
+                    assert known, key
         return self._take()
 
     def gone(self, peer: str, evidence: str, now: float) -> list[ServiceEffect]:
         """There is evidence that the router is gone; empty: no longer. It is repeated while it stands."""
-        if (router := self._routers.get(peer)) is not None:
-            router.liveness.report(evidence, now)
-            self._alive(router, now)
+        self._peers.gone(peer, evidence, now)
         return self._take()
 
     def goodbye(self, reason: str) -> list[ServiceEffect]:
@@ -210,30 +211,17 @@ class Service:
         theirs = message.identity
         if theirs.role != "router":
             raise RemoteProtocolError("role", f"{theirs.role}, only a router asks a daemon for rooms")
-        try:
-            version = negotiate(ours=(VERSION, VERSION), theirs=(message.version_min, message.version_max))
-        except RemoteProtocolError as error:
-            self._effects.append(Send(peer, Reject(0, Cause.REFUSED.value, (str(error),))))
-            return
-        router = self._routers.get(peer)
-        if router is None:
-            if len(self._routers) >= ROUTERS_MAX:
-                text = f"routers: {len(self._routers)} are known, the limit is {ROUTERS_MAX}"
-                self._effects.append(Send(peer, Reject(0, Cause.FULL.value, (text,))))
-                return
-            router = self._routers[peer] = ServedRouter(peer, Liveness(self.limits, now, theirs.incarnation))
-        elif router.liveness.late(theirs.incarnation, now):
-            return
-        elif router.liveness.restarted(theirs.incarnation, now):
-            self._stop_all(router, Cause.PEER_RESTARTED)
-        router.liveness.seen(now)
-        self._timers.set(("router", peer), now + self.limits.ping_ms / 1e3)
-        self._effects.append(Send(peer, Welcome(version, self._identity)))
-        if self._load is not None:
+        heard = self._peers.answer(
+            peer, message, now,
+            misfits=(),
+            new=lambda: ServedRouter(peer, Liveness(self.limits, now, theirs.incarnation)),
+            replaced=lambda router, _: self._stop_all(router, Cause.PEER_RESTARTED),
+        )  # fmt: skip
+        if heard not in (Heard.LATE, Heard.REFUSED) and self._load is not None:
             self._effects.append(Send(peer, self._load))
 
     def _ping(self, peer: str, router: ServedRouter | None, message: Ping, now: float) -> None:
-        if router is not None and message.incarnation != router.liveness.incarnation:
+        if router is not None and router.liveness.hear(message, now) is not Heard.SAME:
             return
         self._effects.append(Send(peer, Pong(self._identity.incarnation)))
         if router is not None:
@@ -248,7 +236,7 @@ class Service:
         if room is not None:
             self._send(room, Begun(room.id) if room.end is None else room.end)
         elif begin.room in router.ended:
-            self._effects.append(Send(router.peer, router.ended[begin.room]))
+            self._effects.append(Send(router.name, router.ended[begin.room]))
         elif router.liveness.silent(now):
             pass  # Its rooms were just stopped; it repeats Begin once its Ping arrives.
         elif self._load is not None and self._load.draining:
@@ -263,7 +251,7 @@ class Service:
             )
             self._rooms[room.id] = router.rooms[room.id] = room
             self._prompts_bytes += room.prompt_bytes
-            self._effects.append(StartRoom(router.peer, begin))
+            self._effects.append(StartRoom(router.name, begin))
             self._send(room, Begun(room.id))
             self._schedule(room, now)
 
@@ -279,7 +267,7 @@ class Service:
     def _refuse(self, router: ServedRouter, begin: Begin, end: End) -> None:
         """Answers with an End that is only remembered: Begin repeats until it arrives."""
         self._remember(router, end)
-        self._effects += [Send(router.peer, end), RefusedRoom(begin, end)]
+        self._effects += [Send(router.name, end), RefusedRoom(begin, end)]
 
     def _cancel(self, router: ServedRouter, message: Cancel) -> None:
         room = self._owned(router, message.room)
@@ -291,7 +279,7 @@ class Service:
         if message.room not in router.ended:
             # Its Begin may still arrive: refuse it for ever.
             self._remember(router, End(message.room, Cause.ABORTED.value, "cancelled before it began", 0))
-        self._effects.append(Send(router.peer, router.ended[message.room]))
+        self._effects.append(Send(router.name, router.ended[message.room]))
 
     def _acked(self, router: ServedRouter, message: TokensAcked, now: float) -> None:
         room = self._owned(router, message.room)
@@ -315,7 +303,7 @@ class Service:
     def _forget(self, room: ServedRoom, end: End) -> None:
         del self._rooms[room.id], room.router.rooms[room.id]
         self._prompts_bytes -= room.prompt_bytes
-        self._timers.clear(("room", room.id))
+        self._timers.clear(("room", room.id, 0))
         self._remember(room.router, end)
 
     def _remember(self, router: ServedRouter, end: End) -> None:
@@ -327,7 +315,7 @@ class Service:
         """The room of that id that has not ended. Raises RemoteProtocolError if it belongs to another router."""
         room = self._rooms.get(room_id)
         if room is not None and room.router is not router:
-            raise RemoteProtocolError("room", f"{room_id:016x} is not {router.peer}'s")
+            raise RemoteProtocolError("room", f"{room_id:016x} is not {router.name}'s")
         return room
 
     def _stop(self, room: ServedRoom, cause: Cause) -> None:
@@ -340,18 +328,14 @@ class Service:
         room.acked = room.sent = room.generated
         if room.end is None:
             room.repeat_ms = 0
-            self._timers.clear(("room", room.id))
+            self._timers.clear(("room", room.id, 0))
 
     def _stop_all(self, router: ServedRouter, cause: Cause) -> None:
         for room in router.rooms.values():
             if room.state is ServiceRoom.RUNNING:
                 self._stop(room, cause)
 
-    def _quit(self, router: ServedRouter, now: float) -> None:
-        router.liveness.leave(now)
-        self._stop_all(router, Cause.SHUTDOWN)
-
-    def _alive(self, router: ServedRouter, now: float) -> None:
+    def _look(self, router: ServedRouter, now: float) -> None:
         """Stops a silent router's rooms. A router that stays away with nothing running is forgotten with its Ends."""
         if router.liveness.silent(now):
             self._stop_all(router, Cause.PEER_LOST)
@@ -361,11 +345,8 @@ class Service:
                 for room in router.rooms.values():
                     del self._rooms[room.id]
                     self._prompts_bytes -= room.prompt_bytes
-                    self._timers.clear(("room", room.id))
-                del self._routers[router.peer]
-                self._timers.clear(("router", router.peer))
-                return
-        self._timers.set(("router", router.peer), now + self.limits.ping_ms / 1e3)
+                    self._timers.clear(("room", room.id, 0))
+                self._peers.remove(router)
 
     def _stream(self, room: ServedRoom) -> None:
         """Sends what was not sent yet, within the window."""
@@ -391,18 +372,19 @@ class Service:
     def _schedule(self, room: ServedRoom, now: float) -> None:
         room.repeat_ms = backoff_ms(room.repeat_ms, self.limits.resend_ms, self.limits.resend_ms_max)
         pause_ms = room.repeat_ms if room.unacked or room.end is not None else self.limits.resend_ms_max
-        self._timers.set(("room", room.id), now + pause_ms / 1e3)
+        self._timers.set(("room", room.id, 0), now + pause_ms / 1e3)
 
     def _tell_load(self, now: float) -> None:
         assert self._load is not None
         self._load_due = now + LOAD_MS / 1e3
-        self._timers.clear(("load", ""))
+        self._timers.clear(("load", "", 0))
         alive = [peer for peer, router in self._routers.items() if not router.liveness.silent(now)]
         self._effects += [Send(peer, self._load) for peer in alive]
 
     def _send(self, room: ServedRoom, message: Message) -> None:
-        self._effects.append(Send(room.router.peer, message))
+        self._effects.append(Send(room.router.name, message))
 
     def _take(self) -> list[ServiceEffect]:
-        effects, self._effects = self._effects, []
+        effects = self._effects.copy()
+        self._effects.clear()
         return effects

@@ -44,7 +44,7 @@ SERVICE_ROOM: dict[tuple[ServiceRoom, ServiceEvent], ServiceRoom] = {
 class ServedRouter:
     """One router process that begins rooms; `ended` holds the answers to a late Begin or Cancel."""
 
-    peer: str
+    name: str
     liveness: Liveness
     rooms: dict[int, ServedRoom] = field(default_factory=dict[int, "ServedRoom"])
     ended: OrderedDict[int, End] = field(default_factory=OrderedDict[int, End])

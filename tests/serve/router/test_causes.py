@@ -149,7 +149,8 @@ def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(reason: str
 def test_a_worker_that_said_goodbye_is_not_back_before_another_process_is_there() -> None:
     bench = Bench()
     bench.hear(D, Goodbye(1, "shutdown"))
-    assert [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Hello)]
+    hellos = [e for e in bench.wait(LIMITS.resend_ms / 1e3) if isinstance(e, Send) and isinstance(e.message, Hello)]
+    assert [hello.peer for hello in hellos] == [D]
     bench.welcome(D)  # the answer to a Hello that crossed its Goodbye
     assert bench.effects == []
     assert whys(bench)[D] == f"{D} sent Goodbye (shutdown)"

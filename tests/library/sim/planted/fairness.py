@@ -13,6 +13,7 @@ from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.decode.window_slots import WindowSlots
+from pdtransfer.handoff.peers import Peers
 from pdtransfer.handoff.prefill import writer_grants
 from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
 from pdtransfer.handoff.slot_allocator import Holding
@@ -132,7 +133,7 @@ def deadlines_doubled(patch: Patch) -> None:
 
 def flood_of_hellos(patch: Patch) -> None:
     """Whoever asks for a Hello gets one at once."""
-    patch(PrefillPeers, "_greet", lambda self, peer, now: self._hello(peer, now))
+    patch(Peers, "greet", lambda self, peer, now: self.hello(peer, now))
 
 
 def silent_peer_stays_silent(patch: Patch) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from pdtransfer.errors import Cause
+from pdtransfer.handoff.decode import prefill_peers
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import SessionRecord
-from pdtransfer.handoff.prefill import writer_grants
+from pdtransfer.handoff.prefill import decode_peers, writer_grants
 from pdtransfer.handoff.prefill.cells import OpenRoom
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
@@ -115,12 +116,12 @@ def window_of_decode_taken_as_it_is(patch: Patch) -> None:
 
 def sessions_of_a_decode_unbounded(patch: Patch) -> None:
     """Prefill maps as many arenas of one peer as that registers."""
-    patch(DecodePeers, "_full", lambda self, name: "")
+    patch(decode_peers, "full", lambda sessions, name, limits: "")
 
 
 def sessions_of_a_prefill_unbounded(patch: Patch) -> None:
     """Decode opens a session with each life of a peer, however many wait for their fence."""
-    patch(PrefillPeers, "_may_open", lambda self, peer: True)
+    patch(prefill_peers, "full", lambda sessions, name, limits: "")
 
 
 def more_ready_than_the_arena_taken(patch: Patch) -> None:
@@ -161,7 +162,7 @@ def older_word_asks_for_a_hello(patch: Patch) -> None:
     rejected = PrefillPeers.rejected
 
     def heed(self: PrefillPeers, name: str, message: Reject, now: float) -> None:
-        self.peers[name].welcomed = -math.inf
+        self.peers[name].liveness.welcomed = -math.inf
         rejected(self, name, message, now)
 
     patch(PrefillPeers, "rejected", heed)

@@ -11,7 +11,8 @@ Hello is due, or was sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 from ...errors import Cause, RemoteProtocolError
 from ...layout.layout import Component
@@ -135,6 +136,13 @@ class PrefillPeers:
         if peer is None or peer.identity is None or peer.session is None:
             return None
         return name, *[self.resolve(member.endpoint, now) for member in peer.identity.group[1:]]
+
+    def sources_of(self, leaders: Sequence[str], now: float) -> tuple[str, ...] | None:
+        """The ranks of all these leaders' groups as they are dialled, each leader before the ranks that it leads; None
+        while a leader has not named them."""
+        groups = [self.group_of(leader, now) for leader in leaders]
+        known = [group for group in groups if group is not None]
+        return tuple(dict.fromkeys(chain.from_iterable(known))) if len(known) == len(groups) else None
 
     def undialled(self, name: str, cause: Cause, text: str, now: float) -> None:
         """The shell cannot dial the peer: its rooms fail, and a later room tries again."""

@@ -35,9 +35,8 @@ from .leases import Leases, fits_a_grant, reason_of
 from .post_landing import PostLanding, PrefixPublish
 from .prefill_peers import PrefillPeers
 from .records import LeaseEntry, PeerRecord, RoomRecord, SessionRecord
-from .room_groups import RoomGroups
 from .room_request import RoomRequest, refusal
-from .window_slots import Coverage, WindowSlots, Withdrawals
+from .waiting_rooms import Coverage, WaitingRooms, WindowSlots, Withdrawals
 
 
 class DecodeSessions:
@@ -67,6 +66,7 @@ class DecodeSessions:
         self.rooms: dict[int, RoomRecord] = {}  # not ended
         self.draining = False
         self._out: list[DecodeEffect] = []
+        self.unnamed: WaitingRooms[RoomRecord] = WaitingRooms()  # at each leader that has not named its ranks
         self.window_slots = WindowSlots(Coverage(self.arena.components, limits.sessions_max))
         self.withdrawals = withdrawals = Withdrawals(limits.rooms_max, limits.room_deadline_ms / 1e3)
         self.prefill_peers = PrefillPeers(
@@ -75,7 +75,6 @@ class DecodeSessions:
             up=lambda peer: self._connect(peer.name), lost=self._session_lost, unreachable=self._peer_unreachable,
             quiet=self._quiet, withdrawn=withdrawals.in_hello, merged=self._peers_merged, may_be_one=may_be_one,
         )  # fmt: skip
-        self.room_groups = RoomGroups(self.prefill_peers)
         self.leases = Leases(self.prefill_peers, self.cache, limits, self._out.append)
         self.prefix_publish = PrefixPublish(self.cache, self.prefill_peers.timers)
         self.post_landing = PostLanding(self.cache, self._out.append, hbm_apart=hbm_apart)
@@ -121,7 +120,8 @@ class DecodeSessions:
         self.prefill_peers.timers.set(("room", room.id, 0), room.deadline)
         if room.leaders:
             if self._fit(room, now):
-                self.room_groups.wait(room)
+                for leader in room.leaders:
+                    self.unnamed.put(leader, room.id, room)
                 self._name_sources(room, now)
         else:
             self._meet(room, now)
@@ -310,7 +310,7 @@ class DecodeSessions:
     def _fit(self, room: RoomRecord, now: float) -> bool:
         """Greets the room's sources; False if one of them may not be granted, so that the room has failed."""
         for name in room.sources:
-            if name not in self.window_slots and name not in self.room_groups:
+            if name not in self.window_slots.rooms and name not in self.unnamed:
                 self.prefill_peers.redial(name, now)
         if (unfit := self._unfit(room, now)) is not None:
             self._fail(room, *unfit, now)
@@ -325,27 +325,32 @@ class DecodeSessions:
 
     def _name_sources(self, room: RoomRecord, now: float) -> None:
         """Gives the room its sources if all its leaders have named their groups."""
-        sources = self.room_groups.sources(room, now)
+        sources = self.prefill_peers.sources_of(room.leaders, now)
         if sources is not None:
-            self.room_groups.leave(room)
+            self._named(room)
             room.sources = sources
             self._out += map(Dial, sources)
             self._meet(room, now)
 
+    def _named(self, room: RoomRecord) -> None:
+        for leader in room.leaders:
+            self.unnamed.pop(leader, room.id)
+
     def _on_group(self, leader: str, now: float) -> None:
         """The peer has named its group, perhaps another than its earlier process: a room that waits for ranks of that
         one would wait for its deadline."""
-        for room in self.window_slots.waiting_at(leader):
-            if leader in room.leaders and self.room_groups.sources(room, now) not in (None, room.sources):
+        for room in self.window_slots.rooms.at(leader):
+            if leader in room.leaders and self.prefill_peers.sources_of(room.leaders, now) not in (None, room.sources):
                 self._fail(room, Cause.PEER_RESTARTED, f"{leader} leads another group of ranks now", now)
-        for room in self.room_groups.waiting_at(leader):
+        for room in self.unnamed.at(leader):
             self._name_sources(room, now)
 
     def _peers_merged(self, name: str, into: str, now: float) -> None:
         """Two sources are one peer: rooms of the one are rooms of the other."""
         self.window_slots.rename(name, into)
-        self.room_groups.rename(name, into)
-        self.withdrawals.rename(name, into, now)
+        for room_id, room in self.unnamed.pop_line(name).items():
+            self.unnamed.put(into, room_id, room)
+        self.withdrawals.rename(name, into)
         for room in [room for room in self.rooms.values() if name in room.sources or name in room.leaders]:
             if room.rename(name, into) and room.state is not DecodeRoom.READY:
                 self._fail(room, Cause.PEER_LOST, f"sources: {name} and {into} are one rank", now)
@@ -361,7 +366,7 @@ class DecodeSessions:
     def _withdraw(self, now: float) -> None:
         """Tells sources of the rooms that were given up before their Grant: by Abort, in window slots that no room
         waits for, or where there can be no session, by Hello."""
-        for name in self.withdrawals.sources:
+        for name in self.withdrawals.rooms.peers:
             peer = self.prefill_peers.peers.get(name)
             if peer is not None and peer.refusal is not None and peer.session is None and self.withdrawals.is_new(name):
                 self.prefill_peers.greet_soon(peer, now)
@@ -434,7 +439,7 @@ class DecodeSessions:
         before = room.state
         room.state = step(DECODE_ROOM, before, DecodeRoomEvent.FAIL)
         self.window_slots.leave(room)
-        self.room_groups.leave(room)
+        self._named(room)
         self.admission.withdraw(room.id)
         if before in (DecodeRoom.LANDING, DecodeRoom.SETTLING):
             assert room.holding is not None
@@ -472,13 +477,13 @@ class DecodeSessions:
         self.leases.quiet(session)
 
     def _peer_unreachable(self, peer: PeerRecord, cause: Cause, detail: str, now: float) -> None:
-        for room in [*self.window_slots.waiting_at(peer.name), *self.room_groups.waiting_at(peer.name)]:
+        for room in [*self.window_slots.rooms.at(peer.name), *self.unnamed.at(peer.name)]:
             self._fail(room, cause, detail, now)
 
     def _effects(self, now: float) -> list[DecodeEffect]:
         """Returns the effects so far. Slots are leased first, since any call may have freed some."""
         self._admit(now)
-        if self.withdrawals:
+        if self.withdrawals.rooms:
             self._withdraw(now)
         out = [*self._out, *map(RoomDrained, self.arena.drained)]
         self._out.clear()

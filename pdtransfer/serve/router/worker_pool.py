@@ -144,6 +144,7 @@ class WorkerPool:
     def _look(self, worker: Worker, now: float) -> None:
         if worker.state is WorkerState.CONNECTED and worker.liveness.silent(now):
             self._lose(worker, Cause.PEER_LOST, worker.liveness.why(worker.peer, now), now)
+            self._greet(worker, now)
         elif worker.state is WorkerState.CONNECTED and worker.liveness.slow(now):
             self._slow.add(worker)
 
@@ -168,6 +169,7 @@ class WorkerPool:
                     text = f"{worker.peer} sent Goodbye ({message.reason})"
                     worker.liveness.part(message.incarnation)
                     self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
+                    self._greet(worker, now)
             case Load() if worker.state is WorkerState.CONNECTED:
                 begins = message.ready and not (worker.load and worker.load.ready)
                 worker.loaded(message)
@@ -421,6 +423,7 @@ class WorkerPool:
                     worker.figures.add(figures)
             case Heard.ANOTHER:
                 self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+                self._greet(worker, now)
             case _:
                 pass
 
@@ -454,6 +457,8 @@ class WorkerPool:
         worker.known.clear()
         worker.figures.clear()
         self._lost(worker, cause, text, now)
+
+    def _greet(self, worker: Worker, now: float) -> None:
         if self.by_peer.get(worker.peer) is worker:  # else it has left with its last room
             self._peers.greet(worker, now)
 

@@ -450,7 +450,7 @@ class DecodeNode(Process):
                 world.fail(f"{self.name} leaks {free.slots - free.free_slots} slots")
         if core.admission.inflight_bytes or len(core.admission) or core.leases.quarantined_bytes:
             world.fail(f"{self.name} ends with bytes in flight, in the queue or in quarantine")
-        waiting = core.window_slots or core.room_groups
+        waiting = core.window_slots.rooms or core.unnamed
         if len(core.prefill_peers.sessions) != self._sessions_in_the_end or waiting:
             world.fail(f"{self.name} ends with sessions that nobody fenced, or rooms that wait")
         for peer in core.prefill_peers.peers.values():

@@ -75,7 +75,7 @@ class WaitingLine:
     def _check_windows(self) -> None:
         """No room waits for a window that has a place, nor for a peer that is there."""
         for name, peer in self._core.prefill_peers.peers.items():
-            if peer.up is not None and peer.up.has_window_slot and name in self._core.window_slots:
+            if peer.up is not None and peer.up.has_window_slot and name in self._core.window_slots.rooms:
                 self._node.world.fail(f"{self._node.name}: rooms wait for {name}, which has a place in its window")
 
     def _check_head(self) -> None:

@@ -84,7 +84,7 @@ def _session(effects: list[Any]) -> int:
 def test_an_unknown_leader_fails_the_room_when_it_has_been_silent(end: DecodeEnd) -> None:
     end.expect(1, whole_group=True)
     assert failure(end.tick(2.6)) == (1, Cause.PEER_LOST)
-    assert not end.core.room_groups
+    assert not end.core.unnamed
 
 
 def test_a_room_gives_a_silent_leader_no_more_time_while_others_wait_for_it() -> None:
@@ -124,7 +124,7 @@ def test_a_deadline_and_an_abort_end_a_room_that_waits_for_its_leader(end: Decod
     end.expect(2, whole_group=True)
     assert failure(end.core.abort(2, end.now)) == (2, Cause.ABORTED)
     assert failure(end.tick(0.6)) == (1, Cause.DEADLINE)
-    assert not end.core.room_groups
+    assert not end.core.unnamed
     assert of(end.hear(end.welcome(group=GROUP)), fx.Dial) == []
 
 
@@ -136,7 +136,7 @@ def test_a_room_that_waits_at_a_restarted_leader_goes_on_unless_its_group_has_ch
     end.up(P2, holds=C4)
     for room in range(1, 6):
         end.expect(room, whole_group=True)
-    assert [room.id for room in end.core.window_slots.waiting_at(P)] == [5]
+    assert [room.id for room in end.core.window_slots.rooms.at(P)] == [5]
     restarted = of(end.hear(Pong(2)), fx.RoomFailed)
     assert {(each.room, each.cause) for each in restarted} == {(room, Cause.PEER_RESTARTED) for room in range(1, 5)}
     end.tick(0.1)  # until Hello

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.handoff.decode import window_slots
+from pdtransfer.handoff.decode import waiting_rooms
 from pdtransfer.handoff.decode.room_request import PlacedRows, RoomRequest
 from pdtransfer.handoff.effects import (
     Fence,
@@ -275,7 +275,7 @@ def test_slots_of_several_silent_ranks_are_quarantined_once_and_counted_against_
 
 def test_whether_sessions_cover_a_room_is_reckoned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reckoned: list[object] = []
-    monkeypatch.setattr(window_slots, "uncovered", lambda components, shares: reckoned.append(shares) or "")
+    monkeypatch.setattr(waiting_rooms, "uncovered", lambda components, shares: reckoned.append(shares) or "")
     end = DecodeEnd()
     for peer in (P, P2):
         end.up(peer)
@@ -314,7 +314,7 @@ def test_a_room_given_up_before_its_grant_is_aborted_by_a_number_of_its_own() ->
     assert sent(effects, Abort) == [Abort(first.session, first.grant + 1, 2)]
     effects = end.hear(Drained(first.session, first.grant + 1))
     assert sent(effects, Released) == [Released(first.session, first.grant + 1)]
-    assert not end.core.withdrawals
+    assert not end.core.withdrawals.rooms
     end.land(first)
     end.core.release(1, end.now)
     assert end.core.idle
@@ -895,7 +895,7 @@ def test_rooms_of_a_peer_that_refuses_this_node_are_named_to_it_in_three_hellos_
     assert Counter(each.room for rooms in named for each in rooms) == dict.fromkeys(range(1, 101), 3)
     assert named[0][0].detail == f"refused: {P} refuses (refused): block_size: d0 has '32', p0 '16'"
     assert named[-1] == ()
-    assert not end.core.withdrawals
+    assert not end.core.withdrawals.rooms
 
 
 def test_a_room_of_a_peer_that_does_not_fit_is_told_within_resend_ms() -> None:

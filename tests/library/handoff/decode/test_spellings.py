@@ -194,7 +194,7 @@ def test_a_room_that_names_one_rank_twice_fails() -> None:
     end.up(holds=KV)
     end.expect(1, 8, P, ALIAS)
     assert failure(end.hear(end.welcome(holds=KV), peer=ALIAS)) == (1, Cause.PEER_LOST)
-    assert not end.core.window_slots
+    assert not end.core.window_slots.rooms
     with pytest.raises(LocalProtocolError, match="names no rank, or one twice"):
         end.expect(2, 8, P, ALIAS)
 
@@ -219,7 +219,7 @@ def test_a_room_that_was_given_up_is_told_to_the_peer_that_its_source_leads_to()
     end.core.abort(1, end.now)
     (abort,) = sent(end.hear(end.welcome(), peer=ALIAS), Abort)
     assert (abort.session, abort.room) == (session, 1)
-    assert not end.core.withdrawals
+    assert not end.core.withdrawals.rooms
 
 
 @pytest.mark.parametrize("reason", ["superseded", "taken", "full"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdtransfer.handoff.decode.window_slots import Withdrawals
+from pdtransfer.handoff.decode.waiting_rooms import Withdrawals
 
 
 class Room:
@@ -42,7 +42,7 @@ def test_rooms_that_are_expected_again_make_place_for_others() -> None:
         withdrawals.add(room, "why", 0.0)
         withdrawals.drop(room)
         withdrawals.drop(room)
-    assert not withdrawals
+    assert not withdrawals.rooms
     for room_id in range(100, 104):
         withdrawals.put("p", room_id, "why", 0.0)
     assert kept(withdrawals, "p") == [100, 101, 102, 103]

@@ -12,7 +12,7 @@ from pdtransfer.handoff.decode.leases import Leases
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.decode.window_slots import Coverage, Withdrawals
+from pdtransfer.handoff.decode.waiting_rooms import Coverage, Withdrawals
 from pdtransfer.handoff.liveness import Liveness
 from pdtransfer.handoff.states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, LeaseEvent, SessionState
 from pdtransfer.wire import Drained, Failed, Landed, Message

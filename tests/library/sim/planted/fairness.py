@@ -12,7 +12,7 @@ from pdtransfer.handoff.decode import leases, prefill_peers
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.decode.window_slots import WindowSlots
+from pdtransfer.handoff.decode.waiting_rooms import WindowSlots
 from pdtransfer.handoff.peers import Peers
 from pdtransfer.handoff.prefill import writer_grants
 from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
@@ -53,8 +53,8 @@ def newest_room_first_in_a_window(patch: Patch) -> None:
     assign = WindowSlots.assign
 
     def newest(self: WindowSlots, session: SessionRecord) -> list[Any]:
-        if waiting := self._waiting.get(session.peer):
-            self._waiting[session.peer] = dict(reversed(waiting.items()))
+        for room_id, room in reversed(self.rooms.pop_line(session.peer).items()):
+            self.rooms.put(session.peer, room_id, room)
         return assign(self, session)
 
     patch(WindowSlots, "assign", newest)

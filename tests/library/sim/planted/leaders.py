@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
-from pdtransfer.handoff.decode.room_groups import RoomGroups
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.effects import Dial
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
@@ -15,7 +14,7 @@ from . import Patch
 
 def waited_for_alone(patch: Patch) -> None:
     """A room waits for the leaders, and not for the ranks that they lead."""
-    patch(RoomGroups, "sources", lambda self, room, now: room.leaders)
+    patch(PrefillPeers, "sources_of", lambda self, leaders, now: leaders)
 
 
 def greeted_undialled(patch: Patch) -> None:

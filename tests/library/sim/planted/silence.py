@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
+from pdtransfer.handoff.decode.records import PeerRecord
 from pdtransfer.handoff.liveness import Liveness
 
 from . import Patch
@@ -46,14 +47,14 @@ def evidence_counts_at_once(patch: Patch) -> None:
 
 def evidence_taken_for_a_fence(patch: Patch) -> None:
     """Who is gone writes no more; but its children do."""
-    gone = PrefillPeers.gone
+    look = PrefillPeers._look
 
-    def and_quiet(self: PrefillPeers, name: str, evidence: str, now: float) -> None:
-        gone(self, name, evidence, now)
-        for session in [each for each in self.sessions.values() if each.peer == name and evidence]:
+    def and_quiet(self: PrefillPeers, peer: PeerRecord, now: float) -> None:
+        look(self, peer, now)
+        for session in [each for each in self.sessions.values() if each.peer == peer.name and peer.liveness.gone]:
             self._quiet(session)
 
-    patch(PrefillPeers, "gone", and_quiet)
+    patch(PrefillPeers, "_look", and_quiet)
 
 
 def frozen_peers_never_found(patch: Patch) -> None:

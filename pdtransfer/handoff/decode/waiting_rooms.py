@@ -1,10 +1,15 @@
-"""Rooms that wait for a slot in the window of each of their sources, oldest first, or to be given up there; and the
-check of their sources."""
+"""What waits at a peer, oldest first: rooms whose leader has not named its ranks, rooms without a slot in the window of
+each of their sources, and rooms that were given up and of which the source is to be told.
+
+A room is in one line of each peer that it waits for. It enters the lines of all its sources at once, when it knows
+them: so every rank serves the oldest room first, and no two rooms wait for each other's window slots.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ...errors import Cause
 from ...layout.layout import Component
@@ -39,30 +44,63 @@ class Coverage:
         return text
 
 
+Entry = TypeVar("Entry")
+
+
+class WaitingRooms(Generic[Entry]):
+    """One line of rooms for each peer."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, dict[int, Entry]] = {}  # none is empty
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __contains__(self, peer: str) -> bool:
+        return peer in self._lines
+
+    @property
+    def peers(self) -> list[str]:
+        """The peers that something waits at."""
+        return list(self._lines)
+
+    def at(self, peer: str) -> list[Entry]:
+        """What waits at this peer."""
+        return list(self._lines.get(peer, {}).values())
+
+    def put(self, peer: str, room_id: int, entry: Entry) -> None:
+        """Puts a room at the end of a peer's line; one that is there keeps its turn."""
+        self._lines.setdefault(peer, {})[room_id] = entry
+
+    def pop(self, peer: str, room_id: int | None = None) -> Entry | None:
+        """Takes a room, or the oldest, out of a peer's line; None where it is not there."""
+        line = self._lines.get(peer)
+        if line is None:
+            return None
+        entry = line.pop(next(iter(line)) if room_id is None else room_id, None)
+        if not line:
+            del self._lines[peer]
+        return entry
+
+    def pop_line(self, peer: str) -> dict[int, Entry]:
+        """Takes all rooms out of a peer's line."""
+        return self._lines.pop(peer, {})
+
+
 class WindowSlots:
     """The rooms that wait at each source. They enter the queue for slots of the arena afterwards."""
 
     def __init__(self, coverage: Coverage) -> None:
         self._coverage = coverage
-        self._waiting: dict[str, dict[int, RoomRecord]] = {}  # by source; none is empty
+        self.rooms: WaitingRooms[RoomRecord] = WaitingRooms()
         self._incomplete: dict[int, RoomRecord] = {}  # rooms that wait at some source, oldest first
         self._gaps: dict[int, tuple[RoomRecord, str]] = {}  # rooms that their sources do not cover
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting or self._gaps)
-
-    def __contains__(self, source: str) -> bool:
-        return source in self._waiting
-
-    def waiting_at(self, source: str) -> list[RoomRecord]:
-        """The rooms that wait for a window slot at this source."""
-        return list(self._waiting.get(source, {}).values())
 
     def wait(self, room: RoomRecord) -> None:
         """Adds a room, which waits at each of its sources."""
         self._incomplete[room.id] = room
         for source in room.sources:
-            self._waiting.setdefault(source, {})[room.id] = room
+            self.rooms.put(source, room.id, room)
 
     def rename(self, source: str, into: str) -> None:
         """The rooms of one source wait in the line of another name of it, each in its turn.
@@ -70,22 +108,21 @@ class WindowSlots:
         Slots there that went to rooms which still wait elsewhere are given back: an older room may have been in the
         other line, and hold what these wait for.
         """
-        waiting = self._waiting.pop(source, None)
-        if waiting is None:
+        waiting = self.rooms.pop_line(source)
+        if not waiting:
             return
         line = [room for room in self._incomplete.values() if room.id in waiting or into in room.sources]
         for room in line:
             if (session := room.reserved.pop(into, None)) is not None:
                 session.reserved -= 1
-        self._waiting[into] = {room.id: room for room in line}
+        self.rooms.pop_line(into)
+        for room in line:
+            self.rooms.put(into, room.id, room)
 
     def leave(self, room: RoomRecord) -> None:
         """Removes a room and gives its window slots back."""
         for source in room.sources:
-            if (waiting := self._waiting.get(source)) is not None:
-                waiting.pop(room.id, None)
-                if not waiting:
-                    del self._waiting[source]
+            self.rooms.pop(source, room.id)
         self._incomplete.pop(room.id, None)
         self._gaps.pop(room.id, None)
         room.unreserve()
@@ -97,9 +134,7 @@ class WindowSlots:
         the others, too.
         """
         source, complete = session.peer, list[RoomRecord]()
-        waiting = self._waiting.get(source)
-        while waiting and session.has_window_slot:
-            room = waiting.pop(next(iter(waiting)))
+        while session.has_window_slot and (room := self.rooms.pop(source)) is not None:
             session.reserved += 1
             room.reserved[source] = session
             if len(room.reserved) == len(room.sources):
@@ -109,8 +144,6 @@ class WindowSlots:
                     self._gaps[room.id] = room, gap
                 else:
                     complete.append(room)
-        if waiting is not None and not waiting:
-            del self._waiting[source]
         return complete
 
     def refused(self) -> tuple[RoomRecord, Cause, str] | None:
@@ -142,16 +175,7 @@ class Withdrawals:
 
     def __init__(self, kept_max: int, kept_s: float) -> None:
         self._kept_max, self._kept_s = kept_max, kept_s
-        self._waiting: dict[str, dict[int, Withdrawal]] = {}  # by source and room; none is empty
-        self._count = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    @property
-    def sources(self) -> list[str]:
-        """The sources that are to be told of a room."""
-        return list(self._waiting)
+        self.rooms: WaitingRooms[Withdrawal] = WaitingRooms()
 
     def add(self, room: RoomRecord, detail: str, now: float) -> None:
         """Adds a room that has failed, for those of its sources that have no Grant of it."""
@@ -165,54 +189,39 @@ class Withdrawals:
         self, source: str, room_id: int, detail: str, now: float, *, until: float = 0.0, whole_group: bool = False
     ) -> None:
         """Adds a room for one source, or for the whole group of ranks that this source leads."""
-        waiting = self._waiting.setdefault(source, {})
-        if room_id not in waiting:
-            self._count += 1
-        waiting[room_id] = Withdrawal(room_id, detail[:TEXT_LENGTH_MAX], max(until, now + self._kept_s), whole_group)
-        if self._count > self._kept_max:
-            self._pop(source)
+        until = max(until, now + self._kept_s)
+        self.rooms.put(source, room_id, Withdrawal(room_id, detail[:TEXT_LENGTH_MAX], until, whole_group))
+        if len(self.rooms) > self._kept_max:
+            self.rooms.pop(source)
 
-    def rename(self, source: str, into: str, now: float) -> None:
+    def rename(self, source: str, into: str) -> None:
         """What one source is to be told, another name of it is told."""
-        for room_id in list(self._waiting.get(source, ())):
-            moved = self._remove(source, room_id)
-            self.put(into, room_id, moved.detail, now, until=moved.until, whole_group=moved.whole_group)
+        for room_id, withdrawal in self.rooms.pop_line(source).items():
+            self.rooms.put(into, room_id, withdrawal)
 
     def drop(self, room: RoomRecord) -> None:
         """The room is expected again: its sources are not told that it was given up."""
         for source in room.sources:
-            if room.id in self._waiting.get(source, ()):
-                self._remove(source, room.id)
+            self.rooms.pop(source, room.id)
 
     def take(self, source: str, now: float) -> Withdrawal | None:
         """Removes a room of which this source is to be told, and returns it; None for none."""
-        while source in self._waiting:
-            taken = self._pop(source)
+        while (taken := self.rooms.pop(source)) is not None:
             if now < taken.until:
                 return taken
         return None
 
     def is_new(self, source: str) -> bool:
         """Whether no Hello to this source has named one of its rooms yet."""
-        return any(not each.hellos for each in self._waiting.get(source, {}).values())
+        return any(not withdrawal.hellos for withdrawal in self.rooms.at(source))
 
     def in_hello(self, source: str, now: float) -> tuple[Withdrawn, ...]:
         """The rooms that the next Hello to this source names. Nothing acknowledges them, so each is in several."""
-        waiting = self._waiting.get(source, {})
-        named = sorted(waiting.values(), key=lambda each: each.hellos)[:WITHDRAWN_MAX]
-        for each in named:
-            each.hellos += 1
-        for each in [each for each in waiting.values() if each.hellos >= HELLOS or now >= each.until]:
-            self._remove(source, each.room)
-        return tuple([Withdrawn(each.room, each.detail) for each in named])
-
-    def _pop(self, source: str) -> Withdrawal:
-        return self._remove(source, next(iter(self._waiting[source])))
-
-    def _remove(self, source: str, room_id: int) -> Withdrawal:
-        waiting = self._waiting[source]
-        removed = waiting.pop(room_id)
-        self._count -= 1
-        if not waiting:
-            del self._waiting[source]
-        return removed
+        waiting = self.rooms.at(source)
+        named = sorted(waiting, key=lambda withdrawal: withdrawal.hellos)[:WITHDRAWN_MAX]
+        for withdrawal in named:
+            withdrawal.hellos += 1
+        for withdrawal in waiting:
+            if withdrawal.hellos >= HELLOS or now >= withdrawal.until:
+                self.rooms.pop(source, withdrawal.room)
+        return tuple([Withdrawn(withdrawal.room, withdrawal.detail) for withdrawal in named])

@@ -24,7 +24,7 @@ from .dialled import SOCKETS, Dialled, affordable_dials
 from .gone import AbsentPeers, Gone
 from .keys import Address, AllowList, Endpoint, KeyPair, is_loopback_host
 from .limits import BusLimits
-from .lines import SessionLines
+from .lines import Process, SessionLines
 from .listening import address_bound, reserve
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, address_of_frame, open_socket
 from .zap import DOMAIN, Authenticator
@@ -194,10 +194,10 @@ class Bus:
         Returns False where the peer is not connected or does not read. A Hello to a dialled peer is stored, and opens
         every later connection.
         """
-        if self._lines.send(peer, message):
+        frame = encode(message)
+        if self._lines.send(peer, message, frame):
             self.sent += 1
             return True
-        frame = encode(message)
         if type(message) is Hello and (dialled := self._dialled.get(peer)) is not None:
             dialled.hello = frame
         sent = self.send_frame(peer, frame)
@@ -221,7 +221,7 @@ class Bus:
 
     def attach(self, peer: str, session: int, socket: socket.socket, *, greeted: bool) -> None:
         """As SessionLines.attach. There are no more lines than endpoints may be dialled."""
-        self._lines.attach(peer, session, socket, greeted=greeted)
+        self._lines.attach(peer, session, socket, greeted=greeted, process=self._process_of(peer))
 
     def detach(self, session: int) -> None:
         """As SessionLines.detach."""
@@ -229,7 +229,12 @@ class Bus:
 
     def read_lines(self, peer: str | None = None) -> None:
         """Receives what this peer, or every peer, has sent by lines until now."""
-        self._lines.read(peer)
+        self._lines.read(None if peer is None else self._process_of(peer))
+
+    def _process_of(self, peer: str) -> Process:
+        """Whose lines are read with this peer's messages: a process that this node dials may have several names."""
+        dialled = self._dialled.get(peer)
+        return peer if dialled is None or dialled.incarnation is None else dialled.incarnation
 
     def allow(self, allowed: AllowList) -> list[str]:
         """Replaces the allow-list; returns the names of the peers that lost access.
@@ -411,12 +416,14 @@ class Bus:
             self.refused += 1
             text = f"role: {dialled.name} has {role!r}, it is dialled as {dialled.role!r}"
             message = Reject(0, Cause.REFUSED.value, (text,))
+        elif type(message) is Welcome and message.identity.incarnation != dialled.incarnation:
+            self.read_lines(dialled.name)  # of the process that it replaces
+            dialled.incarnation = message.identity.incarnation
         self._pass_on(dialled.name, message)
 
     def _pass_on(self, peer: str, message: Message) -> None:
-        """A message of ZMQ: what the peer had sent by a line before it comes first. A dialled endpoint may be another
-        name of the process whose line it is."""
-        self._lines.read(None if peer in self._dialled else peer)
+        """A message of ZMQ: what its process had sent by a line before it comes first."""
+        self.read_lines(peer)
         self.received_message(peer, message)
 
     def peer_name(self, name: str) -> str:

@@ -82,6 +82,7 @@ class Dialled:
         self._take, self._context, self._loop, self._keys, self._limits = take, context, loop, keys, limits
         self.hello: bytes | None = None
         self.connected = False
+        self.incarnation: int | None = None  # of the process that has answered last
         self.muted_until = float("-inf")
         self._link: _Link | None = None
         self._tcp: TcpConnection | None = None

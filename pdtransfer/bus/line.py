@@ -40,6 +40,7 @@ class SessionLine:
         socket: unix.socket,
         *,
         peer: str,
+        process: str | int,
         session: int,
         greeted: bool,
         take: Callable[[SessionLine, bytes], None],
@@ -48,7 +49,7 @@ class SessionLine:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """`greeted`: the peer's OPENING was read already. Raises OSError, and closes the socket then."""
-        self.peer, self.session = peer, session
+        self.peer, self.process, self.session = peer, process, session
         self._socket, self._take, self._ended, self._limits = socket, take, ended, limits
         self._loop = loop
         self._open = greeted  # for frames to be sent

@@ -8,15 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket as unix
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ..disconnect import disconnect
 from ..errors import RemoteProtocolError
-from ..wire import Goodbye, Message, Reject, decode, encode
+from ..wire import Goodbye, Message, Reject, decode
 from .limits import BusLimits
 from .line import GRANT_MESSAGES, SessionLine
 
 log = logging.getLogger(__name__)
+
+
+Process: TypeAlias = str | int
+"""What tells one process of a peer from another: the peer's name, or the incarnation that it has told."""
 
 
 class LineOwner(Protocol):
@@ -49,58 +53,62 @@ class SessionLines:
     ) -> None:
         self._owner, self._lines_max, self._limits, self._loop = owner, lines_max, limits, loop
         self._line_type = line_type
-        self._lines: dict[str, dict[int, SessionLine]] = {}  # by peer and session
+        self._lines: dict[int, SessionLine] = {}  # by session
+        self._processes: dict[Process, dict[int, SessionLine]] = {}  # the same, by the process at the other end
 
-    def attach(self, peer: str, session: int, socket: unix.socket, *, greeted: bool) -> None:
+    def attach(
+        self, peer: str, session: int, socket: unix.socket, *, greeted: bool, process: Process | None = None
+    ) -> None:
         """Takes over a socket as the line of a session with this peer, until its end. `greeted` as SessionLine has it.
-        Beyond `lines_max`, and on an error, the socket is closed."""
+        `process`: which one it is, where its peer has several names. Beyond `lines_max`, and on an error, the socket is
+        closed."""
         self.detach(session)
-        if sum(map(len, self._lines.values())) >= self._lines_max:
+        if len(self._lines) >= self._lines_max:
             disconnect(socket)
             return
         try:
             line = self._line_type(
-                socket, peer=peer, session=session, greeted=greeted,
+                socket, peer=peer, process=peer if process is None else process, session=session, greeted=greeted,
                 take=self._on_frame, ended=self._on_end, limits=self._limits, loop=self._loop,
             )  # fmt: skip
         except OSError as error:
             log.warning("session %#x has no line, and its messages go by ZMQ: %s", session, error.strerror)
         else:
-            self._lines.setdefault(peer, {})[session] = line
+            self._lines[session] = self._processes.setdefault(line.process, {})[session] = line
 
     def detach(self, session: int) -> None:
         """Closes the line of a session: its messages go by ZMQ from now on. Idempotent."""
-        for lines in list(self._lines.values()):
-            if (line := lines.get(session)) is not None:
-                self._drop(line)
+        if (line := self._lines.get(session)) is not None:
+            self._drop(line)
 
     def end(self, peer: str | None = None) -> None:
         """Closes every line with this peer, or with every peer."""
-        for line in self.of(peer):
-            self._drop(line)
+        for line in list(self._lines.values()):
+            if peer in (None, line.peer):
+                self._drop(line)
 
-    def send(self, peer: str, message: Message) -> bool:
-        """Whether the message has gone by a line. What ends a session, or all of them, ends their lines first."""
+    def send(self, peer: str, message: Message, frame: bytes) -> bool:
+        """Whether the message, encoded as `frame`, has gone by a line. What ends a session, or all of them, ends their
+        lines first."""
         if isinstance(message, GRANT_MESSAGES):
-            line = self._lines.get(peer, {}).get(message.session)
-            return line is not None and line.send(encode(message))
+            line = self._lines.get(message.session)
+            return line is not None and line.peer == peer and line.send(frame)
         if type(message) is Reject:  # what still comes by the session's line would cost more Rejects
-            if (line := self._lines.get(peer, {}).get(message.session)) is not None:
+            if (line := self._lines.get(message.session)) is not None and line.peer == peer:
                 self._drop(line)
         elif type(message) is Goodbye:
             self.end(peer)
         return False
 
-    def read(self, peer: str | None = None) -> None:
-        """Receives what this peer, or every peer, has sent by lines until now: it counts before what comes by ZMQ, and
-        before what the clock says of the peer."""
-        for line in self.of(peer):
+    def read(self, process: Process | None = None) -> None:
+        """Receives what this process, or every one, has sent by lines until now: it counts before what comes by ZMQ,
+        and before what the clock says of the peer."""
+        for line in self.of(process):
             line.read_now()
 
-    def of(self, peer: str | None = None) -> list[SessionLine]:
-        """The lines with this peer, or with every peer."""
-        of_peers = self._lines.values() if peer is None else [self._lines.get(peer, {})]
-        return [line for lines in of_peers for line in lines.values()]
+    def of(self, process: Process | None = None) -> list[SessionLine]:
+        """The lines with this process, or with every one."""
+        return list((self._lines if process is None else self._processes.get(process, {})).values())
 
     def _on_frame(self, line: SessionLine, frame: bytes) -> None:
         try:
@@ -122,11 +130,11 @@ class SessionLines:
 
     def _drop(self, line: SessionLine) -> None:
         """Closes a line; the frame that it has sent the beginning of goes by ZMQ."""
-        lines = self._lines.get(line.peer, {})
-        if lines.get(line.session) is line:
-            del lines[line.session]
-            if not lines:
-                del self._lines[line.peer]
+        if self._lines.get(line.session) is line:
+            of_process = self._processes[line.process]
+            del self._lines[line.session], of_process[line.session]
+            if not of_process:
+                del self._processes[line.process]
         line.close()
         unfinished, line.unfinished = line.unfinished, b""
         if unfinished:

@@ -13,10 +13,25 @@ from struct import pack
 
 import pytest
 
-from pdtransfer.bus import dialled
+from pdtransfer.bus import bus, dialled
 from pdtransfer.bus.line import OPENING, SessionLine
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.wire import Abort, Goodbye, Grant, Granted, Landed, Message, Part, Ping, Reject, Released, encode
+from pdtransfer.wire import (
+    Abort,
+    Goodbye,
+    Grant,
+    Granted,
+    Identity,
+    Landed,
+    Message,
+    Part,
+    Ping,
+    Ranks,
+    Reject,
+    Released,
+    Welcome,
+    encode,
+)
 from tests.support.bus_peers import ANY_PORT, LIMITS, Node
 from tests.support.internals import lines_of
 from tests.support.waiting import on_loop, until
@@ -35,7 +50,7 @@ class Ends:
         self.ended: list[RemoteProtocolError | None] = []
         self._broken = broken
         self.line = SessionLine(
-            self.ours, peer="p", session=SESSION, greeted=greeted, take=self._take,
+            self.ours, peer="p", process="p", session=SESSION, greeted=greeted, take=self._take,
             ended=lambda _, error: self.ended.append(error), limits=replace(LIMITS, **limits),
             loop=asyncio.get_running_loop(),
         )  # fmt: skip
@@ -339,6 +354,46 @@ async def test_what_a_peer_has_sent_by_a_line_comes_before_what_it_sends_by_zmq(
         time.sleep(0.2)  # noqa: ASYNC251 - the I/O threads carry the last one meanwhile, and the loop reads nothing
         await until(lambda: (source, last) in receiver.heard)
         assert receiver.heard == [(source, message) for message in (*sent, last)]
+
+
+@on_loop
+async def test_the_lines_of_a_process_and_no_others_are_read_before_its_messages_by_any_of_its_names() -> None:
+    async with joined() as (prefill, decode_node, peer), Node("q") as other:
+        alias = await decode_node.meet(peer.replace("127.0.0.1", "localhost"), "d")
+        stranger = await decode_node.meet(await other.bus.bind(ANY_PORT), "d")
+        for node, name, incarnation in ((prefill, peer, 8), (prefill, alias, 8), (other, stranger, 9)):
+            await decode_node.ping(name, incarnation)  # by which its answer goes
+            welcome = Welcome(1, Identity("n", "prefill", incarnation, Ranks(), "model", b"", 16))
+            node.bus.send("node:d", welcome)
+            await until(lambda name=name, welcome=welcome: (name, welcome) in decode_node.heard)
+        for node, name, session in ((prefill, peer, SESSION), (other, stranger, 6)):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            node.bus.attach("node:d", session, ours, greeted=False)
+            theirs.recv(len(OPENING))
+            decode_node.bus.attach(name, session, theirs, greeted=True)
+        await decode_node.ping(alias, 10)
+        await asyncio.sleep(0.01)  # the openings are read
+        decode_node.heard.clear()
+        strangers_reads: list[int] = []
+        lines_of(decode_node.bus)[6].read_now = lambda: strangers_reads.append(1)  # type: ignore[method-assign]
+        sent = [Landed(SESSION, number, 1, b"", b"") for number in range(1, 61)]
+        for message in (*sent, Goodbye(8, "shutdown")):
+            assert prefill.bus.send("node:d", message)
+        time.sleep(0.2)  # noqa: ASYNC251 - the I/O threads carry the last one meanwhile, and the loop reads nothing
+        await until(lambda: (alias, Goodbye(8, "shutdown")) in decode_node.heard)
+        assert decode_node.heard == [*((peer, message) for message in sent), (alias, Goodbye(8, "shutdown"))]
+        assert not strangers_reads
+
+
+@on_loop
+async def test_a_message_that_its_line_does_not_take_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with joined() as (_, decode_node, peer):
+        encoded: list[Message] = []
+        monkeypatch.setattr(bus, "encode", lambda message: encoded.append(message) or encode(message))
+        grant = Grant(SESSION, 1, 1, 1, 0, (Part(0, 0, 1, bytes(LIMITS.line_bytes_max)),), True, 1)
+        assert decode_node.bus.send(peer, grant)
+        assert decode_node.bus.send(peer, Released(SESSION, 1))
+        assert encoded == [grant, Released(SESSION, 1)]
 
 
 @on_loop

@@ -15,7 +15,7 @@ from pdtransfer.bus.limits import BusLimits
 from pdtransfer.bus.line import OPENING, SessionLine
 from pdtransfer.bus.lines import SessionLines
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.wire import Landed, Message, decode
+from pdtransfer.wire import Landed, Message, decode, encode
 
 if TYPE_CHECKING:
     from .process import Process
@@ -185,7 +185,7 @@ class ProcessLines:
         self.detach, self.read, self.end = self._lines.detach, self._lines.read, self._lines.end
 
     def send(self, peer: str, message: Message) -> bool:
-        sent = self._lines.send(peer, message)
+        sent = self._lines.send(peer, message, encode(message))
         if sent:
             self._process.world.seen["messages by a line"] += 1
             self._process.world.log(f"{self._process.name} -> {peer} by a line {message}")

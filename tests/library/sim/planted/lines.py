@@ -7,7 +7,7 @@ from typing import Any
 from pdtransfer import disconnect
 from pdtransfer.bus import line, lines
 from pdtransfer.bus.line import SessionLine
-from pdtransfer.bus.lines import SessionLines
+from pdtransfer.bus.lines import Process, SessionLines
 
 from . import Patch
 
@@ -16,8 +16,8 @@ def read_in_its_own_turn(patch: Patch) -> None:
     """What comes over the network counts before what has come by a line."""
     read = SessionLines.read
 
-    def late(self: SessionLines, peer: str | None = None) -> None:
-        if peer is None:
+    def late(self: SessionLines, process: Process | None = None) -> None:
+        if process is None:
             read(self)
 
     patch(SessionLines, "read", late)
@@ -27,9 +27,9 @@ def lost_before_it_is_read(patch: Patch) -> None:
     """The clock says that a peer is silent, of which something waits to be read."""
     read = SessionLines.read
 
-    def late(self: SessionLines, peer: str | None = None) -> None:
-        if peer is not None:
-            read(self, peer)
+    def late(self: SessionLines, process: Process | None = None) -> None:
+        if process is not None:
+            read(self, process)
 
     patch(SessionLines, "read", late)
 

@@ -260,8 +260,6 @@ class PrefillNode:
         started_ns = self._started_ns.pop((order.session, order.write))
         if order.after is not None:
             started_ns = max(started_ns, order.after.opened_ns)
-            if order.after.broken:
-                self._broken(order.room, order.after.broken)
         took_ns = self.stamp_ns - started_ns
         if self._spans is not None:
             self._report_span(self._spans, order, started_ns, outcome)

@@ -199,12 +199,12 @@ class PrefillTransports:
         *,
         spans: Spans | None = None,
         lost: Callable[[int], None] = lambda _: None,
-        broken: Callable[[int, Exception], None] = lambda _, __: None,
+        broken: Callable[[int, Exception | str], None] = lambda _, __: None,
         wake_hint: WakeHint = lambda _: None,
     ) -> None:
         """`spans` gets each launch of a card. `lost` is called for a session that can write no more, and is to be
-        fenced; `broken` for a room whose event cannot be queried any more: its writes are held back until they are
-        cancelled; `wake_hint` as WakeHint says."""
+        fenced; `broken` for a room whose event cannot be queried any more, whoever has asked it: its writes are held
+        back until they are cancelled, or have failed; `wake_hint` as WakeHint says."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
         card = None if options.card is None else PoolCard(options.card, spans)
@@ -279,8 +279,10 @@ class PrefillTransports:
         """As WriterTransport.write, of a session that may be mapped no more, with a gate that may be closed."""
         if (transport := self._sessions.get(order.session)) is None:
             self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
-        elif order.after is None or order.after.opened_ns or transport.waits(order.after):
+        elif order.after is None or order.after.opened_ns:
             transport.write(order, done)
+        elif transport.waits(order.after):
+            transport.write(order, partial(self._waited, done))
         else:
             self._hold(order.after, order, done)
 
@@ -296,6 +298,12 @@ class PrefillTransports:
         if not held:
             del self._held[key]
         self.write(order, done)
+
+    def _waited(self, done: WriteDone, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
+        """The end of a write whose transport has waited for its gate: a gate that has broken ends its room first."""
+        if order.after is not None and order.after.broken:
+            self._broken(order.room, order.after.broken)
+        done(order, outcome, detail, checksum)
 
     def _on_broken_event(self, key: tuple[int, int], error: Exception) -> None:
         self._broken(self._held[key][0][0].room, error)

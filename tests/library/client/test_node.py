@@ -180,7 +180,7 @@ async def test_what_has_arrived_is_received_before_a_tick() -> None:
 @on_loop
 async def test_both_nodes_read_their_lines_before_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Bus] = []
-    monkeypatch.setattr(Bus, "read_lines", lambda bus: read.append(bus))
+    monkeypatch.setattr(Bus, "read_lines", lambda bus, peer=None: None if peer else read.append(bus))
     async with nodes() as it:
         it.expect(1)
         it.send(1)
@@ -199,12 +199,16 @@ class Performed:
         self.ticker = Ticker(lambda: None, lambda: None, LoopClock(SLACK_S))
         self.perform: EffectRunner[int] = EffectRunner(self._perform, self.ticker)
         self.makes: dict[int, list[int]] = {}
+        self.unended: list[int] = []
 
     def _perform(self, effect: int) -> None:
         if effect < 0:
             raise RuntimeError(effect)
+        assert not self.unended, "the effect before it has not ended"
+        self.unended.append(effect)
         self.done.append(effect)
         self.perform(self.makes.get(effect, []))
+        self.unended.pop()
 
 
 @on_loop

@@ -136,6 +136,7 @@ def main() -> int:
     if options.mutant:
         MUTANTS[options.mutant].plant(plant)
         kind = kind or MUTANTS[options.mutant].kind
+        options.first = options.first or MUTANTS[options.mutant].first
     if options.seed is not None:
         total = run([options.seed], kind=kind, trace=options.trace, replay=replay)
     else:

@@ -24,11 +24,13 @@ from .planted import (
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A planted bug; to be caught within this many seeds of worlds of that kind, about three times what it took."""
+    """A planted bug; to be caught within this many seeds of worlds of that kind, about three times what it took. One
+    that few worlds show begins at its `first` seed."""
 
     plant: Callable[[Patch], None]
     kind: str
     seeds: int
+    first: int = 0
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -78,7 +80,7 @@ MUTANTS: dict[str, Mutant] = {
     "quarantine counted forever": Mutant(decode.quarantine_counted_for_ever, "rough", 6),
     "a place kept by a failed room": Mutant(decode.place_kept_by_a_failed_room, "crowded", 6),
     "a deadline as a time of day": Mutant(decode.deadline_as_a_time_of_day, "patient", 3),
-    "a router's death unnoticed": Mutant(requests.restart_of_a_router_unnoticed, "fleet", 24),
+    "a router's death unnoticed": Mutant(requests.restart_of_a_router_unnoticed, "fleet", 30, first=24),
     "ended rooms forgotten": Mutant(requests.ended_rooms_forgotten, "fleet", 9),
     "Tokens said once": Mutant(requests.tokens_said_once, "fleet", 3),
     "a gap in Tokens unheeded": Mutant(requests.gap_in_tokens_unheeded, "fleet", 6),
@@ -101,7 +103,7 @@ MUTANTS: dict[str, Mutant] = {
     "the leader dialled alone": Mutant(requests.leader_dialled_alone, "groups", 3),
     "the leader let in alone": Mutant(requests.leader_let_in_alone, "groups", 12),
     "landed with the first grant": Mutant(prefill.landed_with_the_first_grant, "groups", 12),
-    "sent to who drains": Mutant(requests.sent_to_who_drains, "leaving", 21),
+    "sent to who drains": Mutant(requests.sent_to_who_drains, "leaving", 30, first=150),
     "never tried again": Mutant(requests.never_tried_again, "leaving", 12),
     "checksums not compared": Mutant(rows.checksums_not_compared, "checked", 15),
     "READY before it is read": Mutant(rows.ready_before_it_is_read, "checked", 6),

@@ -162,12 +162,15 @@ def test_every_planted_bug_is_caught_within_its_seeds(name: str, monkeypatch: py
 
     mutant = MUTANTS[name]
     mutant.plant(plant)
-    tally = run(range(mutant.seeds), kind=mutant.kind)
+    tally = run(range(mutant.first, mutant.first + mutant.seeds), kind=mutant.kind)
     assert tally.failure, f"{name!r} lived through {tally.seeds} seeds"
     # By a check, the world's or the code's own: that the mutant itself is out of date shows nothing.
     by_the_code = "AssertionError" in tally.failure or "RemoteProtocolError" in tally.failure
     assert "Traceback" not in tally.failure or by_the_code, tally.failure
-    assert f"replay: python -m tests.library.sim --seed {tally.seeds - 1} --kind {mutant.kind} --trace" in tally.failure
+    assert (
+        f"replay: python -m tests.library.sim --seed {mutant.first + tally.seeds - 1} --kind {mutant.kind} --trace"
+        in tally.failure
+    )
 
 
 def test_the_documents_count_kinds_and_mutants_as_there_are() -> None:

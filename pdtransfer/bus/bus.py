@@ -12,6 +12,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import zmq
 
@@ -27,7 +28,9 @@ from .limits import BusLimits
 from .lines import Process, SessionLines
 from .listening import address_bound, reserve
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, address_of_frame, open_socket
-from .zap import DOMAIN, Authenticator
+
+if TYPE_CHECKING:
+    from .zap import Authenticator
 
 
 class Bus:
@@ -70,7 +73,11 @@ class Bus:
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 2 * SOCKETS * self._limits.dials_max + 8)
-        self._zap = None if allowed is None else Authenticator(self._context, self._loop, allowed, self._limits)
+        self._zap: Authenticator | None = None
+        if allowed is not None:
+            from .zap import Authenticator
+
+            self._zap = Authenticator(self._context, self._loop, allowed, self._limits)
         self._router: zmq.Socket[bytes] | None = None
         self._router_drain: Drain | None = None
         self._connections = Connections(self._limits, supersede=supersede)
@@ -106,6 +113,8 @@ class Bus:
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.IPV6, int(listener.family == socket.AF_INET6))
         if self._keys is not None:
+            from .zap import DOMAIN
+
             router.set(zmq.CURVE_SERVER, 1)
             router.set(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
             router.set(zmq.CURVE_SECRETKEY, self._keys.secret.encode())

@@ -19,11 +19,12 @@ from typing import Self
 import zmq
 from zmq.utils import z85
 
-from ..errors import ConfigError
+from ..errors import Cause, ConfigError
 from ..limits import ADDRESS_LENGTH_MAX, NAME_LENGTH_MAX
-from ..wire import KEY_LENGTH, Ranks, split_key
+from ..wire import KEY_LENGTH, Message, Ranks, Reject, split_key
 from ..wire.ranks import label
 
+REVOKED = "its key was revoked, or its role"
 ROLES = frozenset({"prefill", "decode", "router"})
 FILE_BYTES_MAX = 1 << 20  # an allow-list of some 10,000 peers
 
@@ -291,3 +292,8 @@ def read_guarded(path: str | Path, *, forbidden: int, advice: str) -> str:
 def key_of(leaders: Path, ranks: Ranks) -> Path:
     """Returns the path of another rank's key, beside its leader's. Each rank is a peer with a key of its own."""
     return leaders.with_name(f"{leaders.name.removesuffix('.key')}-{label(ranks)}.key")
+
+
+def revoked() -> Message:
+    """The message of a peer that refuses this node for good: the node never dials it again."""
+    return Reject(0, Cause.REFUSED.value, (REVOKED,))

@@ -35,6 +35,7 @@ from ..handoff.effects import (
 from ..handoff.events import Event
 from ..handoff.sharing import Replicas
 from ..layout.deepseek_v4 import deepseek_v4
+from ..layout.engine_pools import CardMemory
 from ..layout.layout import Component, Layout, Plane, Span
 from ..layout.layout_builders import (
     C4_PARTS,
@@ -48,7 +49,6 @@ from ..layout.layout_builders import (
 )
 from ..limits import Limits
 from ..memory.arena_memory import ArenaMemory
-from ..memory.engine_pools import CardMemory
 from ..memory.hbm import Hbm
 from ..memory.mapping import Mapping, allocate
 from ..transports.base import Transport

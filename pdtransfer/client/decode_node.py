@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..bus.gone import Gone
-from ..bus.keys import AllowList
+from ..bus.keys import AllowList, revoked
 from ..disconnect import disconnect
 from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
 from ..handoff.decode.records import LeaseEntry
@@ -48,7 +48,7 @@ from ..transports.select import DecodeTransports, on_loopback
 from ..transports.verifier import Verifier
 from ..wire import Goodbye, Message
 from .core_driver import EffectRunner, LoopClock, Ticker
-from .settings import NodeSettings, Others, PeerTimed, revoked
+from .settings import NodeSettings, Others, PeerTimed
 
 log = logging.getLogger(__name__)
 

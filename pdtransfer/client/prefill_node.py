@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 
 from ..bus.gone import Gone
-from ..bus.keys import AllowList
+from ..bus.keys import REVOKED, AllowList, revoked
 from ..disconnect import disconnect
 from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
 from ..handoff.effects import (
@@ -41,7 +41,7 @@ from ..transports.options import WriterOptions, of_node
 from ..transports.select import PrefillTransports
 from ..wire import Goodbye, Landed, Member, Message, Released
 from .core_driver import EffectRunner, LoopClock, Ticker
-from .settings import REVOKED, NodeSettings, Others, PeerTimed, revoked
+from .settings import NodeSettings, Others, PeerTimed
 
 log = logging.getLogger(__name__)
 

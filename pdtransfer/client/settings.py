@@ -15,12 +15,12 @@ from ..bus.gone import Gone
 from ..bus.keys import AllowList, KeyPair
 from ..bus.limits import BusLimits
 from ..bus.sockets import LogThrottle
-from ..errors import Cause, RemoteProtocolError
+from ..errors import RemoteProtocolError
 from ..limits import FACTS_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX, TOKENS_MAX, Limits
 from ..threads import AUTO
 from ..transports.port_guard import PortGuard
 from ..transports.select import place
-from ..wire import Fact, Holds, Identity, Member, Message, Ranks, Reject
+from ..wire import Fact, Holds, Identity, Member, Message, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,6 @@ Others = Callable[[str, Message], bool]
 
 PeerTimed = Callable[[str, str, float], None]
 """Gets a peer's name, the transport of the session with it, and a time in seconds by this process's clock."""
-
-REVOKED = "its key was revoked, or its role"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +85,3 @@ class NodeSettings:
         if self.guard is not None:
             self.guard.meet(bus.address_of)
         return bus
-
-
-def revoked() -> Message:
-    """The message of a peer that refuses this node for good: the node never dials it again."""
-    return Reject(0, Cause.REFUSED.value, (REVOKED,))

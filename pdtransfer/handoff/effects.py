@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -11,17 +11,12 @@ from numpy.typing import NDArray
 
 from ..errors import Cause
 from ..layout.layout import Component
-from ..wire import Message, Reach
-from .ready_gate import ReadyGate
-from .slot_allocator import Extents
+from ..wire import Reach
+from .send import Send
 
-
-class Send(Struct, frozen=True):
-    """Send `message` to `peer`: a dialled endpoint, or the authenticated name of a peer that dialled. It may be
-    lost."""
-
-    peer: str
-    message: Message
+if TYPE_CHECKING:
+    from .ready_gate import ReadyGate
+    from .slot_allocator import Extents
 
 
 # Decode

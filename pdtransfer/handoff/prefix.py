@@ -8,9 +8,7 @@ last use, the deepest first, so that the oldest is always a leaf.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from hashlib import sha256
-from itertools import takewhile
+from collections.abc import Iterable, Sequence
 from math import lcm
 
 import numpy as np
@@ -18,28 +16,8 @@ import numpy as np
 from ..layout.layout import Component
 from ..limits import TOKENS_MAX, Limits
 from .component_variants import leased
+from .prefix_keys import block_keys, root_key
 from .slot_allocator import Block, Extents, Holding, SlotAllocator, cut
-
-KEY_BYTES = 16
-_ID_BYTES = 4  # a token id is sent and hashed as little-endian u32
-
-
-def root_key(model: str, weights: bytes, salt: bytes) -> bytes:
-    """The key before a prompt's first block."""
-    digest = sha256()
-    for part in (model.encode(), weights, salt):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()[:KEY_BYTES]
-
-
-def block_keys(root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int) -> tuple[bytes, ...]:
-    """A key for each of the first `blocks_max` full blocks of `prompt`, little-endian u32 token ids."""
-    size, view = block_tokens * _ID_BYTES, memoryview(prompt)
-    running, keys = sha256(root), list[bytes]()  # one running digest: a new one for each block takes twice as long
-    for at in range(0, min(len(prompt) // size, blocks_max) * size, size):
-        running.update(view[at : at + size])
-        keys.append(running.digest()[:KEY_BYTES])
-    return tuple(keys)
 
 
 def block_tokens_of(components: Sequence[Component], least: int) -> int:
@@ -54,41 +32,6 @@ def block_tokens_of(components: Sequence[Component], least: int) -> int:
 def prefix_rows(component: Component, prefix: int) -> int:
     """Rows that decode already has: whole rows of components that every token owns; the others cross again."""
     return prefix // component.tokens_per_row if component.span.kind == "all" else 0
-
-
-class KnownPrefixes:
-    """The keys that a router sent to one worker recently, at most `keys_max`; a prompt's deepest blocks are dropped
-    first. `learned` and `forgot` report keys that are new, and keys that are known no more."""
-
-    def __init__(
-        self,
-        keys_max: int,
-        *,
-        learned: Callable[[bytes], None] = lambda _: None,
-        forgot: Callable[[Collection[bytes]], None] = lambda _: None,
-    ) -> None:
-        self._keys_max, self._learned, self._forgot = keys_max, learned, forgot
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-
-    def learn(self, keys: Sequence[bytes]) -> None:
-        """Adds keys."""
-        for key in reversed(keys):
-            if key in self._keys:
-                self._keys.move_to_end(key)
-            else:
-                self._keys[key] = None
-                self._learned(key)
-        if len(self._keys) > self._keys_max:
-            self._forgot([self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._keys_max)])
-
-    def count(self, keys: Sequence[bytes]) -> int:
-        """The number of these keys up to the first unknown one."""
-        return sum(1 for _ in takewhile(self._keys.__contains__, keys))
-
-    def clear(self) -> None:
-        """Forgets all keys."""
-        self._forgot(self._keys)
-        self._keys.clear()
 
 
 class PrefixCache:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..errors import CapacityError, LocalProtocolError
 from ..handoff.events import Event
 from ..handoff.slot_allocator import Extents, FreeExtents, slot_count, slots_of
-from ..handoff.states import step
+from ..handoff.tables import step
 from .states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest, SparseRequestEvent
 
 Int64s = NDArray[np.int64]

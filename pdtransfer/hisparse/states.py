@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..handoff.states import Word
+from ..handoff.tables import Word
 
 
 class SparseRequest(Word):

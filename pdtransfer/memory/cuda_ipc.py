@@ -16,7 +16,7 @@ import msgspec
 from ..errors import TransportError, WorldError
 from ..kernels import card as cards
 from ..kernels import driver
-from .engine_pools import CardMemory
+from ..layout.engine_pools import CardMemory
 from .mapping import Mapping, map_received
 
 _UUID_BYTES = 16

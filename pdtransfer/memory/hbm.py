@@ -11,9 +11,9 @@ from collections.abc import Callable
 from ..errors import PDTransferError, WorldError
 from ..kernels.card import card as card_of
 from ..kernels.pools import Pool
+from ..layout.engine_pools import CardMemory
 from ..layout.layout import Layout
 from . import cuda_ipc, mapping
-from .engine_pools import CardMemory
 
 log = logging.getLogger(__name__)
 

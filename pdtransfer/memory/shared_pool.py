@@ -9,8 +9,8 @@ import weakref
 from contextlib import suppress
 
 from ..errors import WorldError
+from ..layout.engine_pools import SharedMemory
 from .available_memory import available_memory
-from .engine_pools import SharedMemory
 
 # fcntl has names for these from Python 3.13 on.
 _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4 | 0x10  # further seals, shrinking, growing, writing by later mappings

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ..handoff.events import Event, Spans
 from ..hisparse.settings import HiSparse, HotFigures
+from ..layout.engine_pools import CardMemory, SharedMemory
 from ..layout.layout import Component
-from ..memory.engine_pools import CardMemory, SharedMemory
 from ..wire import Logprobs, Ranks, Sampling
 
 Push: TypeAlias = Literal["auto", "layers", "end"]  # when rows leave: by size, by layer, or after the whole prompt

@@ -509,7 +509,7 @@ def test_deployed_unit_starts_a_daemon_that_its_example_settings_satisfy(
     assert Path(arguments[at]).name == "pdtransfer.toml"
     arguments[at] = str(REPO / "deploy" / "pdtransfer.toml")
     seen: list[Any] = []
-    module = "serve.router.router" if role == "router" else "serve.worker.daemon"
+    module = "serve.router.process" if role == "router" else "serve.worker.daemon"
     fake = SimpleNamespace(run=lambda given: seen.append(given) or 0)
     monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
     assert cli.main(arguments) == 0
@@ -599,7 +599,7 @@ def test_composed_nodes_start_daemons_with_the_keys_and_names_that_fleet_keys_gi
     publics = {each.name: KeyPair.read(each / "node.key").public for each in keys.iterdir()}
     seen: dict[str, list[Any]] = {}
     fake = SimpleNamespace(run=lambda given: seen[given.node].append(given) or 0)
-    for module in ("serve.worker.daemon", "serve.router.router"):
+    for module in ("serve.worker.daemon", "serve.router.process"):
         monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
     for name, words, environment in _composed():
         seen.setdefault(name, [])

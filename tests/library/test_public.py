@@ -104,7 +104,7 @@ def test_a_command_without_a_package_of_the_daemons_says_how_to_install_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "module", ["pdtransfer.serve.commands.cli", "pdtransfer.serve.router.router", "pdtransfer.serve.worker.daemon"]
+    "module", ["pdtransfer.serve.commands.cli", "pdtransfer.serve.router.process", "pdtransfer.serve.worker.daemon"]
 )
 def test_commands_and_daemons_import_without_torch(module: str, tmp_path: Path) -> None:
     done = python("-c", f"import {module}", absent={"torch"}, directory=tmp_path)

@@ -192,7 +192,7 @@ class Root:
             return 0
 
         fake = SimpleNamespace(run=run)
-        for module in ("worker.daemon", "router.router"):
+        for module in ("worker.daemon", "router.process"):
             patch.setitem(sys.modules, f"pdtransfer.serve.{module}", fake)
         environment = {name: self.moved(container, value) for name, value in variables(self._pod, container).items()}
         words = [self.moved(container, word) for word in container["args"]]

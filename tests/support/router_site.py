@@ -12,7 +12,7 @@ import aiohttp
 
 from pdtransfer.bus import Bus
 from pdtransfer.client.core_driver import EffectRunner, LoopClock, Ticker
-from pdtransfer.handoff.effects import Send
+from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.router import Router
 from pdtransfer.serve.settings.config import RouterConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdtransfer.handoff.effects import Send
+from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.router_effects import Accepted, Refusal
 from pdtransfer.serve.router.routing import Routing

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdtransfer.handoff.effects import Send
+from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.router_effects import Accepted, Emit, Fail, Finish, Refusal
 from pdtransfer.serve.router.router_rooms import CompletionRequest

@@ -14,8 +14,8 @@ from typing import Any
 
 from pdtransfer.errors import ArenaFullError, Cause, ConfigError
 from pdtransfer.handoff.admission import Demand
-from pdtransfer.handoff.prefix import KnownPrefixes
 from pdtransfer.limits import LOAD_MS, Limits
+from pdtransfer.serve.router.placement import KnownPrefixes
 from pdtransfer.serve.router.pool_worker import NoPair, RoutedPrompt, Worker, WorkerPair
 from pdtransfer.serve.router.worker_pool import WorkerPool
 from pdtransfer.wire import VERSION, Identity, Load, Ranks, Welcome

@@ -18,9 +18,9 @@ import torch
 
 from ...errors import ConfigError, WorldError
 from ...kernels.card import card as card_of
+from ...layout.engine_pools import CardMemory
 from ...memory import cuda_ipc
 from ...memory.arena_memory import ArenaMemory
-from ...memory.engine_pools import CardMemory
 from ...memory.hbm import Hbm
 from .torch_memory import MeasuredTensors, PooledTensors, arena_tensor, pooled_bytes
 

@@ -13,7 +13,8 @@ from ...wire import Abort, Grant, Part, Released, pack_extents
 from ..effects import DecodeEffect, Send
 from ..prefix import PrefixCache, prefix_rows
 from ..slot_allocator import Extents, Holding, cut
-from ..states import LEASE, Lease, LeaseEvent, SessionState, step
+from ..states import LEASE, Lease, LeaseEvent, SessionState
+from ..tables import step
 from ..timers import backoff_ms
 from .prefill_peers import PrefillPeers
 from .records import LeaseEntry, RoomRecord, SessionRecord

@@ -35,7 +35,8 @@ from ..identity_check import differences
 from ..liveness import Heard, Liveness
 from ..peers import Peers, full
 from ..sharing import share_of, wrong_fields
-from ..states import SESSION, SessionEvent, SessionState, step
+from ..states import SESSION, SessionEvent, SessionState
+from ..tables import step
 from ..timers import TimerKey, Timers, backoff_ms
 from .records import PeerRecord, SessionRecord
 

@@ -30,7 +30,8 @@ from ..admission import Admission
 from ..effects import DecodeEffect, Dial, PeerRefused, RoomDrained, RoomFailed, RoomLeased, RoomReady, Send, SessionLost
 from ..prefix import PrefixCache
 from ..slot_allocator import SlotAllocator
-from ..states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, SessionState, step
+from ..states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, SessionState
+from ..tables import step
 from .leases import Leases, fits_a_grant, reason_of
 from .post_landing import PostLanding, PrefixPublish
 from .prefill_peers import PrefillPeers

@@ -36,9 +36,10 @@ from ..identity_check import differences
 from ..liveness import Heard, Liveness
 from ..peers import Peers, full
 from ..sharing import pair_share
-from ..states import WRITER, WriterEvent, WriterState, step
+from ..states import WRITER, WriterEvent, WriterState
+from ..tables import step
 from ..timers import TimerKey, Timers
-from .writer_grants import WriterSession
+from .writer_grants import WriterSession, check_repeated
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +215,7 @@ class DecodePeers:
         if message.session in peer.ended or (known is not None and not known.open):
             self._out(Send(peer.name, Reject(message.session, "unknown_session", ())))  # The message is late.
         elif known is not None:
-            _check_same(known, message)
+            check_repeated("Register", known.register, message, begun="the session")
             if known.state is WriterState.UP:
                 self._out(Send(peer.name, Registered(known.id, known.bytes_ready, known.hbm_direct)))
         else:
@@ -231,7 +232,7 @@ class DecodePeers:
             self._table.reject(peer.name, message.session, Cause.FULL, text)
             return
         self._table.fits(peer.name)
-        session = WriterSession(message.session, peer.name, message.components, message.reach, peer.window)
+        session = WriterSession(message.session, peer.name, message, peer.window)
         self.sessions[session.id] = session
         if session.components:
             self._out(Map(session.id, message.reach, message.components))
@@ -305,17 +306,3 @@ def _check_hbm(component: Component, reach: Reach) -> None:
     if first < reach.hbm_base:
         raise ValueError(f"Register.reach.hbm_base: a plane begins at byte {first}, HBM at {reach.hbm_base}")
     component.layout.check_within(reach.hbm_base + reach.hbm_bytes, "Register.reach.hbm_bytes")
-
-
-def _check_same(session: WriterSession, message: Register) -> None:
-    """Raises RemoteProtocolError where a repeated Register of a session differs from the first."""
-    for name in ("transport", "host", "address", "base", "arena_bytes", "hbm_base", "hbm_bytes"):
-        was, now = getattr(session.reach, name), getattr(message.reach, name)
-        if was != now:
-            raise RemoteProtocolError(f"Register.reach.{name}", f"{now!r}, the session began with {was!r}")
-    for name in ("token", "hbm_handle"):
-        if getattr(message.reach, name) != getattr(session.reach, name):
-            raise RemoteProtocolError(f"Register.reach.{name}", "another one than the session began with")
-    if message.components != session.components:
-        text = f"{len(message.components)} that are not the {len(session.components)} which the session began with"
-        raise RemoteProtocolError("Register.components", text)

@@ -29,8 +29,8 @@ from ..states import (
     PrefillRoomEvent,
     WriterGrantEvent,
     WriterGrantState,
-    step,
 )
+from ..tables import step
 from ..timers import TimerKey, Timers
 from .cells import Cell, OpenRoom, ended, started
 from .decode_peers import DecodePeer, DecodePeers

@@ -12,20 +12,52 @@ from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ...errors import Cause, RemoteProtocolError
 from ...layout.checksum import CHECKSUM_BYTES, MASK
 from ...layout.layout import Component
 from ...limits import TEXT_LENGTH_MAX, Limits
-from ...wire import Drained, Failed, Grant, Landed, Part, Reach, unpack_extents
+from ...wire import Drained, Failed, Grant, Landed, Part, Register, unpack_extents
 from ..effects import PrefillEffect, Send, StopWriting
 from ..prefix import prefix_rows
 from ..slot_allocator import Extents, ExtentSet, end_of, slot_count, slots_below, slots_of
-from ..states import WRITER_GRANT, WRITER_GRANT_ENDS, WriterGrantEvent, WriterGrantState, WriterState, step
+from ..states import (
+    WRITER_GRANT,
+    WRITER_GRANT_ENDS,
+    WriterGrantEvent,
+    WriterGrantState,
+    WriterState,
+)
+from ..tables import step
 from ..timers import TimerKey, Timers, backoff_ms
 
 EndMessage: TypeAlias = Landed | Failed | Drained
+
+_SECRETS = frozenset({"token", "hbm_handle"})  # fields whose values no error shows
+
+
+def check_repeated(
+    name: str, first: Struct, repeated: Struct, *, begun: str, changing: frozenset[str] = frozenset()
+) -> None:
+    """Raises RemoteProtocolError that names a field in which a repeated message differs from the first: any but the
+    `changing` ones. `begun` is what the first one has begun."""
+    for each in first.__struct_fields__:
+        was, now = getattr(first, each), getattr(repeated, each)
+        if was == now or each in changing:
+            continue
+        field = f"{name}.{each}"
+        if isinstance(was, tuple):
+            text = f"{len(now)} that are not the {len(was)} which {begun} began with"
+        elif isinstance(was, Struct):
+            check_repeated(field, was, now, begun=begun)
+            continue
+        else:
+            text = (
+                f"another one than {begun} began with" if each in _SECRETS else f"{now!r}, {begun} began with {was!r}"
+            )
+        raise RemoteProtocolError(field, text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,15 +116,7 @@ class WriterGrant:
         first = self.message
         if first is None:
             return
-        for name in ("room", "tokens", "prefix", "send_aux", "enable_hisparse", "verify"):
-            was, now = getattr(first, name), getattr(message, name)
-            if was != now:
-                raise RemoteProtocolError(f"Grant.{name}", f"{now}, grant {self.number} had {was} before")
-        if message.parts != first.parts:
-            text = (
-                f"{len(message.parts)} parts that are not the {len(first.parts)} which grant {self.number} had before"
-            )
-            raise RemoteProtocolError("Grant.parts", text)
+        check_repeated("Grant", first, message, begun=f"grant {self.number}", changing=frozenset({"time_left_ms"}))
 
     def step(self, event: WriterGrantEvent) -> None:
         """Takes a step in the table; a grant that has ended releases its claim on the target slots."""
@@ -112,8 +136,7 @@ class WriterSession:
 
     id: int
     peer: str
-    components: tuple[Component, ...]
-    reach: Reach
+    register: Register  # the first; it repeats
     window: int
     state: WriterState = WriterState.MAPPING
     in_use: bool = False  # a message followed Register
@@ -126,6 +149,11 @@ class WriterSession:
     writes: dict[int, tuple[WriterGrant, int]] = field(default_factory=dict[int, tuple[WriterGrant, int]])
     next_write: int = 1
     _claims: dict[int, ExtentSet] = field(default_factory=dict[int, ExtentSet])
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """The memories of decode's arena that this rank writes."""
+        return self.register.components
 
     @property
     def open(self) -> bool:

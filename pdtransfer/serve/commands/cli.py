@@ -77,7 +77,7 @@ def router(config: Annotated[RouterConfig | None, FLAT] = None) -> int:
 def _serve(config: Config) -> int:
     logs.start(node=config.node, role=config.role, level=config.log_level, file=config.log_file, form=config.log_format)
     if isinstance(config, RouterConfig):
-        from ..router.router import run
+        from ..router.process import run
 
         return run(config)
     from ..worker.daemon import run as run_daemon

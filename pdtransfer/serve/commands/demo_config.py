@@ -10,7 +10,6 @@ from cyclopts import Parameter
 
 from ...bounds import bound, card_of, match, power_of_two
 from ...errors import ConfigError
-from ...transports.registry import TRANSPORTS, check_name
 from ...wire import Ranks
 from ...wire.ranks import SIZE_MAX, ranks_of
 from ..settings.config import BUILT_IN, PAGE_SIZE_MAX, REFERENCE, STAMP, Attention, HostLayout
@@ -51,7 +50,7 @@ class DemoConfig:
     decode_layout: Annotated[
         HostLayout, Parameter(name=("--decode-layout", "--host-layout"), help="How decode's arena is laid out.")
     ] = "page_first"
-    transport: Annotated[str, _help(f"How KV reaches decode's arena: auto, {' or '.join(TRANSPORTS)}.")] = "auto"
+    transport: Annotated[str, _help("How KV reaches decode's arena: auto, shm or mooncake.")] = "auto"
     verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
     hisparse: Annotated[bool, _help("Decode from the arena, with the hot tokens on the device.")] = False
     timeline: Annotated[Path | None, _help("Directory for all timelines, for `pdtransfer timeline`.")] = None
@@ -59,6 +58,8 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         card_of(self.device)
+        from ...transports.registry import check_name
+
         check_name(self.transport)
         if self.requests is not None:
             bound("requests", self.requests, 1, 1_000_000)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from ..settings.config import NodeConfig
 from ..tracing.ended_request import EndedRequests
 from .request_lines import log_ended
-from .span_export import SpanExporter
 
 
 @contextmanager
@@ -16,11 +15,14 @@ def recorded_ends(config: NodeConfig) -> Generator[EndedRequests]:
     """Gives the one place of this process to which records go. Raises ConfigError where a library is missing."""
     ended = EndedRequests()
     ended.subscribe(log_ended)
-    exporter = SpanExporter(config.otlp, node=config.node, role=config.role) if config.otlp else None
-    if exporter is not None:
-        ended.subscribe(exporter)
+    if not config.otlp:
+        yield ended
+        return
+    from .span_export import SpanExporter
+
+    exporter = SpanExporter(config.otlp, node=config.node, role=config.role)
+    ended.subscribe(exporter)
     try:
         yield ended
     finally:
-        if exporter is not None:
-            exporter.close()
+        exporter.close()

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
@@ -21,7 +22,9 @@ from ...limits import HTTP_CONNECTIONS_MAX
 from .browsers import BrowserGuard
 from .connection_limit import ConnectionLimiter
 from .process_metrics import http_counter
-from .tls import Handshakes, ServerTls
+
+if TYPE_CHECKING:
+    from .tls import Handshakes, ServerTls
 
 disable_created_metrics()  # they double every counter's series and add nothing
 
@@ -112,6 +115,8 @@ class HttpListener:
         assert self._runner.server is not None
         self.doors = ConnectionLimiter(self._runner.server, connections_max=self._connections_max)
         if tls is not None:
+            from .tls import Handshakes
+
             self._handshakes = Handshakes(self.doors, tls, handshakes_max=self._connections_max)
         loop, make = asyncio.get_running_loop(), self._handshakes or self.doors
         try:

@@ -9,7 +9,6 @@ from aiohttp import web
 
 from ...errors import ConfigError
 from ..process.signals import read_again
-from ..process.tls import ServerTls
 from ..settings.config import RouterConfig
 from .api_keys import ApiKeys
 from .openai_http import authenticated
@@ -23,6 +22,8 @@ class ClientGuard:
         self.tls = self.keys = None
         reloads: list[Callable[[], None]] = []
         if config.tls_cert is not None and config.tls_key is not None:
+            from ..process.tls import ServerTls
+
             self.tls = ServerTls(config.tls_cert, config.tls_key)
             reloads.append(partial(read_again, "the certificate", self.tls.read))
         if (path := config.api_keys) is not None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from ...errors import SUCCESSES, Cause
+from ...limits import NAME_LENGTH_MAX
 from ...wire import End
 from ..tracing.ended_request import EndedRequest, RequestSpan, TraceContext
 from .completions import BadRequestError
 from .router_effects import Fail, Finish, Retry
-from .servers.server_request import checked_request_id
 
 REQUEST_ID, TRACEPARENT = "X-Request-Id", "traceparent"  # headers
 LEFT = 499  # the status in the record of a request whose client left
@@ -218,6 +218,13 @@ class ClientRequest:
             copy_s=None if last is None else last.copy_s,
             spans=_spans(self.rooms[-1] if self.rooms else 0, first_s, total_s),
         )
+
+
+def checked_request_id(text: str) -> str:
+    """Returns it. Raises BadRequestError for one that a server may not take."""
+    if not 1 <= len(text) <= NAME_LENGTH_MAX or not text.isascii() or not text.isprintable():
+        raise BadRequestError("X-Request-Id", f"must be 1 to {NAME_LENGTH_MAX} printable ASCII characters")
+    return text
 
 
 def _spans(room: int, first_s: float | None, total_s: float) -> tuple[RequestSpan, ...]:

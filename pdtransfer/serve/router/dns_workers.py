@@ -6,19 +6,25 @@ worker's name on this node's allow-list, and the key of that name has to be at t
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ...bus.keys import AllowList, address_of, is_literal
 from ...errors import ConfigError, WorldError, missing_extra
 from ...limits import WORKERS_MAX
+from ..settings.config import RouterConfig
+from .membership import Found, Membership, log_once, unchanged
 from .pool_worker import Role
 
 if TYPE_CHECKING:
     from dns.asyncresolver import Resolver
     from dns.resolver import Answer
+
+log = logging.getLogger(__name__)
 
 ASK_S = 5.0  # how long a question may take, with all its repetitions
 TTL_S_MIN, TTL_S_MAX = 5.0, 60.0  # bounds of the time until the next question, whatever the answer's TTL
@@ -62,14 +68,6 @@ class Answered:
 
     places: tuple[Place, ...]
     ttl_s: float
-
-
-@dataclass(slots=True)
-class Found:
-    """The workers of a name, and why others of its records are none."""
-
-    workers: dict[str, Role] = field(default_factory=dict[str, Role])
-    refused: list[str] = field(default_factory=list[str])
 
 
 class Answers(Protocol):
@@ -155,3 +153,51 @@ def dns_server(text: str) -> tuple[str, int]:
     if found is None or not is_literal(host):
         raise ConfigError(f"dns_server = {text[:100]!r}: must be an address with or without a port")
     return host, int(found[2] or found[4] or _PORT)
+
+
+class DnsFollower:
+    """Follows the names of a config, each by a task of its own."""
+
+    def __init__(self, config: RouterConfig, membership: Membership) -> None:
+        """Raises ConfigError for a name that is invalid, or that cannot be followed with keys."""
+        self._config, self._membership = config, membership
+        self._names = [DnsName.parse("prefill", each) for each in config.prefill_dns]
+        self._names += [DnsName.parse("decode", each) for each in config.decode_dns]
+        for name in self._names:
+            if name.port and config.key is not None:
+                raise ConfigError(
+                    f"{name.role}_dns = '{name}': an address names no worker, and with keys a worker's key is that of "
+                    "its name on the allow-list: take srv://NAME, whose targets begin with those names"
+                )
+        self._answers: Answers = DnsResolver(config.dns_server)
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Returns the tasks, to be cancelled at the end."""
+        return [asyncio.create_task(self._follow(name)) for name in self._names]
+
+    async def _follow(self, name: DnsName) -> None:
+        """Where no resolver answers, the workers stay as they are."""
+        source, logged = f"{name.role} {name}", ""
+        while True:
+            wait_s, why = TTL_S_MIN, ""
+            try:
+                answered = await self._answers.ask(name)
+                found = await asyncio.to_thread(self._found, name, answered)
+                self._membership.listed(source, found.workers)
+                wait_s, why = answered.ttl_s, "; ".join(found.refused)
+                if why and why != logged:
+                    log.error("%s: %s", source, why)
+                elif logged and not why:
+                    log.info("%s: %d workers", source, len(found.workers))
+            except Exception as error:  # noqa: BLE001 (it is followed for as long as the router runs)
+                why = f"{source}: {unchanged(error)}"
+                log_once(why, logged, error)
+            logged = why
+            await asyncio.sleep(wait_s)
+
+    def _found(self, name: DnsName, answered: Answered) -> Found:
+        """Reads the allow-list anew: a key that the router has not yet read by itself is refused, and tried again."""
+        config = self._config
+        allowed = AllowList.read(config.allow) if config.allow is not None and config.key is not None else None
+        found = workers_of(name, answered.places, allowed=allowed, scheme="http" if config.relays else "tcp")
+        return self._membership.checked(f"{name.role} {name}", found)

@@ -8,14 +8,14 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ...bus.keys import AllowList
-from ...errors import ConfigError, PDTransferError
 from ..settings.config import RouterConfig
-from . import dns_workers
-from .admin import AdminApi
-from .dns_workers import Answered, Answers, DnsName, DnsResolver, Found, workers_of
-from .membership import Membership, WorkerSite
+from .membership import Membership, WorkerSite, log_once, unchanged
+
+if TYPE_CHECKING:
+    from .admin import AdminApi
+    from .dns_workers import DnsFollower
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +33,16 @@ class FleetChanges:
         self._config, self._membership = config, Membership(config, site)
         self._admin: AdminApi | None = None
         if config.admin_token is not None:
+            from .admin import AdminApi
+
             self._admin = AdminApi(self._membership, config.admin_token, allowed_hosts=config.allowed_hosts)
         if config.workers_file is not None:
             self._membership.read(config.workers_file)
-        self._names = [DnsName.parse("prefill", each) for each in config.prefill_dns]
-        self._names += [DnsName.parse("decode", each) for each in config.decode_dns]
-        for name in self._names:
-            if name.port and config.key is not None:
-                raise ConfigError(
-                    f"{name.role}_dns = '{name}': an address names no worker, and with keys a worker's key is that of "
-                    "its name on the allow-list: take srv://NAME, whose targets begin with those names"
-                )
-        self._answers: Answers | None = DnsResolver(config.dns_server) if self._names else None
+        self._dns: DnsFollower | None = None
+        if config.prefill_dns or config.decode_dns:
+            from .dns_workers import DnsFollower
+
+            self._dns = DnsFollower(config, self._membership)
         self._watching: list[asyncio.Task[None]] = []
 
     async def open(self) -> str:
@@ -55,8 +53,8 @@ class FleetChanges:
             seen = _signature(path)
             followed = self._membership.listed(str(path), await asyncio.to_thread(self._membership.read, path))
             self._watching.append(asyncio.create_task(self._watch(path, seen, followed)))
-        if self._answers is not None:
-            self._watching += [asyncio.create_task(self._follow(each, self._answers)) for each in self._names]
+        if self._dns is not None:
+            self._watching += self._dns.start()
         if self._admin is None:
             return ""
         address = await self._admin.open(self._config.admin)
@@ -86,47 +84,9 @@ class FleetChanges:
                 if changed:
                     log.info("%s: %d workers", path, len(workers))
             except Exception as error:  # noqa: BLE001 (it is followed for as long as the router runs)
-                why, followed = _unchanged(error), False
-                _say(why, said, error)
+                why, followed = unchanged(error), False
+                log_once(why, said, error)
             said, retry_at = why, _later(followed)
-
-    async def _follow(self, name: DnsName, answers: Answers) -> None:
-        """Follows a name in DNS. Where no resolver answers, the workers stay as they are."""
-        source, said = f"{name.role} {name}", ""
-        while True:
-            wait_s, why = dns_workers.TTL_S_MIN, ""
-            try:
-                answered = await answers.ask(name)
-                found = await asyncio.to_thread(self._found, name, answered)
-                self._membership.listed(source, found.workers)
-                wait_s, why = answered.ttl_s, "; ".join(found.refused)
-                if why and why != said:
-                    log.error("%s: %s", source, why)
-                elif said and not why:
-                    log.info("%s: %d workers", source, len(found.workers))
-            except Exception as error:  # noqa: BLE001 (it is followed for as long as the router runs)
-                why = f"{source}: {_unchanged(error)}"
-                _say(why, said, error)
-            said = why
-            await asyncio.sleep(wait_s)
-
-    def _found(self, name: DnsName, answered: Answered) -> Found:
-        """Reads the allow-list anew: a key that the router has not yet read by itself is refused, and tried again."""
-        config = self._config
-        allowed = AllowList.read(config.allow) if config.allow is not None and config.key is not None else None
-        found = workers_of(name, answered.places, allowed=allowed, scheme="http" if config.relays else "tcp")
-        return self._membership.checked(f"{name.role} {name}", found)
-
-
-def _unchanged(error: Exception) -> str:
-    named = str(error) if isinstance(error, PDTransferError) else f"{type(error).__name__}: {error}"
-    return f"the workers are unchanged: {named}"
-
-
-def _say(why: str, said: str, error: Exception) -> None:
-    """Logs a reason once; with its traceback where it is our bug."""
-    if why != said:
-        log.error("%s", why, exc_info=None if isinstance(error, PDTransferError) else error)
 
 
 def _later(followed: bool) -> float:

@@ -13,7 +13,6 @@ from .pool_worker import Departure, Worker, model_text
 from .pool_worker import WorkerState as Connection
 from .recent_requests import RecentRequests
 from .router_rooms import Leg, RoutedRoom, RouterRoom
-from .servers.server_pool import Server
 from .status import FleetStatus, RouterStatus, SlotsStatus, TotalsStatus, WorkerState, WorkerStatus
 
 
@@ -92,19 +91,6 @@ def worker_status(worker: Worker, why: str = "") -> WorkerStatus:
         hot_hit_ratio=None if hisparse is None else window.share("hot_hits", "hot_hits", "hot_misses"),
         hisparse_running=None if hisparse is None else hisparse.hisparse_running,
         hisparse_waiting=None if hisparse is None else hisparse.hisparse_waiting,
-    )
-
-
-def server_status(server: Server) -> WorkerStatus:
-    """Returns what is known of an HTTP server: whether it is healthy, and what it was sent."""
-    state: WorkerState = "ready" if server.usable else "unusable" if server.why else "draining"
-    return WorkerStatus(
-        role=server.role,
-        address=server.url,
-        state=state,
-        why=server.why or server.departure.value or None,
-        leaves=server.departure is Departure.LEAVES,
-        rooms_here=server.unfinished,
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from ...errors import ConfigError, WorldError
+from ...errors import ConfigError, PDTransferError, WorldError
 from ...limits import WORKERS_MAX
 from ...wire import split_key
 from ..settings.config import RouterConfig
-from .dns_workers import Found
 from .pool_worker import Role
 from .status import WorkerStatus
 
@@ -19,6 +19,14 @@ log = logging.getLogger(__name__)
 
 ROLES = ("prefill", "decode")
 FILE_BYTES_MAX = 4 << 20
+
+
+@dataclass(slots=True)
+class Found:
+    """The workers that a source names, and why others of its entries are none."""
+
+    workers: dict[str, Role] = field(default_factory=dict[str, Role])
+    refused: list[str] = field(default_factory=list[str])
 
 
 class WorkerSite(Protocol):
@@ -162,3 +170,15 @@ class Membership:
                 raise ConfigError(f"workers_file = '{path}': line {number}: {error}") from None
             workers[words[1]] = cast("Role", words[0])
         return workers
+
+
+def unchanged(error: Exception) -> str:
+    """What is logged of a source that could not be followed."""
+    named = str(error) if isinstance(error, PDTransferError) else f"{type(error).__name__}: {error}"
+    return f"the workers are unchanged: {named}"
+
+
+def log_once(why: str, logged: str, error: Exception) -> None:
+    """Logs a reason once; with its traceback where it is our bug."""
+    if why != logged:
+        log.error("%s", why, exc_info=None if isinstance(error, PDTransferError) else error)

@@ -6,7 +6,9 @@ No I/O. A worker's rank is a tuple that ends with its endpoint, so that no two a
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -117,3 +119,38 @@ class PrefixHolders:
                 return levels
         levels.append(Level(known, len(keys)))
         return levels
+
+
+class KnownPrefixes:
+    """The keys that a router sent to one worker recently, at most `keys_max`; a prompt's deepest blocks are dropped
+    first. `learned` and `forgot` report keys that are new, and keys that are known no more."""
+
+    def __init__(
+        self,
+        keys_max: int,
+        *,
+        learned: Callable[[bytes], None] = lambda _: None,
+        forgot: Callable[[Collection[bytes]], None] = lambda _: None,
+    ) -> None:
+        self._keys_max, self._learned, self._forgot = keys_max, learned, forgot
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def learn(self, keys: Sequence[bytes]) -> None:
+        """Adds keys."""
+        for key in reversed(keys):
+            if key in self._keys:
+                self._keys.move_to_end(key)
+            else:
+                self._keys[key] = None
+                self._learned(key)
+        if len(self._keys) > self._keys_max:
+            self._forgot([self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._keys_max)])
+
+    def count(self, keys: Sequence[bytes]) -> int:
+        """The number of these keys up to the first unknown one."""
+        return sum(1 for _ in takewhile(self._keys.__contains__, keys))
+
+    def clear(self) -> None:
+        """Forgets all keys."""
+        self._forgot(self._keys)
+        self._keys.clear()

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...handoff.liveness import Liveness
-from ...handoff.prefix import KnownPrefixes
-from ...handoff.states import Word
+from ...handoff.tables import Word
 from ...limits import TOKENS_MAX, Limits
 from ...wire import Identity, Load, split_key
 from .figure_window import FigureWindow
+from .placement import KnownPrefixes
 
 Role = Literal["prefill", "decode"]
 Model = tuple[str, bytes]  # name, and digest of the weights

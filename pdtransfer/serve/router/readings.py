@@ -6,15 +6,16 @@ A reading is described by a small struct, so that it can be done in another proc
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from .completions import BadRequestError, ReadBody, detokenized, read_body, tokenized
-from .servers.dialects import DIALECTS
-from .servers.server_request import RelayedBody, read_relayed
 from .text import TextCodec
+
+if TYPE_CHECKING:
+    from .servers.server_request import RelayedBody
 
 Result_co = TypeVar("Result_co", bound="Read", covariant=True)
 
@@ -81,10 +82,15 @@ class ReadRelayed(Struct, frozen=True, tag=True):
 
     @property
     def result(self) -> type[RelayedBody]:
+        from .servers.server_request import RelayedBody
+
         return RelayedBody
 
     def read(self, body: bytes, text: TextCodec) -> RelayedBody:  # noqa: ARG002 -- servers have their own
         """Finds its fields."""
+        from .servers.dialects import DIALECTS
+        from .servers.server_request import read_relayed
+
         dialect = DIALECTS[self.engine]
         return read_relayed(body, block_tokens=self.block_tokens, reserved=dialect.reserved, choices=dialect.choices)
 

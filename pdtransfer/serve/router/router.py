@@ -1,7 +1,4 @@
-"""The router's process: OpenAI's HTTP API and the bus on one event loop. It imports no torch.
-
-In front of HTTP servers there is no bus, and `servers` holds the router.
-"""
+"""The router before our own daemons: OpenAI's HTTP API and the bus on one event loop."""
 
 from __future__ import annotations
 
@@ -13,29 +10,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-import msgspec
-import uvloop
 from aiohttp import web
 
 from ... import __version__
 from ...bus import Bus
 from ...bus.gone import Gone
-from ...bus.keys import AllowList, KeyPair
+from ...bus.keys import AllowList, KeyPair, revoked
 from ...bus.limits import BusLimits
 from ...client.core_driver import EffectRunner, LoopClock, Ticker
-from ...client.settings import revoked
 from ...errors import ArenaFullError, ConfigError, RemoteProtocolError
-from ...handoff.effects import Send
+from ...handoff.events import Spans
+from ...handoff.send import Send
 from ...limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, TOKENS_MAX, WORKERS_MAX
 from ...wire import Identity, Message, Ranks, split_key
-from ..engine_api import Spans
-from ..process.ended_requests import recorded_ends
 from ..process.http import Health, HttpListener, application
-from ..process.setup import prepare
-from ..process.signals import StopSignal, reload, reload_on_hangup
+from ..process.signals import reload
 from ..settings.config import RouterConfig
 from ..tracing.ended_request import EndedRequests
-from ..tracing.trace import recorded
 from .answer_text import TextPiece
 from .answering import GrowingAnswer, Reply
 from .answers import AnswerForm, error, model_object, models, usage_of
@@ -44,7 +35,6 @@ from .body_readers import BodyReaders
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
 from .completions import BadRequestError, Completion, RequestDefaults, completion_of
-from .fleet_changes import FleetChanges
 from .fleet_status import fleet_status, rooms_by_progress, worker_status
 from .model_text import load_text
 from .openai_http import JSON, OpenRequests, accept, error_response, openai_errors, refusal, stamp
@@ -54,7 +44,6 @@ from .recent_requests import RecentRequests
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_metrics import RouterMetrics
 from .routing import Routing
-from .servers.server_router import ServerRouter
 from .status import FleetStatus, WorkerStatus
 from .status_http import StatusPages
 
@@ -443,40 +432,3 @@ def _failed(end: Fail | Refusal) -> web.Response:
 
 def _usage(answer: GrowingAnswer) -> dict[str, object]:
     return usage_of(answer.completion.prompt_tokens, answer.choices, answer.completion.n)
-
-
-async def serve(config: RouterConfig) -> None:
-    """Runs a router until SIGTERM or SIGINT, drains it, and closes it; a later signal ends the drain."""
-    prepare()
-    with recorded(config.timeline, config.node) as spans, recorded_ends(config) as ended:
-        await _run_until_stopped(config, spans, ended)
-
-
-async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: EndedRequests) -> None:
-    stop, router = StopSignal(), ServerRouter(config, ended) if config.relays else Router(config, spans, ended)
-    changes = FleetChanges(config, router)
-    try:
-        address = await router.open()
-        admin = await changes.open()
-        reload_on_hangup(*router.reloads)
-        log.info("%s listens on %s", config.node, address)
-        for role, endpoints in (("prefill", config.prefill), ("decode", config.decode)):
-            if not endpoints and not config.finds_workers:
-                form = "http" if config.relays else "tcp"
-                log.warning("no request can be served: name a %s worker with --%s %s://host:port", role, role, form)
-        if config.json:
-            line = {"ready": True, "role": config.role, "node": config.node, "http": address}
-            line |= {"admin": admin} if admin else {}
-            print(msgspec.json.encode(line).decode(), flush=True)
-        await stop.asked.wait()
-        await router.drain(stop.hurried)
-    finally:
-        await changes.close()
-        await router.close()
-        stop.close()
-
-
-def run(config: RouterConfig) -> int:
-    """The command `pdtransfer router`; returns its exit status. Raises ConfigError or WorldError."""
-    uvloop.run(serve(config))
-    return 0

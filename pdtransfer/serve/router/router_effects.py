@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...errors import Cause
-from ...handoff.effects import Send
+from ...handoff.send import Send
 from ...wire import End
 
 STATUSES = {

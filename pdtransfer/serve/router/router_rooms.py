@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from msgspec.structs import replace as replace_fields
 
 from ...errors import Cause
-from ...handoff.states import Word
+from ...handoff.tables import Word
 from ...limits import PROMPT_BYTES_MAX
 from ...wire import Begin, End, Sampling, pack_ids
 from .pool_worker import Worker

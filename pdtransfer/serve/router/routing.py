@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec.structs import replace
 
 from ...errors import SUCCESSES, Cause, RemoteProtocolError
-from ...handoff.effects import Send
-from ...handoff.states import step
+from ...handoff.send import Send
+from ...handoff.tables import step
 from ...handoff.timers import Timers, backoff_ms
 from ...limits import RESUMPTIONS_MAX, TEXT_LENGTH_MAX, Limits
 from ...wire import (

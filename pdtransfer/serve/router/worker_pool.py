@@ -10,16 +10,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 
 from ...errors import Cause
-from ...handoff.effects import Send
+from ...handoff.send import Send
 from ...handoff.liveness import NAME_TAKEN, Heard, Liveness
 from ...handoff.peers import Peers
-from ...handoff.prefix import KnownPrefixes, block_keys, root_key
-from ...handoff.states import step
+from ...handoff.prefix_keys import block_keys, root_key
+from ...handoff.tables import step
 from ...handoff.timers import TimerKey, Timers
 from ...limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, WORKERS_MAX, Limits
 from ...wire import VERSION, Goodbye, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 from .candidates import CandidatesByModel
-from .placement import EVERYONE, PrefixHolders, Ranking
+from .placement import EVERYONE, KnownPrefixes, PrefixHolders, Ranking
 from .pool_worker import (  # fmt: skip
     WORKER_STATE,
     Departure,

@@ -2,6 +2,7 @@
 
 The dataclasses check their own values, so a program that embeds a node builds them directly. The command line binds the
 same classes to its flags; `commands.cli` reads the lower two levels. A wrong value is a ConfigError of one line.
+A router builds no settings of workers: transports and the firewall are imported where those are checked.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import socket
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from cyclopts import Group, Parameter
 
@@ -20,12 +21,12 @@ from ...bus.keys import Address, Endpoint, check_exposure, is_loopback
 from ...environment import socket_directory
 from ...errors import ConfigError
 from ...limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
-from ...transports.options import Network, Protocol
-from ...transports.registry import TRANSPORTS, check_name
 from ...wire import Ranks
-from ..engine_api import EngineConfig, HiSparse, Push
-from ..firewall import FirewallMode, admit_networks
 from .ranks import FREE, check_advertise, check_device, check_ranks, device_of
+
+if TYPE_CHECKING:
+    from ...transports.options import Network
+    from ..engine_api import EngineConfig, HiSparse
 
 PAGE_SIZE_MAX = 65_536
 SLOTS_MAX = 1 << 32  # slots are u32 on the wire
@@ -116,14 +117,14 @@ class WorkerConfig(NodeConfig):
     bind: Annotated[str, _help("Where peers reach this daemon; port 0 takes a free one.")] = "tcp://127.0.0.1:0"
     advertise: Annotated[str, _help("The host that peers dial, if it is not the one in bind.")] = ""
     transport: Annotated[
-        str, _help(f"How KV reaches decode's arena: auto takes the first of {', '.join(TRANSPORTS)} that reaches it.")
+        str, _help("How KV reaches decode's arena: auto takes the first of shm, mooncake that reaches it.")
     ] = "auto"
     transport_ports: Annotated[str, _help("Ports of transports between hosts, first-last.")] = "21000-21999"
     transport_protocol: Annotated[
-        Protocol, _help("Protocol of transports between hosts; rdma is untested on hardware.")
+        Literal["tcp", "rdma"], _help("Protocol of transports between hosts; rdma is untested on hardware.")
     ] = "tcp"
     firewall: Annotated[
-        FirewallMode,
+        Literal["auto", "on", "off"],
         _help("nftables rules that admit only peers with a session to those ports: auto sets them where it may."),
     ] = "auto"
     firewall_admit: Annotated[
@@ -155,6 +156,9 @@ class WorkerConfig(NodeConfig):
     def __post_init__(self) -> None:
         # Zero-argument super() does not work in a dataclass with slots before Python 3.14.
         NodeConfig.__post_init__(self)
+        from ...transports.registry import check_name
+        from ..firewall.ruleset import admit_networks
+
         self._check_bind("bind", self.bind, scheme="tcp://")
         if self.http:
             self._check_bind("http", self.http)
@@ -188,6 +192,8 @@ class WorkerConfig(NodeConfig):
     @property
     def network(self) -> Network:
         """How peers on other hosts reach this daemon's transports."""
+        from ...transports.options import Network
+
         ports = port_range("transport_ports", self.transport_ports)
         return Network(
             host=self.advertise, ports=ports, protocol=self.transport_protocol, loopback=is_loopback(self.bind)
@@ -240,7 +246,10 @@ class PrefillConfig(WorkerConfig):
     bind: Annotated[str, _help("Where decode and router reach it; port 0 takes a free one.")] = "tcp://127.0.0.1:7101"
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for none.")] = "127.0.0.1:7102"
     chunk_tokens: Annotated[int, _help("Tokens that are computed, and offered to decode, at a time.")] = 512
-    push: Annotated[Push, _help("When KV is sent: auto decides by size, end waits for the whole prompt.")] = "auto"
+    push: Annotated[
+        Literal["auto", "layers", "end"],
+        _help("When KV is sent: auto decides by size, end waits for the whole prompt."),
+    ] = "auto"
     copy_threads: Annotated[int, _help("Threads that copy rows into arenas.")] = 2
     pp_size: Annotated[int, _help("Stages that share the layers, each of tp_size processes.")] = 1
     pp_rank: Annotated[int, _help("This process's stage.")] = 0
@@ -258,6 +267,8 @@ class PrefillConfig(WorkerConfig):
     @property
     def engine_config(self) -> EngineConfig:
         """The argument of the engine's factory."""
+        from ..engine_api import EngineConfig
+
         return EngineConfig(
             role="prefill",
             attention=self.attention,
@@ -311,6 +322,8 @@ class DecodeConfig(WorkerConfig):
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
         if self.transport != "auto":
+            from ...transports.registry import TRANSPORTS
+
             TRANSPORTS[self.transport].check(self.network)
         bound("batch_max", self.batch_max, 1, 65_536)
         for name in _OF_HISPARSE:
@@ -326,6 +339,8 @@ class DecodeConfig(WorkerConfig):
     @property
     def engine_config(self) -> EngineConfig:
         """The argument of the engine's factory."""
+        from ..engine_api import EngineConfig
+
         return EngineConfig(
             role="decode",
             attention=self.attention,
@@ -342,6 +357,8 @@ class DecodeConfig(WorkerConfig):
     def _hisparse(self) -> HiSparse | None:
         if not self.enable_hisparse:
             return None
+        from ..engine_api import HiSparse
+
         return HiSparse(
             device_slots=self.device_slots,
             hot_tokens=self.hot_tokens,

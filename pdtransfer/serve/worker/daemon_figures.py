@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ...client.decode_node import DecodeNode
 from ...client.prefill_node import PrefillNode
 from ...errors import SUCCESSES, Cause
-from ...handoff.states import Word
+from ...handoff.tables import Word
 from ...limits import TALLIES_MAX
 from ...wire import End, Tally, WorkerFigures
 from ..engine_api import HotFigures

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ...client.core_driver import LoopClock, Ticker
 from ...errors import Cause, RemoteProtocolError
-from ...handoff.effects import Send
+from ...handoff.send import Send
 from ...limits import TEXT_LENGTH_MAX
 from ...wire import Begin, End, Load, Message, Ping, Pong, Reject, WorkerFigures, unpack_ids
 from ..engine_api import EngineDescription, Request

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...errors import Cause
 from ...handoff.liveness import Liveness
-from ...handoff.states import Word
+from ...handoff.tables import Word
 from ...wire import End
 
 

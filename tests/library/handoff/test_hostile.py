@@ -28,6 +28,7 @@ from pdtransfer.wire import (
     Message,
     Part,
     Pong,
+    Reach,
     Register,
     Registered,
     Reject,
@@ -133,15 +134,15 @@ BAD_GRANTS: dict[str, tuple[Grant, str]] = {
     "no tokens": (evil(tokens=0, parts=()), "Grant.prefix: 0 of 0 tokens"),
     "another room under the same number": (
         grant(1, 4, session=HOSTILE, at=8),
-        "Grant.room: 4, grant 1 had 3 before",
+        "Grant.room: 4, grant 1 began with 3",
     ),
     "other tokens under the same number": (
         grant(1, 3, 9, session=HOSTILE, at=8, parts=()),
-        "Grant.tokens: 9, grant 1 had 8 before",
+        "Grant.tokens: 9, grant 1 began with 8",
     ),
     "other parts under the same number": (
         grant(1, 3, session=HOSTILE, at=40),
-        "Grant.parts: 2 parts that are not the 2 which grant 1 had before",
+        "Grant.parts: 2 that are not the 2 which grant 1 began with",
     ),
 }
 
@@ -344,6 +345,43 @@ def test_a_register_that_repeats_with_other_content_is_a_breach(changes: dict[st
     if "reach" in changes:
         changes = {"reach": msgspec.structs.replace(REACH, **changes["reach"])}
     assert refusal(end.hear(end.register(HOSTILE, **changes), peer=D2)) == named
+    assert HOSTILE not in end.core.sessions
+    check_honest_lands(end, writes)
+
+
+def _another(value: object) -> object:
+    """A value of the same type that is not equal to it."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case str():
+            return {"shm": "mooncake"}.get(value, value + "x")
+        case bytes():
+            return value + b"x"
+        case _:
+            return ()
+
+
+@pytest.mark.parametrize("field", [name for name in Register.__struct_fields__ if name not in ("session", "reach")])
+def test_each_field_of_a_repeated_register_is_compared(field: str) -> None:
+    end, writes = beset()
+    register = end.register(HOSTILE)
+    changed = msgspec.structs.replace(register, **{field: _another(getattr(register, field))})
+    assert refusal(end.hear(changed, peer=D2)).startswith(f"Register.{field}: ")
+    assert HOSTILE not in end.core.sessions
+    check_honest_lands(end, writes)
+
+
+@pytest.mark.parametrize("field", Reach.__struct_fields__)
+def test_each_field_of_a_repeated_reach_is_compared_and_no_secret_is_shown(field: str) -> None:
+    end, writes = beset()
+    register = end.register(HOSTILE)
+    reach = msgspec.structs.replace(register.reach, **{field: _another(getattr(register.reach, field))})
+    text = refusal(end.hear(msgspec.structs.replace(register, reach=reach), peer=D2))
+    assert text.startswith(f"Register.reach.{field}: ")
+    assert ("another one" in text) == (field in ("token", "hbm_handle"))
     assert HOSTILE not in end.core.sessions
     check_honest_lands(end, writes)
 

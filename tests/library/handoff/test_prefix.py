@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdtransfer.handoff.prefix import KnownPrefixes, PrefixCache, block_keys, block_tokens_of, root_key
+from pdtransfer.handoff.prefix import PrefixCache, block_tokens_of
+from pdtransfer.handoff.prefix_keys import block_keys, root_key
 from pdtransfer.handoff.slot_allocator import Holding, SlotAllocator, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.limits import Limits
+from pdtransfer.serve.router.placement import KnownPrefixes
 from tests.support.effort import some
 
 BLOCK, BLOCKS_MAX = 8, 7

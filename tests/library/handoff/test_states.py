@@ -22,8 +22,8 @@ from pdtransfer.handoff.states import (
     WriterGrantState,
     WriterState,
     diagram,
-    step,
 )
+from pdtransfer.handoff.tables import step
 from pdtransfer.hisparse.states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest
 from tests.support.paths import REPO
 

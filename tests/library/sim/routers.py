@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdtransfer.errors import Cause
-from pdtransfer.handoff.effects import Send
+from pdtransfer.handoff.send import Send
 from pdtransfer.serve.router.router_effects import Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
 from pdtransfer.serve.router.router_rooms import CompletionRequest
 from pdtransfer.serve.router.routing import Routing

@@ -226,7 +226,7 @@ def test_daemon_logs_to_its_file_at_its_level(tmp_path: Path, monkeypatch: pytes
         logging.getLogger("pdtransfer.test").warning("loud")
         return 0
 
-    put(monkeypatch, "router.router", run=run)
+    put(monkeypatch, "router.process", run=run)
     log = tmp_path / "router.log"
     assert cli.main(["router", "--node", "r0", "--log-file", str(log), "--log-level", "info"]) == 0
     (line,) = log.read_text().splitlines()

@@ -198,7 +198,7 @@ def test_grants_that_overlap_or_change_end_the_session_and_the_honest_go_on(flee
                 assert "parts" in (await it.peer.hear(Reject)).fields[0]
                 session = await it.register()
                 await it.peer.say(it.grant(1, part((0, 10))), it.grant(1, part((0, 10)), room=9))
-                assert "Grant.room: 9, grant 1 had 1 before" in (await it.peer.hear(Reject)).fields[0]
+                assert "Grant.room: 9, grant 1 began with 1" in (await it.peer.hear(Reject)).fields[0]
                 session = await it.register()
                 await it.peer.say(it.grant(1_000_000, part((0, 10))))  # outside the window: unanswered
                 await it.peer.say(Abort(session, 5), it.grant(5, part((0, 10))))

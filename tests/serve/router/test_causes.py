@@ -8,8 +8,8 @@ from string import ascii_letters
 import msgspec
 import pytest
 
-from pdtransfer.handoff.effects import Send
 from pdtransfer.handoff.liveness import NAME_TAKEN, Liveness
+from pdtransfer.handoff.send import Send
 from pdtransfer.serve.router import worker_pool
 from pdtransfer.serve.router.pool_worker import Worker, obstacle
 from pdtransfer.serve.router.router_effects import Accepted, Fail, Refusal, WorkerChanged

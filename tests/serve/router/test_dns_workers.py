@@ -11,7 +11,7 @@ import pytest
 
 from pdtransfer.bus.keys import AllowList, generate
 from pdtransfer.errors import ConfigError, WorldError
-from pdtransfer.serve.router import dns_workers, fleet_changes
+from pdtransfer.serve.router import dns_workers
 from pdtransfer.serve.router.dns_workers import Answered, DnsName, DnsResolver, Place, dns_server, workers_of
 from pdtransfer.serve.router.fleet_changes import FleetChanges
 from pdtransfer.serve.router.membership import Membership
@@ -108,7 +108,7 @@ class Tables:
 @asynccontextmanager
 async def followed(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     """A router that follows the tables for its decode workers."""
-    monkeypatch.setattr(fleet_changes, "DnsResolver", lambda _: tables)
+    monkeypatch.setattr(dns_workers, "DnsResolver", lambda _: tables)
     monkeypatch.setattr(dns_workers, "TTL_S_MIN", 0.01)
     async with site() as it:
         prefill, decode = it.router.roles()

@@ -12,7 +12,7 @@ import pytest
 
 from pdtransfer.bus.limits import BusLimits
 from pdtransfer.errors import ConfigError, WorldError
-from pdtransfer.handoff.effects import Send
+from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.commands.cli import main
 from pdtransfer.serve.router import fleet_changes, membership

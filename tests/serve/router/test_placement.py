@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdtransfer.errors import Cause
-from pdtransfer.handoff.prefix import block_keys, root_key
+from pdtransfer.handoff.prefix_keys import block_keys, root_key
 from pdtransfer.limits import PREFIX_PLACED_BLOCKS_MAX, Limits
 from pdtransfer.serve.router.placement import EVERYONE, PrefixHolders, Ranking
 from pdtransfer.serve.router.pool_worker import Departure, NoPair, RoutedPrompt, Worker, WorkerPair, obstacle

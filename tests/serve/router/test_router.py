@@ -629,7 +629,7 @@ def test_too_many_requests_at_once_are_429() -> None:
 
 def test_the_process_reports_its_address_imports_no_torch_and_stops_on_sigterm() -> None:
     code = (
-        "import sys; from pdtransfer.serve.router.router import run\n"
+        "import sys; from pdtransfer.serve.router.process import run\n"
         "from pdtransfer.serve.settings.config import RouterConfig\n"
         "status = run(RouterConfig(listen='127.0.0.1:0', json=True, node='r'))\n"
         "print('torch' in sys.modules); sys.exit(status)"

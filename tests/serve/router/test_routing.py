@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdtransfer.errors import Cause, RemoteProtocolError
-from pdtransfer.handoff.effects import Send
+from pdtransfer.handoff.send import Send
 from pdtransfer.limits import AHEAD_PING, TOKENS_MAX, Limits
 from pdtransfer.serve.router.router_effects import Accepted, Emit, Fail, Finish, WorkerChanged
 from pdtransfer.serve.router.router_rooms import CompletionRequest

@@ -25,7 +25,7 @@ KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 TARGETS = {
     "prefill": ("worker.daemon", "run"),
     "decode": ("worker.daemon", "run"),
-    "router": ("router.router", "run"),
+    "router": ("router.process", "run"),
 }
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pdtransfer.bus.keys import generate
 from pdtransfer.errors import ConfigError
-from pdtransfer.handoff.effects import Send
+from pdtransfer.handoff.send import Send
 from pdtransfer.serve.router.router_effects import Accepted
 from pdtransfer.serve.router.routing import Routing
 from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig

@@ -6,9 +6,10 @@ from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ....handoff.prefix import KnownPrefixes
 from ....limits import Limits
+from ..placement import KnownPrefixes
 from ..pool_worker import Departure, NoPair, Role
+from ..status import WorkerState, WorkerStatus
 from .dialects import ServerIdentity
 from .hand_offs import HandOffs
 
@@ -155,3 +156,16 @@ class ServerPool:
     def _cost(self, server: Server, keys: Sequence[bytes]) -> float:
         known = server.known.count(keys) / len(keys) if keys else 0.0
         return server.unfinished - self._limits.prefix_weight * known
+
+
+def server_status(server: Server) -> WorkerStatus:
+    """Returns what is known of an HTTP server: whether it is healthy, and what it was sent."""
+    state: WorkerState = "ready" if server.usable else "unusable" if server.why else "draining"
+    return WorkerStatus(
+        role=server.role,
+        address=server.url,
+        state=state,
+        why=server.why or server.departure.value or None,
+        leaves=server.departure is Departure.LEAVES,
+        rooms_here=server.unfinished,
+    )

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from msgspec import Raw, Struct
 
-from ....handoff.prefix import block_keys, root_key
-from ....limits import BODY_FIELDS_MAX, NAME_LENGTH_MAX, PREFIX_PLACED_BLOCKS_MAX
+from ....handoff.prefix_keys import block_keys, root_key
+from ....limits import BODY_FIELDS_MAX, PREFIX_PLACED_BLOCKS_MAX
 from ..completions import BadRequestError, decoded, decoded_field
 
 # In the order in which a server renders them; the last two are of SGLang's /generate.
@@ -54,13 +54,6 @@ class ServerRequest:
     def rooms(self) -> int:
         """Answers that a decode server generates for it."""
         return self.prompts * self.choices
-
-
-def checked_request_id(text: str) -> str:
-    """Returns it. Raises BadRequestError for one that a server may not take."""
-    if not 1 <= len(text) <= NAME_LENGTH_MAX or not text.isascii() or not text.isprintable():
-        raise BadRequestError("X-Request-Id", f"must be 1 to {NAME_LENGTH_MAX} printable ASCII characters")
-    return text
 
 
 def read_relayed(

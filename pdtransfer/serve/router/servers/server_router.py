@@ -21,7 +21,7 @@ from ..body_readers import BodyReaders
 from ..client_guard import ClientGuard
 from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ..completions import BadRequestError
-from ..fleet_status import fleet_status, server_status
+from ..fleet_status import fleet_status
 from ..openai_http import OpenRequests, accept, error_response, openai_errors, refusal, stamp
 from ..pool_worker import Departure, NoPair, Role
 from ..readings import ReadRelayed
@@ -34,7 +34,7 @@ from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
 from .hand_offs import ANSWER_TAIL_BYTES, ComputedHandOffs, differences, received_of
 from .server_metrics import ServerMetrics
-from .server_pool import Server, ServerPair, ServerPool
+from .server_pool import Server, ServerPair, ServerPool, server_status
 from .server_request import ServerRequest, request_of
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import Concatenate, Literal, ParamSpec
 
 from ....bus import Bus, BusLimits
 from ....bus.gone import Gone
-from ....bus.keys import AllowList
+from ....bus.keys import REVOKED, AllowList
 from ....client.core_driver import LoopClock, Ticker
-from ....client.settings import REVOKED, NodeSettings
+from ....client.settings import NodeSettings
 from ....errors import RemoteProtocolError
 from ....handoff.liveness import Liveness
 from ....wire import (

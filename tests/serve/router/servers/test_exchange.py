@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from pdtransfer.errors import Cause
-from pdtransfer.handoff.prefix import KnownPrefixes
 from pdtransfer.limits import Limits
+from pdtransfer.serve.router.placement import KnownPrefixes
 from pdtransfer.serve.router.servers import exchange
 from pdtransfer.serve.router.servers.dialects import DIALECTS
 from pdtransfer.serve.router.servers.exchange import AttemptFailedError, Upstream, end_to_end

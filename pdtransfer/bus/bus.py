@@ -26,7 +26,6 @@ from .gone import AbsentPeers, Gone
 from .keys import Address, AllowList, Endpoint, KeyPair, is_loopback_host
 from .limits import BusLimits
 from .lines import Process, SessionLines
-from .listening import address_bound, reserve
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, address_of_frame, open_socket
 
 if TYPE_CHECKING:
@@ -103,11 +102,15 @@ class Bus:
 
     async def bind(self, endpoint: str) -> str:
         """Listens on tcp://host:port; returns the bound endpoint. Raises as `reserve`."""
+        from .listening import reserve
+
         return self.listen(await reserve(endpoint, keyed=self._keys is not None, insecure=self._insecure))
 
     def listen(self, listener: socket.socket) -> str:
         """Takes over a socket that `reserve` returned; returns its endpoint."""
         assert self._router is None, "a bus has one listener"
+        from .listening import address_bound
+
         bound = address_bound(listener)
         router = open_socket(self._context, zmq.ROUTER, self._limits)
         router.set(zmq.ROUTER_MANDATORY, 1)

@@ -30,7 +30,6 @@ from ..settings.ranks import launched
 from .demo_config import DemoConfig
 from .flags import FLAT, Json, counted
 from .installed import add_installed
-from .worker_commands import workers
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
@@ -51,7 +50,11 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.meta.suppress_keyboard_interrupt = False
-app.command(workers)
+app.command(
+    "pdtransfer.serve.commands.worker_commands:workers",
+    name="workers",
+    help="Lists, adds, drains and removes the workers of a running router.",
+)
 kernels = App(name="kernels", help="The kernels that run on a card.")
 app.command(kernels)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...bus import Bus
 from ...limits import METRICS_LABELS_MAX
 from ..process.histograms import HistogramSeries, LoopHistogram
 from ..process.process_metrics import process_registry
 from ..tracing.ended_request import EndedRequest
-from .routing import Routing
+
+if TYPE_CHECKING:
+    from ...bus import Bus
+    from .routing import Routing
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)

@@ -39,15 +39,8 @@ def test_a_router_loads_its_backend_alone_and_nothing_that_moves_kv(flags: list[
         process.send_signal(signal.SIGTERM)
         loaded: dict[str, str] = json.loads(process.stdout.readline())
         assert process.wait(timeout=PATIENCE_S) == 0
-    for package in (
-        "transports",
-        "kernels",
-        "memory",
-        "hisparse",
-        "serve.worker",
-        "serve.engine_api",
-        "serve.firewall",
-    ):
+    packages = "transports kernels memory hisparse serve.worker serve.engine_api serve.firewall"
+    for package in packages.split():
         assert not [name for name in loaded if f"{name}.".startswith(f"pdtransfer.{package}.")], package
     assert not [name for name in loaded if f"{name}.".startswith(f"{other}.")]
     lines = sum(len(Path(path).read_bytes().splitlines()) for path in loaded.values())

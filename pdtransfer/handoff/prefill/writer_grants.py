@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 from msgspec import Struct
@@ -49,7 +49,8 @@ def check_repeated(
             continue
         field = f"{name}.{each}"
         if isinstance(was, tuple):
-            text = f"{len(now)} that are not the {len(was)} which {begun} began with"
+            counts = len(cast("tuple[object, ...]", now)), len(cast("tuple[object, ...]", was))
+            text = f"{counts[0]} that are not the {counts[1]} which {begun} began with"
         elif isinstance(was, Struct):
             check_repeated(field, was, now, begun=begun)
             continue

@@ -50,7 +50,7 @@ class DemoConfig:
     decode_layout: Annotated[
         HostLayout, Parameter(name=("--decode-layout", "--host-layout"), help="How decode's arena is laid out.")
     ] = "page_first"
-    transport: Annotated[str, _help("How KV reaches decode's arena: auto, shm or mooncake.")] = "auto"
+    transport: Annotated[str, _help("How KV reaches decode's arena: auto, or a transport by its name.")] = "auto"
     verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
     hisparse: Annotated[bool, _help("Decode from the arena, with the hot tokens on the device.")] = False
     timeline: Annotated[Path | None, _help("Directory for all timelines, for `pdtransfer timeline`.")] = None

@@ -117,7 +117,7 @@ class WorkerConfig(NodeConfig):
     bind: Annotated[str, _help("Where peers reach this daemon; port 0 takes a free one.")] = "tcp://127.0.0.1:0"
     advertise: Annotated[str, _help("The host that peers dial, if it is not the one in bind.")] = ""
     transport: Annotated[
-        str, _help("How KV reaches decode's arena: auto takes the first of shm, mooncake that reaches it.")
+        str, _help("How KV reaches decode's arena: a transport by its name, or auto for the first that reaches it.")
     ] = "auto"
     transport_ports: Annotated[str, _help("Ports of transports between hosts, first-last.")] = "21000-21999"
     transport_protocol: Annotated[

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..errors import Cause
 from ..layout.layout import Component
 from ..wire import Reach
-from .send import Send
+from .send import PeerRefused, Send
 
 if TYPE_CHECKING:
     from .ready_gate import ReadyGate
@@ -128,13 +128,6 @@ class SessionLost(Struct, frozen=True):
     session: int
     detail: str
     parted: bool = False
-
-
-class PeerRefused(Struct, frozen=True):
-    """The peer and this node cannot work together; `detail` names each field with both values."""
-
-    peer: str
-    detail: str
 
 
 # Prefill

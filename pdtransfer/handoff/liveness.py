@@ -6,7 +6,7 @@ from collections import deque
 
 from ..limits import EARLIER_INCARNATIONS_MAX, Limits
 from ..wire import Goodbye, Hello, Ping, Pong, Welcome
-from .states import Word
+from .tables import Word
 from .timers import backoff_ms
 
 NAME_TAKEN = "name_taken"  # reason of a Reject for two workers of one name

@@ -14,8 +14,8 @@ from typing import Generic, Protocol, TypeVar
 from ..errors import Cause, RemoteProtocolError
 from ..limits import FIELDS_MAX, TEXT_LENGTH_MAX, Limits
 from ..wire import VERSION, Hello, Identity, Ping, Reject, Welcome, Withdrawn, negotiate
-from .effects import PeerRefused, Send
 from .liveness import HELLO_WANTED, Heard, Liveness
+from .send import PeerRefused, Send
 from .timers import TimerKey, Timers
 
 

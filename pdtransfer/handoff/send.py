@@ -1,4 +1,4 @@
-"""The one effect that every core has: a message to a peer."""
+"""The effects of every core that has peers: a message to one, and the report of one that does not fit."""
 
 from __future__ import annotations
 
@@ -13,3 +13,10 @@ class Send(Struct, frozen=True):
 
     peer: str
     message: Message
+
+
+class PeerRefused(Struct, frozen=True):
+    """The peer and this node cannot work together; `detail` names each field with both values."""
+
+    peer: str
+    detail: str

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 
 from ...errors import Cause
-from ...handoff.send import Send
 from ...handoff.liveness import NAME_TAKEN, Heard, Liveness
 from ...handoff.peers import Peers
 from ...handoff.prefix_keys import block_keys, root_key
+from ...handoff.send import Send
 from ...handoff.tables import step
 from ...handoff.timers import TimerKey, Timers
 from ...limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, WORKERS_MAX, Limits

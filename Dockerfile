@@ -1,6 +1,7 @@
 # pdtransfer in containers, for a user of its own. deploy/README.md says what to give them, and has the fleet.
 #   docker build --target router -t pdtransfer-router .     the router: no torch
-#   docker build --target worker -t pdtransfer .            prefill, decode and every other command, with torch for CPUs
+#   docker build --target worker -t pdtransfer .            prefill, decode and every other command: no torch
+#   docker build --target worker-torch -t pdtransfer-torch .   the same with torch for CPUs
 #   docker build --target cuda -t pdtransfer-cuda .         the same on a base with CUDA
 #   docker run --rm --init pdtransfer demo
 # deploy/locks has the version and the hashes of each package. Wheels in build/wheels (tools/wheels puts them there) are taken
@@ -50,23 +51,44 @@ WORKDIR /home/pdtransfer
 ENTRYPOINT ["pdtransfer"]
 CMD ["--help"]
 
-FROM build AS worker-build
+FROM build AS worker-packages
 # What Mooncake's wheel is linked to.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4 \
     && rm -rf /var/lib/apt/lists/*
-RUN /build/install /opt/pdtransfer torch-cpu --index-url https://download.pytorch.org/whl/cpu \
-    && /build/install /opt/pdtransfer worker && /build/install /opt/pdtransfer /dist/*.whl
+RUN /build/install /opt/pdtransfer worker && /build/install /opt/pdtransfer /dist/*.whl
 # The native copy is compiled here, for any CPU of this architecture, so that the image needs no compiler.
 RUN PDTRANSFER_CACHE=/var/cache/pdtransfer bin/python -B -c \
         "import sys; from pdtransfer.kernels import load; native = load(); print(native.text); sys.exit(not native.used)" \
     && chown -R pdtransfer:pdtransfer /var/cache/pdtransfer
+
+FROM worker-packages AS worker-build
 COPY deploy/image /build/
-RUN /build/finish pdtransfer.serve.worker.daemon,pdtransfer.serve.worker.group.gloo,pdtransfer_lab.models.factory,mooncake.engine \
+RUN /build/finish pdtransfer.serve.worker.daemon,pdtransfer.serve.engines.stamp.factory,mooncake.engine \
+        $(dpkg -L ibverbs-providers | grep -E '[.](so|driver)$') $(find /usr/lib -name 'librdmacm.so.1')
+
+FROM worker-packages AS worker-torch-build
+RUN /build/install /opt/pdtransfer torch-cpu --index-url https://download.pytorch.org/whl/cpu
+COPY deploy/image /build/
+RUN /build/finish pdtransfer.serve.worker.daemon,pdtransfer.serve.worker.group.gloo,pdtransfer.serve.engines.stamp.factory,mooncake.engine \
         $(dpkg -L ibverbs-providers | grep -E '[.](so|driver)$') $(find /usr/lib -name 'librdmacm.so.1')
 
 FROM scratch AS worker
 COPY --from=worker-build /image /
+ENV PATH=/opt/pdtransfer/bin:/usr/bin:/bin \
+    PYTHONUNBUFFERED=1 \
+    PDTRANSFER_CACHE=/var/cache/pdtransfer \
+    PDTRANSFER_SOCKET_DIRECTORY=/run/pdtransfer
+# Peers' control, then /metrics of prefill, of decode, completions.
+EXPOSE 7101 7102 7201 7202 8000
+HEALTHCHECK --interval=5s --timeout=3s --retries=3 --start-period=60s CMD ["healthy"]
+USER pdtransfer
+WORKDIR /home/pdtransfer
+ENTRYPOINT ["pdtransfer"]
+CMD ["--help"]
+
+FROM scratch AS worker-torch
+COPY --from=worker-torch-build /image /
 ENV PATH=/opt/pdtransfer/bin:/usr/bin:/bin \
     PYTHONUNBUFFERED=1 \
     PDTRANSFER_CACHE=/var/cache/pdtransfer \

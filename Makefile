@@ -89,7 +89,7 @@ locks: $(VENV)/.stamp
 
 venv: $(VENV)/.stamp
 
-$(VENV)/.stamp: pyproject.toml tools/venv
+$(VENV)/.stamp: pyproject.toml lab/pyproject.toml tools/venv
 	@PYTHON='$(PYTHON)' tools/venv $(OTHER)
 
 venv-vllm: .venv-vllm/.stamp

@@ -109,9 +109,10 @@ def test_the_dockerfile_installs_each_lock_and_none_without_hashes() -> None:
     assert not re.search(r"^[^#]*pip install", text, re.MULTILINE)
     script = (IMAGE / "install").read_text()
     assert "--require-hashes" in script
-    assert re.findall(r"^FROM (?:scratch|\S+) AS (router|worker|cuda)$", text, re.MULTILINE) == [
+    assert re.findall(r"^FROM (?:scratch|\S+) AS (router|worker|worker-torch|cuda)$", text, re.MULTILINE) == [
         "router",
         "worker",
+        "worker-torch",
         "cuda",
     ]
 

@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo demo-vllm compose-demo test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang clean
 
-# A small pretrained model answers, which is fetched the first time; ARGS='--model reference' is the one of random weights.
+# A small pretrained model answers, which is fetched the first time; ARGS='--model stamp' is the engine without one.
 SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
 demo: $(VENV)/.stamp $(SPEAKS)
 	@$(RUN) -m pdtransfer demo $(addprefix --model ,$(SPEAKS)) $(ARGS)

@@ -37,6 +37,8 @@ def missing_extra(error: Exception) -> ConfigError | None:
     if not isinstance(error, ModuleNotFoundError):
         return None
     name = (error.name or "").partition(".")[0]
+    if name == "pdtransfer_lab":
+        return ConfigError("comes with pdtransfer-lab: pip install ./lab")
     return ConfigError(f"{name} is not installed: pip install '.[{_EXTRAS[name]}]'") if name in _EXTRAS else None
 
 

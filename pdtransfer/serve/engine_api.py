@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -19,8 +19,6 @@ from ..hisparse.settings import HiSparse, HotFigures
 from ..layout.engine_pools import CardMemory, SharedMemory
 from ..layout.layout import Component
 from ..wire import Logprobs, Ranks, Sampling
-
-Push: TypeAlias = Literal["auto", "layers", "end"]  # when rows leave: by size, by layer, or after the whole prompt
 
 
 class Group(Protocol):
@@ -69,7 +67,6 @@ class EngineConfig:
     """A daemon's flags for its engine; an engine ignores what it does not use."""
 
     role: Literal["prefill", "decode"]
-    attention: Literal["mla", "gqa"] = "mla"
     slots: int  # tokens in the pool (prefill) or the arena (decode)
     page_size: int  # tokens; a power of two
     host_layout: str = (

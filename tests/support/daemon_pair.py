@@ -1,4 +1,4 @@
-"""A prefill daemon, and a decode daemon or a follower of one, on one loop, with the reference engine and no router.
+"""A prefill daemon, and a decode daemon or a follower of one, on one loop, with the stamp engine and no router.
 
 Prefill's engine runs in its thread; what decode's engine says is the test's, unless the test starts that thread, too.
 """
@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry
-
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
 
 from pdtransfer.client.settings import NodeSettings
 from pdtransfer.client.thread_queues import ThreadQueues
@@ -85,7 +82,7 @@ class Prefill:
 
     def __init__(self) -> None:
         config = PrefillConfig(**OPTIONS)
-        engine = create_engine(config.engine, config.engine_config)
+        engine = create_engine(config.factory, config.engine_config)
         self.ended = list[EndedRequest]()
         (ended := EndedRequests()).subscribe(self.ended.append)
         self.daemon = PrefillDaemon(
@@ -134,7 +131,7 @@ async def decode(
 ) -> AsyncIterator[Any]:
     """A daemon with `heard` and `ended`; its orders stay in its port until somebody runs its thread."""
     config = DecodeConfig(**OPTIONS | more, socket_directory=sockets)
-    engine = wrap(create_engine(config.engine, config.engine_config))
+    engine = wrap(create_engine(config.factory, config.engine_config))
     arena, port = ArenaMemory.create(engine.card.arena_bytes, huge_pages="never"), ThreadQueues[Order]()
     attach(engine, arena)
     ended, records = EndedRequests(), list[EndedRequest]()
@@ -159,7 +156,7 @@ async def decode(
 @asynccontextmanager
 async def follower(sockets: Path) -> AsyncIterator[tuple[Follower, Leader]]:
     config = DecodeConfig(**OPTIONS, socket_directory=sockets)
-    engine, leader = create_engine(config.engine, config.engine_config), Leader()
+    engine, leader = create_engine(config.factory, config.engine_config), Leader()
     arena, port = ArenaMemory.create(engine.card.memory_bytes, huge_pages="never"), ThreadQueues[list[Order]]()
     made = Follower(leader, port, lambda: None)  # type: ignore[arg-type]
     made.rank = DecodeRank(

@@ -14,11 +14,11 @@ from pdtransfer.wire import Sampling
 SMALL = {"layers": "2"}  # every mechanism is there with two layers
 
 
-def config(role="prefill", *, attention="mla", slots=2048, page_size=16, host_layout="layer_first", **more):
-    more.setdefault("options", SMALL)
-    return EngineConfig(
-        role=role, attention=attention, slots=slots, page_size=page_size, host_layout=host_layout, **more
-    )
+def config(
+    role="prefill", *, attention="", slots=2048, page_size=16, host_layout="layer_first", options=SMALL, **more
+):  # fmt: skip
+    options = options | ({"attention": attention} if attention else {})
+    return EngineConfig(role=role, slots=slots, page_size=page_size, host_layout=host_layout, options=options, **more)
 
 
 def create(made: EngineConfig):

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -24,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdtransfer.limits import Limits
 from pdtransfer.serve.engine_api import EngineConfig
+from pdtransfer.serve.engines.stamp.factory import generate_many
+from pdtransfer.serve.engines.generation import Generation
 from pdtransfer.serve.process.fleet import Daemon, Fleet
 from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.transports.options import Network
@@ -32,11 +34,8 @@ from tests.support.paths import REPO
 from tests.support.processes import children, command_line
 from tests.support.waiting import PATIENCE_S, until
 
-if TYPE_CHECKING:
-    from pdtransfer_lab.models.factory import Generation
-
 ENGINE = "tests.support.engines.faulty:create"
-LAYERS = "layers=2"
+MLA, GQA = ("layers=2",), ("layers=2", "kv_heads=4")  # options of the engine
 ROLES = ("prefill", "decode")  # of workers
 SLOTS = 2_048
 SERVED = "does it work"
@@ -74,18 +73,12 @@ def equal(answer: Answer, expected: Generation) -> bool:
 
 
 @cache
-def generated(attention: str, prompt: str, max_tokens: int = TOKENS) -> Generation:
-    """What a single process makes of the prompt."""
-    from pdtransfer_lab.models.factory import generate_many
-
+def generated(prompt: str, max_tokens: int = TOKENS, options: tuple[str, ...] = MLA) -> Generation:
+    """The answer of a single process, with these options of the engine."""
     config = EngineConfig(
-        role="decode",
-        attention=attention,
-        slots=SLOTS,
-        page_size=64,
-        host_layout="layer_first",
-        options={"layers": "2"},
-    )
+        role="decode", slots=8_192, page_size=64, host_layout="layer_first",
+        options=dict(option.split("=", 1) for option in options),
+    )  # fmt: skip
     ids = np.frombuffer(prompt.encode(), np.uint8).astype(np.int64)
     (outcome,) = generate_many(config, [(ids, Sampling(max_tokens=max_tokens, ignore_eos=True))])
     return outcome
@@ -152,10 +145,10 @@ class Site:
                 else:
                     assert line.strip() in (b"", b"data: [DONE]"), line
 
-    async def served(self, attention: str = "mla", prompt: str = SERVED) -> None:
+    async def served(self, prompt: str = SERVED, options: tuple[str, ...] = MLA) -> None:
         """A request is answered as it should be."""
         answer = await self.complete(prompt)
-        assert equal(answer, generated(attention, prompt)), answer
+        assert equal(answer, generated(prompt, options=options)), answer
 
     # The daemons
 
@@ -281,7 +274,7 @@ def prefill_config(number: int = 0, **more: Any) -> PrefillConfig:
             "node": f"prefill-{number}",
             "slots": SLOTS,
             "chunk_tokens": 64,
-            "engine_option": (LAYERS,),
+            "engine_option": MLA,
             "limits": LIMITS,
             **more,
         }
@@ -295,7 +288,7 @@ def decode_config(sockets: Path, number: int = 0, **more: Any) -> DecodeConfig:
             "http": "127.0.0.1:0",
             "node": f"decode-{number}",
             "slots": SLOTS,
-            "engine_option": (LAYERS,),
+            "engine_option": MLA,
             "limits": LIMITS,
             "socket_directory": sockets,
             "huge_pages": "never",

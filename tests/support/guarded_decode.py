@@ -64,7 +64,7 @@ async def alike(url: str) -> bool:
         body = {"prompt": text, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         async with session.post("/v1/completions", json=body) as response:
             facts = (await response.json()).get("pdtransfer", {})
-    return facts.get("kv_digest") == generated("mla", text).kv_digest.hex()
+    return facts.get("kv_digest") == generated(text).kv_digest.hex()
 
 
 def main(files: Path) -> dict[str, Any]:

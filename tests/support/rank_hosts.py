@@ -17,13 +17,13 @@ from typing import Any
 from pdtransfer.bus.keys import KeyPair, generate
 from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
 from pdtransfer.serve.settings.config_to_argv import config_to_argv
-from tests.support.fleets import decode_config, equal, fleet, free_address, generated, prefill_config, prompts
+from tests.support.fleets import GQA, decode_config, equal, fleet, free_address, generated, prefill_config, prompts
 from tests.support.networks import far_namespace
 from tests.support.paths import REPO
 
 HERE, THERE = "10.213.78.1", "10.213.78.2"
 KEYS = ("front", "p", "p-tp1", "d", "d-tp1")
-GROUP = {"attention": "gqa", "tp_size": 2}
+GROUP = {"engine_option": GQA, "tp_size": 2}
 
 
 def start(config: PrefillConfig | DecodeConfig, log: Path, prefix: list[str]) -> subprocess.Popen[bytes]:
@@ -65,7 +65,7 @@ async def served(
         async with fleet(logs, prefills=leads[:1], decodes=leads[1:], router=keys.get("front")) as site:
             for text in texts:
                 answer = await site.complete(text)
-                assert equal(answer, generated("gqa", text)), answer
+                assert equal(answer, generated(text, options=GQA)), answer
             mapped = [arenas(pid) for pid in (site.prefill.process.pid, others[0].pid)]
             await site.settled()
         for other in others:

@@ -16,14 +16,14 @@ from pdtransfer.errors import WorldError
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.mapping import allocate
-from pdtransfer.serve.settings.config import BenchModel, HostLayout
+from pdtransfer.serve.settings.config import HostLayout
 from pdtransfer.transports.mooncake.arena import MooncakeArena
 from pdtransfer.transports.mooncake.settings import engines_for, why_not
 from pdtransfer.transports.mooncake.writer import MooncakeWriter
 from pdtransfer.transports.options import Network, WriterOptions
 
 from .bare import Bare
-from .models import components
+from .models import BenchModel, components
 from .ranks import RankPair
 from .report import Figures, Line
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.layout.layout_builders import host_layout
-from pdtransfer.serve.settings.config import BenchModel, DecodeConfig, HostLayout, PrefillConfig
+from pdtransfer.serve.engines.stamp.options import StampOptions, describe
+from pdtransfer.serve.settings.config import DecodeConfig, HostLayout, PrefillConfig
 
 PAGE_SIZE = 64
+BenchModel = Literal["deepseek", "mla", "gqa"]  # deepseek: 61 planes of MLA; else the small reference model
+_SIZES = {"mla": ("head_bytes=2304",), "gqa": ("kv_heads=4", "head_bytes=256")}  # of a token, in each of 4 layers
 
 
 def latent_layout(name: str, *, slots: int, page_size: int, layers: int = 61) -> Layout:
@@ -28,7 +31,7 @@ def latent_layout(name: str, *, slots: int, page_size: int, layers: int = 61) ->
 def components(
     model: BenchModel, *, source_slots: int, target_slots: int, source_layout: HostLayout = "layer_first"
 ) -> tuple[Component, Component]:
-    """What the pool and the arena hold; `mla` and `gqa` are the reference engine's own, laid out as daemons do.
+    """What the pool and the arena hold; `mla` and `gqa` are of the reference model's sizes, laid out as daemons do.
 
     `source_layout` is that of the pool of `deepseek`.
     """
@@ -40,14 +43,11 @@ def components(
         )
         source, target = (Component("kv", "dram", 1, Span(), layout) for layout in layouts)
         return source, target
-    prefill = PrefillConfig(attention=model, slots=source_slots, page_size=PAGE_SIZE)
-    decode = DecodeConfig(attention=model, slots=target_slots)
+    prefill = PrefillConfig(engine_option=_SIZES[model], slots=source_slots, page_size=PAGE_SIZE)
+    decode = DecodeConfig(engine_option=_SIZES[model], slots=target_slots)
     return _of_engine(prefill), _of_engine(decode)
 
 
 def _of_engine(config: PrefillConfig | DecodeConfig) -> Component:
-    from pdtransfer.serve.worker.daemon import create_engine  # and torch: only where the reference engine is asked for
-
-    engine: Any = create_engine(config.factory, config.engine_config)
-    (component,) = engine.card.components
+    (component,) = describe(config.engine_config, StampOptions.parse(config.engine_options)).components
     return component

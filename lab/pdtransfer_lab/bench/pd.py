@@ -18,10 +18,11 @@ import msgspec
 from pdtransfer.errors import WorldError
 from pdtransfer.kernels import driver
 from pdtransfer.limits import Limits
-from pdtransfer.serve.settings.config import Attention, DecodeConfig, PrefillConfig
+from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
 from pdtransfer.serve.tracing.timeline import TimedSpan
 from pdtransfer.serve.tracing.ttft import Split, split_of
 
+from ..models import AttentionKind
 from .pd_rank import DecodeSide, PrefillSide, Prompt, Report, Roof, Way
 from .processes import Processes, answer
 from .report import about, print_tables
@@ -90,7 +91,7 @@ class Pushed(NamedTuple):
 class Series:
     """One kind of attention: prompts by size, and rows with nothing computed, by tokens."""
 
-    attention: Attention
+    attention: AttentionKind
     points: list[Point] = field(default_factory=list[Point])
     pushed: dict[int, Pushed] = field(default_factory=dict[int, Pushed])
 
@@ -124,7 +125,7 @@ def devices() -> tuple[str, str]:
 def measure(
     *,
     tokens: Sequence[int] = (),
-    attentions: Sequence[Attention] = ("mla", "gqa"),
+    attentions: Sequence[AttentionKind] = ("mla", "gqa"),
     rounds: int = 3,
     chunk_tokens: int = 8_192,
     engine_option: tuple[str, ...] = (),
@@ -167,16 +168,16 @@ def measure(
 
 
 def _configs(
-    attention: Attention, most: int, on: tuple[str, str], chunk_tokens: int, options: tuple[str, ...],
+    attention: AttentionKind, most: int, on: tuple[str, str], chunk_tokens: int, options: tuple[str, ...],
     hot: dict[str, Any], sockets: Path,
 ) -> tuple[PrefillConfig, DecodeConfig]:  # fmt: skip
-    slots = (most // PAGE_SIZE + 2) * PAGE_SIZE
+    slots, options = (most // PAGE_SIZE + 2) * PAGE_SIZE, (f"attention={attention}", *options)
     prefill = PrefillConfig(
-        node="prefill", attention=attention, slots=slots, page_size=PAGE_SIZE, chunk_tokens=chunk_tokens, device=on[0],
+        node="prefill", slots=slots, page_size=PAGE_SIZE, chunk_tokens=chunk_tokens, device=on[0],
         engine=ENGINE, engine_option=options, limits=LIMITS,
     )  # fmt: skip
     decode = DecodeConfig(
-        node="decode", attention=attention, slots=slots, device=on[1], engine=ENGINE, engine_option=options,
+        node="decode", slots=slots, device=on[1], engine=ENGINE, engine_option=options,
         limits=LIMITS, socket_directory=sockets, **hot,
     )  # fmt: skip
     return prefill, decode

@@ -45,7 +45,7 @@ from pdtransfer.serve.engine_api import Broken, CardMemory, Finished, Prefilled,
 from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
 from pdtransfer.serve.tracing.timeline import TimedSpan, Timeline
 from pdtransfer.serve.worker import engine_thread
-from pdtransfer.serve.worker.cell_batching import Push
+from pdtransfer.serve.worker.cell_batching import Batching
 from pdtransfer.serve.worker.daemon import attach, create_engine
 from pdtransfer.serve.worker.engine_thread import (
     Compute,
@@ -61,11 +61,12 @@ from pdtransfer.serve.worker.engine_thread import (
 from pdtransfer.transports.options import ArenaOptions, WriterOptions
 from pdtransfer.wire import Sampling
 
+from .batching import AtEnd, ByLayer
 from .processes import PipeProcess
 from .replays import registered
 
 Way = Literal["auto", "layers", "end", "none", "alone"]
-"""How rows leave: the three that `--push` knows; not at all; or with nothing computed."""
+"""How rows leave: as the daemons do, by layer, or after the whole prompt; not at all; or with nothing computed."""
 
 ROOM_S = 120.0
 _IDLE_POLL_S = 0.002
@@ -219,7 +220,7 @@ class PrefillSide(_Side):
             ),
             replicas=engine.card.replicas, spans=self._timeline,
         )  # fmt: skip
-        self._ports: dict[Push, ThreadQueues[Any]] = {}
+        self._ports: dict[Way, ThreadQueues[Any]] = {}
         self._port: ThreadQueues[Any] = ThreadQueues()
         self._cells: list[Cell] = []
         self._opened_s = self._finished_s = 0.0
@@ -236,7 +237,7 @@ class PrefillSide(_Side):
             port.to_engine(Quit())
         await self.node.close()
 
-    def _run(self, how: Push) -> None:
+    def _run(self, how: Way) -> None:
         """A thread of the engine's for each way, that lasts: what libraries make for a thread takes 40 ms and more at
         its first prompt. One of them has something to do at a time, as there is one prompt."""
         if (port := self._ports.get(how)) is not None:
@@ -245,7 +246,10 @@ class PrefillSide(_Side):
         self._port = self._ports[how] = ThreadQueues()
         self._port.attach(self._loop)
         steps = engine_thread.leader_steps(self._engine, self._port, None)
-        work = engine_thread.PrefillThread(self._engine, self._port, self._on_outcomes, steps, push=how)
+        batching: dict[Way, Batching] = {"layers": ByLayer(), "end": AtEnd(self._engine.card.components)}
+        work = engine_thread.PrefillThread(
+            self._engine, self._port, self._on_outcomes, steps, batching=batching.get(how)
+        )
         engine_thread.start(work, self._died)
 
     def perform(self, order: object) -> None:

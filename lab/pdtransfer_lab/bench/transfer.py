@@ -6,9 +6,9 @@ from statistics import median
 
 import numpy as np
 
-from pdtransfer.serve.settings.config import BenchModel, HostLayout
+from pdtransfer.serve.settings.config import HostLayout
 
-from .models import components
+from .models import BenchModel, components
 from .ranks import RankPair
 from .report import Figures, Line
 

@@ -9,8 +9,10 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from pdtransfer.serve.commands.flags import Json, counted
-from pdtransfer.serve.settings.config import Attention, BenchModel
 from pdtransfer.transports.registry import TRANSPORTS, check_name
+
+from ..bench.models import BenchModel
+from ..models import AttentionKind
 
 bench = App(
     name="bench",
@@ -25,7 +27,7 @@ def bench_transfer(
     *,
     tokens: Annotated[int | None, counted("Tokens of one room; by default 4,096, between hosts 8,192.")] = None,
     rooms: Annotated[int | None, counted("Rooms to move; by default 32, between hosts 8 in each arena.")] = None,
-    model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or the reference model's.")] = "deepseek",
+    model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or that of a small model.")] = "deepseek",
     transport: Annotated[str, Parameter(help=f"How it gets there: {' or '.join(TRANSPORTS)}.")] = "shm",
     json: Json = False,
 ) -> int:
@@ -131,7 +133,7 @@ def bench_hybrid(
 def bench_pd(
     *,
     tokens: Annotated[tuple[int, ...], counted("Of a prompt; may be repeated. By default 128 to 32,768.")] = (),
-    attention: Annotated[tuple[Attention, ...], Parameter(help="Whose KV; may be repeated.")] = ("mla", "gqa"),
+    attention: Annotated[tuple[AttentionKind, ...], Parameter(help="Whose KV; may be repeated.")] = ("mla", "gqa"),
     rounds: Annotated[int, counted("Prompts of each size and way that are counted.")] = 3,
     chunk_tokens: Annotated[int, counted("Tokens that prefill computes at a time.")] = 8_192,
     engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),

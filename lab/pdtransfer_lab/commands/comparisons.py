@@ -8,9 +8,9 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from pdtransfer.serve.commands.flags import Json, counted
-from pdtransfer.serve.settings.config import BenchModel
 
 from ..bench.fleets.requests import option
+from ..bench.models import BenchModel
 from ..bench.report import show
 from .bench import bench, progress
 
@@ -22,7 +22,7 @@ def crossing(
     *,
     tokens: Annotated[int, counted("Tokens of one room.")] = 8_192,
     rooms: Annotated[int, counted("Rooms to move in each arena.")] = 8,
-    model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or the reference model's.")] = "deepseek",
+    model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or that of a small model.")] = "deepseek",
     json: Json = False,
 ) -> int:
     """Whole rooms over Mooncake, beside one synchronous write of a bare engine and a raw socket."""

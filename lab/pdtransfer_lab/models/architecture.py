@@ -21,6 +21,7 @@ from pdtransfer.errors import ConfigError
 from pdtransfer.serve.sampling import DIGEST_BYTES
 from pdtransfer.wire import Ranks
 
+from . import AttentionKind
 from .tokens import EOS, VOCABULARY
 
 INDEX_HEADS, INDEX_DIM = 4, 128  # of the indexer's queries; a token has one key
@@ -38,7 +39,7 @@ class Architecture:
     family: ClassVar[str] = "reference"
     dtype: ClassVar[Literal["float32", "bfloat16"]] = "float32"
 
-    attention: Literal["mla", "gqa"]
+    attention: AttentionKind
     seed: int = 0
     layers: int = 4
     context_tokens: int = 16_384  # prompt and generated tokens of one room
@@ -139,6 +140,7 @@ class NamedOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class EngineOptions(NamedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of any model."""
 
+    attention: AttentionKind = "mla"
     top_k: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0  # tokens that a decode step attends to; 0: all
     index_share: Annotated[int, Meta(ge=1, le=64)] = 2  # layers that attend to the same picks
     layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # layers in each cell that prefill offers; 0: all

@@ -71,9 +71,9 @@ def _architecture(config: EngineConfig, options: DeepOptions) -> DeepArchitectur
     check_config(config)
     if config.group.ranks.tp_size * config.group.ranks.pp_size > 1:
         raise ConfigError("tp_size, pp_size: the deep model is one process")
-    latent = config.attention == "mla"
+    latent = options.attention == "mla"
     sizes = DeepArchitecture(
-        attention=config.attention, seed=options.seed, layers=options.layers or (61 if latent else 32),
+        attention=options.attention, seed=options.seed, layers=options.layers or (61 if latent else 32),
         context_tokens=options.context_tokens, width=options.width or 4_096,
         mlp_width=options.mlp_width or (8_192 if latent else 14_336), head_dim=128, mla_heads=options.heads or 32,
         gqa_heads=options.heads or 32, kv_heads=options.kv_heads or 8, top_k=options.top_k,

@@ -26,7 +26,7 @@ def build_model(config: EngineConfig, options: Options) -> Model:
     """The configured model. Raises ConfigError."""
     check_config(config)
     architecture = Architecture(
-        attention=config.attention, seed=options.seed, layers=options.layers, context_tokens=options.context_tokens,
+        attention=options.attention, seed=options.seed, layers=options.layers, context_tokens=options.context_tokens,
         kv_heads=options.kv_heads, top_k=options.top_k, index_share=options.index_share,
     )  # fmt: skip
     if architecture.gqa_heads % architecture.kv_heads:
@@ -36,8 +36,6 @@ def build_model(config: EngineConfig, options: Options) -> Model:
 
 def check_config(config: EngineConfig) -> None:
     """Raises ConfigError for values that no model supports."""
-    if config.attention not in ("mla", "gqa"):
-        raise ConfigError(f"attention: {config.attention!r} is neither mla nor gqa")
     if config.chunk_tokens < 1 or config.batch_max < 1:
         raise ConfigError(f"chunk_tokens: {config.chunk_tokens}, batch_max: {config.batch_max}: both are at least 1")
 

@@ -50,7 +50,7 @@ def generate(config: EngineConfig, prompt: NDArray[np.int64], sampling: Sampling
 def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]]) -> list[Generation]:
     """Runs requests in this process, as many at a time as fit `config.slots`, and returns outcomes in their order.
 
-    Only `attention`, `options` and `device` of `config` affect the outcomes.
+    Only `options` and `device` of `config` affect the outcomes.
     """
     return generated(*_alone(config), requests)
 

@@ -34,7 +34,7 @@ from ...kernels import driver
 from ...limits import Limits
 from ..process.fleet import Fleet, Standing
 from ..process.signals import end_with_parent
-from ..settings.config import REFERENCE, STAMP, DecodeConfig, PrefillConfig, RouterConfig
+from ..settings.config import BUILT_IN, REFERENCE, DecodeConfig, PrefillConfig, RouterConfig
 from .demo_config import DemoConfig
 from .demo_model import DemoModel
 
@@ -43,7 +43,7 @@ WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 WARNINGS_MAX = 20  # log lines of the daemons that a failed demo shows
 RETRIES = 100  # of one request, while the fleet is full
 SLOTS_MAX = 131_072
-REFERENCE_SLOTS, CHECKPOINT_SLOTS = 65_536, 4_096  # the fewest, and the step; a checkpoint's tokens take more memory
+BUILT_IN_SLOTS, CHECKPOINT_SLOTS = 65_536, 4_096  # the fewest, and the step; a checkpoint's tokens take more memory
 HOT_TOKENS = 128  # with --hisparse: the fewest that the device holds of a long request
 HOT_REQUESTS = 3  # such requests on the device at once; the others wait and take turns
 LIMITS = Limits(room_deadline_ms=600_000)  # the last prompt waits for all others, on a slow host for long
@@ -70,9 +70,10 @@ def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) ->
 
     With `router`, the URL of a running one, it starts nothing; `metrics` is host:port of each decode rank.
     """
-    extra, package = ("reference", "torch") if config.model == REFERENCE else ("transformers", "transformers")
-    if config.model != STAMP and find_spec(package) is None:
-        raise ConfigError(f"the demo's engine needs {package}: {pip_install(extra)}")
+    if config.model == REFERENCE and find_spec("pdtransfer_lab") is None:
+        raise ConfigError("model = 'reference': comes with pdtransfer-lab: pip install ./lab")
+    if config.model not in BUILT_IN and find_spec("transformers") is None:
+        raise ConfigError(f"the demo's engine needs transformers: {pip_install('transformers')}")
     for number in config.cards:
         if number is not None:
             driver.check(number)
@@ -157,12 +158,12 @@ def _fleet(config: DemoConfig, model: DemoModel, texts: Sequence[str], logs: Pat
     """A fleet whose pools hold the whole load, up to a bound; beyond it requests queue."""
     sizes = [len(model.ids(text)) for text in texts]
     wanted = sum(size + config.max_tokens for size in sizes) + max(sizes)
-    step = CHECKPOINT_SLOTS if model.speaks else REFERENCE_SLOTS
+    step = CHECKPOINT_SLOTS if model.speaks else BUILT_IN_SLOTS
     slots = min(SLOTS_MAX, -(-wanted // step) * step)
     options = tuple(f"{name}={value}" for name, value in model.engine_options().items())
     prefill = [
         PrefillConfig(
-            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, attention=config.attention, slots=slots,
+            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, slots=slots,
             page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
             limits=LIMITS, engine_option=options, device=config.devices[0], tp_size=config.prefill_tp,
             pp_size=config.prefill_pp, transport=config.transport, timeline=config.timeline,
@@ -172,7 +173,7 @@ def _fleet(config: DemoConfig, model: DemoModel, texts: Sequence[str], logs: Pat
     limits = replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6) if config.hisparse else LIMITS
     decode = [
         DecodeConfig(
-            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, attention=config.attention, slots=slots,
+            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=limits,
             socket_directory=logs / "sockets", engine_option=options, device=config.devices[1], verify=config.verify,
             tp_size=config.decode_tp, transport=config.transport, timeline=config.timeline,
@@ -351,7 +352,6 @@ def make_report(
         "all_identical": all(answer.identical for answer in answers),
         "differ": sorted({name for answer in answers for name in answer.differs}),
         "failed": sum(bool(answer.error) for answer in answers),
-        "attention": config.attention,
         "prefill": config.prefill,
         "decode": config.decode,
         "prefill_tp": config.prefill_tp,

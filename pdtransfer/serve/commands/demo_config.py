@@ -12,7 +12,7 @@ from ...bounds import bound, card_of, match, power_of_two
 from ...errors import ConfigError
 from ...wire import Ranks
 from ...wire.ranks import SIZE_MAX, ranks_of
-from ..settings.config import BUILT_IN, PAGE_SIZE_MAX, REFERENCE, STAMP, Attention, HostLayout
+from ..settings.config import BUILT_IN, PAGE_SIZE_MAX, REFERENCE, STAMP, HostLayout
 from ..settings.ranks import check_device, device_of
 
 
@@ -26,15 +26,14 @@ class DemoConfig:
 
     model: Annotated[
         str,
-        _help("What answers: a Hugging Face checkpoint's directory, reference: random weights, or stamp: digests."),
-    ] = REFERENCE
+        _help("What answers: stamp: digests of the KV, a Hugging Face checkpoint's directory, or reference."),
+    ] = STAMP
     requests: Annotated[int | None, _help("Prompts to send; by default 32, or each question to a checkpoint.")] = None
     concurrency: Annotated[int, _help("Concurrent requests.")] = 32
     prompt_bytes_max: Annotated[int, _help("Prompts have 1 to this many bytes, but for a checkpoint's.")] = 8_192
     shared_prefix: Annotated[int, _help("Bytes of a common prefix; the first prompt is sent ahead.")] = 0
     max_tokens: Annotated[int, _help("Tokens to generate for each.")] = 32
     seed: Annotated[int, _help("Determines the prompts.")] = 0
-    attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
     device: Annotated[str, _help("Device of prefill and decode: cpu, cuda or cuda:N.")] = "cpu"
     prefill_device: Annotated[str, _help("Device of prefill, if another; cuda:N,cuda:M,... is a card a rank.")] = ""
@@ -71,7 +70,7 @@ class DemoConfig:
         bound("prefill", self.prefill, 1, 64)
         bound("decode", self.decode, 1, 64)
         if self.model not in BUILT_IN and (self.hisparse or max(self.prefill_tp, self.prefill_pp, self.decode_tp) > 1):
-            raise ConfigError(f"hisparse, prefill_tp, prefill_pp and decode_tp are for {REFERENCE} and {STAMP} alone")
+            raise ConfigError(f"hisparse, prefill_tp, prefill_pp and decode_tp are for {STAMP} and {REFERENCE} alone")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
         for name in ("prefill_tp", "prefill_pp", "decode_tp"):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...wire import Ranks, Sampling
 from ..engine_api import EngineConfig
 from ..router.model_text import load_text
-from ..settings.config import BUILT_IN, CHECKPOINT_ENGINE, STAMP
+from ..settings.config import BUILT_IN, CHECKPOINT_ENGINE
 from ..settings.ranks import device_of
 from .demo_config import DemoConfig
 
@@ -36,7 +36,6 @@ QUESTIONS = (
 )
 CONTEXT_TOKENS = 16_384  # the reference model's default; a longer prompt raises it
 TOP_K = 64  # with --hisparse: tokens that a step reads of a request
-KV_HEADS = 4  # of the stamp engine, with the attention gqa
 REQUESTS = 32  # of a model whose prompts are bytes
 SLOTS_MIN = 32_768  # of the single process
 
@@ -86,7 +85,6 @@ class DemoModel:
             longest = config.shared_prefix + config.prompt_bytes_max + config.max_tokens
             own = {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
             own |= {"top_k": str(TOP_K)} if config.hisparse else {}
-            own |= {"kv_heads": str(KV_HEADS)} if config.model == STAMP and config.attention == "gqa" else {}
         return own | {name: value for name, _, value in (option.partition("=") for option in config.engine_option)}
 
     def generate(self, prompts: Sequence[str]) -> list[dict[str, str]]:
@@ -95,7 +93,7 @@ class DemoModel:
         longest = max(map(len, ids)) + demo.max_tokens
         options = self.engine_options() | ({"model": demo.model} if self.speaks else {})
         config = EngineConfig(
-            role="decode", attention=demo.attention, slots=-(-max(longest, SLOTS_MIN) // 64) * 64, page_size=64,
+            role="decode", slots=-(-max(longest, SLOTS_MIN) // 64) * 64, page_size=64,
             host_layout="layer_first", device=device_of(demo.devices[1], Ranks()), options=options,
         )  # fmt: skip
         sampling = Sampling(max_tokens=demo.max_tokens, ignore_eos=not self.speaks)

@@ -26,4 +26,4 @@ def add_installed(app: App, tokens: Sequence[str]) -> None:
         if entry.name not in app:
             app.command(entry.load(), name=entry.name)
     if named is not None and named not in app:
-        raise ConfigError(f"{named}: comes with pdtransfer-lab, which is not installed: pip install ./lab")
+        raise ConfigError(f"{named}: comes with pdtransfer-lab: pip install ./lab")

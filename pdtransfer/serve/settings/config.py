@@ -32,16 +32,14 @@ PAGE_SIZE_MAX = 65_536
 SLOTS_MAX = 1 << 32  # slots are u32 on the wire
 SOCKET_DIRECTORY_LENGTH_MAX = 72  # the whole path of a Unix socket has at most 107 bytes
 
-REFERENCE, STAMP = "reference", "stamp"  # models that need no checkpoint; their ids are bytes
-REFERENCE_ENGINE, CHECKPOINT_ENGINE = (
-    "pdtransfer_lab.models.factory:create",
-    "pdtransfer.serve.engines.transformers:create",
-)
-BUILT_IN = {REFERENCE: REFERENCE_ENGINE, STAMP: "pdtransfer.serve.engines.stamp.factory:create"}  # engines by model
+STAMP, REFERENCE = "stamp", "reference"  # models that need no checkpoint; their ids are bytes
+BUILT_IN = {  # engines by model; that of the reference model comes with pdtransfer-lab
+    STAMP: "pdtransfer.serve.engines.stamp.factory:create",
+    REFERENCE: "pdtransfer_lab.models.factory:create",
+}
+CHECKPOINT_ENGINE = "pdtransfer.serve.engines.transformers:create"
 _FACTORY = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"  # of an engine
 
-Attention = Literal["mla", "gqa"]
-BenchModel = Literal["deepseek", "mla", "gqa"]  # deepseek: 61 planes of MLA; else the reference model
 HostLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -132,13 +130,11 @@ class WorkerConfig(NodeConfig):
     ] = ()
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for none.")] = ""
     model: Annotated[
-        str, _help("What is served: the directory of a Hugging Face checkpoint, reference, or stamp, without torch.")
-    ] = REFERENCE
-    engine: Annotated[
-        str, _help("The engine's factory, module:attribute; by default that of the reference model, or of checkpoints.")
-    ] = REFERENCE_ENGINE
+        str,
+        _help("What is served: stamp, which needs no model, a Hugging Face checkpoint's directory, or reference."),
+    ] = STAMP
+    engine: Annotated[str, _help("The engine's factory, module:attribute; by default the one of the model.")] = ""
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
-    attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
     slots: Annotated[int, _help("Tokens that the pool or the arena holds.")] = 65_536
     page_size: Annotated[int, _help("Tokens a page; a power of two.")] = 64
     host_layout: Annotated[HostLayout, _help("How the pool or the arena is laid out.")] = "layer_first"
@@ -162,9 +158,10 @@ class WorkerConfig(NodeConfig):
         self._check_bind("bind", self.bind, scheme="tcp://")
         if self.http:
             self._check_bind("http", self.http)
-        match("engine", self.engine, _FACTORY, "module:attribute")
+        if self.engine:
+            match("engine", self.engine, _FACTORY, "module:attribute")
         if not self.model:
-            raise ConfigError("model = '': must be the directory of a checkpoint, reference or stamp")
+            raise ConfigError("model = '': must be stamp, the directory of a checkpoint, or reference")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
         check_name(self.transport)
@@ -227,7 +224,7 @@ class WorkerConfig(NodeConfig):
     @property
     def factory(self) -> str:
         """The engine's factory."""
-        return BUILT_IN.get(self.model, CHECKPOINT_ENGINE) if self.engine == REFERENCE_ENGINE else self.engine
+        return self.engine or BUILT_IN.get(self.model, CHECKPOINT_ENGINE)
 
     @property
     def engine_options(self) -> dict[str, str]:
@@ -246,10 +243,6 @@ class PrefillConfig(WorkerConfig):
     bind: Annotated[str, _help("Where decode and router reach it; port 0 takes a free one.")] = "tcp://127.0.0.1:7101"
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for none.")] = "127.0.0.1:7102"
     chunk_tokens: Annotated[int, _help("Tokens that are computed, and offered to decode, at a time.")] = 512
-    push: Annotated[
-        Literal["auto", "layers", "end"],
-        _help("When KV is sent: auto decides by size, end waits for the whole prompt."),
-    ] = "auto"
     copy_threads: Annotated[int, _help("Threads that copy rows into arenas.")] = 2
     pp_size: Annotated[int, _help("Stages that share the layers, each of tp_size processes.")] = 1
     pp_rank: Annotated[int, _help("This process's stage.")] = 0
@@ -271,7 +264,6 @@ class PrefillConfig(WorkerConfig):
 
         return EngineConfig(
             role="prefill",
-            attention=self.attention,
             slots=self.slots,
             page_size=self.page_size,
             host_layout=self.host_layout,
@@ -343,7 +335,6 @@ class DecodeConfig(WorkerConfig):
 
         return EngineConfig(
             role="decode",
-            attention=self.attention,
             slots=self.slots,
             page_size=self.page_size,
             host_layout=self.host_layout,
@@ -403,8 +394,8 @@ class RouterConfig(NodeConfig):
     admin_token: Annotated[Path | None, _help("The file of the token that the admin API asks for.")] = None
     model: Annotated[
         str,
-        _help("Whose tokenizer and chat template: a checkpoint's directory; bytes are the ids of reference and stamp."),
-    ] = REFERENCE
+        _help("Whose tokenizer and chat template: a checkpoint's directory; bytes are the ids of stamp and reference."),
+    ] = STAMP
     body_readers: Annotated[
         int, _help("Processes that decode and tokenise large bodies of requests, started when they are needed.")
     ] = 2

@@ -4,52 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from ...handoff.cell_sizes import is_full
 from ...handoff.ready_gate import AllEvents
 from ...layout.layout import Component, Layout
-from ..engine_api import Broken, Computed, Event, Prefilled, Push
+from ..engine_api import Broken, Computed, Event, Prefilled
 
 Outcome: TypeAlias = Computed | Prefilled | Broken
 
 
-class CellBatcher:
-    """Passes on an engine's outcomes in order, with neighbouring cells joined.
-
-    `layers` joins nothing. `auto` joins the layers of a chunk by the sizes of handoff.cell_sizes. `end` keeps every
-    cell until its room is computed, and joins chunks as well. Other outcomes of a room never overtake its cells.
-    """
-
-    def __init__(self, components: Sequence[Component], push: Push) -> None:
-        self._layouts = {component.name: component.layout for component in components}
-        self._push: Push = push
-        self._held: dict[int, list[Computed]] = {}  # by room, in order
+class Batching(Protocol):
+    """Passes on an engine's outcomes. Other outcomes of a room never overtake its cells."""
 
     def take(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Takes outcomes of the engine; returns those to pass on now."""
-        if self._push == "layers":
-            return list(outcomes)
-        said: list[Outcome] = []
-        for outcome in outcomes:
-            if isinstance(outcome, Computed):
-                self._add(outcome)
-                if self._push == "auto":
-                    said += self._ripe(outcome.room)
-            else:
-                said += self._let(outcome.room)
-                said.append(outcome)
-        return said
+        ...
 
     def drop(self, room: int) -> None:
         """Drops the room's cells. Unknown rooms are ignored."""
+        ...
+
+
+class CellBatcher:
+    """Batching in order: joins the layers of a chunk by the sizes of handoff.cell_sizes."""
+
+    def __init__(self, components: Sequence[Component]) -> None:
+        self._layouts = {component.name: component.layout for component in components}
+        self._held: dict[int, list[Computed]] = {}  # by room, in order
+
+    def take(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        passed: list[Outcome] = []
+        for outcome in outcomes:
+            if isinstance(outcome, Computed):
+                self._add(outcome)
+                passed += self._ripe(outcome.room)
+            else:
+                passed += self._held.pop(outcome.room, ())
+                passed.append(outcome)
+        return passed
+
+    def drop(self, room: int) -> None:
         self._held.pop(room, None)
 
     def _add(self, cell: Computed) -> None:
         """Joins the cell to the last one of its component if both make one cell."""
         held = self._held.setdefault(cell.room, [])
         at = next((at for at in range(len(held) - 1, -1, -1) if held[at].component == cell.component), None)
-        if at is not None and (both := _joined(held[at], cell, self._layouts[cell.component])) is not None:
+        if at is not None and (both := joined(held[at], cell, self._layouts[cell.component])) is not None:
             held[at] = both
         else:
             held.append(cell)
@@ -68,34 +70,16 @@ class CellBatcher:
         """Whether the cell is large enough, or as large as what its chunk has left."""
         return is_full(self._layouts[cell.component], cell.layers, cell.rows[1] - cell.rows[0])
 
-    def _let(self, room: int) -> list[Computed]:
-        """Returns all cells held of a room, with consecutive chunks joined."""
-        whole: list[Computed] = []
-        for cell in self._held.pop(room, ()):
-            before = next((at for at, other in enumerate(whole) if _follows(other, cell)), None)
-            if before is None:
-                whole.append(cell)
-            else:
-                rows = whole[before].rows[0], cell.rows[1]
-                whole[before] = replace(cell, rows=rows, after=_both(whole[before].after, cell.after))
-        return whole
 
-
-def _joined(cell: Computed, later: Computed, layout: Layout) -> Computed | None:
+def joined(cell: Computed, later: Computed, layout: Layout) -> Computed | None:
     """Joins cells of the same rows if the component has no layer between theirs; else None."""
     end, first = cell.layers[1], later.layers[0]
     if cell.rows != later.rows or cell.skip != later.skip or end > first or layout.row_bytes_of(end, first):
         return None
-    return replace(later, layers=(cell.layers[0], later.layers[1]), after=_both(cell.after, later.after))
+    return replace(later, layers=(cell.layers[0], later.layers[1]), after=both(cell.after, later.after))
 
 
-def _follows(cell: Computed, later: Computed) -> bool:
-    """Whether `later` continues where `cell` ends, in the same pages."""
-    same = cell.component == later.component and cell.layers == later.layers and cell.skip == later.skip
-    return same and cell.rows[1] == later.rows[0]
-
-
-def _both(first: Event | None, second: Event | None) -> Event | None:
+def both(first: Event | None, second: Event | None) -> Event | None:
     """The event of a cell joined from two; `first` belongs to no other cell any more."""
     if first is None or second is None:
         return first or second

@@ -31,12 +31,11 @@ from ..engine_api import (
     Finished,
     Prefilled,
     PrefillEngine,
-    Push,
     ReportsEarly,
     Request,
     Token,
 )
-from .cell_batching import CellBatcher
+from .cell_batching import Batching, CellBatcher
 
 log = logging.getLogger(__name__)
 
@@ -152,12 +151,12 @@ class PrefillThread:
         on_outcomes: Callable[[list[PrefillOutcome]], None],
         steps: Steps,
         *,
-        push: Push = "auto",
+        batching: Batching | None = None,
     ) -> None:
         self.engine, self._port, self._on_outcomes = engine, port, on_outcomes
         self._steps = steps
         self._waiting: deque[Request] = deque()
-        self._offers = CellBatcher(engine.card.components, push)
+        self._offers = batching or CellBatcher(engine.card.components)
         self._begun: set[int] = set()  # rooms of which some was computed, and not all
         self._step_s = 0.0  # when the latest step began
         self._page_size = {component.name: component.layout.page_size for component in engine.card.components}

@@ -97,7 +97,7 @@ class PrefillRank:
             handed_off=self.times.handed_off,
         )
         self.metrics = PrefillMetrics(self.node, registry)
-        self.thread = PrefillThread(engine, port, self.on_outcomes, steps, push=config.push)
+        self.thread = PrefillThread(engine, port, self.on_outcomes, steps)
         self._rooms: dict[int, PrefillRankRoom] = {}  # by local id, until Free
         self._here: dict[int, PrefillRankRoom] = {}  # by room id, until drained
 

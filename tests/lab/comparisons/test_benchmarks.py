@@ -95,7 +95,7 @@ def test_idle_watches_both_daemons_alone_and_with_a_session(
 ) -> None:
     monkeypatch.setattr(idle, "_SETTLE_SECONDS", 0.0)
     figures = idle.measure(seconds=1)
-    for name in ("prefill_alone", "decode_alone", "prefill_session", "decode_session", "torch"):
+    for name in ("prefill_alone", "decode_alone", "prefill_session", "decode_session"):
         private, pss, rss = (float(figures[f"{name}_{size}_mib"]) for size in ("private", "pss", "rss"))
         assert 0 < private <= pss <= rss
     assert all(0 <= percent < 100 for percent in sizes(figures, "_cpu_percent"))

@@ -212,7 +212,7 @@ def test_seeds_give_models_that_generate_otherwise(attention, expected):
         ({"slots": 0}, "0"),
         ({"host_layout": "sideways"}, "sideways"),
         ({"device": "cuda:99"}, "cuda:99"),
-        ({"attention": "linear"}, "linear"),
+        ({"options": {"attention": "linear"}}, "linear"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
         ({"batch_max": 0}, "batch_max"),
         ({"options": {"layers": "0"}}, "layers"),

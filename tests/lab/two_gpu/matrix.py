@@ -16,6 +16,7 @@ from pdtransfer_lab.models.factory import Generation, generate_many
 
 from pdtransfer.errors import TransportError
 from pdtransfer.serve.engine_api import EngineConfig
+from pdtransfer.serve.settings.config import REFERENCE
 from pdtransfer.serve.settings.ranks import device_of
 from pdtransfer.transports.select import taken
 from pdtransfer.wire import Ranks, Sampling
@@ -123,12 +124,14 @@ def missing(case: Case) -> str:
 
 def options(case: Case) -> dict[str, str]:
     """The engine's, on both sides."""
-    return {"layers": str(LAYERS)} | ({"top_k": "16", "index_share": "1"} if case.sparse else {})
+    return {"layers": str(LAYERS), "attention": case.attention} | (
+        {"top_k": "16", "index_share": "1"} if case.sparse else {}
+    )
 
 
 def fleet_of(case: Case, devices: tuple[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Prefill's and decode's settings, as fleets.fleet takes them."""
-    both = {"attention": case.attention, "transport": case.transport}
+    both = {"model": REFERENCE, "transport": case.transport}
     own = tuple(f"{name}={value}" for name, value in options(case).items())
     cell = (f"layers_per_cell={case.cell}",)
     prefill = both | {
@@ -168,7 +171,7 @@ def single(case: Case, devices: tuple[str, str]) -> EngineConfig:
     """The one process, on the device of decode's first rank, with every token resident."""
     device = device_of(_device(devices[::-1], case, case.decode_tp), Ranks())
     return EngineConfig(
-        role="decode", attention=case.attention, slots=SLOTS, page_size=64, host_layout="layer_first", device=device,
+        role="decode", slots=SLOTS, page_size=64, host_layout="layer_first", device=device,
         options=options(case),
     )  # fmt: skip
 

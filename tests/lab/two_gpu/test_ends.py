@@ -49,7 +49,7 @@ def test_others_are_answered_as_if_nobody_had_left_or_died(
         single(case, devices), [*SHORT, *LONG, *LATE]
     )  # which takes long, and not while daemons wait for an answer
     gates = Gates(tmp_path)
-    own = (*first["engine_option"], f"step_ms={STEP_MS}", f"gates={gates.directory}")
+    own = (*first["engine_option"], "model=reference", f"step_ms={STEP_MS}", f"gates={gates.directory}")
     slow = {"engine": ENGINE, "engine_option": own}
     alone = first | {"tp_size": 1, "pp_size": 1, "device": devices[0]}
 

@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[refe
 from pdtransfer_lab.models.factory import Generation, generate_many
 
 from pdtransfer.serve.engine_api import EngineConfig
+from pdtransfer.serve.settings.config import REFERENCE
 from pdtransfer.wire import Sampling
 from tests.library.stranger import cast, shm
 from tests.library.stranger.decode import Decode
@@ -34,9 +35,7 @@ PLANES = {"kv": [("latent", "float32", 2_304)], "index": [("index", "float8_e4m3
 
 def expected(count: int) -> list[Generation]:
     """Of a single process, with every token resident."""
-    config = EngineConfig(
-        role="decode", attention="mla", slots=SLOTS, page_size=64, host_layout="layer_first", options=OPTIONS
-    )
+    config = EngineConfig(role="decode", slots=SLOTS, page_size=64, host_layout="layer_first", options=OPTIONS)
     sampling = Sampling(max_tokens=count, ignore_eos=True)
     return generate_many(
         config, [(np.frombuffer(text.encode(), np.uint8).astype(np.int64), sampling) for text in TEXTS]
@@ -115,8 +114,10 @@ def test_kv_of_the_reference_model_goes_through_strangers_and_comes_out_as_it_wa
     copied, first, whole = Copied(), expected(1), expected(TOKENS)
     sparse = {"hot_tokens": 48, "device_slots": 98, "dense_slots": 1_024, "enable_hisparse": True}
     configs = (
-        prefill_config(engine_option=OPTION),
-        decode_config(directory, engine_option=OPTION, verify=True, host_layout="layer_first", **sparse),
+        prefill_config(model=REFERENCE, engine_option=OPTION),
+        decode_config(
+            directory, model=REFERENCE, engine_option=OPTION, verify=True, host_layout="layer_first", **sparse
+        ),
     )
     with lone_daemons(tmp_path, *configs) as (prefill, decode):
         with Router(node="asking", prefill=prefill.ready["endpoint"], decode=decode.ready["endpoint"]) as router:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.fleets import LIMITS, Answer, Gates, Site, prompts, running
+from tests.support.fleets import GQA, LIMITS, Answer, Gates, Site, prompts, running
 from tests.support.waiting import until
 
 PLAIN = {"engine": "tests.support.engines.plain:create", "engine_option": ()}
@@ -65,14 +65,14 @@ def test_every_pair_has_its_session_before_a_request_and_prefills_may_leave_and_
 def test_every_rank_of_a_decode_worker_has_its_sessions_before_a_request(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    own = {"attention": "gqa", "tp_size": 2}
+    own = {"engine_option": GQA, "tp_size": 2}
     with running(tmp_path_factory.mktemp("f"), prefills=[own], decodes=[own]) as on:
 
         async def case(site: Site) -> None:
             for rank in range(2):
                 await up(site, 2, rank)
             assert await begun(site) == [0]
-            await site.served("gqa")
+            await site.served(options=GQA)
 
         on(case)
 

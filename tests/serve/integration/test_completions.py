@@ -6,17 +6,18 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
-
-from pdtransfer_lab.models.factory import Generation
-
+from pdtransfer.serve.engines.generation import Generation
 from tests.support import healing
 from tests.support.fleets import (
     ENGINE,
+    GQA,
     LIMITS,
+    MLA,
     SLOTS,
     TOKENS,
     Gates,
@@ -30,29 +31,26 @@ from tests.support.fleets import (
 from tests.support.processes import open_files
 from tests.support.waiting import until
 
-FLEETS = {
+Options = tuple[str, ...]
+
+FLEETS: dict[str, tuple[Options, dict[str, Any], dict[str, Any]]] = {
     "mla 64 to 1": (
-        "mla",
+        MLA,
         {"page_size": 64, "host_layout": "layer_first"},
         {"page_size": 1, "host_layout": "page_first"},
     ),
     "gqa 16 to 16": (
-        "gqa",
+        GQA,
         {"page_size": 16, "host_layout": "page_first"},
         {"page_size": 16, "host_layout": "page_head"},
     ),
     "mla 16 to 16, chunks of 8 and a layer": (
-        "mla",
-        {
-            "page_size": 16,
-            "host_layout": "page_first_direct",
-            "chunk_tokens": 8,
-            "engine_option": ("layers=2", "layers_per_cell=1"),
-        },
+        (*MLA, "layers_per_cell=1"),
+        {"page_size": 16, "host_layout": "page_first_direct", "chunk_tokens": 8},
         {"page_size": 16, "host_layout": "layer_first"},
     ),
     "gqa 64 to 1": (
-        "gqa",
+        GQA,
         {"page_size": 64, "host_layout": "page_head"},
         {"page_size": 1, "host_layout": "page_first_direct"},
     ),
@@ -60,28 +58,28 @@ FLEETS = {
 
 
 @pytest.fixture(scope="module", params=FLEETS, ids=lambda name: name.replace(" ", "-"))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
-    attention, prefill, decode = FLEETS[request.param]
-    both = {"attention": attention}
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Options, Running]]:
+    options, prefill, decode = FLEETS[request.param]
+    both = {"engine_option": options}
     with running(tmp_path_factory.mktemp("f"), prefills=[both | prefill], decodes=[both | decode]) as made:
-        yield attention, made
+        yield options, made
 
 
 def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_leaks(
-    pair: tuple[str, Running],
+    pair: tuple[Options, Running],
 ) -> None:
-    attention, on = pair
+    options, on = pair
     texts = prompts(1, 1, 2, 15, 16, 17, 63, 64, 65, 130, 200)
 
     async def case(site: Site) -> None:
-        await site.served(attention)
+        await site.served(options=options)
         await site.settled()
         before = {
             daemon.role: open_files(daemon.process.pid) for daemon in site.fleet.daemons if daemon.role != "router"
         }
         answers = await asyncio.gather(*(site.complete(text) for text in texts))
         for text, answer in zip(texts, answers, strict=True):
-            expected = generated(attention, text)
+            expected = generated(text, options=options)
             assert equal(answer, expected), (text, answer)
             assert answer.text == text_of(expected)
             assert answer.body["usage"] == {
@@ -90,12 +88,16 @@ def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_le
                 "total_tokens": len(text) + TOKENS,
                 "prompt_tokens_details": {"cached_tokens": 0},
             }
-            assert answer.facts["kv_bytes"] == len(text) * row_bytes(attention)
+            assert answer.facts["kv_bytes"] == len(text) * row_bytes(options)
             assert (answer.facts["prefill"], answer.facts["decode"]) == ("prefill-0", "decode-0")
         await site.settled()
+        for daemon in (site.prefill, site.decode):
+            libraries = mapped(daemon.process.pid)
+            assert "numpy" in libraries
+            assert "libtorch" not in libraries
         prefill, decode = await asyncio.gather(*(site.metrics(daemon) for daemon in (site.prefill, site.decode)))
         total = sum(len(text) for text in texts) + len("does it work")
-        assert prefill["pdtransfer_kv_bytes_total"] >= total * row_bytes(attention)
+        assert prefill["pdtransfer_kv_bytes_total"] >= total * row_bytes(options)
         assert decode["pdtransfer_kv_bytes_total"] == prefill["pdtransfer_kv_bytes_total"]
         assert decode["pdtransfer_rooms_ended_total{length}"] == prefill["pdtransfer_rooms_ended_total{done}"]
 
@@ -110,13 +112,13 @@ def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_le
     on(case)
 
 
-def test_a_stream_says_the_same_as_the_whole(pair: tuple[str, Running]) -> None:
-    attention, on = pair
+def test_a_stream_says_the_same_as_the_whole(pair: tuple[Options, Running]) -> None:
+    options, on = pair
     (text,) = prompts(2, 90)
 
     async def case(site: Site) -> None:
         *pieces, last = await site.stream(text, max_tokens=12)
-        expected = generated(attention, text, 12)
+        expected = generated(text, 12, options)
         said = "".join(each["choices"][0]["text"] for each in (*pieces, last))
         assert said == text_of(expected)
         assert last["choices"][0]["finish_reason"] == "length"
@@ -127,17 +129,17 @@ def test_a_stream_says_the_same_as_the_whole(pair: tuple[str, Running]) -> None:
     on(case)
 
 
-def test_what_two_prompts_share_crosses_once_unless_their_salts_differ(pair: tuple[str, Running]) -> None:
-    attention, on = pair
+def test_what_two_prompts_share_crosses_once_unless_their_salts_differ(pair: tuple[Options, Running]) -> None:
+    options, on = pair
     shared, one, other = prompts(3, 150, 20, 30)
 
     async def case(site: Site) -> None:
         seen = []
         for text, salt in ((shared + one, "a"), (shared + one, "a"), (shared + other, "a"), (shared + other, "b")):
             answer = await site.complete(text, cache_salt=salt)
-            assert equal(answer, generated(attention, text)), answer
+            assert equal(answer, generated(text, options=options)), answer
             cached = answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert answer.facts["kv_bytes"] == (len(text) - cached) * row_bytes(attention)
+            assert answer.facts["kv_bytes"] == (len(text) - cached) * row_bytes(options)
             seen.append(cached)
         assert seen == [0, 128, 128, 0]
         await site.settled()
@@ -155,13 +157,18 @@ def test_what_two_prompts_share_crosses_once_unless_their_salts_differ(pair: tup
     on(case)
 
 
+def mapped(pid: int) -> str:
+    """The files that a process has in its memory."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
 def text_of(expected: Generation) -> str:
     return bytes(each for each in expected.tokens if each < 256).decode("utf-8", "replace")
 
 
-def row_bytes(attention: str) -> int:
-    """Of one token in both layers, float32."""
-    return 2 * 4 * {"mla": 512 + 64, "gqa": 2 * 4 * 64}[attention]
+def row_bytes(options: Options) -> int:
+    """Of one token in both layers."""
+    return 2 * 256 * (2 * 4 if options == GQA else 1)
 
 
 # One fleet whose arena and queue are soon full
@@ -183,7 +190,7 @@ def test_more_than_fits_at_once_waits_its_turn(narrow: Running) -> None:
 
     async def case(site: Site) -> None:
         answers = await asyncio.gather(*(site.complete(text) for text in texts))
-        assert all(equal(answer, generated("mla", text)) for text, answer in zip(texts, answers, strict=True))
+        assert all(equal(answer, generated(text)) for text, answer in zip(texts, answers, strict=True))
         await site.settled()
 
     narrow(case)
@@ -211,7 +218,7 @@ def test_a_prompt_that_never_fits_is_a_clear_error_and_holds_nothing(
 
 def test_a_prompt_that_fits_to_the_last_slot_is_served(narrow: Running) -> None:
     (text,) = prompts(4, 250)
-    narrow(lambda site: site.served("mla", text))
+    narrow(lambda site: site.served(text))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +259,7 @@ def test_ids_are_as_good_as_text(narrow: Running) -> None:
     (text,) = prompts(5, 30)
 
     async def case(site: Site) -> None:
-        assert equal(await site.complete(list(text.encode())), generated("mla", text))  # pyright: ignore
+        assert equal(await site.complete(list(text.encode())), generated(text))  # pyright: ignore
 
     narrow(case)
 

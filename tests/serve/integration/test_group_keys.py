@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.bus.keys import generate
-from tests.support.fleets import Running, Site, equal, generated, prompts, running
+from tests.support.fleets import GQA, Running, Site, equal, generated, prompts, running
 from tests.support.paths import REPO
 from tests.support.waiting import until
 
-GROUP = {"attention": "gqa", "tp_size": 2}
+GROUP = {"engine_option": GQA, "tp_size": 2}
 STRANGERS = "pdtransfer_bus_strangers_total"
 KEYS = ("front", "p", "p-tp1", "d", "d-tp1")  # nobody's node goes by the name of its key
 
@@ -79,7 +79,7 @@ def test_ranks_with_keys_of_their_own_answer_as_one_process_verified_and_from_th
         for _ in range(2):
             answers = await asyncio.gather(*(site.complete(text) for text in texts))
             for text, answer in zip(texts, answers, strict=True):
-                assert equal(answer, generated("gqa", text)), answer
+                assert equal(answer, generated(text, options=GQA)), answer
             cached.append([answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers])
         assert cached == [[0, 0, 0, 0], [0, 0, 128, 64]]
         verified = await on_ranks(site, "decode", "pdtransfer_grants_verified_total")
@@ -97,7 +97,7 @@ def test_what_a_leader_reads_anew_at_a_hangup_its_ranks_read_anew_as_well(keyed:
     async def case(site: Site) -> None:
         allow = site.configs["prefill-0"].allow
         before = allow.read_text()
-        await site.served("gqa")
+        await site.served(options=GQA)
 
         async def sessions(count: int) -> bool:
             return await on_ranks(site, "prefill", "pdtransfer_sessions") == [count, count]

@@ -13,26 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
-
-from pdtransfer_lab.models.factory import Generation, generate_many
-
-from pdtransfer.serve.engine_api import EngineConfig
 from pdtransfer.serve.process.fleet import Daemon
-from pdtransfer.wire import Sampling
 from tests.support.fleets import (
     ENGINE,
-    SLOTS,
-    TOKENS,
     Gates,
     Running,
     Site,
     equal,
     followers,
     free_address,
+    generated,
     prompts,
     running,
 )
@@ -40,8 +32,8 @@ from tests.support.paths import REPO
 from tests.support.waiting import PATIENCE_S, until
 
 OPTIONS = ("layers=2", "kv_heads=1")
-GQA = {"attention": "gqa", "engine_option": OPTIONS}
-SLOW = {"engine": ENGINE, "attention": "gqa", "engine_option": (*OPTIONS, "step_ms=40")}
+GQA = {"engine_option": OPTIONS}
+SLOW = {"engine": ENGINE, "engine_option": (*OPTIONS, "step_ms=40")}
 
 
 def gated(gates: Gates) -> dict[str, Any]:
@@ -61,17 +53,6 @@ def group(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Ru
         yield made
 
 
-def expected(texts: list[str]) -> list[Generation]:
-    config = EngineConfig(
-        role="decode", attention="gqa", slots=SLOTS, page_size=64, host_layout="layer_first",
-        options={"layers": "2", "kv_heads": "1"},
-    )  # fmt: skip
-    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-    return generate_many(
-        config, [(np.frombuffer(text.encode(), np.uint8).astype(np.int64), sampling) for text in texts]
-    )
-
-
 def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
@@ -81,8 +62,8 @@ def test_prompts_through_ranks_are_answered_as_by_one_process(group: Running) ->
 
     async def case(site: Site) -> None:
         answers = await asyncio.gather(*(site.complete(text) for text in texts))
-        for answer, one in zip(answers, expected(texts), strict=True):
-            assert equal(answer, one), answer
+        for text, answer in zip(texts, answers, strict=True):
+            assert equal(answer, generated(text, options=OPTIONS)), answer
         await site.settled()
 
     group(case)
@@ -105,7 +86,7 @@ def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Running, gates: 
         await events.aclose()
         await site.settled()
         answer = await site.complete(short)
-        assert equal(answer, expected([short])[0]), answer
+        assert equal(answer, generated(short, options=OPTIONS)), answer
 
     group(case)
 
@@ -138,7 +119,7 @@ def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(
         assert f"rank tp1 ({role}-0-tp1) of this worker" in answer.error["message"], answer
         again = await ended_with_1(site, daemon)
         answer = await site.complete(text)
-        assert equal(answer, expected([text])[0]), answer
+        assert equal(answer, generated(text, options=OPTIONS)), answer
         assert len(followers(again)) == 1
 
     request.getfixturevalue(fleet)(case)

@@ -7,35 +7,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
-
-from pdtransfer_lab.models.factory import Generation, generate_many
-
-from pdtransfer.serve.engine_api import EngineConfig
-from pdtransfer.wire import Sampling
-from tests.support.fleets import ENGINE, LIMITS, SLOTS, TOKENS, Gates, Running, Site, equal, prompts, running
+from pdtransfer.serve.engines.generation import Generation
+from tests.support.fleets import ENGINE, LIMITS, MLA, SLOTS, Gates, Running, Site, equal, generated, prompts, running
 from tests.support.waiting import PATIENCE_S, until
 
-OPTIONS = {"layers": "2", "top_k": "16", "index_share": "1"}
+OPTION = (*MLA, "top_k=16", "index_share=1")
+BOTH = {"mla": OPTION, "gqa": (*OPTION, "kv_heads=4")}
 LAYOUTS = {"mla": {"page_size": 1, "host_layout": "page_first"}, "gqa": {"page_size": 16, "host_layout": "page_head"}}
 TEXTS = prompts(1, 1, 20, 40, 48, 49, 130, 400, 700)
 
 
 def expected(attention: str) -> list[Generation]:
     """Of a single process, with every token resident."""
-    config = EngineConfig(
-        role="decode", attention=attention, slots=SLOTS, page_size=64, host_layout="layer_first", options=OPTIONS
-    )
-    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-    return generate_many(
-        config, [(np.frombuffer(text.encode(), np.uint8).astype(np.int64), sampling) for text in TEXTS]
-    )
+    return [generated(text, options=BOTH[attention]) for text in TEXTS]
 
 
-OPTION = tuple(f"{name}={value}" for name, value in OPTIONS.items())
 DECODE = {
     "enable_hisparse": True,
     "hot_tokens": 48,
@@ -49,7 +37,7 @@ DECODE = {
 def sparse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
     """One decode process, or two of half the heads."""
     attention, tp_size = request.param
-    both = {"attention": attention, "engine_option": OPTION}
+    both = {"engine_option": BOTH[attention]}
     decode = both | DECODE | LAYOUTS[attention] | {"tp_size": tp_size}
     with running(tmp_path_factory.mktemp("f"), prefills=[both], decodes=[decode]) as made:
         yield attention, made

@@ -15,12 +15,9 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
-
-from pdtransfer_lab.models.factory import create
-
 from pdtransfer.errors import Cause
 from pdtransfer.memory.mapping import map_received
+from pdtransfer.serve.engines.stamp.factory import create
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import (
     Abort,
@@ -44,7 +41,7 @@ from pdtransfer.wire import (
     Welcome,
     encode,
 )
-from tests.support.fleets import LIMITS, SERVED, SLOTS, Running, Site, decode_config, generated, running
+from tests.support.fleets import LIMITS, SLOTS, Running, Site, decode_config, running
 from tests.support.hostile_peers import (
     JUNK,
     Canaries,
@@ -64,7 +61,6 @@ Case = Callable[[FakeDecode], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    generated("mla", SERVED)  # not while a peer of ours is to answer pings, for it takes long
     patient = {"limits": replace(LIMITS, silence_ms=5_000)}
     with running(tmp_path_factory.mktemp("f"), prefills=[patient], decodes=[patient]) as made:
         made.canaries = Canaries(made.site.decode)

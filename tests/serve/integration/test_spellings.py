@@ -46,7 +46,7 @@ def test_routers_that_spell_a_worker_differently_lose_no_request(tmp_path: Path,
             second = [each["why"] for each in workers if not each["usable"]]
             assert all(why.startswith("the same worker as ") for why in second), second
             await site.settled()
-            assert equal(await site.complete(texts[0]), generated("mla", texts[0]))
+            assert equal(await site.complete(texts[0]), generated(texts[0]))
 
     case()
     assert "superseded" not in "".join(log.read_text() for log in tmp_path.glob("*.log"))

@@ -51,10 +51,10 @@ async def _one_ends(first: Site, second: Site, gates: Gates, signal: str) -> Non
         else:
             first.router.process.kill()
     for prompt, task in zip(ours, kept, strict=True):
-        assert equal(await task, generated("mla", prompt))
+        assert equal(await task, generated(prompt))
     # A router that is asked to end lets its requests run to their end.
     assert [await each for each in ending] == [signal == "SIGTERM"] * len(theirs)
-    assert equal(await second.complete(ours[0]), generated("mla", ours[0]))
+    assert equal(await second.complete(ours[0]), generated(ours[0]))
     await _held(second, 0)  # the workers stop the rooms of a router that is silent
 
 

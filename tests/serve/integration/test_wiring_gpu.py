@@ -111,12 +111,7 @@ def test_a_generation_on_a_card_has_the_same_bits_however_it_is_batched(
     attention: str, options: dict[str, str]
 ) -> None:
     config = EngineConfig(
-        role="decode",
-        attention=attention,
-        slots=4_096,
-        page_size=64,
-        device="cuda",
-        options=options,  # type: ignore[arg-type]
+        role="decode", slots=4_096, page_size=64, device="cuda", options=options | {"attention": attention}
     )
     rng = np.random.default_rng(0)
     requests = [
@@ -131,7 +126,18 @@ def test_a_generation_on_a_card_has_the_same_bits_however_it_is_batched(
 @pytest.mark.parametrize("attention", ["mla", "gqa"])
 def test_a_demo_that_decodes_from_hot_tokens_is_identical_on_a_card(attention: str) -> None:
     command = [sys.executable, "-m", "pdtransfer", "demo", "--hisparse", "--device", "cuda", "--json"]
-    command += ["--attention", attention, "--requests", "8", "--prompt-bytes-max", "2048", "--max-tokens", "8"]
+    command += [
+        "--model",
+        "reference",
+        "--engine-option",
+        f"attention={attention}",
+        "--requests",
+        "8",
+        "--prompt-bytes-max",
+        "2048",
+        "--max-tokens",
+        "8",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -141,8 +147,17 @@ def test_a_demo_that_decodes_from_hot_tokens_is_identical_on_a_card(attention: s
 
 @pytest.mark.parametrize("attention", ["mla", "gqa"])
 def test_the_demo_is_identical_on_a_card(attention: str) -> None:
-    command = [sys.executable, "-m", "pdtransfer", "demo", "--device", "cuda", "--json", "--attention", attention]
-    command += ["--requests", "8", "--prompt-bytes-max", "2048", "--max-tokens", "8"]
+    command = [sys.executable, "-m", "pdtransfer", "demo", "--device", "cuda", "--json", "--model", "reference"]
+    command += [
+        "--engine-option",
+        f"attention={attention}",
+        "--requests",
+        "8",
+        "--prompt-bytes-max",
+        "2048",
+        "--max-tokens",
+        "8",
+    ]
     done = subprocess.run([*command, "--verify"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)

@@ -168,10 +168,10 @@ def test_default_node_name_has_the_role_and_differs_between_processes() -> None:
 
 
 def test_engine_config_carries_role_and_options() -> None:
-    prefill = PrefillConfig(engine_option=("seed=1", "layers=4", "seed=a=b"), attention="gqa", chunk_tokens=128)
+    prefill = PrefillConfig(engine_option=("seed=1", "layers=4", "seed=a=b"), chunk_tokens=128)
     assert prefill.engine_config.role == "prefill"
     assert prefill.engine_config.options == {"seed": "a=b", "layers": "4"}
-    assert (prefill.engine_config.attention, prefill.engine_config.chunk_tokens) == ("gqa", 128)
+    assert prefill.engine_config.chunk_tokens == 128
     decode = DecodeConfig(batch_max=7).engine_config
     assert (decode.role, decode.page_size, decode.host_layout, decode.batch_max) == ("decode", 1, "page_first", 7)
 
@@ -206,15 +206,15 @@ def test_keys_above_all_tables_hold_for_every_command_that_knows_them(
 ) -> None:
     file = tmp_path / "pd.toml"
     file.write_text(
-        'log_level = "error"\nattention = "gqa"\n[limits]\nwindow = 9\nqueue_max = 9\n'
-        '[prefill]\nattention = "mla"\n[prefill.limits]\nwindow = 8\n'
+        'log_level = "error"\nhost_layout = "page_head"\n[limits]\nwindow = 9\nqueue_max = 9\n'
+        '[prefill]\nhost_layout = "page_first"\n[prefill.limits]\nwindow = 8\n'
         '[router]\nprefill = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]\n'
     )
     prefill = bound(monkeypatch, "prefill", "--config", str(file))
-    assert (prefill.attention, prefill.log_level) == ("mla", "error")
+    assert (prefill.host_layout, prefill.log_level) == ("page_first", "error")
     assert (prefill.limits.window, prefill.limits.queue_max) == (8, 9)
     decode = bound(monkeypatch, "--config", str(file), "decode")
-    assert (decode.attention, decode.limits.window) == ("gqa", 9)
+    assert (decode.host_layout, decode.limits.window) == ("page_head", 9)
     router = bound(monkeypatch, "router", "--config", str(file))
     assert router.prefill == ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
     assert router.log_level == "error"
@@ -253,7 +253,7 @@ def test_variables_that_a_container_platform_adds_are_left_alone(monkeypatch: py
         ("limits = 1\n", ["[limits]", "table"]),
         ("slots = \n", ["not TOML", "line 1"]),
         ('[prefill]\nslots = "many"\n', ["slots", "many", "int"]),
-        ('[prefill]\nattention = "mha"\n', ["attention", "mha", "mla"]),
+        ('[prefill]\nhost_layout = "heads"\n', ["host_layout", "heads", "page_head"]),
         ("[prefill]\nslots = 63\n", ["slots", "63"]),
     ],
 )

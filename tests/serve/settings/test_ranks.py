@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from pdtransfer.bus.keys import generate
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.send import Send
+from pdtransfer.serve.engines.stamp.factory import create
 from pdtransfer.serve.router.router_effects import Accepted
 from pdtransfer.serve.router.routing import Routing
 from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
@@ -119,9 +120,6 @@ def test_a_follower_takes_free_ports_unless_others_are_given() -> None:
 
 
 def test_settings_common_to_all_ranks_include_the_weights_and_the_sizes() -> None:
-    pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
-    from pdtransfer_lab.models.factory import create
-
     config = PrefillConfig(engine_option=("layers=1",), slots=256)
     said = common(config, create(config.engine_config).card)
     assert said["slots"] == "256"

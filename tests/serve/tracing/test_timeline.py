@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
-
-import torch
-
 import pdtransfer.serve.tracing.timeline
 from pdtransfer.kernels.stream import PENDING_SPANS_MAX, DeviceSpans
 from pdtransfer.serve.tracing.timeline import (
@@ -35,7 +31,7 @@ def test_the_latest_spans_are_kept_and_taken_once() -> None:
 
 def test_who_is_never_idle_keeps_a_bounded_number_of_spans_to_itself() -> None:
     timeline = Timeline("prefill")
-    spans = DeviceSpans(timeline, torch.device("cpu"))
+    spans = DeviceSpans(timeline, None)
     for room in range(2 * PENDING_SPANS_MAX):
         with spans.span("compute", "", room=room):
             pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -64,7 +63,7 @@ def bytes_of(each):
 
 @pytest.mark.parametrize("tokens", [1, 128, 238])
 def test_a_small_chunk_leaves_as_one_with_its_last_layer(tokens):
-    made = CellBatcher([KV], "auto")
+    made = CellBatcher([KV])
     steps = list(chunk((0, tokens)))
     assert told(made, steps[:-1]) == []
     (one,) = made.take(steps[-1])
@@ -73,7 +72,7 @@ def test_a_small_chunk_leaves_as_one_with_its_last_layer(tokens):
 
 @pytest.mark.parametrize("tokens", [239, 1_024, 8_192])
 def test_a_large_chunk_leaves_in_cells_that_are_worth_it_and_get_smaller_in_the_end(tokens):
-    cells = told(CellBatcher([KV], "auto"), chunk((0, tokens)))
+    cells = told(CellBatcher([KV]), chunk((0, tokens)))
     assert (covered(cells) == 1).all()
     assert [each.layers[0] for each in cells] == sorted(each.layers[0] for each in cells)
     layer, sizes = tokens * ROW, [bytes_of(each) for each in cells]
@@ -85,21 +84,15 @@ def test_a_large_chunk_leaves_in_cells_that_are_worth_it_and_get_smaller_in_the_
     assert sizes[-1] == layer, "what decode waits for is one layer's"
 
 
-def test_layers_change_nothing_and_chunks_stay_apart_until_the_end_where_all_of_it_is_one():
+def test_chunks_stay_apart():
     steps = [*chunk((0, 512)), *chunk((512, 700)), [Prefilled(room=1, aux=b"")]]
-    assert told(CellBatcher([KV], "layers"), steps) == [each for step in steps for each in step]
-    cells = told(CellBatcher([KV], "auto"), steps)[:-1]
+    cells = told(CellBatcher([KV]), steps)[:-1]
     assert {each.rows for each in cells} == {(0, 512), (512, 700)}
     assert (covered(cells) == 1).all()
-    made = CellBatcher([KV], "end")
-    assert told(made, steps[:-1]) == []
-    whole, end = made.take(steps[-1])
-    assert (whole.rows, whole.layers, len(whole.pages)) == ((0, 700), (0, LAYERS), 11)
-    assert isinstance(end, Prefilled)
 
 
 def test_rooms_and_components_are_put_together_apart():
-    made = CellBatcher([KV, INDEX], "auto")
+    made = CellBatcher([KV, INDEX])
     both = zip(chunk((0, 1_000), index=True), chunk((0, 500), room=2, index=True), strict=True)
     cells = told(made, [said for pair in both for said in pair])
     for room, tokens in ((1, 1_000), (2, 500)):
@@ -110,10 +103,9 @@ def test_rooms_and_components_are_put_together_apart():
 
 
 @pytest.mark.parametrize("end", [Prefilled(room=1, aux=b"x"), Broken(room=1, detail="it broke")])
-@pytest.mark.parametrize("push", ["auto", "end"])
-def test_nothing_overtakes_a_rooms_cells(push, end):
+def test_nothing_overtakes_a_rooms_cells(end):
     """An engine that ends a room, or is about to, without its last layers: what there is goes first."""
-    made = CellBatcher([KV], push)
+    made = CellBatcher([KV])
     assert told(made, list(chunk((0, 100)))[:7]) == []
     one, last = made.take([end])
     assert (one.layers, last) == ((0, 7), end)
@@ -121,7 +113,7 @@ def test_nothing_overtakes_a_rooms_cells(push, end):
 
 
 def test_cells_that_do_not_follow_one_another_stay_as_they_are():
-    made = CellBatcher([KV], "auto")
+    made = CellBatcher([KV])
     steps = [[cell(layers=(5, 6))], [cell(layers=(3, 4))], [cell(rows=(128, 140), layers=(4, 5))]]
     steps += [[replace(cell(rows=(128, 140), layers=(5, 6)), skip=1)], [Prefilled(room=1, aux=b"")]]
     cells = told(made, steps)[:-1]
@@ -129,7 +121,7 @@ def test_cells_that_do_not_follow_one_another_stay_as_they_are():
 
 
 def test_a_room_that_was_given_up_is_forgotten():
-    made = CellBatcher([KV], "end")
+    made = CellBatcher([KV])
     told(made, list(chunk((0, 100)))[:7])
     made.drop(1)
     made.drop(99)
@@ -138,24 +130,12 @@ def test_a_room_that_was_given_up_is_forgotten():
 
 def test_what_was_put_together_waits_for_every_event_of_it():
     events = [Late() for _ in range(LAYERS)]
-    made = CellBatcher([KV], "auto")
+    made = CellBatcher([KV])
     steps = [[cell(layers=(layer, layer + 1), after=event)] for layer, event in enumerate(events)]
     (one,) = told(made, steps)
     for event in reversed(events):  # an engine may have several streams
         assert not one.after.query()
         event.fired = True
-    assert one.after.query()
-
-
-def test_a_long_prompt_of_small_chunks_waits_as_one_for_more_events_than_calls_may_nest():
-    events = [Late() for _ in range(2 * sys.getrecursionlimit())]
-    made = CellBatcher([KV], "end")
-    steps = [[cell(rows=(at, at + 1), layers=(0, LAYERS), after=event)] for at, event in enumerate(events)]
-    one, _ = told(made, [*steps, [Prefilled(room=1, aux=b"")]])
-    for event in events[:-1]:
-        event.fired = True
-    assert not one.after.query()
-    events[-1].fired = True
     assert one.after.query()
 
 
@@ -166,12 +146,3 @@ def test_an_event_that_has_fired_is_asked_no_more():
     assert not every.query()
     assert not every.query()
     assert (first.asked, second.asked) == (1, 2)
-
-
-def test_events_of_chunks_that_become_one_cell_lie_side_by_side() -> None:
-    made, events = CellBatcher((KV,), "end"), [Late() for _ in range(4)]
-    for at, event in enumerate(events):
-        rows, layer = (128 * (at // 2), 128 * (at // 2) + 128), at % 2
-        assert not made.take([cell(rows=rows, layers=(layer, layer + 1), after=event)])
-    whole, _ = made.take([Prefilled(room=1, aux=b"")])
-    assert list(whole.after.events) == events

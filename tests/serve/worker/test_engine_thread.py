@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import AUX_BYTES_MAX
 from pdtransfer.serve.engine_api import Broken, Computed, EngineDescription, Finished, Prefilled, Request, Token
 from pdtransfer.serve.worker import engine_thread
-from pdtransfer.serve.worker.cell_batching import Push
 from pdtransfer.serve.worker.engine_thread import (
     Compute,
     DecodeThread,
@@ -307,13 +305,12 @@ def test_an_engine_whose_pages_do_not_fit_its_rows_breaks_that_room_alone(prefil
     assert isinstance(prefill.of(2)[0], Offered)
 
 
-@pytest.mark.parametrize("push", ["auto", "layers", "end"])
-def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone(push: Push) -> None:
+def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone() -> None:
     def made(each: Request) -> list:
         cell, prefilled = computed(each)
         return [replace(cell, component="kw"), prefilled] if each.room == 1 else [cell, prefilled]
 
-    here = Site(Prefill(made=made), partial(PrefillThread, push=push))
+    here = Site(Prefill(made=made), PrefillThread)
     for _ in site(here):
         here.tell(Compute(request(1, 20)), Compute(request(2, 20)))
         here.until(lambda: len(here.of(2)) == 2)

@@ -8,8 +8,6 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
-
 from pdtransfer.bus.keys import generate
 from pdtransfer.client.settings import NodeSettings
 from pdtransfer.client.thread_queues import ThreadQueues
@@ -42,7 +40,7 @@ from tests.support.routing_world import identity
 def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
     async def case() -> None:
         config = PrefillConfig(slots=1_024, http="")
-        engine = create_engine(config.engine, config.engine_config)
+        engine = create_engine(config.factory, config.engine_config)
         settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
         port, said = ThreadQueues[Order](), list[tuple[str, Message]]()
         made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
@@ -79,7 +77,7 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
 def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks, announced: int) -> None:
     async def case() -> None:
         config = PrefillConfig(slots=1_024, http="")
-        engine = create_engine(config.engine, config.engine_config)
+        engine = create_engine(config.factory, config.engine_config)
         settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
         port, submitted = ThreadQueues[Order](), list[object]()
         made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
@@ -122,7 +120,7 @@ def test_keys_that_cannot_be_read_are_said_before_the_engine_is_made(
 def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) -> None:
     async def case() -> None:
         config = PrefillConfig(slots=1_024, http="")
-        engine = create_engine(config.engine, config.engine_config)
+        engine = create_engine(config.factory, config.engine_config)
         settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
         port = ThreadQueues[Order]()
         made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
@@ -147,7 +145,7 @@ def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) ->
 def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() -> None:
     async def case() -> None:
         config = PrefillConfig(slots=1_024, http="")
-        engine = create_engine(config.engine, config.engine_config)
+        engine = create_engine(config.factory, config.engine_config)
         settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
         port = ThreadQueues[Order]()
         made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))

@@ -1,6 +1,6 @@
 """An engine with a mind of its own, for daemons under test: `--engine tests.support.engines.faulty:create`.
 
-Options beside the engine's own: `model`: plain, or else the reference's; `step_ms`, how long every step takes at
+Options beside the engine's own: `model`: plain, reference, or else stamp; `step_ms`, how long every step takes at
 least; `fault`, what goes wrong with a prompt that starts with a question mark ("refuse": it finds no place on a device
 of HiSparse, unless its rank leads), or at its warm-up ("cold"); `gates`: a directory (fleets.Gates), and while there
 is a file of this engine's role in it, it makes no step, but one when it has admitted rooms; while there is one called
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pdtransfer.serve.engine_api import Broken, EngineConfig, Finished, Request, Token
+from pdtransfer.serve.engines.stamp import factory as stamp
 from tests.support.engines import plain
 
 HELD_S = 2e-3  # between two looks at a gate
@@ -73,7 +74,7 @@ class Slow:
         return False
 
     def _refuse(self) -> None:
-        hot = self._engine._hot
+        hot = self._engine.hot.requests
         for room, placement in hot._placed.items() if self._follows else ():
             if room in self._marked:
                 hot._pool.refused[placement.row] = 1
@@ -91,13 +92,15 @@ class Slow:
 
 
 def create(config: EngineConfig) -> Any:
-    """As reference.create, or plain.create."""
+    """The engine that `model` names."""
     options = dict(config.options)
     own = {"step_ms": float(options.pop("step_ms", 0)), "fault": options.pop("fault", "")}
     own["gates"] = options.pop("gates", "/nowhere")
-    if options.get("model") == "plain":
-        del options["model"]
-        make = plain.create
-    else:
-        from pdtransfer_lab.models.factory import create as make
+    match options.pop("model", ""):
+        case "plain":
+            make = plain.create
+        case "reference":
+            from pdtransfer_lab.models.factory import create as make
+        case _:
+            make = stamp.create
     return Slow(make(replace(config, options=options)), config, **own)

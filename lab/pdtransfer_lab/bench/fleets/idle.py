@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,24 +13,16 @@ from typing import NamedTuple
 import aiohttp
 import uvloop
 
-from pdtransfer.environment import child_environment
 from pdtransfer.errors import WorldError
 from pdtransfer.serve.process.fleet import Daemon
 from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
 
 from ..report import Figures, Line
 
-_SLOTS = 1_024  # 9 MiB of the reference model's KV: what stays is the daemon itself
+_SLOTS = 1_024  # 1 MiB of KV: what stays is the daemon itself
 _SETTLE_SECONDS = 1.0  # what starting leaves behind is over by then
 _ANSWER_SECONDS = 60.0
 _MIB = 1 << 20
-_TORCH = """
-import json, time
-start = time.monotonic()
-import torch
-print(json.dumps(time.monotonic() - start), flush=True)
-input()
-"""
 
 LINES = (
     *(
@@ -45,7 +35,6 @@ LINES = (
         for name, when in (("alone", "no peer"), ("session", "with a session and a router"))
         for role in ("prefill", "decode")
     ),
-    Line("of which importing torch", "{torch_s:.1f} s", "{torch_private_mib:.0f} MiB private, {torch_pss_mib:.0f} PSS"),
 )
 
 
@@ -58,11 +47,11 @@ class Memory(NamedTuple):
 
 
 def measure(*, seconds: int = 10) -> Figures:
-    """One prefill and one decode daemon with the reference engine, pools of 1,024 tokens, HTTP on, no load.
+    """One prefill and one decode daemon with the stamp engine, pools of 1,024 tokens, HTTP on, no load.
 
     CPU is user and system time of /proc/PID/stat over `seconds`, in percent of one core: first before any peer has sent
     a message, then with the session between them that one completion has opened, and the router's pings. Memory is
-    /proc/PID/smaps_rollup behind each. `torch` is a Python process of its own, before and after `import torch`.
+    /proc/PID/smaps_rollup behind each.
     """
     return uvloop.run(_measure(seconds))
 
@@ -87,7 +76,7 @@ async def _measure(seconds: int) -> Figures:
             figures |= await _watch(pair, "session", seconds)
         finally:
             await asyncio.gather(*(daemon.stop() for daemon in reversed(daemons)))
-    return figures | await _torch()
+    return figures
 
 
 async def _watch(daemons: list[Daemon], name: str, seconds: int) -> Figures:
@@ -102,21 +91,9 @@ async def _watch(daemons: list[Daemon], name: str, seconds: int) -> Figures:
     return figures
 
 
-async def _torch() -> Figures:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _TORCH,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=child_environment(),
-    )  # fmt: skip
-    assert process.stdout is not None
-    took_s = float(json.loads(await process.stdout.readline()))
-    memory = memory_of(process.pid)
-    await process.communicate(b"\n")
-    return {"torch_s": took_s, **{f"torch_{key}": value for key, value in _mib(memory).items()}}
-
-
 async def _complete(url: str) -> None:
     """One completion, as soon as the router has found both daemons."""
-    body = {"model": "reference-mla", "prompt": "once", "max_tokens": 2}
+    body = {"prompt": "once", "max_tokens": 2}
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=_ANSWER_SECONDS)) as session:
         while not (await session.get("/health")).ok:  # noqa: ASYNC110 (it is another process)
             await asyncio.sleep(0.05)

@@ -20,7 +20,7 @@ from pdtransfer.limits import Limits
 from pdtransfer.serve.process.fleet import Daemon
 from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
 
-OPTIONS = {"layers": "2", "top_k": "16", "index_share": "1"}  # of the reference engine
+OPTIONS = {"layers": "2", "top_k": "16", "index_share": "1"}  # of the stamp engine
 SLOTS = 4_096
 DEADLINE_MS = 10_000
 LIMITS = Limits(room_deadline_ms=DEADLINE_MS, hisparse_wait_steps=1, hisparse_quantum_steps=2)

@@ -19,6 +19,7 @@ import numpy as np
 
 from pdtransfer.errors import WorldError
 from pdtransfer.serve.engine_api import EngineConfig
+from pdtransfer.serve.engines.stamp.factory import generate_many
 from pdtransfer.transports.mooncake.settings import why_not
 from pdtransfer.wire import Sampling
 
@@ -90,16 +91,12 @@ class StormOutcome:
 
 def known() -> list[Known]:
     """Prompts of many lengths, and their answers by a single process."""
-    from ...models.factory import generate_many
-
     random_ = np.random.default_rng(1)
     texts = [
         "".join(map(chr, random_.integers(97, 123, size))) for size in (1, 17, 48, 49, 64, 130, 190, 300, 300, 600)
     ]
     counts = [int(random_.integers(4, 24)) for _ in texts]
-    config = EngineConfig(
-        role="decode", attention="mla", slots=SLOTS, page_size=64, host_layout="layer_first", options=OPTIONS
-    )
+    config = EngineConfig(role="decode", slots=SLOTS, page_size=64, host_layout="layer_first", options=OPTIONS)
     asked = [
         (np.frombuffer(text.encode(), np.uint8).astype(np.int64), Sampling(max_tokens=count, ignore_eos=True))
         for text, count in zip(texts, counts, strict=True)
@@ -267,7 +264,7 @@ def judged(one: Known, status: int, answer: dict[str, Any]) -> tuple[str, str]:
 def measure(
     *, storms: int = 4, seed: int = 1, kinds: Sequence[str] = (), progress: Callable[[str], None] = lambda _: None
 ) -> list[StormOutcome]:
-    """One router, two prefills and two decodes of the reference model, with the limits of an operator who sets none
+    """One router, two prefills and two decodes of the stamp engine, with the limits of an operator who sets none
     but a deadline of 10 s. Four clients ask without a pause. In each storm of 4 to 10 s 3 to 9 faults strike at
     random: a worker, one rank of it or the router is killed, and started again 0 to 2 s later, or is stopped for
     0.3 to 4 s or until the storm is over. Then all is continued and started at once. Recovery is from then on until

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.layout.layout_builders import host_layout
-from pdtransfer.serve.engines.stamp.options import StampOptions, describe
 from pdtransfer.serve.settings.config import DecodeConfig, HostLayout, PrefillConfig
+from pdtransfer.serve.worker.daemon import create_engine
 
 PAGE_SIZE = 64
 BenchModel = Literal["deepseek", "mla", "gqa"]  # deepseek: 61 planes of MLA; else the small reference model
@@ -49,5 +49,6 @@ def components(
 
 
 def _of_engine(config: PrefillConfig | DecodeConfig) -> Component:
-    (component,) = describe(config.engine_config, StampOptions.parse(config.engine_options)).components
+    engine: Any = create_engine(config.factory, config.engine_config)
+    (component,) = engine.card.components
     return component

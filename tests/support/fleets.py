@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdtransfer.limits import Limits
 from pdtransfer.serve.engine_api import EngineConfig
-from pdtransfer.serve.engines.stamp.factory import generate_many
 from pdtransfer.serve.engines.generation import Generation
+from pdtransfer.serve.engines.stamp.factory import generate_many
 from pdtransfer.serve.process.fleet import Daemon, Fleet
 from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.transports.options import Network

@@ -179,7 +179,6 @@ def test_absent_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("aiohttp", "torch") else find(name))
     assert builds.packages(ROOT) == probes.missing("no aiohttp", "pip install '.[daemons]'")
     assert (builds.torch(ROOT).state, builds.torch(ROOT).mend) == ("warn", "pip install '.[reference]'")
-    assert "unknown without torch" in host.memory(ROOT).found
 
 
 def test_a_host_without_a_compiler_gets_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,14 +215,13 @@ def test_low_limit_of_open_files_is_a_warning() -> None:
 
 
 def test_with_too_little_memory_the_fix_names_the_slots_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
     enough = host.memory(ROOT)
     assert enough.state == "ok"
-    monkeypatch.setattr(host, "available_memory", lambda: AvailableMemory("a small box", 256 << 20))
+    monkeypatch.setattr(host, "available_memory", lambda: AvailableMemory("a small box", 32 << 20))
 
     tight = host.memory(ROOT)
     assert tight.state == "warn"
-    assert "256 MiB (a small box)" in tight.found
+    assert "32 MiB (a small box)" in tight.found
     words = tight.mend.split()
     decode, prefill = (int(words[at + 1]) for at, word in enumerate(words) if word == "--slots")
     assert DecodeConfig(slots=decode).slots + PrefillConfig(slots=prefill).slots < DecodeConfig().slots // 4

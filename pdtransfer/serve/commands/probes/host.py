@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import mmap
 import os
 import re
@@ -32,10 +31,6 @@ _NODES = "/sys/devices/system/node"
 def memory(_root: Path) -> Seen:
     """Available memory, against the pool and the arena of default daemons."""
     free = available_memory()
-    if importlib.util.find_spec("torch") is None:
-        return ok(
-            f"{free.bytes / MIB:,.0f} MiB ({free.what}); what the reference engine would take is unknown without torch"
-        )
     needed = 0
     for config in (PrefillConfig(), DecodeConfig()):
         module, _, attribute = config.factory.partition(":")

@@ -510,12 +510,12 @@ def test_check_slots_names_field_and_slot() -> None:
         (
             lambda: Pool(name="sideways", model=mla(), page_size=1, slots=4).layout,
             LocalProtocolError,
-            "'sideways' is none",
+            "'sideways' must be one of",
         ),
         (
             lambda: Pool(name="page_head", model=c4(), page_size=64, slots=64).layout,
             LocalProtocolError,
-            "'page_head' is none",
+            "'page_head' must be one of",
         ),
         (
             lambda: item_layout("page_first", parts=C4_PARTS, layers=2, slots=64, page_size=64, item_bytes=37_375),

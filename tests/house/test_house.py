@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from email.parser import Parser
 from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -624,6 +625,18 @@ def test_composed_nodes_start_daemons_with_the_keys_and_names_that_fleet_keys_gi
         for worker in seen[name]:
             assert endpoint == f"tcp://{name}:{Address.parse(worker.bind).port_first}"
             assert re.search(rf"aliases: \[{re.escape(worker.advertise)}\]", text), worker.advertise
+
+
+def test_the_composed_prometheus_names_each_daemon_as_it_answers_to() -> None:
+    """A daemon answers requests for its own names alone."""
+    text = (REPO / "deploy" / "monitoring" / "prometheus.yml").read_text()
+    hosts = {each.partition(":")[0] for each in re.findall(r'"([\w-]+:\d+)"', text)}
+    answered: dict[str, set[str]] = {}
+    for name, words, _ in _composed():
+        given = {word for flag, word in pairwise(words) if flag == "--allowed-hosts"}
+        answered[name] = answered.get(name, given) & given
+    assert hosts == {"router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert all(host in answered[host] for host in hosts), answered
 
 
 def test_security_names_tests_that_there_are() -> None:

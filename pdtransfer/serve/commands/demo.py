@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from importlib.util import find_spec
 from math import ceil
 from multiprocessing.connection import Connection
@@ -293,10 +294,12 @@ async def _metrics(fleet: Fleet | Standing) -> dict[str, int]:
         for address in fleet.metrics:
             try:
                 async with session.get(f"http://{address}/metrics") as response:
-                    families = text_string_to_metric_families(await response.text())
+                    text = await response.text()
             except aiohttp.ClientError as error:
                 raise WorldError(f"a decode daemon does not answer: {error}") from error
-            for family in families:
+            if response.status != HTTPStatus.OK:
+                raise WorldError(f"http://{address}/metrics: HTTP {response.status}: {text[:200]}")
+            for family in text_string_to_metric_families(text):
                 total[family.name] += int(sum(sample.value for sample in family.samples))
     return dict(total)
 

@@ -180,7 +180,7 @@ def test_both_sides_draw_the_same_weights_and_a_seed_others(attention):
 
 @pytest.mark.parametrize(("kind", "layers", "row_bytes"), [("mla", 61, 1_152), ("gqa", 32, 4_096)])
 def test_the_real_dimensions_are_the_default(kind, layers, row_bytes):
-    sizes = deep._architecture(config(attention=kind, options={}), deep.DeepOptions())
+    sizes = deep._architecture(config(options={}), deep.DeepOptions(attention=kind))
     assert (sizes.layers, sizes.width, sizes.context_tokens) == (layers, 4_096, 65_536)
     assert len(sizes.kinds) * sizes.cache_heads * sizes.head_bytes == row_bytes
 

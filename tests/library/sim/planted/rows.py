@@ -83,7 +83,7 @@ def more_said_ready_than_there_is(patch: Patch) -> None:
 
     def all_of_it(self: DecodePeers, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> None:
         session = self.sessions.get(session_id)
-        whole = bytes_ready if session is None else session.reach.arena_bytes
+        whole = bytes_ready if session is None else session.register.reach.arena_bytes
         mapped(self, session_id, whole, hbm_direct=hbm_direct)
 
     patch(DecodePeers, "mapped", all_of_it)

@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -109,6 +110,9 @@ def load_library(name: str, cache: Path | None, open_library: Callable[[Path], L
     try:
         directory = private_directory(cache)
     except UnusableError:
+        # A cache on a root that is read-only serves what it has.
+        with suppress(UnusableError):
+            return open_library(_cached(private_directory(cache, writable=False), stem))
         # Without a cache the file is temporary: a loaded library outlives its file.
         with tempfile.TemporaryDirectory(prefix="pdtransfer-") as scratch:
             return open_library(_compile(source, Path(scratch), stem))
@@ -120,8 +124,9 @@ def load_library(name: str, cache: Path | None, open_library: Callable[[Path], L
         return open_library(_compile(source, directory, stem))
 
 
-def private_directory(cache: Path | None) -> Path:
-    """The folder of compiled kernels below `cache`. Raises UnusableError unless only this user can write to it."""
+def private_directory(cache: Path | None, *, writable: bool = True) -> Path:
+    """The folder of compiled kernels below `cache`. Raises UnusableError where anybody but this user can write to it, or
+    this user cannot although it has to be `writable`."""
     if cache is None:
         cache = cache_directory()
     directory = cache / "kernels"
@@ -132,7 +137,7 @@ def private_directory(cache: Path | None) -> Path:
         raise UnusableError(f"{directory}: {error.strerror}") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise UnusableError(f"{directory} is not private to this user")
-    if not os.access(directory, os.W_OK | os.X_OK):
+    if writable and not os.access(directory, os.W_OK | os.X_OK):
         raise UnusableError(f"{directory} cannot be written")
     return directory
 
@@ -153,14 +158,19 @@ def _compile(source: Path, directory: Path, stem: str) -> Path:
     """The library in `directory`, compiled if missing. Without a compiler, any cached build of this source serves."""
     compiler = next((name for name in _COMPILERS if shutil.which(name)), None)
     if compiler is None:
-        if cached := sorted(directory.glob(f"{stem}-*.so")):
-            return cached[0]
-        raise UnusableError(f"no C or C++ compiler ({', '.join(_COMPILERS)}): install gcc or clang")
+        return _cached(directory, stem)
     version = run_compiler([compiler, "--version"])
     path = directory / f"{stem}-{hashlib.sha256(f'{compiler} {version}'.encode()).hexdigest()[:12]}.so"
     command = [compiler, *_COMPILERS[compiler], *_FLAGS, str(source), "-o"]
     write_once(path, lambda output: run_compiler([*command, str(output)]))
     return path
+
+
+def _cached(directory: Path, stem: str) -> Path:
+    """Any build of this source in `directory`. Raises UnusableError if there is none."""
+    if cached := sorted(directory.glob(f"{stem}-*.so")):
+        return cached[0]
+    raise UnusableError(f"no C or C++ compiler ({', '.join(_COMPILERS)}): install gcc or clang")
 
 
 def run_compiler(command: list[str]) -> str:

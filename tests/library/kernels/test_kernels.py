@@ -259,6 +259,15 @@ def test_the_library_is_compiled_once_into_a_private_directory(tmp_path: Path, m
     assert kernels.load(tmp_path).path == first.path, "what was compiled outlives its compiler"
 
 
+@compiles
+def test_a_cache_that_cannot_be_written_serves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image whose root is read-only and that has no compiler."""
+    first = kernels.load(tmp_path)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert kernels.load(tmp_path).path == first.path
+
+
 def test_without_a_compiler_numpy_copies_and_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

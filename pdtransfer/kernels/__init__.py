@@ -125,8 +125,8 @@ def load_library(name: str, cache: Path | None, open_library: Callable[[Path], L
 
 
 def private_directory(cache: Path | None, *, writable: bool = True) -> Path:
-    """The folder of compiled kernels below `cache`. Raises UnusableError where anybody but this user can write to it, or
-    this user cannot although it has to be `writable`."""
+    """The folder of compiled kernels below `cache`. Raises UnusableError where others can write to it, or where it
+    has to be `writable` and this user cannot."""
     if cache is None:
         cache = cache_directory()
     directory = cache / "kernels"

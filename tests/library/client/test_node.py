@@ -20,10 +20,10 @@ import zmq
 import zmq.asyncio
 
 from pdtransfer.bus import Bus
+from pdtransfer.bus.keys import revoked
 from pdtransfer.client.core_driver import EffectRunner, LoopClock, Ticker
 from pdtransfer.client.decode_node import DecodeNode
 from pdtransfer.client.prefill_node import PrefillNode
-from pdtransfer.client.settings import revoked
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady

@@ -14,7 +14,7 @@ from tests.support.fleets import Running, Site, running
 from tests.support.openai_types import checked_answer, checked_chunk
 from tests.support.tiny_tokenizer import END, write_tokenizer
 
-EOS, MODEL = 0, "reference-mla"
+EOS, MODEL = 0, "stamp-mla"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENGINE = {"engine_option": ("layers=2", f"eos={EOS}")}
@@ -24,8 +24,11 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     logs = tmp_path_factory.mktemp("fleet")
-    # The reference model has 257 ids: 256 bytes, and one that ends a text.
-    model = write_tokenizer(logs / "model", vocabulary=257, special=(END,), template=TEMPLATE, context=1_000)
+    # The engine answers with the ids of ASCII's lower case, which are those of the same letters after so many others.
+    special = (END, *(f"<|{number}|>" for number in range(32)))
+    model = write_tokenizer(
+        logs / "model", vocabulary=256 + len(special), special=special, template=TEMPLATE, context=1_000, eos_token=END
+    )
     with running(logs, prefills=[ENGINE], decodes=[ENGINE], router={"model": model}) as made:
         yield made
 
@@ -168,7 +171,7 @@ def test_biases_penalties_and_lengths_reach_the_model(fleet: Running) -> None:
             ids = [(await post(site, "/tokenize", prompt=each))[1]["tokens"] for each in choice["logprobs"]["tokens"]]
             return [each[0] for each in ids], choice["finish_reason"]
 
-        x, y = (await post(site, "/tokenize", prompt="xy"))[1]["tokens"]
+        x, y = (await post(site, "/tokenize", prompt="XY"))[1]["tokens"]
         biased = {str(x): 100, str(y): 99}
         assert await tokens(logit_bias=biased) == ([x] * 6, "length")
         alternating, _ = await tokens(logit_bias=biased, presence_penalty=2, frequency_penalty=2)
@@ -219,8 +222,8 @@ def test_what_serves_beside_the_answers(fleet: Running) -> None:
     [
         ({"prompt": "x" * 1_000}, "prompt", "context_length_exceeded"),
         ({"prompt": "x" * 990, "max_tokens": 11}, "max_tokens", "context_length_exceeded"),
-        ({"prompt": [5, 257]}, "prompt", None),
-        ({"prompt": "x", "logit_bias": {"257": 1}}, "logit_bias", None),
+        ({"prompt": [5, 289]}, "prompt", None),
+        ({"prompt": "x", "logit_bias": {"289": 1}}, "logit_bias", None),
     ],
 )
 def test_what_the_model_has_not_is_refused_at_once(

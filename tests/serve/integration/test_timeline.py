@@ -18,7 +18,7 @@ from tests.support.fleets import Site, prompts, running
 from tests.support.waiting import until
 
 LANES = {  # of a request, by the process that writes each in its own time
-    *(("prefill-0", lane) for lane in ("control", "compute", "pick", "push")),
+    *(("prefill-0", lane) for lane in ("control", "compute", "push")),
     *(("decode-0", lane) for lane in ("control", "landing", "first token", "generate")),
     ("router", "request"),
 }

@@ -117,6 +117,7 @@ class StampPrefill:
                 events += self._fill(room, component, first)
             if self._last:
                 self._digest(room, first)
+        self._spans.report()
         if not room.left:
             del self._rooms[room.request.room]
             events.append(self._prefilled(room))

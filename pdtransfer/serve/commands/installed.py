@@ -19,7 +19,8 @@ def add_installed(app: App, tokens: Sequence[str]) -> None:
     An entry point's value is a function or an App; its name is the command's. Raises ConfigError where `tokens` name a
     command of pdtransfer-lab and that is not installed.
     """
-    named = next((token for token in tokens if token in app or token in OF_LAB), None)
+    words = (token for token in tokens if not token.startswith("-"))
+    named = next((word for word in words if word in app or word in OF_LAB), None)
     if named is not None and named in app:
         return
     for entry in entry_points(group=GROUP):

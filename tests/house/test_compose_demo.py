@@ -213,14 +213,6 @@ def test_continuous_integration_fails_with_another_python_and_not_for_want_of_on
     assert [line.partition(",")[0] for line in lines] == said
 
 
-@pytest.mark.parametrize(("alone", "ends"), [(0, 0), (7, 7)])
-def test_tests_that_fail_beside_others_run_once_more_alone(tried: Path, alone: int, ends: int) -> None:
-    runs = tried / "runs"
-    again = '*"-n 0 --last-failed --last-failed-no-failures none"'
-    ran = integrate(tried, test=f"echo run >>{runs}; case $2 in {again}) exit {alone} ;; *) exit 7 ;; esac")
-    assert (ran.returncode, runs.read_text().split()) == (ends, ["run", "run"]), ran.stderr
-
-
 def test_an_image_is_built_beside_the_tests_and_its_fleet_starts_after_them(tried: Path) -> None:
     building, order = tried / "building", tried / "order"
     ran = integrate(

@@ -75,6 +75,7 @@ check: $(VENV)/.stamp
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m pyright --pythonpath $(RUN)
 	@$(VENV)/bin/lint-imports --no-logo
+	@$(RUN) -m tools.lint
 	@$(RUN) -m tools.proto_generator --check
 	@$(RUN) -m tools.docs_generator --check
 

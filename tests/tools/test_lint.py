@@ -1,0 +1,144 @@
+"""The rules of `python -m tools.lint`: each finds what it forbids, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+
+from tools.lint import arrays, asserts, device_waits, modules, tests_tree
+from tools.lint.sources import Source, parsed
+
+Rule = Callable[[Iterable[Source]], Iterator[str]]
+
+
+def alike(files: Iterable[Source]) -> Iterator[str]:
+    return modules.duplicate_functions(files, size_min=0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text", "complaint"),
+    [
+        (modules.class_names, "x.py", "class A: ...\nclass B:\n    class A: ...", "x.py:3: a second class is named A"),
+        (modules.vague_names, "x.py", "def _told(): ...", "x.py:1: _told means"),
+        (modules.vague_names, "x.py", "class A:\n async def heard(self): ...", "x.py:2: heard means"),
+        (modules.opening_sentences, "x.py", "import os", "x.py:1: a module opens"),
+        (modules.opening_sentences, "x.py", "'''No full stop'''", "x.py:1: a module opens"),
+        (modules.core_without_io, "pdtransfer/handoff/x.py", "np.random.rand()", "draws no random number"),
+        (modules.core_without_io, "pdtransfer/errors.py", "def f():\n print(1)", "py:2: the core does no I/O: print"),
+        (modules.environment_readers, "pdtransfer/x.py", "import os\nos.environ['A']", "x.py:2: only"),
+        (modules.environment_readers, "pdtransfer/x.py", "from os import getenv", "x.py:1: only"),
+        (alike, "x.py", "def f(x: int) -> int:\n '''A.'''\n return x + 1\ndef g(x):\n return x + 1", "x.py:4: g does"),
+        (tests_tree.imports, "tests/x.py", "from tests.library.test_a import b", "tests.library.test_a.b"),
+        (tests_tree.imports, "tests/x.py", "import tests.conftest", "tests.conftest"),
+    ],
+)
+def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, complaint: str) -> None:
+    (found,) = rule([parsed(text, path)])
+    assert complaint in found
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (modules.class_names, "x.py", "class A: ...\nclass B: ..."),
+        (modules.opening_sentences, "x.py", "'''One sentence.'''"),
+        (modules.core_without_io, "pdtransfer/client/x.py", "print(open('a'))"),
+        (modules.environment_readers, "pdtransfer/environment.py", "import os\nos.environ['A']"),
+        (alike, "x.py", "def f(x):\n return x + 1\ndef g(x):\n return x + 2"),
+        (alike, "x.py", "def f(x):\n return x + 1\nasync def g(x):\n return x + 1"),
+        (tests_tree.imports, "tests/x.py", "from tests.support.waiting import until"),
+    ],
+)
+def test_what_a_rule_allows_is_not_found(rule: Rule, path: str, text: str) -> None:
+    assert list(rule([parsed(text, path)])) == []
+
+
+def test_a_helper_of_general_use_is_defined_once() -> None:
+    files = [parsed("def until(): ...", "tests/support/waiting.py"), parsed("def until(): ...", "tests/test_a.py")]
+    assert list(tests_tree.general_helpers(files)) == ["tests/test_a.py:1: until is in tests/support/waiting.py"]
+
+
+def test_private_reads_are_counted_and_ones_own_are_none() -> None:
+    files = [parsed("a.b._c; self._d; cls._e; f.__class__; self.g._h", "tests/x.py")]
+    assert list(tests_tree.private_reads(files, reads_max=2)) == []
+    reads = list(tests_tree.private_reads(files, reads_max=1))
+    assert sorted(read.split(", ")[1].partition(";")[0] for read in reads) == ["a.b._c", "self.g._h"]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "def hello(peer: str, message: Hello) -> None:\n    assert message.identity.role == 'router'",
+        "def hello(message: Hello) -> None:\n    theirs = message.identity\n    assert theirs.role == 'router'",
+        "def take(m: Message) -> None:\n    match m:\n        case Grant(grant=n):\n            assert n > 0",
+        "def take(grant: Grant) -> None:\n    for part in grant.parts:\n        assert part.extents",
+        "async def take(*, frame: zmq.Frame) -> None:\n    if (size := len(frame)) > 3:\n        assert size < 9",
+    ],
+)
+def test_an_assertion_about_what_a_peer_sent_is_found(lines: str) -> None:
+    (found,) = asserts.checks_of_peers([parsed(lines)])
+    assert found.startswith(f"x.py:{lines.count(chr(10)) + 1}: ")
+
+
+def test_assertions_about_our_own_state_are_ours_to_make() -> None:
+    ours = parsed("def take(self, m: Message) -> None:\n    assert self.room is not None")
+    assert list(asserts.checks_of_peers([ours])) == []
+
+
+@pytest.mark.parametrize("field", ["NDArray[np.int64]", "dict[str, Tensor] | None", "Words", "np.ndarray"])
+def test_a_dataclass_that_compares_arrays_is_found(field: str) -> None:
+    words = parsed("Words = NDArray[np.uint64]\n", "words.py")
+    one = parsed(
+        f"from .words import Words\n@dataclass\nclass One:\n    a: {field}\n"
+        f"\n@dataclass(eq=False)\nclass Two:\n    a: {field}\n"
+        "\n@dataclass\nclass Three:\n    a: Callable[[Tensor], Tensor]\n",
+        "one.py",
+    )
+    (found,) = arrays.comparing_dataclasses([words, one])
+    assert found.startswith("one.py:3: dataclass One ")
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("torch.cuda.synchronize()", "synchronize"),
+        ("with torch.cuda.graph(made): pass", "graph"),
+        ("self.call('cuCtxSynchronize')", "cuCtxSynchronize"),
+        ("driver.cuMemFree(1)", "cuMemFree"),
+        ("torch.cuda.empty_cache()", "empty_cache"),
+        ("self._card.finish()", "Card.finish"),
+        ("cards.card(0).free(address)", "Card.free"),
+        ("at = here.allocate(self.count * 8)", "Card.allocate"),
+        ("here.synchronise(0)", "Card.synchronise"),
+        ("torch.cuda.current_stream().synchronize()", ""),
+        ("event.synchronize()", ""),
+        ("here.synchronise(stream)", ""),
+        ("here.free(address, stream)", ""),
+        ("self._card.allocate(8, stream=stream)", ""),
+        ("engine.free(room)", ""),
+        ("node.finish(room)", ""),
+    ],
+)
+def test_a_wait_for_a_whole_device_is_told_from_one_for_ones_own_work(line: str, name: str) -> None:
+    waits = {device_waits.waits_for_a_device(node) for node in ast.walk(ast.parse(line))} - {""}
+    assert waits == ({name} if name else set())
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "line", "complaint"),
+    [
+        (device_waits.device_wide, "pdtransfer/x.py", "torch.cuda.empty_cache()", "waits for a whole device"),
+        (device_waits.streams, "pdtransfer/x.py", "gpu.synchronise(stream)", "waits for a stream"),
+        (device_waits.engines, "pdtransfer/hisparse/hot_x.py", "tensor.item()", "waits inside the driver: item"),
+        (device_waits.loops, "pdtransfer/client/x.py", "event.synchronize()", "waits for no GPU"),
+    ],
+)
+def test_a_wait_without_a_reason_is_found(rule: Rule, path: str, line: str, complaint: str) -> None:
+    source = parsed(f"class A:\n def f(self):\n  {line}", path)
+    assert [found for found in rule([source]) if found.startswith(f"{path}:3: ") and complaint in found]
+
+
+def test_a_reason_of_which_there_is_no_wait_any_more_is_found() -> None:
+    assert len(list(device_waits.streams([]))) == len(device_waits.WAITS_FOR_A_STREAM)

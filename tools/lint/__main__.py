@@ -1,0 +1,41 @@
+"""`python -m tools.lint`: every rule over the tree; prints `path:line: complaint`, and ends with 1 for any."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from . import arrays, asserts, device_waits, modules, tests_tree
+from .sources import product, sources
+
+
+def complaints() -> Iterator[str]:
+    package, tests, both = sources("pdtransfer"), sources("tests"), tuple(product())
+    yield from modules.class_names(package)
+    yield from modules.vague_names(package)
+    yield from modules.opening_sentences(both)
+    yield from modules.core_without_io(both)
+    yield from modules.environment_readers(package)
+    yield from asserts.checks_of_peers(package)
+    yield from arrays.comparing_dataclasses(package)
+    yield from device_waits.device_wide(both)
+    yield from device_waits.streams(both)
+    yield from device_waits.engines(both)
+    yield from device_waits.loops(package)
+    yield from tests_tree.folders()
+    yield from tests_tree.imports(tests)
+    yield from tests_tree.general_helpers(tests)
+    yield from tests_tree.functions(tests)
+    yield from tests_tree.private_reads(tests)
+
+
+def main() -> int:
+    broken = False
+    for complaint in complaints():
+        print(complaint)
+        broken = True
+    return int(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Names and modules: one name for one thing, an opening sentence, no I/O in the core that an import hides."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+
+from .sources import FUNCTIONS, REPO, Source
+
+VAGUE = {"_told", "_heard", "told", "heard"}
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def _core() -> tuple[str, ...]:
+    contracts = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    return next(tuple(contract["source_modules"]) for contract in contracts if contract["id"] == "core")
+
+
+def is_core(module: str) -> bool:
+    return any(module == core or module.startswith(core + ".") for core in _core())
+
+
+def class_names(files: Iterable[Source]) -> Iterator[str]:
+    """No class name stands twice."""
+    first: dict[str, str] = {}
+    for source in files:
+        for node in source.nodes(ast.ClassDef):
+            where = f"{source.path}:{node.lineno}"
+            if (other := first.setdefault(node.name, where)) != where:
+                yield source.complaint(node, f"a second class is named {node.name}, the first is {other}")
+
+
+def vague_names(files: Iterable[Source]) -> Iterator[str]:
+    """No function has a name that means many things."""
+    for source in files:
+        for node in source.nodes(*FUNCTIONS):
+            if node.name in VAGUE:
+                yield source.complaint(node, f"{node.name} means many things")
+
+
+def opening_sentences(files: Iterable[Source]) -> Iterator[str]:
+    """Every module opens with a sentence."""
+    for source in files:
+        if not (ast.get_docstring(source.tree) or "").split("\n\n")[0].endswith((".", ":")):
+            yield source.complaint(source.tree, "a module opens with a sentence")
+
+
+def core_without_io(files: Iterable[Source]) -> Iterator[str]:
+    """The core draws no numpy randomness, and opens and prints nothing: import contracts cannot see these."""
+    for source in files:
+        if is_core(source.module):
+            for node in source.nodes(ast.Attribute):
+                if node.attr == "random":
+                    yield source.complaint(node, "the core draws no random number")
+            for node in source.nodes(ast.Name):
+                if node.id in {"open", "print", "input"}:
+                    yield source.complaint(node, f"the core does no I/O: {node.id}")
+
+
+def environment_readers(files: Iterable[Source]) -> Iterator[str]:
+    """Only pdtransfer.environment reads the environment."""
+    text = "only pdtransfer.environment reads the environment"
+    for source in files:
+        if source.module == "pdtransfer.environment":
+            continue
+        for node in source.nodes(ast.Attribute):
+            if node.attr in ENVIRONMENT:
+                yield source.complaint(node, text)
+        for node in source.nodes(ast.ImportFrom):
+            if node.module == "os" and ENVIRONMENT & {imported.name for imported in node.names}:
+                yield source.complaint(node, text)
+
+
+def duplicate_functions(files: Iterable[Source], size_min: int) -> Iterator[str]:
+    """No two functions do the same. `size_min`: characters of a syntax tree, below which likeness says nothing."""
+    functions: dict[tuple[str, ...], list[tuple[Source, Function]]] = defaultdict(list)
+    for source in files:
+        for node in source.nodes(*FUNCTIONS):
+            functions[_outline(node)].append((source, node))
+    for candidates in functions.values():
+        if len(candidates) == 1:
+            continue
+        first: dict[str, str] = {}
+        for source, node in candidates:
+            where = f"{source.path}:{node.lineno} {node.name}"
+            does = shape(node)
+            if len(does) >= size_min and (other := first.setdefault(does, where)) != where:
+                yield source.complaint(node, f"{node.name} does what {other} does")
+
+
+def _outline(node: Function) -> tuple[str, ...]:
+    """What two functions that do the same have in common: cheap, where their shapes are not."""
+    statements = node.body[1:] if ast.get_docstring(node) else node.body
+    nodes = (part for statement in statements for part in (statement, *ast.iter_child_nodes(statement)))
+    return tuple(type(part).__name__ for part in (node, *nodes))
+
+
+def shape(node: Function) -> str:
+    """What it does, whatever it is called; without docstring and annotations."""
+    copy = ast.parse(ast.unparse(node)).body[0]
+    assert isinstance(copy, FUNCTIONS)
+    copy.name, copy.returns = "", None
+    if ast.get_docstring(copy):
+        del copy.body[0]
+    for argument in ast.walk(copy):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return ast.dump(copy)

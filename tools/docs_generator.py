@@ -22,13 +22,13 @@ from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.client.settings import NodeSettings
 from pdtransfer.environment import PREFIX
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.serve.commands.cli import COMMANDS, app
+from pdtransfer.serve.commands.cli import COMMANDS, app, settings_of
 from pdtransfer.serve.commands.installed import add_installed
 from pdtransfer.serve.engine_api import HotFigures
 from pdtransfer.serve.process.process_metrics import http_counter, process_registry
 from pdtransfer.serve.router.router import Router
 from pdtransfer.serve.router.servers.server_router import ServerRouter
-from pdtransfer.serve.settings.config import HTTP_ENGINES, RouterConfig
+from pdtransfer.serve.settings.router import HTTP_ENGINES, RouterConfig
 from pdtransfer.serve.worker.daemon_metrics import DecodeMetrics, PrefillMetrics
 from pdtransfer.serve.worker.worker_times import DecodeTimes, PrefillTimes
 
@@ -75,7 +75,7 @@ def _section(path: tuple[str, ...], command: App) -> str:
     arguments = [each for each in command.assemble_argument_collection() if each.show and each.keys[:1] != ("limits",)]
     head, rows = ("flag", "type", "default", "what it is"), [_flag(each) for each in arguments]
     if path and path[0] in COMMANDS:
-        keys = {field.name for field in fields(COMMANDS[path[0]])}
+        keys = {field.name for field in fields(settings_of(path[0]))}
         head = (head[0], "environment", "key", *head[1:])
         rows = [
             (row[0], f"`{PREFIX}{key.upper()}`", f"`{key}`" if key in keys else "", *row[1:])

@@ -22,7 +22,7 @@ import pytest
 
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.servers.server_router import ServerRouter
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.sglang_engine import ANSWER_S, ENVIRONMENT, PYTHON, RefusedError, SglangPair, SglangServer, free_port
 from tests.support.vllm_engine import Checkpoints, prompts
 from tests.support.waiting import run_on_loop, until

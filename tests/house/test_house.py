@@ -154,12 +154,12 @@ BREAKS = [
         "pdtransfer_lab.models.tokens -> pdtransfer.bus",
     ),
     (
-        "serve/settings/config.py",
+        "serve/settings/worker.py",
         "from ..engines.stamp.factory import create",
-        "pdtransfer.serve.settings.config -> pdtransfer.serve.engines.stamp.factory",
+        "pdtransfer.serve.settings.worker -> pdtransfer.serve.engines.stamp.factory",
     ),
     (
-        "serve/settings/config.py",
+        "serve/settings/worker.py",
         "from pdtransfer_lab.models.factory import create",
         "pdtransfer is not allowed to import pdtransfer_lab",
     ),

@@ -90,7 +90,7 @@ def test_the_router_serves_with_what_its_image_has_and_without_torch() -> None:
     assert {"torch", "tokenizers", "mooncake"} <= set(absent)
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent!r}))\n"
-        "from pdtransfer.serve.router.process import run; from pdtransfer.serve.settings.config import RouterConfig\n"
+        "from pdtransfer.serve.router.process import run; from pdtransfer.serve.settings.router import RouterConfig\n"
         "sys.exit(run(RouterConfig(listen='127.0.0.1:0', json=True, node='r', otlp='http://127.0.0.1:9')))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:

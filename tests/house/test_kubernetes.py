@@ -21,7 +21,8 @@ from pdtransfer.bus.keys import Address, AllowList, Endpoint, KeyPair
 from pdtransfer.serve.process.http import CLOSE_S
 from pdtransfer.serve.router.admin import read_token
 from pdtransfer.serve.router.api_keys import ApiKeys
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from tests.support.manifests import (
     COMPONENTS,
     KUBERNETES,

@@ -23,8 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdtransfer.bus.keys import generate
 from pdtransfer.serve.commands.probes.network import _listening
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.serve.settings.config_to_argv import config_to_argv
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from tests.support.fleets import decode_config, generated, prefill_config, prompts
 from tests.support.networks import far_namespace
 from tests.support.paths import REPO

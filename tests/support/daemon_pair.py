@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from pdtransfer.client.settings import NodeSettings
 from pdtransfer.client.thread_queues import ThreadQueues
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
 from pdtransfer.serve.tracing.timeline import Journeys
 from pdtransfer.serve.worker import engine_thread

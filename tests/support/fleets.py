@@ -27,7 +27,8 @@ from pdtransfer.serve.engine_api import EngineConfig
 from pdtransfer.serve.engines.generation import Generation
 from pdtransfer.serve.engines.stamp.factory import generate_many
 from pdtransfer.serve.process.fleet import Daemon, Fleet
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.transports.options import Network
 from pdtransfer.wire import Sampling
 from tests.support.paths import REPO

@@ -21,7 +21,7 @@ import aiohttp
 
 from pdtransfer.bus.keys import generate
 from pdtransfer.probe import sockets
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.advertised import MOONCAKE, reaches, run, start
 from tests.support.fleets import decode_config, generated, prefill_config
 from tests.support.networks import far_namespace

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from pdtransfer.serve.process.fleet import Daemon
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.transports.mooncake.settings import why_not
 from tests.support.waiting import PATIENCE_S, wait_for
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pdtransfer.bus.keys import KeyPair, generate
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
 from pdtransfer.serve.settings.config_to_argv import config_to_argv
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from tests.support.fleets import GQA, decode_config, equal, fleet, free_address, generated, prefill_config, prompts
 from tests.support.networks import far_namespace
 from tests.support.paths import REPO

@@ -15,7 +15,7 @@ from pdtransfer.client.core_driver import EffectRunner, LoopClock, Ticker
 from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.router import Router
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
 from pdtransfer.serve.worker.service import Service, StartRoom, StopRoom
 from pdtransfer.wire import Begin, End, Load, Logprobs, unpack_ids

@@ -16,7 +16,7 @@ from aiohttp import web
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.servers.dialects import DIALECTS
 from pdtransfer.serve.router.servers.server_router import ServerRouter
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
 from tests.support.waiting import until
 

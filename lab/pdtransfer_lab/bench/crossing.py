@@ -16,7 +16,7 @@ from pdtransfer.errors import WorldError
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.mapping import allocate
-from pdtransfer.serve.settings.config import HostLayout
+from pdtransfer.serve.settings.worker import HostLayout
 from pdtransfer.transports.mooncake.arena import MooncakeArena
 from pdtransfer.transports.mooncake.settings import engines_for, why_not
 from pdtransfer.transports.mooncake.writer import MooncakeWriter

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.layout.layout_builders import host_layout
-from pdtransfer.serve.settings.config import DecodeConfig, HostLayout, PrefillConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, HostLayout, PrefillConfig
 from pdtransfer.serve.worker.daemon import create_engine
 
 PAGE_SIZE = 64

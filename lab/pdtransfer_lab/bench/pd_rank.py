@@ -42,7 +42,7 @@ from pdtransfer.layout.layout import Layout, expand_pages
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.serve.engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.tracing.timeline import TimedSpan, Timeline
 from pdtransfer.serve.worker import engine_thread
 from pdtransfer.serve.worker.cell_batching import Batching

@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from pdtransfer.serve.settings.config import HostLayout
+from pdtransfer.serve.settings.worker import HostLayout
 
 from .models import BenchModel, components
 from .ranks import RankPair

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from pdtransfer.bounds import bound, power_of_two
 from pdtransfer.errors import ConfigError
 from pdtransfer.limits import LIMIT_COUNT, LIMIT_MILLISECONDS, TOKENS_MAX, Limits
-from pdtransfer.serve.settings.config import PAGE_SIZE_MAX, SLOTS_MAX
+from pdtransfer.serve.settings.worker import PAGE_SIZE_MAX, SLOTS_MAX
 
 from ..plan.fleet_model import WORKERS_MAX, FleetShape
 from ..plan.kv_bytes import kv_bytes_per_token

@@ -1,7 +1,8 @@
 """The command pdtransfer: binds flags, environment and file to a config, and runs the command.
 
-Each command imports its implementation when it runs, so that --help and the router do not wait for torch. Exit status:
-0 done, 1 failed, 2 misused, 130 interrupted. An error is one line on standard error.
+Each command imports its implementation when it runs, and what a router does not need its flags as well: --help and the
+router do not wait for torch, nor load what workers are made of. Exit status: 0 done, 1 failed, 2 misused, 130
+interrupted. An error is one line on standard error.
 """
 
 from __future__ import annotations
@@ -14,29 +15,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token
 from cyclopts.config import Dict, Env
 
 from ... import __version__
-from ...bounds import match, port_range
+from ...bounds import port_range
 from ...environment import PREFIX, launcher_variables
 from ...errors import ConfigError, PDTransferError, missing_extra
 from ...limits import Limits
 from ..process import logs
-from ..settings.config import Config, DecodeConfig, PrefillConfig, RouterConfig
-from ..settings.ranks import launched
-from .demo_config import DemoConfig
+from ..settings.router import RouterConfig
 from .flags import FLAT, Json, counted
 from .installed import add_installed
 
+if TYPE_CHECKING:
+    from ..settings.worker import DecodeConfig, PrefillConfig
+    from .demo_config import DemoConfig
+
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
-COMMANDS: dict[str, type[Config | DemoConfig]] = {
-    "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig,
-}  # fmt: skip
-
+# Commands whose flags may stand in a file.
+COMMANDS = ("prefill", "decode", "router", "demo")
 
 app = App(
     name="pdtransfer",
@@ -50,64 +51,29 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.meta.suppress_keyboard_interrupt = False
-app.command(
-    "pdtransfer.serve.commands.worker_commands:workers",
-    name="workers",
-    help="Lists, adds, drains and removes the workers of a running router.",
-)
+for name, where, text in (
+    ("prefill", "daemons", "Runs a prefill daemon: computes prompts and writes their KV into decode's memory."),
+    ("decode", "daemons", "Runs a decode daemon: owns the arena, and generates from it."),
+    (
+        "demo",
+        "demo_command",
+        "Starts everything on this host, sends prompts, and checks each answer against a single process.",
+    ),
+    ("workers", "worker_commands", "Lists, adds, drains and removes the workers of a running router."),
+):
+    app.command(f"pdtransfer.serve.commands.{where}:{name}", name=name, help=text)
 kernels = App(name="kernels", help="The kernels that run on a card.")
 app.command(kernels)
 
 
 @app.command
-def prefill(config: Annotated[PrefillConfig | None, FLAT] = None) -> int:
-    """Runs a prefill daemon: computes prompts and writes their KV into decode's memory."""
-    return _serve(config or PrefillConfig())
-
-
-@app.command
-def decode(config: Annotated[DecodeConfig | None, FLAT] = None) -> int:
-    """Runs a decode daemon: owns the arena, and generates from it."""
-    return _serve(config or DecodeConfig())
-
-
-@app.command
 def router(config: Annotated[RouterConfig | None, FLAT] = None) -> int:
     """Runs the router: the HTTP API in front of prefill and decode daemons, or of vLLM or SGLang servers."""
-    return _serve(config or RouterConfig())
+    from ..router.process import run
 
-
-def _serve(config: Config) -> int:
-    logs.start(node=config.node, role=config.role, level=config.log_level, file=config.log_file, form=config.log_format)
-    if isinstance(config, RouterConfig):
-        from ..router.process import run
-
-        return run(config)
-    from ..worker.daemon import run as run_daemon
-
-    return run_daemon(config)
-
-
-@app.command
-def demo(
-    config: Annotated[DemoConfig | None, FLAT] = None,
-    *,
-    router: Annotated[str, Parameter(help="Use the running router at this URL, and start nothing.")] = "",
-    metrics: Annotated[
-        tuple[str, ...], Parameter(help="host:port of a decode daemon behind it; may be repeated.")
-    ] = (),
-) -> int:
-    """Starts everything on this host, sends prompts, and checks each answer against a single process."""
-    from .demo import run
-
-    config = config or DemoConfig()
-    if metrics and not router:
-        raise ConfigError(f"metrics = {metrics[0]!r}: needs --router, the URL of a running fleet")
-    if router:
-        match("router", router, r"https?://[^/\s]+/?", "the URL of a running router, http://host:port")
-    for each in metrics:
-        match("metrics", each, r"[^/\s]+:\d{1,5}", "host:port of a decode daemon's /metrics")
-    return run(config, router=router, metrics=metrics) if router else run(config)
+    config = config or RouterConfig()
+    logs.start_for(config)
+    return run(config)
 
 
 @app.command
@@ -259,10 +225,20 @@ def sources(path: Path | None) -> list[Callable[..., None]]:
     return [environment, Dict(data=_sections(path, table), source=str(path)), _launcher]
 
 
+def settings_of(command: str) -> type[PrefillConfig | DecodeConfig | RouterConfig | DemoConfig]:
+    """The settings of one of COMMANDS."""
+    from ..settings.worker import DecodeConfig, PrefillConfig
+    from .demo_config import DemoConfig
+
+    return {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig}[command]
+
+
 def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
     """Sets rank flags that are not given from torchrun's variables. Raises ConfigError."""
     if commands not in (("prefill",), ("decode",)):
         return
+    from ..settings.ranks import launched
+
     by_field = {each.name.lstrip("-").replace("-", "_"): each for each in arguments}
     given = {name: each.tokens[-1].value for name, each in by_field.items() if each.tokens}
     for name, value in launched(launcher_variables(), given, stages=commands == ("prefill",)).items():
@@ -271,7 +247,7 @@ def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
 
 def _sections(path: Path, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns one table for each command: its own keys over those above all tables."""
-    known = {command: [each.name for each in fields(kind)] for command, kind in COMMANDS.items()}
+    known = {command: [each.name for each in fields(settings_of(command))] for command in COMMANDS}
     limits = [each.name for each in fields(Limits)]
     shared = {key: value for key, value in table.items() if key not in COMMANDS}
     _known(path, "", shared, sorted({name for names in known.values() for name in names}))

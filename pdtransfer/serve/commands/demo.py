@@ -35,7 +35,9 @@ from ...kernels import driver
 from ...limits import Limits
 from ..process.fleet import Fleet, Standing
 from ..process.signals import end_with_parent
-from ..settings.config import BUILT_IN, REFERENCE, DecodeConfig, PrefillConfig, RouterConfig
+from ..settings.node import BUILT_IN, REFERENCE
+from ..settings.router import RouterConfig
+from ..settings.worker import DecodeConfig, PrefillConfig
 from .demo_config import DemoConfig
 from .demo_model import DemoModel
 

@@ -12,8 +12,9 @@ from ...bounds import bound, card_of, match, power_of_two
 from ...errors import ConfigError
 from ...wire import Ranks
 from ...wire.ranks import SIZE_MAX, ranks_of
-from ..settings.config import BUILT_IN, PAGE_SIZE_MAX, REFERENCE, STAMP, HostLayout
+from ..settings.node import BUILT_IN, REFERENCE, STAMP
 from ..settings.ranks import check_device, device_of
+from ..settings.worker import PAGE_SIZE_MAX, HostLayout
 
 
 def _help(text: str) -> Parameter:

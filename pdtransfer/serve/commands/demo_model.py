@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from ...wire import Ranks, Sampling
 from ..engine_api import EngineConfig
 from ..router.model_text import load_text
-from ..settings.config import BUILT_IN, CHECKPOINT_ENGINE
+from ..settings.node import BUILT_IN
 from ..settings.ranks import device_of
+from ..settings.worker import CHECKPOINT_ENGINE
 from .demo_config import DemoConfig
 
 TEXT = (

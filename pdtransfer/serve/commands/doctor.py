@@ -15,7 +15,7 @@ from ...bounds import port_range
 from ...environment import complete_environment, pip_install
 from ...probe import KERNEL, Probe, Seen, State, missing, warn
 from ...transports.registry import TRANSPORTS
-from ..settings.config import PrefillConfig
+from ..settings.worker import PrefillConfig
 from .probes import builds, cards, host, kernel, network
 
 VENV = complete_environment()

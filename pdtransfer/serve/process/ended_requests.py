@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from ..settings.config import NodeConfig
+from ..settings.node import NodeConfig
 from ..tracing.ended_request import EndedRequests
 from .request_lines import log_ended
 

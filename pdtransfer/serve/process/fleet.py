@@ -13,8 +13,9 @@ from typing import Any, Self
 
 from ...environment import child_environment
 from ...errors import WorldError
-from ..settings.config import DecodeConfig, PrefillConfig, RouterConfig
 from ..settings.config_to_argv import config_to_argv
+from ..settings.router import RouterConfig
+from ..settings.worker import DecodeConfig, PrefillConfig
 from .signals import end_with_parent
 
 READY_S = 120.0  # enough to prefault an arena of some GiB on a busy host

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import missing_extra
+
+if TYPE_CHECKING:
+    from ..settings.node import NodeConfig
 
 BURST = 50  # lines of one kind in PERIOD_S; most are caused by peers
 TRACEBACKS = 3  # the same of lines with a traceback, which are long
@@ -172,3 +175,8 @@ def start(*, node: str, role: str, level: str, file: Path | None, form: Literal[
     handler.setFormatter(formatter)
     handler.addFilter(LogRateLimit(logging.root.handle))  # whose handler may be another one when a report is due
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def start_for(config: NodeConfig) -> None:
+    """Sends the logs of a process where its settings say. Raises as `start`."""
+    start(node=config.node, role=config.role, level=config.log_level, file=config.log_file, form=config.log_format)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ...errors import ConfigError
 from ..process.signals import read_again
-from ..settings.config import RouterConfig
+from ..settings.router import RouterConfig
 from .api_keys import ApiKeys
 from .openai_http import authenticated
 

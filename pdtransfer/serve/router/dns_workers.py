@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...bus.keys import AllowList, address_of, is_literal
 from ...errors import ConfigError, WorldError, missing_extra
 from ...limits import WORKERS_MAX
-from ..settings.config import RouterConfig
+from ..settings.router import RouterConfig
 from .membership import Found, Membership, log_once, unchanged
 from .pool_worker import Role
 

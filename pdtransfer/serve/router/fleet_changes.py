@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..settings.config import RouterConfig
+from ..settings.router import RouterConfig
 from .membership import Membership, WorkerSite, log_once, unchanged
 
 if TYPE_CHECKING:

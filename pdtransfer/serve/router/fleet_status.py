@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from ... import __version__
 from ...wire import Load, Tally, split_key
-from ..settings.config import RouterConfig
+from ..settings.router import RouterConfig
 from .pool_worker import Departure, Worker, model_text
 from .pool_worker import WorkerState as Connection
 from .recent_requests import RecentRequests

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 from ...errors import ConfigError, PDTransferError, WorldError
 from ...limits import WORKERS_MAX
 from ...wire import split_key
-from ..settings.config import RouterConfig
+from ..settings.router import RouterConfig
 from .pool_worker import Role
 from .status import WorkerStatus
 

@@ -8,7 +8,7 @@ from typing import cast
 
 from ...environment import pip_install
 from ...errors import ConfigError
-from ..settings.config import BUILT_IN
+from ..settings.node import BUILT_IN
 from .text import BytesText, TextCodec
 
 MODEL_TEXT = "pdtransfer.serve.engines.transformers.text"

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 from ...bus.sockets import LogThrottle
 from ...errors import ArenaFullError, Cause
 from ...limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
-from ..settings.config import RouterConfig
+from ..settings.router import RouterConfig
 from .answers import error
 from .api_keys import ApiKeys, KeyLimitError, KeyUse
 from .body_readers import BodyReaders

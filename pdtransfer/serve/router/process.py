@@ -15,7 +15,7 @@ from ...handoff.events import Spans
 from ..process.ended_requests import recorded_ends
 from ..process.setup import prepare
 from ..process.signals import StopSignal, reload_on_hangup
-from ..settings.config import RouterConfig
+from ..settings.router import RouterConfig
 from ..tracing.ended_request import EndedRequests
 from .fleet_changes import FleetChanges
 

@@ -25,7 +25,7 @@ from ...limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, TOKENS_MAX, WOR
 from ...wire import Identity, Message, Ranks, split_key
 from ..process.http import Health, HttpListener, application
 from ..process.signals import reload
-from ..settings.config import RouterConfig
+from ..settings.router import RouterConfig
 from ..tracing.ended_request import EndedRequests
 from .answer_text import TextPiece
 from .answering import GrowingAnswer, Reply

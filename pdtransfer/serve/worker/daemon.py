@@ -37,8 +37,8 @@ from ..process.http import Health, HttpListener, application
 from ..process.process_metrics import process_registry
 from ..process.setup import prepare
 from ..process.signals import StopSignal, reload, reload_on_hangup
-from ..settings.config import DecodeConfig, PrefillConfig
 from ..settings.ranks import advertised
+from ..settings.worker import DecodeConfig, PrefillConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
 from ..tracing.trace import recorded

@@ -23,7 +23,7 @@ from ...limits import TEXT_LENGTH_MAX, TOKENS_MAX, UNUSABLE_MAX
 from ...memory.arena_memory import ArenaMemory
 from ...wire import Begin, End, Load, Message, RankFailed, RankReady, Unusable, WorkerFigures
 from ..engine_api import DecodeEngine, Finished, Token
-from ..settings.config import DecodeConfig
+from ..settings.worker import DecodeConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import FIRST_TOKEN, LANDING, SLOTS, Journeys
 from .daemon_figures import DaemonTotals

@@ -20,7 +20,7 @@ from ...memory.arena_memory import ArenaMemory
 from ...transports.options import ArenaOptions
 from ...wire import Begin, StepOrder
 from ..engine_api import Broken, DecodeEngine, Finished, Request, Token
-from ..settings.config import DecodeConfig
+from ..settings.worker import DecodeConfig
 from ..tracing.timeline import Journeys
 from .daemon_metrics import DecodeMetrics
 from .engine_thread import DecodeOutcome, DecodeThread, Drop, Dropped, Generate, Order, Stepped, Steps

@@ -19,7 +19,7 @@ from ...clock_name import clock_digest
 from ...errors import Cause, RemoteProtocolError
 from ...wire import Begin, End, Hello, Load, Message, RankDrained, RankFailed, RankLanded, RankPicked
 from ..engine_api import PrefillEngine
-from ..settings.config import PrefillConfig
+from ..settings.worker import PrefillConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
 from .daemon_figures import DaemonTotals

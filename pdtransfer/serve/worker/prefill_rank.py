@@ -16,7 +16,7 @@ from ...handoff.effects import PrefillEvent, RoomAsked, RoomDrained, RoomFailed,
 from ...transports.options import WriterOptions
 from ...wire import Begin, StepOrder
 from ..engine_api import Broken, CardMemory, Prefilled, PrefillEngine, Request, SharedMemory
-from ..settings.config import PrefillConfig
+from ..settings.worker import PrefillConfig
 from ..tracing.timeline import Journeys
 from .daemon_metrics import PrefillMetrics
 from .engine_thread import Compute, Drop, Free, Offered, Order, PrefillOutcome, PrefillThread, Refused, Stepped, Steps

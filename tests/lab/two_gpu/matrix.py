@@ -16,7 +16,7 @@ from pdtransfer_lab.models.factory import Generation, generate_many
 
 from pdtransfer.errors import TransportError
 from pdtransfer.serve.engine_api import EngineConfig
-from pdtransfer.serve.settings.config import REFERENCE
+from pdtransfer.serve.settings.node import REFERENCE
 from pdtransfer.serve.settings.ranks import device_of
 from pdtransfer.transports.select import taken
 from pdtransfer.wire import Ranks, Sampling

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from tests.library.stranger import cast, model
 from tests.support.engines.plain import text
 from tests.support.fleets import LIMITS, decode_config, free_address

@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[refe
 from pdtransfer_lab.models.factory import Generation, generate_many
 
 from pdtransfer.serve.engine_api import EngineConfig
-from pdtransfer.serve.settings.config import REFERENCE
+from pdtransfer.serve.settings.node import REFERENCE
 from pdtransfer.wire import Sampling
 from tests.library.stranger import cast, shm
 from tests.library.stranger.decode import Decode

@@ -302,4 +302,4 @@ def test_strangers_know_nothing_of_the_package() -> None:
     allowed = {"zmq", "msgpack", "mooncake.engine"} | {f"tests.library.stranger.{name}" for name in PEERS}
     for name in PEERS:
         assert imports(here / f"{name}.py") <= allowed, name
-    assert "pdtransfer.serve.settings.config" in imports(here / "test_decode.py")
+    assert "pdtransfer.serve.settings.router" in imports(here / "test_decode.py")

@@ -21,7 +21,7 @@ from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.probe import Probe, ok
 from pdtransfer.serve.commands.doctor import probes
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.transports import registry, select
 from pdtransfer.transports.mooncake import MooncakeTransport
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions

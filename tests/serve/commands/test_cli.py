@@ -24,7 +24,7 @@ from pdtransfer.bus.keys import KeyPair
 from pdtransfer.environment import PREFIX
 from pdtransfer.errors import TransportError
 from pdtransfer.serve.commands import cli
-from pdtransfer.serve.settings.config import DecodeConfig
+from pdtransfer.serve.settings.worker import DecodeConfig
 from pdtransfer.serve.worker.group.meeting import rank_configs
 
 BENCHES = {  # of each part its flags that count, and what the part is called with by default

@@ -25,7 +25,7 @@ from pdtransfer.memory.available_memory import AvailableMemory
 from pdtransfer.probe import Probe, Seen
 from pdtransfer.serve.commands import cli, doctor
 from pdtransfer.serve.commands.probes import builds, cards, host, kernel, network
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.transports.mooncake import MooncakeTransport
 from pdtransfer.transports.mooncake import probes as mooncake
 from tests.support.paths import REPO

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from pdtransfer.serve.process.fleet import Daemon
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.engines import plain
 from tests.support.fleets import ENGINE, LIMITS, Gates, Running, Site, prompts, running
 from tests.support.healing import decode, prefill, right, said

@@ -20,7 +20,8 @@ import pytest
 from pdtransfer.errors import WorldError
 from pdtransfer.serve.process import fleet as fleet_module
 from pdtransfer.serve.process.fleet import Daemon, Fleet
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from tests.support.paths import REPO
 from tests.support.waiting import wait_for
 
@@ -209,7 +210,8 @@ def test_daemons_end_when_whoever_started_them_is_killed(fake: Callable[..., Pat
     program = f"""
         import asyncio, sys
         from pathlib import Path
-        from pdtransfer.serve.settings.config import PrefillConfig, RouterConfig
+        from pdtransfer.serve.settings.router import RouterConfig
+        from pdtransfer.serve.settings.worker import PrefillConfig
         from pdtransfer.serve.process.fleet import Fleet
 
         sys.executable = {str(here / "python")!r}

@@ -10,7 +10,7 @@ import pytest
 from pdtransfer.errors import Cause, ConfigError
 from pdtransfer.serve.process import span_export
 from pdtransfer.serve.process.ended_requests import recorded_ends
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequest, RequestSpan, TraceContext
 from tests.support.collector import Collector, collector
 

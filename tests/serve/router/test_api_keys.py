@@ -25,7 +25,7 @@ from pdtransfer.serve.process.tls import ServerTls
 from pdtransfer.serve.router.api_keys import ApiKey, ApiKeys, KeyLimitError
 from pdtransfer.serve.router.router import Router
 from pdtransfer.serve.router.servers.server_router import ServerRouter
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequests
 from tests.support.client_keys import A, B, C, bearer, written
 from tests.support.waiting import on_loop, until

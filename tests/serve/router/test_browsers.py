@@ -16,7 +16,7 @@ from pdtransfer.errors import ConfigError
 from pdtransfer.serve.process.http import Health, HttpListener, application
 from pdtransfer.serve.router.admin import AdminApi
 from pdtransfer.serve.router.membership import Membership
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.client_keys import A, bearer, written
 from tests.support.router_site import Site, site
 from tests.support.vllm_servers import ServerSite, server_site

@@ -15,7 +15,7 @@ from pdtransfer.serve.router import dns_workers
 from pdtransfer.serve.router.dns_workers import Answered, DnsName, DnsResolver, Place, dns_server, workers_of
 from pdtransfer.serve.router.fleet_changes import FleetChanges
 from pdtransfer.serve.router.membership import Membership
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.router_site import Site, Worker, site
 from tests.support.waiting import on_loop, until
 

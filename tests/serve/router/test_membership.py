@@ -26,7 +26,7 @@ from pdtransfer.serve.router.router_effects import Accepted, Emit, Finish, Refus
 from pdtransfer.serve.router.routing import Routing
 from pdtransfer.serve.router.servers.server_pool import ServerPool
 from pdtransfer.serve.router.status import WorkerStatus
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import Begin, End, Ended, Goodbye, Hello, Load, Ping, Pong, Tokens, Welcome, pack_ids
 from tests.support.router_site import Site, Worker, site
 from tests.support.routing_world import LIMITS, identity, request

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.waiting import PATIENCE_S
 
-LINES_MAX = 12_400
+LINES_MAX = 12_000
 SCRIPT = """
 import sys
 from pdtransfer.__main__ import main

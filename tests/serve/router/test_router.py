@@ -22,7 +22,7 @@ from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.serve.router.completions import BadRequestError, parse
 from pdtransfer.serve.router.router import Router
-from pdtransfer.serve.settings.config import RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import End, Goodbye, Reject, Sampling, Tokens, pack_biases, unpack_ids
 from tests.support.router_site import LIMITS, LOAD, site
 from tests.support.waiting import PATIENCE_S, run_on_loop, until
@@ -630,7 +630,7 @@ def test_too_many_requests_at_once_are_429() -> None:
 def test_the_process_reports_its_address_imports_no_torch_and_stops_on_sigterm() -> None:
     code = (
         "import sys; from pdtransfer.serve.router.process import run\n"
-        "from pdtransfer.serve.settings.config import RouterConfig\n"
+        "from pdtransfer.serve.settings.router import RouterConfig\n"
         "status = run(RouterConfig(listen='127.0.0.1:0', json=True, node='r'))\n"
         "print('torch' in sys.modules); sys.exit(status)"
     )

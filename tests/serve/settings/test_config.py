@@ -15,10 +15,11 @@ from pdtransfer import environment
 from pdtransfer.errors import ConfigError
 from pdtransfer.limits import LIMIT_BOUNDS, Limits
 from pdtransfer.serve.commands import cli
-from pdtransfer.serve.commands.cli import COMMANDS
+from pdtransfer.serve.commands.cli import COMMANDS, settings_of
 from pdtransfer.serve.commands.demo_config import DemoConfig
-from pdtransfer.serve.settings.config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.serve.settings.config_to_argv import config_to_argv
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.wire import Ranks
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
@@ -292,9 +293,9 @@ def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_arguments_build_the_same_config_in_another_process(
-    given: Config | DemoConfig, monkeypatch: pytest.MonkeyPatch
+    given: PrefillConfig | DecodeConfig | RouterConfig | DemoConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = next(name for name, kind in COMMANDS.items() if type(given) is kind)
+    command = next(name for name in COMMANDS if type(given) is settings_of(name))
     flags = config_to_argv(given)
     assert bound(monkeypatch, command, *flags) == given
 

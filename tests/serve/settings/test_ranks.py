@@ -14,8 +14,8 @@ from pdtransfer.handoff.send import Send
 from pdtransfer.serve.engines.stamp.factory import create
 from pdtransfer.serve.router.router_effects import Accepted
 from pdtransfer.serve.router.routing import Routing
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig
 from pdtransfer.serve.settings.ranks import advertised, group_endpoint
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.worker.group.meeting import common, rank_configs
 from pdtransfer.wire import Begin, Load, Member, Welcome
 from tests.support.routing_world import LIMITS, identity, request

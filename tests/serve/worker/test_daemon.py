@@ -15,7 +15,7 @@ from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import TOKENS_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.engine_api import HBM_ALIGNMENT, CardMemory, EngineConfig, EngineDescription, HiSparse
-from pdtransfer.serve.settings.config import DecodeConfig
+from pdtransfer.serve.settings.worker import DecodeConfig
 from pdtransfer.serve.worker import daemon
 from tests.support.fake_card import FakeRegistrar
 

@@ -13,7 +13,7 @@ from pdtransfer.client.settings import NodeSettings
 from pdtransfer.client.thread_queues import ThreadQueues
 from pdtransfer.clock_name import clock_digest
 from pdtransfer.errors import Cause, ConfigError, RemoteProtocolError
-from pdtransfer.serve.settings.config import PrefillConfig
+from pdtransfer.serve.settings.worker import PrefillConfig
 from pdtransfer.serve.worker import daemon
 from pdtransfer.serve.worker.daemon import create_engine
 from pdtransfer.serve.worker.engine_thread import Compute, Drop, Free, Order, Quit

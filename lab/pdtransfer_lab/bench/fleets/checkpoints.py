@@ -21,7 +21,8 @@ import aiohttp
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import Limits
 from pdtransfer.serve.process.fleet import Fleet
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.tracing.merge_traces import files, merge, rooms_of
 from pdtransfer.serve.tracing.trace import read
 from pdtransfer.serve.tracing.ttft import Split

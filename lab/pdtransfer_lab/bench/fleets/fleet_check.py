@@ -16,7 +16,8 @@ import aiohttp
 from pdtransfer.errors import WorldError
 from pdtransfer.limits import Limits
 from pdtransfer.serve.process.fleet import Fleet
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 
 from ...plan.fleet_model import FleetShape, modelled
 from ...plan.rates import Curve, Rates

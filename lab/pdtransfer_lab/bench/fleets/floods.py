@@ -19,7 +19,8 @@ import aiohttp
 from pdtransfer.bus.keys import Endpoint, KeyPair, generate
 from pdtransfer.errors import WorldError
 from pdtransfer.serve.process.fleet import Daemon, Fleet
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 
 from ..processes import begun
 from ..report import load, print_tables

@@ -15,7 +15,8 @@ import uvloop
 
 from pdtransfer.errors import WorldError
 from pdtransfer.serve.process.fleet import Daemon
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 
 from ..report import Figures, Line
 

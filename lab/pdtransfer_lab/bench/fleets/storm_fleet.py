@@ -18,7 +18,8 @@ from pdtransfer.bus.keys import generate
 from pdtransfer.errors import WorldError
 from pdtransfer.limits import Limits
 from pdtransfer.serve.process.fleet import Daemon
-from pdtransfer.serve.settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.serve.settings.router import RouterConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 
 OPTIONS = {"layers": "2", "top_k": "16", "index_share": "1"}  # of the stamp engine
 SLOTS = 4_096

@@ -14,7 +14,7 @@ from pathlib import Path
 from ....memory.arena_memory import ArenaMemory
 from ....memory.available_memory import available_memory
 from ....probe import MIB, Seen, names, ok, read, warn, within
-from ...settings.config import DecodeConfig, PrefillConfig
+from ...settings.worker import DecodeConfig, PrefillConfig
 
 DESCRIPTORS_MIN = 4_096  # for one daemon: its sockets, and a descriptor and a lock for each session
 MEMLOCK_BYTES_MIN = 1 << 30  # a small arena; Docker's default is far less

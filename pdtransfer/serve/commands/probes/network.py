@@ -14,7 +14,8 @@ from ....probe import Seen, names, ok, read, sockets, warn, within
 from ....transports.registry import TRANSPORTS
 from ....transports.select import needs_no_guard
 from ...firewall import why_no_table
-from ...settings.config import DecodeConfig, PrefillConfig, RouterConfig
+from ...settings.router import RouterConfig
+from ...settings.worker import DecodeConfig, PrefillConfig
 
 _SIOCGIFADDR = 0x8915
 _LISTEN = "0A"

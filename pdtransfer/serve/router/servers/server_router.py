@@ -13,7 +13,8 @@ from aiohttp import web
 from ....errors import ArenaFullError, Cause
 from ....limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, SERVER_ATTEMPTS_MAX
 from ...process.http import Health, HttpListener, application
-from ...settings.config import REFERENCE, RouterConfig
+from ...settings.node import REFERENCE
+from ...settings.router import RouterConfig
 from ...tracing.ended_request import EndedRequests
 from ..answers import error
 from ..api_keys import KeyLimitError

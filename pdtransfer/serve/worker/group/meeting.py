@@ -30,9 +30,9 @@ from ....wire import RankJoin, Setting
 from ....wire.ranks import label, ranks_of
 from ...engine_api import EngineDescription
 from ...process.signals import end_with_parent
-from ...settings.config import DecodeConfig, PrefillConfig
 from ...settings.config_to_argv import config_to_argv
 from ...settings.ranks import group_endpoint
+from ...settings.worker import DecodeConfig, PrefillConfig
 from .follower import GroupFollower
 from .leader import GroupLeader
 

@@ -32,7 +32,7 @@ from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.limits import ENGINES_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.serve.settings.config import DecodeConfig
+from pdtransfer.serve.settings.worker import DecodeConfig
 from pdtransfer.transports import select
 from pdtransfer.transports.mooncake import arena, child, process, writer
 from pdtransfer.transports.mooncake import settings as engine_settings

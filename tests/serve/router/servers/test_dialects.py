@@ -10,7 +10,7 @@ from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.serve.router.completions import BadRequestError
 from pdtransfer.serve.router.servers.dialects import DIALECTS, Dialect
 from pdtransfer.serve.router.servers.server_request import ServerRequest
-from pdtransfer.serve.settings.config import HTTP_ENGINES
+from pdtransfer.serve.settings.router import HTTP_ENGINES
 from tests.support.json_values import spoiled
 from tests.support.relayed import relayed
 

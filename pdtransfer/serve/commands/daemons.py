@@ -1,0 +1,26 @@
+"""The commands prefill and decode, bound to flags."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from ..process import logs
+from ..settings.worker import DecodeConfig, PrefillConfig
+from .flags import FLAT
+
+
+def prefill(config: Annotated[PrefillConfig | None, FLAT] = None) -> int:
+    """Runs a prefill daemon."""
+    return _run(config or PrefillConfig())
+
+
+def decode(config: Annotated[DecodeConfig | None, FLAT] = None) -> int:
+    """Runs a decode daemon."""
+    return _run(config or DecodeConfig())
+
+
+def _run(config: PrefillConfig | DecodeConfig) -> int:
+    from ..worker.daemon import run
+
+    logs.start_for(config)
+    return run(config)

@@ -173,7 +173,8 @@ class Router:
                 self._clients[request].emitted(request, len(ids))
                 of, now = self.metrics.of(self._clients[request].model), time.monotonic()
                 if reply.streaming:
-                    of.inter_token.observe((now - reply.token_s) / len(ids), len(ids))
+                    for _ in ids:
+                        of.inter_token.observe((now - reply.token_s) / len(ids))
                 else:
                     reply.first_s = now
                     of.first_token.observe(now - reply.began_s)

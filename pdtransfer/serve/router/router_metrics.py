@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ...limits import METRICS_LABELS_MAX
-from ..process.histograms import HistogramSeries, LoopHistogram
 from ..process.process_metrics import process_registry
 from ..tracing.ended_request import EndedRequest
 
@@ -30,7 +29,7 @@ class AnswerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._requests = Counter("pdtransfer_requests", "Completions answered", ["status", "model"], registry=registry)
-        make = partial(LoopHistogram, labels=("model",), bounds=SECONDS_BUCKETS, registry=registry)
+        make = partial(Histogram, labelnames=["model"], buckets=SECONDS_BUCKETS, registry=registry)
         self.first_token = make("pdtransfer_first_token_seconds", "From accepting a request to its first token")
         self._request = make("pdtransfer_request_seconds", "From accepting a request to its end")
 
@@ -38,7 +37,7 @@ class AnswerMetrics:
         """Counts an answer; `seconds` is its time, for requests that were accepted."""
         self._requests.labels(str(status), model).inc()
         if seconds is not None:
-            self._request.of(model).observe(seconds)
+            self._request.labels(model).observe(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,8 @@ class ModelMetrics:
     name: str  # the label
     prompt_tokens: Counter
     generated_tokens: Counter
-    first_token: HistogramSeries
-    inter_token: HistogramSeries
+    first_token: Histogram
+    inter_token: Histogram
 
 
 class RouterMetrics(Collector):
@@ -62,9 +61,9 @@ class RouterMetrics(Collector):
         self.answers = AnswerMetrics(of)
         self._prompt_tokens = Counter("pdtransfer_prompt_tokens", "Tokens of accepted prompts", labels, registry=of)
         self._generated_tokens = Counter("pdtransfer_generated_tokens", "Tokens generated", labels, registry=of)
-        self._inter_token = LoopHistogram(
+        self._inter_token = Histogram(
             "pdtransfer_inter_token_seconds", "From one token of an answer to the next, as they came from decode",
-            bounds=TOKEN_BUCKETS, labels=labels, registry=of,
+            buckets=TOKEN_BUCKETS, labelnames=labels, registry=of,
         )  # fmt: skip
         self._models: dict[str, ModelMetrics] = {}
         self.breaches = Counter("pdtransfer_breaches", "Protocol breaches of workers", registry=of)
@@ -74,13 +73,13 @@ class RouterMetrics(Collector):
         """The metrics of a model. Those that no worker serves are one: a client may name any."""
         found = self._models.get(model)
         if found is None:
-            # One place is that of all other models: a series that is held here must not lose its own.
+            # One place is that of all other models.
             free = len(self._models.keys() - {NO_MODEL}) < METRICS_LABELS_MAX - 1
             known = free and model in self._routing.workers.models()
             name = model if known else NO_MODEL
             found = self._models.get(name) or ModelMetrics(
                 name, self._prompt_tokens.labels(name), self._generated_tokens.labels(name),
-                self.answers.first_token.of(name), self._inter_token.of(name),
+                self.answers.first_token.labels(name), self._inter_token.labels(name),
             )  # fmt: skip
             self._models[name] = found
         return found

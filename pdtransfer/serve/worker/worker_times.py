@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram
 
-from ..process.histograms import LoopHistogram
+from ..process.histograms import BoundedHistogram
 from ..tracing.ended_request import EndedRequest
 
 WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -23,7 +23,7 @@ QUARANTINE_BUCKETS = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0)
 PER_PEER = "peer", "transport"
 
 
-def _observe(histogram: LoopHistogram, seconds: float | None) -> None:
+def _observe(histogram: Histogram, seconds: float | None) -> None:
     if seconds is not None:
         histogram.observe(seconds)
 
@@ -32,20 +32,20 @@ class PrefillTimes:
     """Histograms of one prefill rank."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._handoff = LoopHistogram(
+        self._handoff = BoundedHistogram(
             "pdtransfer_handoff_seconds", "From a grant's last byte written to decode's acknowledgement: a round trip",
-            bounds=HANDOFF_BUCKETS, labels=PER_PEER, registry=registry,
+            buckets=HANDOFF_BUCKETS, labels=PER_PEER, registry=registry,
         )  # fmt: skip
-        make = partial(LoopHistogram, registry=registry)
+        make = partial(Histogram, registry=registry)
         self._queue = make(
-            "pdtransfer_queue_seconds", "From a room's begin to the first step that computes it", bounds=WAIT_BUCKETS
+            "pdtransfer_queue_seconds", "From a room's begin to the first step that computes it", buckets=WAIT_BUCKETS
         )
         self._compute = make(
-            "pdtransfer_prefill_seconds", "From a room's first step until its prompt is computed", bounds=WAIT_BUCKETS
+            "pdtransfer_prefill_seconds", "From a room's first step until its prompt is computed", buckets=WAIT_BUCKETS
         )
-        self._exposed = make(
+        self._exposed = BoundedHistogram(
             "pdtransfer_exposed_transfer_seconds", "From a computed prompt to its last byte written",
-            bounds=EXPOSED_BUCKETS, labels=PER_PEER,
+            buckets=EXPOSED_BUCKETS, labels=PER_PEER, registry=registry,
         )  # fmt: skip
 
     def ended(self, record: EndedRequest) -> None:
@@ -53,32 +53,32 @@ class PrefillTimes:
         _observe(self._queue, record.queue_s)
         _observe(self._compute, record.prefill_s)
         if record.transfer_s is not None:
-            self._exposed.of(record.decode, record.transport).observe(record.transfer_s)
+            self._exposed.observe(record.transfer_s, record.decode, record.transport)
 
     def handed_off(self, peer: str, transport: str, seconds: float) -> None:
         """Decode has acknowledged a grant that landed."""
-        self._handoff.of(peer, transport).observe(seconds)
+        self._handoff.observe(seconds, peer, transport)
 
 
 class DecodeTimes:
     """Histograms of one decode rank."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        make = partial(LoopHistogram, registry=registry)
-        self._queue = make("pdtransfer_queue_seconds", "From a room's begin until it has slots", bounds=WAIT_BUCKETS)
+        make = partial(Histogram, registry=registry)
+        self._queue = make("pdtransfer_queue_seconds", "From a room's begin until it has slots", buckets=WAIT_BUCKETS)
         self._admission = make(
-            "pdtransfer_admission_seconds", "From READY to the first step that generates", bounds=WAIT_BUCKETS
+            "pdtransfer_admission_seconds", "From READY to the first step that generates", buckets=WAIT_BUCKETS
         )
         self._token = make(
-            "pdtransfer_inter_token_seconds", "From one generated token of a room to the next", bounds=TOKEN_BUCKETS
+            "pdtransfer_inter_token_seconds", "From one generated token of a room to the next", buckets=TOKEN_BUCKETS
         )
         self._used = make(
-            "pdtransfer_arena_used_ratio", "Share of the arena in use whenever a room got slots", bounds=USED_BUCKETS
+            "pdtransfer_arena_used_ratio", "Share of the arena in use whenever a room got slots", buckets=USED_BUCKETS
         )
-        self._held = make("pdtransfer_arena_held_seconds", "Time that a room held its slots", bounds=HELD_BUCKETS)
-        self._quarantine = make(
+        self._held = make("pdtransfer_arena_held_seconds", "Time that a room held its slots", buckets=HELD_BUCKETS)
+        self._quarantine = BoundedHistogram(
             "pdtransfer_quarantine_seconds", "Time that a grant's slots were in quarantine",
-            bounds=QUARANTINE_BUCKETS, labels=PER_PEER,
+            buckets=QUARANTINE_BUCKETS, labels=PER_PEER, registry=registry,
         )  # fmt: skip
 
     def ended(self, record: EndedRequest) -> None:
@@ -97,8 +97,9 @@ class DecodeTimes:
 
     def token(self, seconds: float, times: int) -> None:
         """A room has this many more tokens, each so long after the one before."""
-        self._token.observe(seconds, times)
+        for _ in range(times):
+            self._token.observe(seconds)
 
     def quarantined(self, peer: str, transport: str, seconds: float) -> None:
         """The writer of a quarantined grant was proven quiet."""
-        self._quarantine.of(peer, transport).observe(seconds)
+        self._quarantine.observe(seconds, peer, transport)

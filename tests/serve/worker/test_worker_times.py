@@ -42,7 +42,7 @@ def _counts(times: Any) -> dict[tuple[str, ...], int]:
     made = {
         (name.removeprefix("_"), *sample.labels.values()): int(sample.value)
         for name, histogram in vars(times).items()
-        for family in histogram.collect()
+        for family in getattr(histogram, "_histogram", histogram).collect()
         for sample in family.samples
         if sample.name.endswith("_count")
     }

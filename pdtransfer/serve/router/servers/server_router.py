@@ -267,7 +267,7 @@ class ServerRouter:
                 client.stream = answer.streams
                 if answer.streams:
                     client.first_s = time.monotonic()
-                    self.metrics.answers.first_token.of(NO_MODEL).observe(client.first_s - client.began_s)
+                    self.metrics.answers.first_token.labels(NO_MODEL).observe(client.first_s - client.began_s)
                 return await self._relay(http, client, answer)
         assert failed is not None
         client.answered(failed.status, failed.cause, str(failed))

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import logging.handlers
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.support.effort import (
     Effort,
     chosen,
     expects_assertion,
-    is_picked,
+    is_in_part,
 )
 
 settings.register_profile("no deadline", deadline=None)
@@ -67,11 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test = item.nodeid.partition("[")[0]
         cases[test] += 1
         if chosen() is Effort.FAST:
-            keep = cases[test] <= CASES_MAX and item.get_closest_marker("slow") is None
+            keep = cases[test] <= CASES_MAX and not (item.get_closest_marker("slow") or item.get_closest_marker("full"))
         elif not __debug__ and expects_assertion(item):
             keep = False
         else:
-            keep = chosen() is Effort.FULL or item.get_closest_marker("grid") is None or is_picked(item.nodeid)
+            keep = chosen() is Effort.FULL or is_in_part(item)
         if keep:
             kept.append(item)
     left_out = [item for item in items if item not in set(kept)]
@@ -88,6 +89,16 @@ def own_logs() -> Iterator[None]:
     for handler in logging.root.handlers[:]:
         if handler not in before and type(handler) in (logging.StreamHandler, logging.handlers.WatchedFileHandler):
             logging.root.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """A daemon that ran in this process has it ignore signals from then on: processes of later tests inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def lines(done: subprocess.CompletedProcess[str]) -> Sequence[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_pip_install_runs_the_clients_and_with_daemons_router_keygen_and_doctor(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)

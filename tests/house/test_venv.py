@@ -40,7 +40,7 @@ def wheel(folder: Path, name: str, version: str) -> None:
     subprocess.run(command, cwd=about, check=True, capture_output=True, timeout=120)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_packages_that_no_index_has_are_nothing_that_is_wrong(kind: str, tmp_path: Path) -> None:
     status, said = made(tmp_path, kind, "", PIP_FIND_LINKS="")
@@ -49,7 +49,7 @@ def test_packages_that_no_index_has_are_nothing_that_is_wrong(kind: str, tmp_pat
     assert not (tmp_path / f".venv-{kind}" / ".stamp").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_requirements_that_contradict_each_other_are_wrong(tmp_path: Path) -> None:
     links = tmp_path / "links"
     wheel(links, "torch", "2.13.0")

@@ -44,6 +44,13 @@ def is_picked(case: str) -> bool:
     return zlib.crc32(case.encode()) % SHARES[chosen()] == 0
 
 
+def is_in_part(item: pytest.Item) -> bool:
+    """Whether the test is in the part that runs without --full."""
+    if item.get_closest_marker("full") is not None:
+        return False
+    return item.get_closest_marker("grid") is None or is_picked(item.nodeid)
+
+
 def expects_assertion(item: pytest.Item) -> bool:
     """Whether the test has one of our own bugs found by an assertion, which -O leaves out."""
     return isinstance(item, pytest.Function) and "raises(AssertionError" in inspect.getsource(item.obj)

@@ -90,7 +90,7 @@ class FakeVllm:
         app.add_routes([web.get("/metrics", self._metrics)])
         app.add_routes([web.post(path, self._generate) for path in DIALECTS[self.speaks].paths])
         self.routes(app)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", port).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"

@@ -484,7 +484,7 @@ def test_the_demo_is_identical_prints_only_its_report_and_transfers_a_shared_pre
     assert err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_demo_of_a_checkpoint_is_identical(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
     from tests.support import checkpoints
@@ -500,7 +500,9 @@ def test_a_demo_of_a_checkpoint_is_identical(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "ranks"), [(0, 1), (4, 2)])  # integration/test_hisparse has all four
+@pytest.mark.parametrize(
+    ("heads", "ranks"), [(0, 1), pytest.param(4, 2, marks=pytest.mark.full)]
+)  # integration/test_hisparse has all four
 def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_copies_no_index(heads: int, ranks: int) -> None:
     demo = start(
         "--hisparse", "--json", "--requests", "6", "--prompt-bytes-max", "600", "--max-tokens", "6",

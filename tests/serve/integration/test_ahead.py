@@ -62,6 +62,7 @@ def test_every_pair_has_its_session_before_a_request_and_prefills_may_leave_and_
         on(case)
 
 
+@pytest.mark.full
 def test_every_rank_of_a_decode_worker_has_its_sessions_before_a_request(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -57,7 +57,15 @@ FLEETS: dict[str, tuple[Options, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FLEETS, ids=lambda name: name.replace(" ", "-"))
+# Every option of both is in one of them; the others run with --full.
+COMMON = ("mla 16 to 16, chunks of 8 and a layer", "gqa 64 to 1")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in COMMON else pytest.param(name, marks=pytest.mark.full) for name in FLEETS],
+    ids=lambda name: name.replace(" ", "-"),
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Options, Running]]:
     options, prefill, decode = FLEETS[request.param]
     both = {"engine_option": options}

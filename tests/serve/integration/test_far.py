@@ -16,7 +16,7 @@ from tests.support.far import CASES, DECODES, PREFILLS
 from tests.support.paths import REPO
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(bool(why := why_not() or networks.why_not()), reason=why)
 def test_daemons_that_are_killed_cut_off_or_left_without_engines_lose_no_request_that_another_can_take() -> None:

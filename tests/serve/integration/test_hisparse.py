@@ -33,7 +33,16 @@ DECODE = {
 }  # places on the device for two long requests at once
 
 
-@pytest.fixture(scope="module", params=[("mla", 1), ("gqa", 1), ("mla", 2), ("gqa", 2)], ids="{0[0]}-tp{0[1]}".format)
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("mla", 1),
+        pytest.param(("gqa", 1), marks=pytest.mark.full),
+        pytest.param(("mla", 2), marks=pytest.mark.full),
+        ("gqa", 2),
+    ],
+    ids="{0[0]}-tp{0[1]}".format,
+)
 def sparse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
     """One decode process, or two of half the heads."""
     attention, tp_size = request.param
@@ -128,6 +137,7 @@ def test_a_full_queue_for_the_device_is_429_with_retry_after_and_dense_requests_
         on(case)
 
 
+@pytest.mark.full
 def test_a_rank_that_is_refused_a_place_that_its_leader_has_ends_the_worker(tmp_path: Path) -> None:
     option = (*OPTION, "fault=refuse")
     decode = DECODE | {"engine": ENGINE, "engine_option": option, "tp_size": 2}

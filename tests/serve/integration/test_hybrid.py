@@ -11,7 +11,11 @@ from pdtransfer.serve.commands.cli import main
 from tests.support.fleets import Site, equal, generated, prompts, running
 
 OPTIONS = {"pools": "deepseek_v4", "requests": "12", "window_tokens": "48"}
-DECODES = [("layer_first", 256, "dram"), ("page_first", 1, "dram"), ("page_first_direct", 256, "hbm")]
+DECODES = [
+    pytest.param("layer_first", 256, "dram", marks=pytest.mark.full),
+    pytest.param("page_first", 1, "dram", marks=pytest.mark.full),
+    ("page_first_direct", 256, "hbm"),
+]
 COMMON = prompts(1, 300)[0]
 TEXTS = (*prompts(2, 1, 3, 4, 47, 48, 127, 129, 256, 511), *(COMMON + each for each in prompts(3, 5, 60, 200)), COMMON)
 LONG = COMMON + prompts(4, 90)[0]  # past every border, from a prefix

@@ -19,13 +19,14 @@ import pytest
 from pdtransfer.transports.mooncake.settings import why_not
 from tests import soak
 from tests.support import networks
+from tests.support.effort import some
 from tests.support.kv_fleet import LARGE, MEGABITS, PAIRS, Fleet, Room
 from tests.support.networks import Network
 from tests.support.processes import deliver
 
 pytestmark = pytest.mark.skipif(bool(why := why_not() or networks.why_not()), reason=why)
 
-SOAK_S = float(os.environ.get("SOAK_S", "60"))
+SOAK_S = float(os.environ.get("SOAK_S", some(60)))
 HIT, SPARED = ("p0", "d0"), ("p1", "d1")
 RECOVERY_S = float(os.environ.get("RECOVERY_S", "6"))  # 3 is the aim, on a machine with nothing else to do
 TRIES = 3

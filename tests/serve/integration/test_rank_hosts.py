@@ -21,6 +21,7 @@ def test_ranks_at_another_address_find_their_leaders_and_write_to_their_own_deco
     assert mapped == [{"decode-0"}, {"decode-0-tp1"}]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_ranks_in_another_network_namespace_serve_with_keys_of_their_own(tmp_path: Path) -> None:
     if why := why_not_apart(VETH, "nsenter"):

@@ -31,7 +31,7 @@ TOKENS = 40
 READ_MIN = 4  # tokens that the client has when decode is killed
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["hisparse", pytest.param("hybrid", marks=pytest.mark.full)])
 def test_a_stream_whose_decode_is_killed_reads_as_if_nothing_had_happened(
     tmp_path: Path, gates: Gates, kind: str
 ) -> None:

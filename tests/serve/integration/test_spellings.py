@@ -20,7 +20,10 @@ from tests.support.waiting import on_loop, until
 NODES = ("router", "prefill-0", "decode-0")
 
 
-@pytest.mark.parametrize("keyed", [False, True], ids=["without keys", "with keys"])
+@pytest.mark.parametrize(
+    "keyed",
+    [pytest.param(False, id="without keys", marks=pytest.mark.full), pytest.param(True, id="with keys")],
+)
 def test_routers_that_spell_a_worker_differently_lose_no_request(tmp_path: Path, keyed: bool) -> None:
     """One calls both workers localhost, one lists them under both names."""
 

@@ -75,6 +75,7 @@ def test_a_requests_time_is_told_by_its_label_and_a_killed_daemons_file_is_whole
         on(case)
 
 
+@pytest.mark.full
 def test_every_rank_tells_under_the_rooms_label(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("timeline")
     own = {"timeline": directory, "tp_size": 2}

@@ -14,7 +14,7 @@ from tests.support.fleets import ENGINE, Gates, Site, equal, fleet, free_address
 from tests.support.waiting import on_loop, until
 
 
-@pytest.mark.parametrize("signal", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("signal", [pytest.param("SIGTERM", marks=pytest.mark.full), "SIGKILL"])
 def test_a_router_that_ends_takes_no_room_of_the_other_with_it(tmp_path: Path, signal: str) -> None:
     gates = Gates(tmp_path / "gates")
     gates.directory.mkdir()

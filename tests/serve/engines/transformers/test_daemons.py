@@ -21,7 +21,7 @@ TOKENS = 12
 OPTIONS = ("threads=1", "digests=true")
 
 
-@pytest.fixture(scope="module", params=["gemma3", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["gemma3", pytest.param("deepseek_v3", marks=pytest.mark.full)])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make(request.param, tmp_path_factory.mktemp("checkpoint") / request.param)
 
@@ -73,6 +73,7 @@ def test_a_prompt_that_shares_a_prefix_gets_it_from_the_cache_and_the_same_token
     on(case)
 
 
+@pytest.mark.full
 def test_workers_of_two_ranks_answer_as_one_process(tmp_path: Path) -> None:
     directory = checkpoints.make("qwen3", tmp_path / "qwen3")
     one = {"model": str(directory), "engine_option": ("threads=1",), "page_size": 16, "tp_size": 2}

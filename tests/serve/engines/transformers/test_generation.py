@@ -43,7 +43,9 @@ def made(directories: dict[str, Path], family: str) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("host_layout", "page_size"), [("page_first", 1), ("page_head", 16)])
+@pytest.mark.parametrize(
+    ("host_layout", "page_size"), [pytest.param("page_first", 1, marks=pytest.mark.full), ("page_head", 16)]
+)
 def test_chunks_and_batches_of_unequal_lengths_generate_the_tokens_of_transformers(
     directories: dict[str, Path], family: str, host_layout: str, page_size: int
 ) -> None:
@@ -63,7 +65,11 @@ def test_chunks_and_batches_of_unequal_lengths_generate_the_tokens_of_transforme
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [
-        ({"host_layout": "layer_first", "page_size": 16}, {"host_layout": "page_first", "page_size": 1}),
+        pytest.param(
+            {"host_layout": "layer_first", "page_size": 16},
+            {"host_layout": "page_first", "page_size": 1},
+            marks=pytest.mark.full,
+        ),
         ({"host_layout": "page_first_direct", "page_size": 1}, {"host_layout": "page_head", "page_size": 8}),
     ],
 )

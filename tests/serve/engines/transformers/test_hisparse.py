@@ -41,7 +41,7 @@ def hisparse(slots: int = 2 * (HOT + 1), **more: Any) -> HiSparse:
     return HiSparse(device_slots=slots, hot_tokens=HOT, dense_slots=256, limits=limits, **more)
 
 
-@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
+@pytest.fixture(scope="module", params=[pytest.param("deepseek_v32", marks=pytest.mark.full), "glm_moe_dsa"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make(request.param, tmp_path_factory.mktemp("checkpoint") / request.param)
 

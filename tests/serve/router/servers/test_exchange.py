@@ -53,7 +53,7 @@ async def alone(
 ) -> AsyncIterator[Alone]:
     app = web.Application()
     app.add_routes([web.route("*", "/{path:.*}", handler)])
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     server = Server(url or f"http://127.0.0.1:{runner.addresses[0][1]}", "decode", KnownPrefixes(1), why="")

@@ -11,7 +11,7 @@ import pytest
 from tests.support.paths import REPO
 
 GENERATED = {REPO / "docs" / "flags.md", REPO / "docs" / "metrics.md"}
-OTHERS = {REPO / name / "README.md" for name in ("deploy", "kernels", "tests/library/stranger")} | {
+OTHERS = {REPO / name / "README.md" for name in ("deploy", "kernels", "tests/serve/stranger")} | {
     *(REPO / "proto").rglob("*.md")
 }
 DOCUMENTS = sorted({*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *OTHERS} - GENERATED)

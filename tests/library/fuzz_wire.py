@@ -17,7 +17,7 @@ import msgpack
 from pdtransfer import limits
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.wire import MESSAGES, decode, encode
-from tests.library.stranger.messages import unhex, vectors
+from tests.serve.stranger.messages import unhex, vectors
 
 _LENGTH_MAX = 4096  # longer vectors are cases of their own
 _HEADS = [

@@ -8,8 +8,8 @@ import pytest
 
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.wire import MESSAGES, Begin, Grant, Tokens, decode, unpack_extents, unpack_ids
-from tests.library.stranger import messages
-from tests.library.stranger.messages import ROOT, SCHEMA, STRUCTS, unhex
+from tests.serve.stranger import messages
+from tests.serve.stranger.messages import ROOT, SCHEMA, STRUCTS, unhex
 from tools.proto_generator import vectors
 from tools.proto_generator.__main__ import main
 from tools.proto_generator.schema import type_of

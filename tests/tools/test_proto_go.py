@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.wire import decode, encode
-from tests.library.stranger import messages
-from tests.library.stranger.messages import ROOT, unhex
+from tests.serve.stranger import messages
+from tests.serve.stranger.messages import ROOT, unhex
 from tests.support.paths import REPO
 from tools.proto_generator.__main__ import main
 

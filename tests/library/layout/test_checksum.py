@@ -21,8 +21,8 @@ from pdtransfer.layout.checksum import Lines, hash_of, hashes, lines_of, runs_of
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import pieces_of, plan
-from tests.library.stranger import messages
-from tests.library.stranger.checksum import MASK, head_hash
+from tests.serve.stranger import messages
+from tests.serve.stranger.checksum import MASK, head_hash
 from tests.support.effort import some
 from tests.support.layout_tensors import CANARY, Pool, mha, mla, models, pools
 

@@ -18,11 +18,11 @@ from tests.library.sim.calls import Call
 from tests.library.sim.mutants import MUTANTS
 from tests.library.sim.profile import KINDS
 from tests.library.sim.world import World
-from tests.support.effort import some
+from tests.support.effort import Effort, chosen, some
 
-SEEDS = some(2_600)
+SHOWN = 300  # the first seeds, which test_worlds_show_what_they_are_for runs
+SEEDS = 2_600 if chosen() is Effort.FULL else SHOWN + 100
 CHUNK = 25  # seeds a test, so that several workers can share them
-SHOWN = 300  # the first of them, which test_worlds_show_what_they_are_for runs
 
 
 @pytest.mark.parametrize("first", range(SHOWN, SEEDS, CHUNK))
@@ -152,6 +152,7 @@ def test_worlds_show_what_they_are_for() -> None:
         assert seen[what] > 0, f"{what}: {sorted(seen.items())}"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", MUTANTS)
 def test_every_planted_bug_is_caught_within_its_seeds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def plant(owner: Any, key: Any, value: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import zmq
 
-from tests.library.stranger.messages import read, write
+from tests.serve.stranger.messages import read, write
 
 RESEND_S, RESEND_S_MAX, PING_S = 0.2, 2.0, 0.5  # choices of a host
 POLL_MS, PATIENCE_S = 10, 60.0

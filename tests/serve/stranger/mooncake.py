@@ -5,7 +5,7 @@ import mmap
 import os
 from typing import Any
 
-from tests.library.stranger.peer import Fields, require
+from tests.serve.stranger.peer import Fields, require
 
 STAGE_BYTES = 2**20
 

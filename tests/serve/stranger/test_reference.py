@@ -18,10 +18,10 @@ from pdtransfer_lab.models.factory import Generation, generate_many
 from pdtransfer.serve.engine_api import EngineConfig
 from pdtransfer.serve.settings.node import REFERENCE
 from pdtransfer.wire import Sampling
-from tests.library.stranger import cast, shm
-from tests.library.stranger.decode import Decode
-from tests.library.stranger.peer import Fields
-from tests.library.stranger.router import Router
+from tests.serve.stranger import cast, shm
+from tests.serve.stranger.decode import Decode
+from tests.serve.stranger.peer import Fields
+from tests.serve.stranger.router import Router
 from tests.support.fleets import SLOTS, decode_config, prefill_config, prompts
 from tests.support.lone_daemons import lone_daemons
 

@@ -14,10 +14,10 @@ import pytest
 import zmq
 
 from examples.engine import WRONG
-from tests.library.stranger import cast, messages, model, shm
-from tests.library.stranger.decode import Decode
-from tests.library.stranger.peer import Fields, Peer
-from tests.library.stranger.router import Router
+from tests.serve.stranger import cast, messages, model, shm
+from tests.serve.stranger.decode import Decode
+from tests.serve.stranger.peer import Fields, Peer
+from tests.serve.stranger.router import Router
 from tests.support.engines.plain import text
 from tests.support.fleets import decode_config, prefill_config
 from tests.support.lone_daemons import lone_daemons
@@ -289,7 +289,7 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0
             found |= (
                 {f"{node.module}.{each.name}" for each in node.names}
-                if node.module == "tests.library.stranger"
+                if node.module == "tests.serve.stranger"
                 else {node.module or ""}
             )
     return {name for name in found if name.partition(".")[0] not in sys.stdlib_module_names}
@@ -299,7 +299,7 @@ def test_strangers_know_nothing_of_the_package() -> None:
     here = Path(__file__).parent
     files = {path.stem for path in here.glob("*.py") if not path.stem.startswith("test_")}
     assert files == PEERS | {"cast"}
-    allowed = {"zmq", "msgpack", "mooncake.engine"} | {f"tests.library.stranger.{name}" for name in PEERS}
+    allowed = {"zmq", "msgpack", "mooncake.engine"} | {f"tests.serve.stranger.{name}" for name in PEERS}
     for name in PEERS:
         assert imports(here / f"{name}.py") <= allowed, name
     assert "pdtransfer.serve.settings.router" in imports(here / "test_decode.py")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.library.stranger.peer import Fields, Link, Peer
+from tests.serve.stranger.peer import Fields, Link, Peer
 
 ROLES = ("prefill", "decode")
 GOOD = ("stop", "length", "done")

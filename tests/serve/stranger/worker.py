@@ -4,7 +4,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.library.stranger.peer import Fields, Link, Peer
+from tests.serve.stranger.peer import Fields, Link, Peer
 
 
 @dataclass(eq=False)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.library.stranger.layout import checksum, fault, places, row_sum
-from tests.library.stranger.peer import Fields, Link, Unusable
-from tests.library.stranger.worker import Room, Worker
+from tests.serve.stranger.layout import checksum, fault, places, row_sum
+from tests.serve.stranger.peer import Fields, Link, Unusable
+from tests.serve.stranger.worker import Room, Worker
 
 
 @dataclass(eq=False)

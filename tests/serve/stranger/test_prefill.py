@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.serve.settings.router import RouterConfig
-from tests.library.stranger import cast, model
+from tests.serve.stranger import cast, model
 from tests.support.engines.plain import text
 from tests.support.fleets import LIMITS, decode_config, free_address
 from tests.support.lone_daemons import TRANSPORTS, complete, lone_daemons

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.library.stranger import model
-from tests.library.stranger.router import Router
+from tests.serve.stranger import model
+from tests.serve.stranger.router import Router
 from tests.support.engines.plain import text
 from tests.support.fleets import decode_config, prefill_config
 from tests.support.lone_daemons import TRANSPORTS, lone_daemons

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.library.stranger.layout import checksum, packed, places, row_count, row_sum
-from tests.library.stranger.peer import Fields, Link
-from tests.library.stranger.worker import Room, Worker
+from tests.serve.stranger.layout import checksum, packed, places, row_count, row_sum
+from tests.serve.stranger.peer import Fields, Link
+from tests.serve.stranger.worker import Room, Worker
 
 FENCE_POLL_S = 0.05  # a choice of a host
 OF_SESSIONS = ("Register", "Grant", "Abort")

@@ -7,7 +7,7 @@ rightly only if it landed.
 
 from typing import Any
 
-from tests.library.stranger.peer import require
+from tests.serve.stranger.peer import require
 
 NAME, WEIGHTS = "plain", b"plain"
 LAYERS, ROW_BYTES = 2, 64

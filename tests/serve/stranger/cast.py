@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tests.library.stranger import model, mooncake, shm
-from tests.library.stranger.decode import Decode
-from tests.library.stranger.prefill import Prefill
+from tests.serve.stranger import model, mooncake, shm
+from tests.serve.stranger.decode import Decode
+from tests.serve.stranger.prefill import Prefill
 
 SLOTS = 512
 WAYS = {"shm": shm, "mooncake": mooncake}

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from tests.library.stranger.checksum import MASK, head_hash
+from tests.serve.stranger.checksum import MASK, head_hash
 
 Fields = dict[str, Any]
 

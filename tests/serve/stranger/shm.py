@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.library.stranger.peer import Fields, require
+from tests.serve.stranger.peer import Fields, require
 
 MAGIC = b"pdt-shm1"
 REQUEST, REPLY = struct.Struct("<8sQ32s"), struct.Struct("<8sQ")

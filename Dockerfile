@@ -70,7 +70,7 @@ RUN /build/finish pdtransfer.serve.worker.daemon,pdtransfer.serve.engines.stamp.
 FROM worker-packages AS worker-torch-build
 RUN /build/install /opt/pdtransfer torch-cpu --index-url https://download.pytorch.org/whl/cpu
 COPY deploy/image /build/
-RUN /build/finish pdtransfer.serve.worker.daemon,pdtransfer.serve.worker.group.gloo,pdtransfer.serve.engines.stamp.factory,mooncake.engine \
+RUN /build/finish pdtransfer.serve.worker.daemon,torch,pdtransfer.serve.engines.stamp.factory,mooncake.engine \
         $(dpkg -L ibverbs-providers | grep -E '[.](so|driver)$') $(find /usr/lib -name 'librdmacm.so.1')
 
 FROM scratch AS worker

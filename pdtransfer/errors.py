@@ -27,7 +27,7 @@ class ConfigError(LocalProtocolError):
 
 _EXTRAS = {
     **dict.fromkeys(("aiohttp", "cyclopts", "prometheus_client", "pythonjsonlogger", "rich"), "daemons"),
-    "torch": "reference", "cuda": "cuda", "mooncake": "mooncake", "opentelemetry": "otel", "dns": "dns",
+    "torch": "transformers", "cuda": "cuda", "mooncake": "mooncake", "opentelemetry": "otel", "dns": "dns",
 }  # fmt: skip
 
 

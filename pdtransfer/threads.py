@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -49,32 +48,6 @@ def in_pool(pool: Executor, call: Callable[[], object]) -> None:
         pool.submit(call)
     except RuntimeError:
         call()
-
-
-def apart(call: Callable[[], None]) -> asyncio.Future[None]:
-    """Runs `call` in a thread of its own, for which the end of the process does not wait."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: Exception | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        error: Exception | None = None
-        try:
-            call()
-        except Exception as raised:  # noqa: BLE001 -- passed on to whoever awaits it
-            error = raised
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits
-            loop.call_soon_threadsafe(settle, error)
-
-    threading.Thread(target=run, daemon=True, name="pdtransfer-apart").start()
-    return done
 
 
 INHERIT = "inherit"  # leaves a thread's CPUs as they are

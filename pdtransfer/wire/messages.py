@@ -517,13 +517,16 @@ class RankJoin(_Wire, frozen=True):
     ranks: Ranks  # its place
     node: Name  # its name
     settings: Annotated[tuple[Setting, ...], Meta(max_length=FIELDS_MAX)]  # must equal the leader's, one for one
+    tensors: Address = ""  # where it takes the connections of other ranks, for tensors
 
 
 class RankMeet(_Wire, frozen=True):
-    """All ranks have joined: they meet for their collectives."""
+    """All ranks have joined: they connect to each other, for tensors."""
 
     kind = Kind.RANK_MEET
-    port: Count16  # of the leader's host: where they find each other
+    port: Count16  # of the leader's host, for the leader's tensors
+    tensors: Annotated[tuple[Address, ...], Meta(max_length=PEERS_MAX)] = ()  # of the other ranks, from rank 1 on
+    secret: Annotated[bytes, Meta(max_length=32)] = b""  # proves a rank to another where it connects
 
 
 class RankBound(_Wire, frozen=True):

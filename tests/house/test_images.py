@@ -28,7 +28,7 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 LOCKED = {  # the extras that each lock has, beside what the package always needs
     "router": ("daemons", "otel"),
     "worker": ("daemons", "otel", "mooncake"),
-    "cuda": ("daemons", "otel", "mooncake", "reference", "cuda"),
+    "cuda": ("daemons", "otel", "mooncake", "cuda"),
 }
 
 
@@ -76,7 +76,7 @@ def test_each_line_of_a_lock_is_a_version_with_hashes(path: Path) -> None:
 def test_images_have_one_release_of_torch_and_the_router_none() -> None:
     cpu, cuda = lock("torch-cpu")["torch"], lock("cuda")["torch"]
     assert cpu == f"{cuda}+cpu"
-    [wanted] = (each for each in asked("reference") if each.name == "torch")
+    [wanted] = (each for each in asked("transformers") if each.name == "torch")
     assert wanted.specifier.contains(cuda)
     assert "torch" not in lock("router", "worker")
     assert lock("router").items() <= lock("worker").items()

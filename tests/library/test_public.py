@@ -119,14 +119,13 @@ def test_commands_and_daemons_import_without_torch(module: str, tmp_path: Path) 
             ["prefill", "--model", "reference"],
             "engine = 'pdtransfer_lab.models.factory:create': torch is not installed",
         ),
-        (["decode", "--tp-size", "2"], "torch is not installed"),
         (["bench", "hisparse"], "torch is not installed"),
     ],
 )
 def test_what_needs_torch_says_in_one_line_how_to_install_it(command: list[str], what: str, tmp_path: Path) -> None:
     done = pdt(*command, directory=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"pdtransfer: {what}: pip install '.[reference]'\n"
+    assert done.stderr == f"pdtransfer: {what}: pip install '.[transformers]'\n"
 
 
 @pytest.mark.slow
@@ -134,5 +133,5 @@ def test_doctor_without_torch_misses_nothing_and_says_what_installs_it(tmp_path:
     done = pdt("doctor", "--json", directory=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     findings = {each["name"]: each for each in json.loads(done.stdout)["findings"]}
-    assert (findings["torch"]["state"], findings["torch"]["mend"]) == ("warn", "pip install '.[reference]'")
+    assert (findings["torch"]["state"], findings["torch"]["mend"]) == ("warn", "pip install '.[transformers]'")
     assert findings["memory"]["state"] == "ok"

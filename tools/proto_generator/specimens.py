@@ -72,8 +72,8 @@ SPECIMENS: dict[str, list[Any]] = {
         88_776_655, 4_433_221, 9_876_543_210, 12, 3, 321,
     ]]],
     "Goodbye": [1, 23, 0xFFEEDDCCBBAA9988, "shutdown"],
-    "RankJoin": [1, 32, [1, 2, 0, 1, 0, 1], "prefill-0-tp1", [["page_size", "64"]]],
-    "RankMeet": [1, 33, 31007],
+    "RankJoin": [1, 32, [1, 2, 0, 1, 0, 1], "prefill-0-tp1", [["page_size", "64"]], "tcp://10.0.0.7:31008"],
+    "RankMeet": [1, 33, 31007, ["tcp://10.0.0.7:31008"], bytes(range(32))],
     "RankBound": [1, 34, f"{_KEY}@tcp://10.0.0.7:9312", "10.0.0.7:7104"],
     "RankRoom": [1, 35, 1, 7, [
         _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,

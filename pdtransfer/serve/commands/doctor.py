@@ -26,7 +26,7 @@ FOUND_COLUMNS_MIN = 30  # on a narrow terminal
 PROBES = (
     Probe("python", builds.python, required=True),
     Probe("packages", builds.packages, VENV, required=True),
-    Probe("torch", builds.torch, pip_install("reference")),
+    Probe("torch", builds.torch, pip_install("transformers")),
     Probe("native copy", builds.copy, VENV),
     Probe("kernel cache", builds.cache, "export PDTRANSFER_CACHE=<a directory of this user>"),
     Probe("cards", cards.cards, "nvidia-smi"),

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -50,11 +50,9 @@ from .follower import Follower
 from .group import meeting
 from .group.follower import GroupFollower
 from .group.leader import GroupLeader
+from .group.sockets import RankSockets
 from .prefill_daemon import PrefillDaemon
 from .prefill_rank import PrefillRank
-
-if TYPE_CHECKING:
-    from .group.gloo import Gloo
 
 log = logging.getLogger(__name__)
 
@@ -225,17 +223,17 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
         given = replace(config.engine_config, spans=journeys.engine)
         async with meeting.started(config) as others:
             async with meeting.after_leader():
-                gloo = _collectives(config)
-                given = given if gloo is None else replace(given, group=gloo)
+                sockets = RankSockets(config.ranks) if config.grouped else None
+                given = given if sockets is None else replace(given, group=sockets)
                 engine = create_engine(config.factory, given)
                 arena = await _arena(config, engine, shared.stop) if isinstance(config, DecodeConfig) else None
                 settings = _settings(config, engine.card, shared.firewall)
             if config.leads:
-                async with meeting.leading(config, engine.card, settings, gloo, shared.stop.asked, others) as group:
+                async with meeting.leading(config, engine.card, settings, sockets, shared.stop.asked, others) as group:
                     await _lead(config, shared, settings, engine, arena, group)
             else:
-                assert gloo is not None
-                async with meeting.following(config, engine.card, settings, gloo, shared.stop.asked) as leader:
+                assert sockets is not None
+                async with meeting.following(config, engine.card, settings, sockets, shared.stop.asked) as leader:
                     await _follow(config, shared, settings, engine, arena, leader)
     except meeting.StoppedError:
         pass
@@ -263,15 +261,6 @@ async def _open_firewall(config: Config, shared: Shared) -> None:
     if shared.no_firewall and config.firewall == "auto":
         text = "firewall: none, and a host that reaches ports %d to %d may read and write this node's memory: %s"
         log.warning(text, *network.ports, why)
-
-
-def _collectives(config: Config) -> Gloo | None:
-    """The collectives of a group's engines; a process without a group never imports them."""
-    if not config.grouped:
-        return None
-    from .group.gloo import Gloo
-
-    return Gloo(config.ranks)
 
 
 async def _lead(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 import torch
 from pdtransfer_lab.bench import sglang_kernels, side_by_side

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer_lab.models.factory import create, generate
 from pdtransfer_lab.models.sampling import Handoff

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 import torch
 from pdtransfer_lab.models import deep, deep_steps

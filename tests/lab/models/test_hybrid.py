@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 import torch
 from pdtransfer_lab.models.factory import create, generate_many

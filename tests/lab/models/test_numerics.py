@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 import torch
 from pdtransfer_lab.models.attention import KEY_BLOCK, Tiles, attend, causal_bias

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer_lab.models.factory import create
 from pdtransfer_lab.models.prefill import ReferencePrefill

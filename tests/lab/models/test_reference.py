@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 import torch
 from pdtransfer_lab.models import architecture

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 import torch
 from pdtransfer_lab.models.architecture import INDEX_DIM, INDEX_HEADS

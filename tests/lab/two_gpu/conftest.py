@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer.bounds import card_of
 from pdtransfer.kernels import driver

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 import torch
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 import torch
 

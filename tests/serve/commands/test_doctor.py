@@ -178,7 +178,7 @@ def test_absent_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("aiohttp", "torch") else find(name))
     assert builds.packages(ROOT) == probes.missing("no aiohttp", "pip install '.[daemons]'")
-    assert (builds.torch(ROOT).state, builds.torch(ROOT).mend) == ("warn", "pip install '.[reference]'")
+    assert (builds.torch(ROOT).state, builds.torch(ROOT).mend) == ("warn", "pip install '.[transformers]'")
 
 
 def test_a_host_without_a_compiler_gets_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

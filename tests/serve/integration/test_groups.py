@@ -57,6 +57,11 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+def maps(pid: int) -> str:
+    """The files that a process has mapped, its libraries among them."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
 def test_prompts_through_ranks_are_answered_as_by_one_process(group: Running) -> None:
     texts = prompts(3, 1, 40, 150, 90)
 
@@ -213,6 +218,17 @@ def test_ranks_that_are_started_one_by_one_find_each_other_and_say_where_they_di
         for each in filter(None, (leader, follower, other)):
             each.kill()
             each.communicate()
+
+
+def test_no_rank_of_a_worker_without_a_model_loads_torch(group: Running) -> None:
+    async def case(site: Site) -> None:
+        await site.served(options=OPTIONS)
+        for daemon in (site.prefill, site.decode):
+            for pid in (daemon.process.pid, *followers(daemon)):
+                assert "numpy" in maps(pid)
+                assert "torch" not in maps(pid)
+
+    group(case)
 
 
 def test_an_idle_group_costs_next_to_nothing(group: Running) -> None:

@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer_lab.models.factory import Generation, generate_many
 

@@ -30,7 +30,7 @@ def packages(_root: Path) -> Seen:
 def torch(root: Path) -> Seen:
     """The build of torch and whether it sees the card; only an import proves that it loads."""
     if importlib.util.find_spec("torch") is None:
-        return warn("none: checkpoints need it, and so does a worker of several ranks", pip_install("reference"))
+        return warn("none: checkpoints need it", pip_install("transformers"))
     module = importlib.import_module("torch")
     build = str(module.__version__)
     card = next((path for path in ("/dev/nvidia0", "/dev/kfd") if within(root, path).exists()), None)

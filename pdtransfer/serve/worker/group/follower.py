@@ -26,23 +26,16 @@ class GroupFollower:
         self.over = asyncio.Event()  # the leader ended the group
         self.lost = asyncio.Event()  # the leader cannot be reached
         self.why = ""  # why the leader is lost
-        self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._meet: asyncio.Future[RankMeet] = asyncio.get_running_loop().create_future()
 
-    async def join(self, stop: asyncio.Event) -> int | None:
-        """Joins once the leader and all other ranks are there; returns the port of the rendezvous.
+    async def join(self) -> RankMeet:
+        """Joins once the leader and all other ranks are there; returns where they connect to each other.
 
-        Returns None when `stop`, or the leader's end, comes first. Raises ConfigError when the leader refuses this
-        rank, WorldError when the leader is lost.
+        Raises ConfigError when the leader refuses this rank, WorldError when the leader is lost.
         """
         self.bus.bus.dial(self.endpoint, self.bus.identity.role)
         self.bus.bus.send(self.endpoint, Hello(VERSION, VERSION, self.bus.identity))
-        waits = [asyncio.ensure_future(each.wait()) for each in (stop, self.over)]
-        try:
-            await asyncio.wait((self._port, *waits), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        return self._port.result() if self._port.done() else None
+        return await self._meet
 
     def bound(self, endpoint: str, http: str) -> None:
         """This rank is ready: from now on each side watches the other for silence."""
@@ -59,8 +52,8 @@ class GroupFollower:
 
     async def close(self) -> None:
         """Closes the connection once the last messages have left."""
-        if self._port.done() and not self._port.cancelled():
-            self._port.exception()  # retrieve the exception, which nobody may have waited for
+        if self._meet.done() and not self._meet.cancelled():
+            self._meet.exception()  # retrieve the exception, which nobody may have waited for
         await self.bus.close()
 
     def _take(self, peer: str, message: Message) -> None:
@@ -68,12 +61,14 @@ class GroupFollower:
             case Welcome():
                 self.bus.link(peer)
                 self.bus.post(self._join)
-            case Reject(_, reason, fields) if not self._port.done():
-                self._port.set_exception(ConfigError(f"the leader refuses this rank: {'; '.join(fields) or reason}"))
+            case Reject(_, reason, fields) if not self._meet.done():
+                self._meet.set_exception(ConfigError(f"the leader refuses this rank: {'; '.join(fields) or reason}"))
             case Reject(_, reason, fields):
                 self.bus.lose(peer, f"it refuses ({reason}): {'; '.join(fields)}")
-            case RankMeet(port) if not self._port.done():
-                self._port.set_result(port)
+            case RankMeet(tensors=others) if not self._meet.done():
+                if len(others) != (size := self._join.ranks.tp_size * self._join.ranks.pp_size) - 1:
+                    raise RemoteProtocolError("RankMeet.tensors", f"{len(others)} of {size} ranks")
+                self._meet.set_result(message)
             case Goodbye():
                 self.bus.part(peer)
                 self.over.set()
@@ -83,8 +78,8 @@ class GroupFollower:
                 self.take(message)
 
     def _lose(self, peer: str, why: str) -> None:  # noqa: ARG002
-        if not self._port.done():
-            self._port.set_exception(WorldError(f"the leader at {self.endpoint}: {why}"))
+        if not self._meet.done():
+            self._meet.set_exception(WorldError(f"the leader at {self.endpoint}: {why}"))
         self.why = self.why or why
         self.lost.set()
 

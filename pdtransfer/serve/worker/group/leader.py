@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ....bus.keys import AllowList
+from ....bus.keys import Address, AllowList
 from ....client.settings import NodeSettings
-from ....errors import Cause, RemoteProtocolError, WorldError
+from ....errors import Cause, ConfigError, RemoteProtocolError, WorldError
 from ....limits import TEXT_LENGTH_MAX
 from ....wire import (
     VERSION,
@@ -57,6 +57,7 @@ class JoinedRank:
 
     ranks: Ranks
     node: str
+    tensors: str = ""  # where it takes the connections of other ranks
     bound: RankBound | None = None
 
     @property
@@ -105,10 +106,12 @@ class GroupLeader:
         """Waits until every rank has joined. Raises WorldError for one that has left again."""
         await self._until(lambda: len(self.followers) == self.size - 1)
 
-    def meet(self, port: int) -> None:
-        """Announces the port of the rendezvous."""
+    def meet(self, endpoint: str, secret: bytes) -> list[str]:
+        """Announces where ranks connect to each other for tensors, this one at `endpoint`; returns that of each."""
         assert self._bus is not None
-        self._bus.post(RankMeet(port))
+        endpoints = tuple(rank.tensors for rank in self._sorted())
+        self._bus.post(RankMeet(Address.parse(endpoint).port_first, endpoints, secret))
+        return [endpoint, *endpoints]
 
     async def members(self, own: str) -> tuple[Member, ...]:
         """Waits until every follower is bound; returns all ranks, this node first, or none for a single process. Raises
@@ -232,7 +235,7 @@ class GroupLeader:
             self._refuse(peer, refusal)
             return
         assert self._bus is not None
-        self.followers[peer] = JoinedRank(message.ranks, message.node)
+        self.followers[peer] = JoinedRank(message.ranks, message.node, message.tensors)
         self._bus.link(peer)
         self._changed.set()
 
@@ -250,6 +253,10 @@ class GroupLeader:
                 return f"{axis}_rank: {rank}, {axis}_size is {there}"
         if place == 0 or any(each.place == place for each in self.followers.values()):
             return f"rank {label(theirs)} is here already"
+        try:
+            Address.parse(join.tensors)
+        except ConfigError as error:
+            return f"tensors: {error}"
         there_, here_ = ({each.name: each.value for each in some} for some in (join.settings, self._settings))
         for name in sorted(there_.keys() | here_.keys()):
             if (there := there_.get(name, "")) != (here := here_.get(name, "")):

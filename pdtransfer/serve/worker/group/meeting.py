@@ -11,21 +11,21 @@ import hashlib
 import logging
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from secrets import token_bytes
+from typing import Any, Literal, TypeVar
 
 from .... import __version__
-from ....bus.keys import Address, AllowList, KeyPair, key_of
+from ....bus.keys import Address, AllowList, KeyPair, address_of, key_of
 from ....bus.listening import address_bound, reserve
 from ....client.settings import NodeSettings
 from ....disconnect import disconnect
 from ....environment import led, rank_environment
 from ....errors import ConfigError, WorldError
 from ....limits import TEXT_LENGTH_MAX
-from ....threads import apart
 from ....wire import RankJoin, Setting
 from ....wire.ranks import label, ranks_of
 from ...engine_api import EngineDescription
@@ -35,9 +35,7 @@ from ...settings.ranks import group_endpoint
 from ...settings.worker import DecodeConfig, PrefillConfig
 from .follower import GroupFollower
 from .leader import GroupLeader
-
-if TYPE_CHECKING:
-    from .gloo import Gloo
+from .sockets import SECRET_BYTES, RankSockets
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +43,7 @@ QUIT_S = 5.0  # seconds until a follower that was told to end is gone
 LOST_S = 1.0  # the same where a rank of the worker is lost
 
 Config = PrefillConfig | DecodeConfig
+T = TypeVar("T")
 
 
 class StoppedError(Exception):
@@ -147,7 +146,7 @@ async def leading(
     config: Config,
     card: EngineDescription,
     settings: NodeSettings,
-    gloo: Gloo | None,
+    sockets: RankSockets | None,
     stop: asyncio.Event,
     others: StartedRanks | None,
 ) -> AsyncGenerator[GroupLeader]:
@@ -156,7 +155,7 @@ async def leading(
     Raises WorldError for a rank that does not come, StoppedError when `stop` comes first.
     """
     group = GroupLeader(config.ranks)
-    if gloo is None:
+    if sockets is None:
         yield group
         return
     watches: list[asyncio.Task[None]] = []
@@ -169,13 +168,10 @@ async def leading(
             others.release()
             each = zip(others.configs, others.children, strict=True)
             watches += [asyncio.create_task(_watch(group, *one)) for one in each]
-        await _unless(stop, group.joined())
-        host = Address.parse(bound).host
-        listening = gloo.store_socket(host)
-        port = listening.getsockname()[1]
-        group.meet(port)
-        met = apart(lambda: gloo.meet(host, port, host, listening))
-        await wait_met(met, stop=stop, lost=group.lost, why=lambda: group.why)
+        await unless(group.joined(), stop)
+        secret = token_bytes(SECRET_BYTES)
+        endpoints = group.meet(sockets.listen(Address.parse(bound).host), secret)
+        await connected(sockets.meet(endpoints, secret), group, stop)
         yield group
     finally:
         await group.close()
@@ -196,21 +192,19 @@ async def _listener(config: Config, settings: NodeSettings) -> socket.socket:
 
 @asynccontextmanager
 async def following(
-    config: Config, card: EngineDescription, settings: NodeSettings, gloo: Gloo, stop: asyncio.Event
+    config: Config, card: EngineDescription, settings: NodeSettings, sockets: RankSockets, stop: asyncio.Event
 ) -> AsyncGenerator[GroupFollower]:
     """The connection to the leader, once all ranks have met. Raises ConfigError, WorldError, StoppedError."""
     endpoint = group_endpoint(config.group)
-    address = Address.parse(endpoint.address)
-    join = RankJoin(config.ranks, config.node, _settings(config, card))
+    host, own = await asyncio.to_thread(_addresses, Address.parse(endpoint.address).host)
+    tensors = sockets.listen(own)
+    join = RankJoin(config.ranks, config.node, _settings(config, card), tensors)
     key = "" if endpoint.server_key is None else f"{endpoint.server_key}@"
     group = GroupFollower(settings, _role(config), key + endpoint.address, join)
     try:
-        port = await group.join(stop)
-        if port is None:
-            raise StoppedError
-        own = await asyncio.to_thread(_own_address, address.host, port)
-        met = apart(lambda: gloo.meet(address.host, port, own))
-        await wait_met(met, stop=stop, over=group.over, lost=group.lost, why=lambda: group.why)
+        meet = await unless(group.join(), stop, group.over)
+        endpoints = [address_of(host, meet.port), *meet.tensors]
+        await connected(sockets.meet(endpoints, meet.secret), group, stop, group.over)
         yield group
     finally:
         await group.close()
@@ -220,48 +214,41 @@ def _role(config: Config) -> Literal["prefill", "decode"]:
     return "prefill" if isinstance(config, PrefillConfig) else "decode"
 
 
-def _own_address(host: str, port: int) -> str:
-    """This host's address on the way to another. Sends nothing."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+def _addresses(host: str) -> tuple[str, str]:
+    """The address of another host, and this host's on the way there. Sends nothing."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
-        return str(probe.getsockname()[0])
+        return str(address[0]), str(probe.getsockname()[0])
 
 
-async def wait_met(
-    met: asyncio.Future[None],
-    *,
-    stop: asyncio.Event,
-    lost: asyncio.Event,
-    why: Callable[[], str],
-    over: asyncio.Event | None = None,
+async def connected(
+    meeting: Coroutine[Any, Any, None], group: GroupLeader | GroupFollower, *ends: asyncio.Event
 ) -> None:
-    """Waits until all ranks have met. The rendezvous itself waits a minute for a rank that has died on the way, so that
-    `lost`, and what asks this process to end, come first."""
-    events = [each for each in (stop, lost, over) if each is not None]
-    waits = [asyncio.ensure_future(each.wait()) for each in events]
-    await asyncio.wait((met, *waits), return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    if met.done():
-        try:
-            met.result()
-        except RuntimeError as error:
-            raise WorldError(f"the ranks do not find each other: {str(error).splitlines()[0]}") from None
-    elif lost.is_set():
-        raise WorldError(f"the ranks do not find each other: {why()}")
-    else:
-        raise StoppedError
+    """Waits until all ranks are connected. That takes a minute where a rank has died on the way: its loss, and what
+    asks this process to end, come first."""
+    try:
+        await unless(meeting, *ends, group.lost)
+    except WorldError as error:
+        raise WorldError(f"the ranks do not find each other: {error}") from None
+    except StoppedError:
+        if group.lost.is_set():
+            raise WorldError(f"the ranks do not find each other: {group.why}") from None
+        raise
 
 
-async def _unless(stop: asyncio.Event, wait: Coroutine[Any, Any, None]) -> None:
-    waited, stopped = asyncio.create_task(wait), asyncio.create_task(stop.wait())
-    await asyncio.wait((waited, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not waited.done():
-        waited.cancel()
-        raise StoppedError
-    waited.result()
+async def unless(wait: Coroutine[Any, Any, T], *ends: asyncio.Event) -> T:
+    """Returns the result of the wait. Raises StoppedError when one of the events comes first."""
+    waiting = asyncio.create_task(wait)
+    ending = [asyncio.create_task(event.wait()) for event in ends]
+    try:
+        await asyncio.wait((waiting, *ending), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise StoppedError
+        return waiting.result()
+    finally:
+        for task in (waiting, *ending):
+            task.cancel()
 
 
 def rank_configs(config: Config, bound: str) -> list[Config]:

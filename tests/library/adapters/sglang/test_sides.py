@@ -10,7 +10,7 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer import KVPoll
 from tests.support.sglang_ranks import AUX, HEADS, LAYERS, WIDTH, Rank, World, rows, slots_of, world

@@ -18,6 +18,7 @@ from pdtransfer.limits import Limits
 from pdtransfer.serve.worker.engine_thread import Drop
 from pdtransfer.serve.worker.group.follower import GroupFollower
 from pdtransfer.serve.worker.group.leader import GroupLeader, JoinedRank
+from pdtransfer.serve.worker.group.meeting import StoppedError, unless
 from pdtransfer.wire import (
     Begin,
     Hello,
@@ -46,6 +47,7 @@ from tests.support.waiting import on_loop, until
 LIMITS = Limits(ping_ms=20, silence_ms=1_000)
 CALM = Limits(ping_ms=50, silence_ms=2_000)  # for ranks that are to stay, on a busy machine too
 SETTINGS = (Setting("page_size", "64"), Setting("version", "1"))
+TENSORS, SECRET = "tcp://127.0.0.1:1234", bytes(32)
 BEGIN = Begin(7, b"abcd", Sampling(1), ("tcp://p0:1",), 1_000)
 
 
@@ -67,7 +69,7 @@ def node(name: str, limits: Limits = LIMITS, **more: Any) -> NodeSettings:
 
 
 def join(rank: int = 1, size: int = 2, settings: tuple[Setting, ...] = SETTINGS) -> RankJoin:
-    return RankJoin(Ranks(rank, size), "f", settings)
+    return RankJoin(Ranks(rank, size), "f", settings, TENSORS)
 
 
 class Follower(GroupFollower):
@@ -85,10 +87,10 @@ class Pair:
     async def __aenter__(self) -> tuple[Leader, Follower]:
         self.leader = Leader()
         self.follower = Follower(await self.leader.listen(node("l", CALM)), node("f", CALM))
-        joining = asyncio.ensure_future(self.follower.join(asyncio.Event()))
+        joining = asyncio.ensure_future(self.follower.join())
         await self.leader.joined()
-        self.leader.meet(1234)
-        assert await joining == 1234
+        self.leader.meet("tcp://127.0.0.1:1233", SECRET)
+        assert await joining == RankMeet(1233, (TENSORS,), SECRET)
         self.follower.bound("tcp://f:1", "f:2")
         assert [member.endpoint for member in await self.leader.members("l")] == ["", "tcp://f:1"]
         return self.leader, self.follower
@@ -172,7 +174,8 @@ async def test_a_group_that_has_nothing_to_say_stays_and_either_end_says_goodbye
         (join(settings=(Setting("page_size", "32"), SETTINGS[1])), "page_size: '32' on rank tp1, '64' on its leader"),
         (join(settings=SETTINGS[:1]), "version: '' on rank tp1, '1' on its leader"),
         (join(settings=(*SETTINGS, Setting("new", "x"))), "new: 'x' on rank tp1, '' on its leader"),
-        (RankJoin(Ranks(1, 2, 0, 2), "f", SETTINGS), "pp_size: 2 on rank pp0-tp1, 1 on its leader"),
+        (RankJoin(Ranks(1, 2, 0, 2), "f", SETTINGS, TENSORS), "pp_size: 2 on rank pp0-tp1, 1 on its leader"),
+        (RankJoin(Ranks(1, 2), "f", SETTINGS, "here"), "tensors: endpoint 'here': is not tcp://host:port"),
     ],
 )
 @on_loop
@@ -180,7 +183,7 @@ async def test_a_rank_that_differs_is_refused_with_the_field_and_both_values(wor
     leader = Leader()
     follower = Follower(await leader.listen(), words=words)
     with pytest.raises(ConfigError, match="the leader refuses this rank: ") as refused:
-        await follower.join(asyncio.Event())
+        await follower.join()
     assert text in str(refused.value)
     assert not leader.followers
     assert not leader.lost.is_set(), "the right one may still come"
@@ -194,7 +197,7 @@ async def test_a_second_process_of_one_rank_is_refused_and_the_first_goes_on(nam
     async with Pair() as (leader, follower):
         second = Follower(follower.endpoint, node(name))
         with pytest.raises(ConfigError, match="is connected already" if name == "f" else "rank tp1 is here already"):
-            await second.join(asyncio.Event())
+            await second.join()
         await second.close()
         leader.step([])
         follower.bus.send(RankDrained, 3)
@@ -233,18 +236,19 @@ async def test_a_key_that_is_not_listed_or_not_for_this_role_cannot_join(tmp_pat
     endpoint = f"{settings.keys.public}@{await leader.listen(settings)}"
     stranger = Follower(endpoint, keyed(tmp_path, "s", l="decode"))
     stop = asyncio.Event()
-    joining = asyncio.ensure_future(stranger.join(stop))
+    joining = asyncio.ensure_future(unless(stranger.join(), stop))
     router = Follower(endpoint, keyed(tmp_path, "r", l="decode"))
     with pytest.raises(ConfigError, match="the allow-list lets r be router, not decode"):
-        await router.join(asyncio.Event())
+        await router.join()
     assert not leader.followers
     follower = Follower(endpoint, keyed(tmp_path, "f", l="decode"))
-    right = asyncio.ensure_future(follower.join(asyncio.Event()))
+    right = asyncio.ensure_future(follower.join())
     await leader.joined()
-    leader.meet(1)
-    assert await right == 1
+    leader.meet(TENSORS, SECRET)
+    assert (await right).tensors == (TENSORS,)
     stop.set()
-    assert await joining is None, "the stranger was never answered"
+    with pytest.raises(StoppedError):  # the stranger was never answered
+        await joining
     for each in (stranger, router, follower):
         await each.close()
     await leader.close()
@@ -256,9 +260,9 @@ async def test_a_rank_whose_key_is_revoked_is_lost(tmp_path: Path) -> None:
     settings = keyed(tmp_path, "l", f="decode")
     assert settings.keys is not None
     follower = Follower(f"{settings.keys.public}@{await leader.listen(settings)}", keyed(tmp_path, "f", l="decode"))
-    joining = asyncio.ensure_future(follower.join(asyncio.Event()))
+    joining = asyncio.ensure_future(follower.join())
     await leader.joined()
-    leader.meet(1)
+    leader.meet(TENSORS, SECRET)
     await joining
     leader.allow(AllowList.parse("", source="allow"))
     assert leader.why == "rank tp1 (f) of this worker is lost: its key was revoked, or its role"
@@ -275,12 +279,12 @@ async def test_a_rank_dials_and_keeps_no_leader_whose_key_is_listed_in_another_r
     endpoint = f"{settings.keys.public}@{await leader.listen(settings)}"
     wary = Follower(endpoint, keyed(tmp_path, "f", l=role))
     with pytest.raises(ConfigError, match=f"the allow-list lets l be {role}, not decode"):
-        await wary.join(asyncio.Event())
+        await wary.join()
     await wary.close()
     follower = Follower(endpoint, keyed(tmp_path, "f", l="decode"))
-    joining = asyncio.ensure_future(follower.join(asyncio.Event()))
+    joining = asyncio.ensure_future(follower.join())
     await leader.joined()
-    leader.meet(1)
+    leader.meet(TENSORS, SECRET)
     await joining
     allowed = keyed(tmp_path, "f", l=role).allowed
     assert allowed is not None
@@ -300,7 +304,7 @@ async def test_a_leader_that_answers_in_another_role_is_not_joined(role: str) ->
     )  # fmt: skip
     follower = Follower(await listener.bind("tcp://127.0.0.1:0"))
     with pytest.raises(ConfigError, match=f"the leader refuses this rank: role: .* has '{role}', it is dialled as"):
-        await follower.join(asyncio.Event())
+        await follower.join()
     await follower.close()
     await listener.close()
 
@@ -326,7 +330,7 @@ async def test_a_follower_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     leader = Leader()
     stranger = Stranger(await leader.listen())
     await stranger.joined(leader)
-    leader.meet(1)
+    leader.meet(TENSORS, SECRET)
     stranger.send(RankBound("tcp://f:1", ""))
     await leader.members("l")
     stranger.send(*frames)
@@ -368,7 +372,7 @@ async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     socket = context.socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     follower = Follower(f"tcp://127.0.0.1:{port}")
-    joining = asyncio.ensure_future(follower.join(asyncio.Event()))
+    joining = asyncio.ensure_future(follower.join())
 
     async def heard(kind: type[Message]) -> bytes:
         while True:
@@ -383,8 +387,8 @@ async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     route = await heard(Hello)
     socket.send_multipart([route, encode(Welcome(1, node("l").identity("decode")))])
     await heard(RankJoin)
-    socket.send_multipart([route, encode(RankMeet(1))])
-    assert await joining == 1
+    socket.send_multipart([route, encode(RankMeet(1, (TENSORS,), SECRET))])
+    assert (await joining).port == 1
     follower.take = nonsense
     follower.bound("", "")
     for frame in frames:
@@ -400,20 +404,22 @@ async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
 async def test_a_leader_that_dies_or_ends_while_ranks_wait_ends_their_wait() -> None:
     first = Leader(tp_size=3)
     waits = Follower(await first.listen(), words=join(size=3))
-    joining = asyncio.ensure_future(waits.join(asyncio.Event()))
+    joining = asyncio.ensure_future(unless(waits.join(), waits.over))
     await until(lambda: bool(first.followers))
     await first.close()
-    assert await joining is None
+    with pytest.raises(StoppedError):
+        await joining
     await waits.close()
     alone = Follower("tcp://127.0.0.1:9")
     stop = asyncio.Event()
-    joining = asyncio.ensure_future(alone.join(stop))
+    joining = asyncio.ensure_future(unless(alone.join(), stop))
     stop.set()
-    assert await joining is None
+    with pytest.raises(StoppedError):
+        await joining
     await alone.close()
 
 
 @pytest.mark.parametrize("report", [RankLanded(1, 9, 0, 0, 0), RankDrained(1, 9), RankFailed(1, 9, "engine", "")])
 def test_a_report_before_any_room_is_a_breach(report: Any) -> None:
     with pytest.raises(RemoteProtocolError):
-        GroupLeader(Ranks(0, 2)).reported(JoinedRank(Ranks(1, 2), "f"), report)
+        GroupLeader(Ranks(0, 2)).reported(JoinedRank(Ranks(1, 2), "f", TENSORS), report)

@@ -6,65 +6,47 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from pdtransfer.errors import WorldError
 from pdtransfer.serve.worker.group import meeting
-from pdtransfer.serve.worker.group.meeting import StoppedError, after_leader, wait_met
-from pdtransfer.threads import apart
+from pdtransfer.serve.worker.group.leader import GroupLeader
+from pdtransfer.serve.worker.group.meeting import StoppedError, after_leader, connected
+from pdtransfer.wire import Ranks
 from tests.support.paths import REPO
 from tests.support.waiting import PATIENCE_S, on_loop
 
 
-class Meeting:
-    """A rendezvous that waits for a rank which never comes, until it is released."""
-
-    def __init__(self) -> None:
-        self.stop, self.lost, self.over = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.released = threading.Event()
-        self.error: Exception | None = None
-        self.met = apart(self._meet)
-
-    def _meet(self) -> None:
-        self.released.wait()
-        if self.error is not None:
-            raise self.error
-
-    async def ends(self) -> None:
-        await wait_met(self.met, stop=self.stop, lost=self.lost, over=self.over, why=lambda: "rank tp1 has ended")
+async def never() -> None:
+    await asyncio.Event().wait()
 
 
 @on_loop
 async def test_a_rank_that_dies_while_they_meet_ends_the_meeting() -> None:
-    meeting = Meeting()
-    meeting.lost.set()
+    group = GroupLeader(Ranks(0, 2))
+    group.fail("rank tp1 has ended")
     with pytest.raises(WorldError, match="the ranks do not find each other: rank tp1 has ended"):
-        await meeting.ends()
-    meeting.released.set()
+        await connected(never(), group, asyncio.Event())
 
 
-@pytest.mark.parametrize("asked", ["stop", "over"])
 @on_loop
-async def test_who_is_asked_to_end_ends_while_they_meet(asked: str) -> None:
-    meeting = Meeting()
-    getattr(meeting, asked).set()
+async def test_who_is_asked_to_end_ends_while_they_meet() -> None:
+    stop = asyncio.Event()
+    stop.set()
     with pytest.raises(StoppedError):
-        await meeting.ends()
-    meeting.released.set()
+        await connected(never(), GroupLeader(Ranks(0, 2)), asyncio.Event(), stop)
 
 
 @on_loop
 async def test_ranks_that_have_met_go_on_and_a_failed_meeting_has_its_reason() -> None:
-    meeting, failed = Meeting(), Meeting()
-    meeting.released.set()
-    await meeting.ends()
-    failed.error = RuntimeError("timed out after 60 s\nframes")
-    failed.released.set()
-    with pytest.raises(WorldError, match=r"do not find each other: timed out after 60 s$"):
-        await failed.ends()
+    async def fails() -> None:
+        raise WorldError("rank tp1 did not connect within 60 s")
+
+    await connected(asyncio.sleep(0), GroupLeader(Ranks(0, 2)), asyncio.Event())
+    with pytest.raises(WorldError, match="do not find each other: rank tp1 did not connect within 60 s"):
+        await connected(fails(), GroupLeader(Ranks(0, 2)), asyncio.Event())
 
 
 @pytest.mark.parametrize(("word", "found"), [(b"\n", ValueError), (b"", StoppedError)])
@@ -97,7 +79,6 @@ async def test_a_rank_that_others_have_started_reports_its_error_at_once() -> No
 
 
 def test_ranks_of_one_host_make_their_engines_at_the_same_time_and_report_what_all_find_once(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="ranks meet by torch")
     ran = subprocess.run(
         [
             sys.executable, "-m", "pdtransfer", "decode", "--tp-size=2", "--bind=tcp://127.0.0.1:0", "--http=",

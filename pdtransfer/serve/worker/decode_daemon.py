@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -18,20 +17,20 @@ from prometheus_client import CollectorRegistry
 from ...client.settings import NodeSettings
 from ...client.thread_queues import ThreadQueues
 from ...clock_name import clock_digest
-from ...errors import Cause, LocalProtocolError, RemoteProtocolError
+from ...errors import ArenaFullError, Cause, LocalProtocolError, RemoteProtocolError
 from ...limits import TEXT_LENGTH_MAX, TOKENS_MAX, UNUSABLE_MAX
 from ...memory.arena_memory import ArenaMemory
 from ...wire import Begin, End, Load, Message, RankFailed, RankReady, Unusable, WorkerFigures
-from ..engine_api import DecodeEngine, Finished, Token
+from ..engine_api import DecodeEngine, Finished, Request, Token
 from ..settings.worker import DecodeConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import FIRST_TOKEN, LANDING, SLOTS, Journeys
 from .daemon_figures import DaemonTotals
 from .decode_rank import DecodeRank, DecodeRankRoom
-from .ended_rooms import WorkerFacts, ended_room, timed
+from .ended_rooms import WorkerFacts
 from .engine_thread import Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
-from .router_link import RouterLink, check_sampling_of, failure, request_of
+from .router_link import RouterLink, failure
 from .service import Service
 
 RETRY_MS_MIN = 100  # smallest Retry-After of a request that is refused because too many wait
@@ -77,27 +76,20 @@ class DecodeDaemon:
         self.config, self._engine, self.port, self.group = config, engine, port, group or GroupLeader()
         self.group.reported = self._on_report
         announce = None if self.group.size == 1 else self.group.step
-        steps, self._journeys = leader_steps(engine, port, announce), journeys or Journeys()
-        self._report = ended or EndedRequests()
-        self._facts = WorkerFacts("decode", config.node, engine.card.model)
+        steps = leader_steps(engine, port, announce)
+        self._journeys, ended = journeys or Journeys(), ended or EndedRequests()
         self.rank = DecodeRank(
             config, settings, engine, arena, port, steps, self, registry, self._journeys,
             others=self._receive, leased=self._leased,
         )  # fmt: skip
-        self._report.subscribe(self.rank.times.ended)
+        ended.subscribe(self.rank.times.ended)
         self.node, self.thread = self.rank.node, self.rank.thread
-        self._rooms_ended, self._rooms_begun = self.rank.metrics.rooms.ended, self.rank.metrics.rooms.begun
-        service = Service(self.node.core.prefill_peers.identity, config.limits)
+        self._totals = DaemonTotals()
         self.desk = RouterLink(
-            service,
-            self.node.bus.send,
-            start=self._start,
-            stop=self._stop,
-            load=self.load,
-            figures=self._figures,
-            introduce=self._introduce,
-            refused=self._refused,
-        )
+            Service(self.node.core.prefill_peers.identity, config.limits), self.node.bus.send, self,
+            facts=WorkerFacts("decode", config.node, engine.card.model), full_sampling=engine.card.full_sampling,
+            metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
+        )  # fmt: skip
         self.node.others_gone = self.desk.gone
         # Routers hear of it at once, and not with the next Ping: they choose no pair that cannot work together.
         loop = asyncio.get_running_loop()
@@ -106,10 +98,8 @@ class DecodeDaemon:
             loop.call_soon(self.desk.report_load)
 
         self.node.core.prefill_peers.watch = report_soon
-        self._totals = DaemonTotals()
         self._work: dict[int, DecodeWork] = {}  # by local id
         self._rooms: dict[int, DecodeWork] = {}  # by room id
-        self._local_ids = count(1)
         self._sparse = 0  # number of these rooms that want HiSparse
 
     @property
@@ -136,7 +126,8 @@ class DecodeDaemon:
             unusable=tuple(Unusable(name, why[:TEXT_LENGTH_MAX]) for name, why in self.node.unusable()[:UNUSABLE_MAX]),
         )
 
-    def _figures(self) -> WorkerFigures:
+    def figures(self) -> WorkerFigures:
+        """What the daemon has done."""
         return self._totals.decode_figures(self.node, self._engine.figures if self.config.enable_hisparse else None)
 
     def backed(self, bytes_ready: int) -> None:
@@ -233,39 +224,34 @@ class DecodeDaemon:
             self.desk.receive(peer, message)
         return router
 
-    def _introduce(self, sources: tuple[str, ...]) -> None:
-        self.node.introduce(sources)
-        self.group.introduce(sources)
+    def introduce(self, peers: tuple[str, ...]) -> None:
+        """Opens sessions with prefill ranks that rooms may name, on every rank."""
+        self.node.introduce(peers)
+        self.group.introduce(peers)
 
-    def _start(self, begin: Begin) -> None:
-        self._rooms_begun.inc()
-        try:
-            request = request_of(begin, next(self._local_ids))
-            if begin.room in self._rooms:  # another router's, which has ended; the engine still holds its slots
-                raise ValueError(f"room: {begin.room:016x} is in use")
-            if begin.enable_hisparse and not self.config.enable_hisparse:
-                raise ValueError("enable_hisparse: the request wants it, this node is run without it")
-            check_sampling_of(begin, self._engine.card)
-            self._engine.check(request)
-        except (ValueError, RemoteProtocolError) as error:
-            self._refuse(begin, failure(begin.room, Cause.REFUSED, str(error)))
-            return
-        if begin.enable_hisparse and (full := self._full()) is not None:
-            self._refuse(begin, failure(begin.room, Cause.FULL, *full))
-            return
+    def check(self, begin: Begin, request: Request) -> None:
+        """Raises ValueError for a room that cannot be had here, ArenaFullError for one that cannot be had now."""
+        if begin.room in self._rooms:  # another router's, which has ended; the engine still holds its slots
+            raise ValueError(f"room: {begin.room:016x} is in use")
+        if begin.enable_hisparse and not self.config.enable_hisparse:
+            raise ValueError("enable_hisparse: the request wants it, this node is run without it")
+        self._engine.check(request)
+        if begin.enable_hisparse:
+            figures, most = self._engine.figures, self.config.limits.hisparse_queue_max
+            if (waiting := self._sparse - figures.running) >= most:
+                detail = f"hisparse_queue_max = {most}: {waiting} requests wait for the device"
+                raise ArenaFullError(detail, retry_ms=max(figures.retry_ms, RETRY_MS_MIN))
+
+    def start(self, begin: Begin, request: Request) -> None:
+        """Expects the room's KV, and then generates."""
         work = DecodeWork(begin, request.room)
         self._work[work.local_id] = self._rooms[work.room_id] = work
         self._sparse += begin.enable_hisparse
         self.rank.start(begin, request)
 
-    def _full(self) -> tuple[str, int] | None:
-        """Why no further HiSparse request is accepted now, and in how many ms to try again; None if one is."""
-        figures, most = self._engine.figures, self.config.limits.hisparse_queue_max
-        waiting = self._sparse - figures.running
-        if waiting < most:
-            return None
-        detail = f"hisparse_queue_max = {most}: {waiting} requests wait for the device"
-        return detail, max(figures.retry_ms, RETRY_MS_MIN)
+    def stop(self, room_id: int, cause: Cause) -> None:
+        """Ends a room that its router gave up."""
+        self._fail(self._rooms.get(room_id), cause, "the router gave it up")
 
     def _leased(self, room_id: int) -> None:
         """Starts the room on the other ranks. They lease in the leader's order: two rooms with some slots each would
@@ -276,9 +262,6 @@ class DecodeDaemon:
         work = self._rooms.get(room_id)
         if work is not None:
             self.group.room(work.local_id, work.begin)
-
-    def _stop(self, room_id: int, cause: Cause) -> None:
-        self._fail(self._rooms.get(room_id), cause, "the router gave it up")
 
     # Steps of a room
 
@@ -317,21 +300,5 @@ class DecodeDaemon:
         """Ends the room once for its router, though its slots may be held for longer."""
         if not work.ended:
             work.ended = True
-            journey = self._journeys.of(work.room_id)
-            end = timed(end, journey)
-            self._say(end)
             cached = None if work.prefix == TOKENS_MAX else work.prefix
-            self._report(ended_room(self._facts, work.begin, end, journey, tokens=work.tokens, cached=cached))
-
-    def _refuse(self, begin: Begin, end: End) -> None:
-        self._say(end)
-        self._refused(begin, end)
-
-    def _refused(self, begin: Begin, end: End) -> None:
-        """Another room may have the same id: this one has no journey."""
-        self._report(ended_room(self._facts, begin, end, None))
-
-    def _say(self, end: End) -> None:
-        self._rooms_ended.labels(end.reason).inc()
-        self._totals.ended(end)
-        self.desk.end(end)
+            self.desk.end(work.begin, end, tokens=work.tokens, cached=cached)

@@ -9,7 +9,6 @@ drained.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import count
 
 from prometheus_client import CollectorRegistry
 
@@ -17,17 +16,17 @@ from ...client.settings import NodeSettings
 from ...client.thread_queues import ThreadQueues
 from ...clock_name import clock_digest
 from ...errors import Cause, RemoteProtocolError
-from ...wire import Begin, End, Hello, Load, Message, RankDrained, RankFailed, RankLanded, RankPicked
-from ..engine_api import PrefillEngine
+from ...wire import Begin, End, Hello, Load, Message, RankDrained, RankFailed, RankLanded, RankPicked, WorkerFigures
+from ..engine_api import PrefillEngine, Request
 from ..settings.worker import PrefillConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
 from .daemon_figures import DaemonTotals
-from .ended_rooms import WorkerFacts, ended_room, timed
+from .ended_rooms import WorkerFacts
 from .engine_thread import Compute, Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
 from .prefill_rank import PrefillRank
-from .router_link import RouterLink, check_sampling_of, failure, request_of
+from .router_link import RouterLink, failure
 from .service import Service
 
 
@@ -71,33 +70,24 @@ class PrefillDaemon:
         """`ended` gets a record of each room at its end."""
         self.config, self.port, self.group = config, port, group or GroupLeader()
         self.group.reported = self._on_report
-        self._card = engine.card
         announce = None if self.group.size == 1 else self.group.step
         steps = leader_steps(engine, port, announce)
-        self._journeys, self._report = journeys or Journeys(), ended or EndedRequests()
-        self._facts = WorkerFacts("prefill", config.node, engine.card.model)
+        self._journeys, ended = journeys or Journeys(), ended or EndedRequests()
         self.rank = PrefillRank(
             config, settings, engine, port, steps, self, registry, self._journeys, others=self._receive
         )
-        self._report.subscribe(self.rank.times.ended)
+        ended.subscribe(self.rank.times.ended)
         self.node, self.thread = self.rank.node, self.rank.thread
-        self._rooms_ended, self._rooms_begun = self.rank.metrics.rooms.ended, self.rank.metrics.rooms.begun
-        service = Service(self.node.core.identity, config.limits)
-        self.desk = RouterLink(
-            service,
-            self.node.bus.send,
-            start=self._start,
-            stop=self._stop,
-            load=self.load,
-            refused=self._refused,
-            figures=lambda: self._totals.prefill_figures(self.node),
-        )
-        self.node.others_gone = self.desk.gone
         self._totals = DaemonTotals()
+        self.desk = RouterLink(
+            Service(self.node.core.identity, config.limits), self.node.bus.send, self,
+            facts=WorkerFacts("prefill", config.node, engine.card.model), full_sampling=engine.card.full_sampling,
+            metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
+        )  # fmt: skip
+        self.node.others_gone = self.desk.gone
         self._work: dict[int, PrefillWork] = {}  # by local id: rooms whose pages an engine has, or waits for
         self._rooms: dict[int, PrefillWork] = {}  # by room id
         self._tokens = 0  # prompt tokens of all of them
-        self._local_ids = count(1)
 
     @property
     def idle(self) -> bool:
@@ -115,6 +105,10 @@ class PrefillDaemon:
             slots_free=max(0, self.config.slots - self._tokens),
             slots_total=self.config.slots,
         )
+
+    def figures(self) -> WorkerFigures:
+        """What the daemon has done."""
+        return self._totals.prefill_figures(self.node)
 
     def end_all(self, cause: Cause, detail: str) -> None:
         """Ends all rooms under way because the worker cannot go on, so that the routers get the reason."""
@@ -167,19 +161,16 @@ class PrefillDaemon:
             self.desk.receive(peer, message)
         return router
 
-    def _start(self, begin: Begin) -> None:
-        self._rooms_begun.inc()
-        try:
-            request = request_of(begin, next(self._local_ids))
-            if begin.room in self._rooms:  # another router's, which has ended; its pages are still read
-                raise ValueError(f"room: {begin.room:016x} is in use")
-            check_sampling_of(begin, self._card)
-        except (ValueError, RemoteProtocolError) as error:
-            end = failure(begin.room, Cause.REFUSED, str(error))
-            self._rooms_ended.labels(end.reason).inc()
-            self.desk.end(end)
-            self._refused(begin, end)
-            return
+    def introduce(self, peers: tuple[str, ...]) -> None:
+        """Decode dials."""
+
+    def check(self, begin: Begin, request: Request) -> None:  # noqa: ARG002
+        """Raises ValueError for another router's room of this id, which has ended, and whose pages are still read."""
+        if begin.room in self._rooms:
+            raise ValueError(f"room: {begin.room:016x} is in use")
+
+    def start(self, begin: Begin, request: Request) -> None:
+        """Has the room computed and written, on every rank."""
         work = PrefillWork(begin, request.room, len(request.prompt))
         self._work[work.local_id] = self._rooms[work.room_id] = work
         self._tokens += work.tokens
@@ -188,9 +179,9 @@ class PrefillDaemon:
         if not work.ended:  # it may have failed at once
             self.port.to_engine(Compute(request))
 
-    def _stop(self, room_id: int, cause: Cause) -> None:
-        work = self._rooms.get(room_id)
-        if work is not None:
+    def stop(self, room_id: int, cause: Cause) -> None:
+        """Ends a room that its router gave up."""
+        if (work := self._rooms.get(room_id)) is not None:
             self._fail(work, cause, "the router gave it up")
 
     # Steps of a room
@@ -219,7 +210,7 @@ class PrefillDaemon:
                 work.room_id, "done", "", 0,
                 kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=stamp_ns, clock=work.clock,
             )  # fmt: skip
-            self._end(work, end)
+            self.desk.end(work.begin, end)
 
     def _fail(self, work: PrefillWork, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """Fails the room on every rank, with the first cause."""
@@ -227,7 +218,7 @@ class PrefillDaemon:
             return
         work.ended = True
         self.port.to_engine(Drop(work.local_id))
-        self._end(work, failure(work.room_id, cause, detail, retry_ms))
+        self.desk.end(work.begin, failure(work.room_id, cause, detail, retry_ms))
         self.group.abort(work.local_id, cause, detail)
         self.rank.abort(work.local_id, cause, detail)
 
@@ -237,15 +228,3 @@ class PrefillDaemon:
             del self._work[work.local_id], self._rooms[work.room_id]
             self._tokens -= work.tokens
             self.port.to_engine(self.rank.free(work.local_id))
-
-    def _end(self, work: PrefillWork, end: End) -> None:
-        journey = self._journeys.of(work.room_id)
-        end = timed(end, journey)
-        self._rooms_ended.labels(end.reason).inc()
-        self._totals.ended(end)
-        self.desk.end(end)
-        self._report(ended_room(self._facts, work.begin, end, journey))
-
-    def _refused(self, begin: Begin, end: End) -> None:
-        """Another room may have the same id: this one has no journey."""
-        self._report(ended_room(self._facts, begin, end, None))

@@ -1,28 +1,29 @@
-"""Runs the router's Service on the loop: performs its effects, and passes a router's requests to the daemon."""
+"""Runs the router's Service on the loop: a daemon's rooms begin here, and end here once, each with one record."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import count
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from ...client.core_driver import LoopClock, Ticker
-from ...errors import Cause, RemoteProtocolError
+from ...errors import ArenaFullError, Cause, RemoteProtocolError
 from ...handoff.send import Send
 from ...limits import TEXT_LENGTH_MAX
 from ...wire import Begin, End, Load, Message, Ping, Pong, Reject, WorkerFigures, unpack_ids
-from ..engine_api import EngineDescription, Request
+from ..engine_api import Request
 from ..sampling import beyond_basic
+from ..tracing.ended_request import EndedRequests
+from ..tracing.timeline import Journeys
+from .daemon_figures import DaemonTotals
+from .daemon_metrics import RoomMetrics
+from .ended_rooms import WorkerFacts, ended_room, timed
 from .service import IntroducePeers, RefusedRoom, Service, ServiceEffect, StartRoom, StopRoom
 
 log = logging.getLogger(__name__)
-
-
-def check_sampling_of(begin: Begin, card: EngineDescription) -> None:
-    """Raises ValueError for a room that needs more of Sampling than the engine has."""
-    if not card.full_sampling and (name := beyond_basic(begin.sampling)) is not None:
-        raise ValueError(f"{name}: {getattr(begin.sampling, name)!r}, the engine of this worker does not have it")
 
 
 def request_of(begin: Begin, serial: int) -> Request:
@@ -48,24 +49,52 @@ def failure(room: int, cause: Cause, detail: str, retry_ms: int = 0) -> End:
     return End(room, cause.value, detail[:TEXT_LENGTH_MAX], 0, retry_ms=retry_ms)
 
 
+class Rooms(Protocol):
+    """A daemon's work for the rooms of its routers."""
+
+    def check(self, begin: Begin, request: Request) -> None:
+        """Raises ValueError for a room that cannot be had here, ArenaFullError for one that cannot be had now."""
+
+    def start(self, begin: Begin, request: Request) -> None:
+        """Starts the room. It ends once, by RouterLink.end."""
+
+    def stop(self, room_id: int, cause: Cause) -> None:
+        """Ends the room, if it is here: its router gave it up."""
+
+    def introduce(self, peers: tuple[str, ...]) -> None:
+        """Rooms may name these prefill ranks."""
+
+    def load(self) -> Load:
+        """What the daemon has, and what of it is free."""
+        ...
+
+    def figures(self) -> WorkerFigures:
+        """What it has done."""
+        ...
+
+
 class RouterLink:
-    """Performs the service's effects, and passes `start`, `stop`, `introduce` and `refused` to the daemon."""
+    """Performs the service's effects, passes what routers ask to `rooms`, and makes each end known once: to the router,
+    in the metrics, and as a record for `ended`."""
 
     def __init__(
         self,
         service: Service,
         send: Callable[[str, Message], bool],
+        rooms: Rooms,
         *,
-        start: Callable[[Begin], None],
-        stop: Callable[[int, Cause], None],
-        load: Callable[[], Load],
-        figures: Callable[[], WorkerFigures],
-        introduce: Callable[[tuple[str, ...]], None] = lambda _: None,
-        refused: Callable[[Begin, End], None] = lambda _, __: None,
+        facts: WorkerFacts,
+        full_sampling: bool,
+        metrics: RoomMetrics,
+        totals: DaemonTotals,
+        journeys: Journeys,
+        ended: EndedRequests,
     ) -> None:
-        """`refused` gets the rooms that are never started."""
-        self.service, self._send, self._load, self._figures = service, send, load, figures
-        self._start, self._stop, self._introduce, self._refused = start, stop, introduce, refused
+        """`full_sampling`: whether the engine has all of Sampling."""
+        self.service, self._send, self._rooms = service, send, rooms
+        self._facts, self._full_sampling, self._metrics, self._totals = facts, full_sampling, metrics, totals
+        self._journeys, self._report = journeys, ended
+        self._local_ids = count(1)
         self._refusals: dict[str, str] = {}
         self._clock = LoopClock.among_peers(service.limits.ping_ms)
         self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._clock.now())), self._clock)
@@ -102,8 +131,36 @@ class RouterLink:
         """The engine has generated these ids, with these packed logprobs."""
         self.run(self.service.tokens(room, ids, self._clock.now(), logprobs=logprobs))
 
-    def end(self, end: End) -> None:
-        """The room has ended here."""
+    def end(self, begin: Begin, end: End, *, tokens: int = 0, cached: int | None = None) -> None:
+        """The room has ended here. `tokens` were generated; `cached` ones of its prompt did not cross."""
+        journey = self._journeys.of(begin.room)
+        end = timed(end, journey)
+        self._say(end)
+        self._report(ended_room(self._facts, begin, end, journey, tokens=tokens, cached=cached))
+
+    def _begin(self, begin: Begin) -> None:
+        self._metrics.begun.inc()
+        try:
+            request = request_of(begin, next(self._local_ids))
+            if not self._full_sampling and (name := beyond_basic(begin.sampling)) is not None:
+                value = getattr(begin.sampling, name)
+                raise ValueError(f"{name}: {value!r}, the engine of this worker does not have it")
+            self._rooms.check(begin, request)
+        except (ValueError, RemoteProtocolError) as error:
+            self._refuse(begin, failure(begin.room, Cause.REFUSED, str(error)))
+        except ArenaFullError as error:
+            self._refuse(begin, failure(begin.room, Cause.FULL, str(error), error.retry_ms or 0))
+        else:
+            self._rooms.start(begin, request)
+
+    def _refuse(self, begin: Begin, end: End) -> None:
+        """Another room may have the same id: this one has no journey."""
+        self._say(end)
+        self._report(ended_room(self._facts, begin, end, None))
+
+    def _say(self, end: End) -> None:
+        self._metrics.ended.labels(end.reason).inc()
+        self._totals.ended(end)
         self.run(self.service.end(end, self._clock.now()))
 
     def run(self, effects: list[ServiceEffect]) -> None:
@@ -113,21 +170,21 @@ class RouterLink:
 
     def report_load(self) -> None:
         """Reports the load to the routers where it is another one."""
-        self._perform(self.service.load(self._load(), self._clock.now()))
+        self._perform(self.service.load(self._rooms.load(), self._clock.now()))
         self.ticker.arm()
 
     def _perform(self, effects: list[ServiceEffect]) -> None:
         for effect in effects:
             match effect:
                 case Send(peer, Pong() as pong) if self.service.knows(peer):
-                    self._send(peer, replace(pong, figures=(self._figures(),)))
+                    self._send(peer, replace(pong, figures=(self._rooms.figures(),)))
                 case Send(peer, message):
                     self._send(peer, message)
                 case StartRoom(_, begin):
-                    self._start(begin)
+                    self._begin(begin)
                 case StopRoom(room, cause):
-                    self._stop(room, cause)
+                    self._rooms.stop(room, cause)
                 case RefusedRoom(begin, end):
-                    self._refused(begin, end)
+                    self._report(ended_room(self._facts, begin, end, None))
                 case IntroducePeers(peers):
-                    self._introduce(peers)
+                    self._rooms.introduce(peers)

@@ -43,8 +43,8 @@ async def test_beyond_its_bound_a_request_is_told_full_and_when_to_ask_again(tmp
         daemon.heard.tell("a", begin(5))
         assert taken(daemon) == {1, 2, 4, 5}
         daemon._engine.hot.requests.figures = HotFigures()
-        daemon._stop(1, Cause.ABORTED)
-        daemon._stop(2, Cause.ABORTED)
+        daemon.stop(1, Cause.ABORTED)
+        daemon.stop(2, Cause.ABORTED)
         daemon.heard.tell("a", begin(6), begin(7))
         await until(lambda: daemon.heard.ends("a", 7), "7 ends")
         assert taken(daemon) == {4, 5, 6}

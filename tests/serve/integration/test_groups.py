@@ -172,16 +172,26 @@ def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(group: Running) -
     group(case)
 
 
-def test_a_rank_that_is_told_to_end_takes_its_worker_through_a_drain(two: Running) -> None:
+def test_a_rank_that_is_told_to_end_takes_its_worker_through_a_drain(two: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
-        (text,) = prompts(6, 30)
-        events = site.events(text)
-        async for _ in events:
-            break
-        (pid,) = followers(site.prefill)
-        os.kill(pid, signal.SIGTERM)
+        (text,) = prompts(6, 200)
+
+        async def busy() -> bool:
+            return bool((await site.metrics(site.prefill))["pdtransfer_rooms"])
+
+        async def drains() -> bool:
+            workers = (await site.health(site.router))["workers"]
+            return any(worker["role"] == "prefill" and not worker["usable"] for worker in workers)
+
+        with gates.closed("prefill"):
+            asked = asyncio.ensure_future(site.complete(text))
+            await until(busy)
+            (pid,) = followers(site.prefill)
+            os.kill(pid, signal.SIGTERM)
+            await until(drains)
+        answer = await asyncio.wait_for(asked, PATIENCE_S)
+        assert equal(answer, generated(text, options=OPTIONS)), "what was under way has its end"
         assert await asyncio.wait_for(site.prefill.process.wait(), PATIENCE_S) == 0
-        assert "pdtransfer" in [event async for event in events][-1], "what was under way has its end"
         await site.restart(site.prefill)
         await site.usable()
 

@@ -22,7 +22,6 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as nn
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from pdtransfer.errors import ConfigError
 from pdtransfer.serve.engine_api import DecodeEngine, EngineConfig, Group, PrefillEngine
@@ -326,6 +325,8 @@ def _attend_causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     if count == total:
         mixed = nn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
     else:
+        from torch.nn.attention.bias import CausalBias, CausalVariant  # which takes seconds: it loads torch's compiler
+
         mixed = nn.scaled_dot_product_attention(
             q, k, v, attn_mask=CausalBias(CausalVariant.LOWER_RIGHT, count, total), enable_gqa=shared
         )

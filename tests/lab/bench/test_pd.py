@@ -205,6 +205,7 @@ def test_a_timeline_has_every_layer_and_write_of_its_prompt(runs: dict[Way, Run]
     assert "READY" in {text.get_text() for text in whole.texts}
 
 
+@pytest.mark.full
 def test_a_request_that_swaps_in_is_drawn_with_its_first_step() -> None:
     result = pd.measure(
         tokens=(80,), attentions=("mla",), rounds=1, engine_option=OPTIONS, hisparse=True, on=("cpu", "cpu")

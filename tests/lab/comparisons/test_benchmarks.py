@@ -103,7 +103,7 @@ def test_idle_watches_both_daemons_alone_and_with_a_session(
     assert "decode, with a session" in printed(idle.LINES, figures, plan.measure, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_load_meets_crowds_on_either_side_and_watches_idle_ones_and_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +138,7 @@ def test_verify_sets_checksums_beside_memcpy_and_rooms_beside_rooms(capsys: pyte
     assert "verified" in printed(verify.LINES, figures, plan.measure, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_siege_sets_each_attack_beside_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     figures = siege.measure(rooms=20, rounds=1, connections=30)
     for name in attacks.ATTACKS:
@@ -194,6 +194,7 @@ def test_pages_of_both_sizes_are_measured_alike(capsys: pytest.CaptureFixture[st
     assert "of 0.0625 GiB each" in " ".join(printed(pages.lines(figures), figures, plan.measure, capsys).split())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_crossing_sets_rooms_beside_a_synchronous_write_and_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
     figures = crossing.measure(tokens=100, rooms=1, large_bytes=32 << 20)

@@ -10,7 +10,7 @@ from pdtransfer_lab.bench.fleets import fleet_check
 from pdtransfer_lab.plan.rates import Curve, Rates
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_fleet_and_model_answer_the_same_requests_with_the_same_hits(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [

@@ -183,7 +183,7 @@ def test_floods_has_a_command_that_passes_its_flags_on(
     assert "0 of 9" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_fleet_serves_while_it_is_flooded() -> None:
     rows = floods.measure(FloodMeasure(seconds=0.5, rounds=1, clients=2), attacks=("connections",))
     assert [row[0] for row in rows] == ["connections", "connections, keys"]

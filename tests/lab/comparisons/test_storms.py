@@ -189,7 +189,8 @@ def test_a_fleet_that_nobody_knows_is_a_misuse() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["shm", pytest.param("Mooncake", marks=pytest.mark.skipif(bool(why_not()), reason=why_not()))]
+    "kind",
+    ["shm", pytest.param("Mooncake", marks=[pytest.mark.full, pytest.mark.skipif(bool(why_not()), reason=why_not())])],
 )
 def test_a_storm_ends_with_every_answer_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storms, "STORM_S", (3.0, 4.0))

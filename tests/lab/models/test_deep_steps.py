@@ -95,7 +95,9 @@ def outcomes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["dense", "picks", "hot", "mixed"])
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(case, marks=pytest.mark.full) for case in ("dense", "picks", "hot")), "mixed"]
+)
 def test_a_replayed_step_is_bitwise_the_step_that_is_queued(attention: str, case: str, played: list[Played]) -> None:
     """Rooms take turns, grow, and are retracted, so that a shape comes again with others."""
     sparse = {"dense": (), "picks": (), "hot": tuple(range(len(LENGTHS))), "mixed": (1, 3, 4)}[case]

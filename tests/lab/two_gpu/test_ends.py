@@ -8,6 +8,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.lab.two_gpu.matrix import TEXTS, Case, expected, fleet_of, single
 from tests.support.fleets import ENGINE, Answer, Gates, Site, equal, followers, prompts, running
 from tests.support.loads import LOST
@@ -40,6 +42,7 @@ def right(text: str, answer: Answer, case: Case, devices: tuple[str, str]) -> bo
     return equal(answer, expected(single(case, devices), [text])[0])
 
 
+@pytest.mark.full
 def test_others_are_answered_as_if_nobody_had_left_or_died(
     case: Case, devices: tuple[str, str], tmp_path: Path
 ) -> None:

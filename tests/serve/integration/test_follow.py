@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed: pip install '.[otel]'")
+
 from tests.support.collector import Collector, collector
 from tests.support.fleets import Site, running
 from tests.support.waiting import until

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed: pip install '.[otel]'")
+
 from pdtransfer.errors import Cause, ConfigError
 from pdtransfer.serve.process import span_export
 from pdtransfer.serve.process.ended_requests import recorded_ends

@@ -136,7 +136,7 @@ def test_a_router_takes_bodies_of_the_largest_size(read_here: list[int]) -> None
     case()
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_a_relay_passes_on_a_body_of_the_largest_size_as_it_came(engine: str, read_here: list[int]) -> None:
     @on_loop
     async def case() -> None:

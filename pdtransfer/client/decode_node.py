@@ -46,7 +46,7 @@ from ..transports.hbm_copier import HbmCopier
 from ..transports.options import ArenaOptions, of_node
 from ..transports.select import DecodeTransports, on_loopback
 from ..transports.verifier import Verifier
-from ..wire import Goodbye, Message
+from ..wire import Goodbye, Message, Registered
 from .core_driver import EffectRunner, LoopClock, Ticker
 from .settings import NodeSettings, Others, PeerTimed
 
@@ -96,7 +96,8 @@ class DecodeNode:
             enable_hisparse=enable_hisparse,
             prefix_cache=prefix_cache,
             verify=verify,
-            bytes_ready=arena.bytes_ready or None,  # an arena that is not prefaulted is backed as it is written
+            # An arena that is not prefaulted is backed as it is written, but for what waits for a writer that needs it.
+            bytes_ready=arena.bytes_ready or (None if arena.needed == arena.byte_count else 0),
             hbm_apart=arena.hbm is not None,
             engine_slots=engine_slots,
             may_be_one=lambda first, second: self.bus.may_be_one(first, second),  # noqa: PLW0108 -- made below
@@ -105,6 +106,9 @@ class DecodeNode:
         if quarantined is not None:
             core.leases.watch = self._watch_quarantine
         self._offers: set[asyncio.Task[None]] = set()
+        self._arena = arena
+        self._backing: asyncio.Task[None] | None = None  # the arena's range for HBM components, where a writer needs it
+        self._closing = False
         self._verifier = Verifier(arena.mapping.address) if verify else None
         self._lifter = HbmCopier(arena, arena.hbm) if arena.hbm is not None else None
         self.others_gone: Callable[[str, str], None] = lambda _, __: None  # as `_report_gone`, of peers of `others`
@@ -178,6 +182,8 @@ class DecodeNode:
         """Takes a message of a prefill rank, unless `others` has taken it."""
         if self._others is None or not self._others(peer, message):
             self._run(self.core.receive(peer, message, self._clock.now()))
+            if isinstance(message, Registered):
+                self._back_for(message.session)
 
     def _report_gone(self, peer: str, gone: Gone | None) -> None:
         evidence = "" if gone is None else gone.text
@@ -204,6 +210,9 @@ class DecodeNode:
         self._events.stop()
         for task in self._offers:
             task.cancel()
+        self._closing = True
+        if self._backing is not None:
+            await asyncio.wait([self._backing])
         if self._verifier is not None:
             await self._verifier.close()
         if self._lifter is not None:
@@ -298,6 +307,33 @@ class DecodeNode:
             self._unoffered(session, str(error))
         else:
             self._run(self.core.offered(session, reach, self._clock.now()))
+
+    def _back_for(self, session: int) -> None:
+        """Backs the arena's range for HBM components once the first writer has reported that it cannot reach them."""
+        lands_here = self._lands_here(session)
+        if lands_here and self._backing is None and self._arena.needed < self._arena.byte_count:
+            self._arena.need_all()
+            self._backing = asyncio.get_running_loop().create_task(self._back())
+
+    def _lands_here(self, session: int) -> bool:
+        known = self.core.prefill_peers.sessions.get(session)
+        return known is not None and not known.hbm_direct and any(each.memory == "hbm" for each in known.components)
+
+    async def _back(self) -> None:
+        """A writer that waits for memory which this host does not have gets the reason."""
+        log.info("arena: a writer does not reach the GPU: %d bytes of host memory are backed", self._arena.byte_count)
+        loop = asyncio.get_running_loop()
+
+        def progress(byte_count: int) -> None:
+            loop.call_soon_threadsafe(self.ready, byte_count)
+
+        try:
+            await loop.run_in_executor(None, self._arena.prefault, progress, lambda: self._closing)
+        except WorldError as error:
+            log.error("%s", error)
+            self._backing = None
+            for session in [each for each in self.core.prefill_peers.sessions if self._lands_here(each)]:
+                self._unoffered(session, str(error))
 
     def _keep_line(self, session: int, line: socket.socket) -> None:
         known = self.core.prefill_peers.sessions.get(session)

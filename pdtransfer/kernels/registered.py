@@ -24,8 +24,8 @@ class Registrar(Protocol):
 class RegisteredMemory:
     """Memory of this process whose first `bytes_ready` bytes are registered, contiguous from `device_address`.
 
-    A registration begins at each multiple of CHUNK_BYTES after `address`; one transfer of the copy engine must not
-    cross such a border. Not thread-safe.
+    Registrations are of at most CHUNK_BYTES, one behind the other; one transfer of the copy engine must not cross the
+    border of two. Not thread-safe.
     """
 
     __slots__ = ("_card", "_chunks", "address", "byte_count", "bytes_ready", "device_address")
@@ -35,13 +35,14 @@ class RegisteredMemory:
         self._chunks: list[int] = []
         self.bytes_ready = self.device_address = 0
 
-    def grow(self, end: int) -> int:
-        """Registers all chunks below `end` and returns bytes_ready. Slow: call it outside the event loop.
+    def grow(self, end: int, *, rest: bool = False) -> int:
+        """Registers all chunks below `end` and returns bytes_ready; with `rest` a smaller one as well, up to `end`.
+        Slow: call it outside the event loop.
 
         Raises WorldError if the GPU refuses; earlier chunks stay registered.
         """
         while self.bytes_ready < end:
-            size = min(CHUNK_BYTES, self.byte_count - self.bytes_ready)
+            size = min(CHUNK_BYTES, (end if rest else self.byte_count) - self.bytes_ready)
             if self.bytes_ready + size > end:
                 break
             address = self.address + self.bytes_ready

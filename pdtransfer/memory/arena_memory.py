@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from typing import Literal
 
@@ -21,28 +22,41 @@ _F_ADD_SEALS = 1033  # fcntl's own name for it comes with Python 3.13
 class ArenaMemory:
     """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
 
-    __slots__ = ("_use", "bytes_ready", "card", "fd", "hbm", "huge", "mapping")
+    __slots__ = ("_backing", "_use", "bytes_ready", "card", "fd", "hbm", "huge", "mapping", "needed")
 
-    def __init__(self, fd: int, mapping: Mapping, *, huge: bool) -> None:
+    def __init__(self, fd: int, mapping: Mapping, *, huge: bool, needed: int) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
+        self.needed = needed  # so many of its first bytes are backed by `prefault`
+        self._backing = threading.Lock()
         self._use: Literal["", "served", "exported"] = ""
         self.card: Registrar | None = None  # a GPU that has to access it
         self.hbm: Hbm | None = None  # where its HBM components are, unless that is here
         self.bytes_ready = 0  # prefaulted, and reached by the GPU if there is one, from 0
 
     @classmethod
-    def create(cls, byte_count: int, *, huge_pages: HugePages = "auto", name: str = "pdtransfer-arena") -> ArenaMemory:
+    def create(
+        cls,
+        byte_count: int,
+        *,
+        huge_pages: HugePages = "auto",
+        name: str = "pdtransfer-arena",
+        needed: int | None = None,
+    ) -> ArenaMemory:
         """An arena of at least `byte_count` bytes, rounded up to whole pages, all zero and not yet backed by memory.
 
-        `auto` takes huge pages if enough are free. Raises WorldError, with both numbers, if the host or a cgroup cannot
-        back it; without that check a later access would raise SIGBUS, or have some process killed.
+        With `needed` only so many of its first bytes, and at least a page, are to be backed until `need_all`: behind
+        them lies the range of HBM components, which writers that reach the GPU do not use.
+
+        `auto` takes huge pages if enough are free and all is needed. Raises WorldError, with both numbers, if the host
+        or a cgroup cannot back what is needed; without that check a later access would raise SIGBUS, or have some
+        process killed.
         """
         assert byte_count > 0
-        if huge_pages != "never":
+        if huge_pages == "always" or (huge_pages == "auto" and (needed is None or needed >= byte_count)):
             wanted, free = -(-byte_count // HUGE_PAGE_BYTES), huge_pages_free()
             if wanted <= free:
                 try:
-                    return cls._of(wanted * HUGE_PAGE_BYTES, name, huge=True)
+                    return cls._of(wanted * HUGE_PAGE_BYTES, name, huge=True, needed=needed)
                 except WorldError:
                     if huge_pages == "always":
                         raise  # another process was faster, or a cgroup forbids it
@@ -52,15 +66,16 @@ class ArenaMemory:
                     f"sysctl vm.nr_hugepages={wanted} sets them aside"
                 )
         byte_count = -(-byte_count // mmap.PAGESIZE) * mmap.PAGESIZE
-        if (left := available_memory()).bytes < byte_count:
-            raise WorldError(f"an arena of {byte_count} bytes: {left.what} is {left.bytes} bytes")
-        arena = cls._of(byte_count, name, huge=False)
+        backed = byte_count if needed is None else min(byte_count, needed)
+        if (left := available_memory()).bytes < backed:
+            raise WorldError(f"an arena of {backed} bytes: {left.what} is {left.bytes} bytes")
+        arena = cls._of(byte_count, name, huge=False, needed=needed)
         if huge_pages == "auto":
             advise_huge(arena.mapping)
         return arena
 
     @classmethod
-    def _of(cls, byte_count: int, name: str, *, huge: bool) -> ArenaMemory:
+    def _of(cls, byte_count: int, name: str, *, huge: bool, needed: int | None) -> ArenaMemory:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge else 0)
         try:
             fd = os.memfd_create(name, flags)
@@ -70,7 +85,9 @@ class ArenaMemory:
             os.ftruncate(fd, byte_count)
             # Not sealed against writes: peers write into it.
             fcntl.fcntl(fd, _F_ADD_SEALS, sum(SEALS.values()))
-            return cls(fd, Mapping(mmap.mmap(fd, byte_count)), huge=huge)
+            page = HUGE_PAGE_BYTES if huge else mmap.PAGESIZE
+            end = byte_count if needed is None else min(byte_count, -(-max(1, needed) // page) * page)
+            return cls(fd, Mapping(mmap.mmap(fd, byte_count)), huge=huge, needed=end)
         except OSError as error:
             os.close(fd)
             raise WorldError(f"an arena of {byte_count} bytes: {error.strerror}") from None
@@ -80,29 +97,36 @@ class ArenaMemory:
         """Bytes of the memfd and of the mapping."""
         return self.mapping.byte_count
 
+    def need_all(self) -> None:
+        """Rows will land in all of it: `prefault` backs the rest as well."""
+        self.needed = self.byte_count
+
     def prefault(self, progress: Progress | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """As Mapping.prefault, from where the last call stopped. `bytes_ready` grows with what is backed, and
-        accessible to `card`.
+        """As Mapping.prefault, of what is needed, from where the last call stopped. `bytes_ready` grows with what is
+        backed, and accessible to `card`. From any thread: a call that meets another one waits for it.
 
         Raises WorldError also if available memory runs out on the way, before the kernel kills a process for it, and if
         the GPU refuses.
         """
+        with self._backing:
+            return self._prefault(self.needed, progress, stop)
 
+    def _prefault(self, needed: int, progress: Progress | None, stop: Callable[[], bool]) -> bool:
         def stopped() -> bool:
-            unbacked = self.byte_count - os.fstat(self.fd).st_blocks * 512
+            unbacked = needed - os.fstat(self.fd).st_blocks * 512
             if not self.huge and (left := available_memory()).bytes < min(unbacked, CHUNK_BYTES):
                 raise WorldError(f"prefault: {unbacked} bytes are to be backed, {left.what} is {left.bytes} bytes")
             return stop()
 
         def ready(byte_count: int) -> None:
             if self.card is not None:
-                byte_count = self.mapping.register(self.card, byte_count)
+                byte_count = self.mapping.register(self.card, byte_count, rest=byte_count == needed)
             if byte_count > self.bytes_ready:
                 self.bytes_ready = byte_count
                 if progress is not None:
                     progress(byte_count)
 
-        return self.mapping.prefault(ready, stopped, first=self.bytes_ready)
+        return self.mapping.prefault(ready, stopped, first=self.bytes_ready, end=needed)
 
     def use(self, how: Literal["served", "exported"]) -> None:
         """Declares who else writes: processes that hold a lock each ("served"), or any peer that was given the address

@@ -100,13 +100,14 @@ class Mapping:
                         f"{left.what}: {left.bytes} bytes"
                     )
 
-    def register(self, card: Registrar, end: int) -> int:
-        """Lets a GPU, the same one in each call, access the chunks that end below `end`; these must be backed. Returns
-        the number of first bytes that it can access by now. Raises WorldError if the GPU refuses more.
+    def register(self, card: Registrar, end: int, *, rest: bool = False) -> int:
+        """Lets a GPU, the same one in each call, access the chunks that end below `end`; these must be backed. With
+        `rest` no more follows at once, and all below `end` is registered. Returns the number of first bytes that it can
+        access by now. Raises WorldError if the GPU refuses more.
         """
         if self.registered is None:
             self.registered = RegisteredMemory(card, self.address, self.byte_count)
-        return self.registered.grow(end)
+        return self.registered.grow(end, rest=rest)
 
     def bind(self, node: int) -> bool:
         """Prefers this NUMA node for memory that is not backed yet; False if the kernel refuses."""
@@ -156,14 +157,16 @@ def map_received(fd: int, byte_count: int) -> Mapping:
         raise TransportError(f"arena: {byte_count} bytes cannot be mapped ({error.strerror})") from None
 
 
-def enter_backed(received: Mapping, fd: int, first: int, byte_count_max: int, backed: int = 0) -> tuple[int, int]:
+def enter_backed(
+    received: Mapping, fd: int, first: int, byte_count_max: int, backed: int = 0, *, end: int | None = None
+) -> tuple[int, int]:
     """Enters in this process's page table the part of a received arena from `first` to the first hole, at most
-    `byte_count_max` bytes of it.
+    `byte_count_max` bytes of it, and nothing from `end` on.
 
     Returns the end of that part, and the hole, which is `backed` of the next call: looking for it takes 30 ns for each
     page before it. Where at most UNBACKED_BYTES_MAX are missing, it backs them itself.
     """
-    end = received.byte_count
+    end = received.byte_count if end is None else end
     if end - first > UNBACKED_BYTES_MAX:
         if backed < min(end, first + byte_count_max):
             backed = os.lseek(fd, first, os.SEEK_HOLE)

@@ -159,7 +159,7 @@ class FakeExported:
         self.card, self.address, self.byte_count, self.keeps = card, address, byte_count, False
 
     def close(self) -> None:
-        assert self.card.registered, "what is mapped, and so the lock, went before"
+        assert self.card.is_locked(), "the arena's mapping, and so the lock, went before"
         self.card.log.append("close exported")
         if self.keeps:
             raise WorldError("GPU 5: cuIpcCloseMemHandle: CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -182,6 +182,7 @@ class FakeCard(FakeRegistrar):
         self.asleep = threading.Event()  # it waits for gates
         self.spans: Timeline | None = None
         self.exported: dict[bytes, FakeExported] = {}  # by handle
+        self.is_locked: Callable[[], bool] = lambda: True  # whether this writer's lock on the arena is held
         self.launching: Callable[[], None] = lambda: None
         self.waiting: Callable[[], None] = lambda: None
         self.draining: Callable[[], None] = lambda: None
@@ -190,6 +191,7 @@ class FakeCard(FakeRegistrar):
     def open(self, handle: bytes) -> FakeExported:
         if handle not in self.exported:
             raise TransportError("exported memory is on a GPU which this process does not see")
+        assert self.is_locked(), "it may be written from here on"
         self.log.append("open exported")
         return self.exported[handle]
 

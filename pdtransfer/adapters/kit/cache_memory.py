@@ -2,7 +2,7 @@
 
 On the CPU the engine's cache is allocated inside a memfd arena. On a card decode names the engine's own allocation to
 the writers of its host. Where neither is possible, rows land in host memory and are copied once more, to the engine's
-cache.
+cache. The arena has a range for that, which takes no memory until the first writer comes that needs it.
 """
 
 from __future__ import annotations
@@ -91,13 +91,9 @@ class CacheMemory:
         """Memory of the host for the engine, uint8 (byte_count,) and all zero, in one arena with where rows for the
         cache in `extent` land. Raises WorldError where the host cannot back it."""
         assert self._landing is None
-        first = pooled_bytes([extent.end - extent.first])
-        arena = ArenaMemory.create(first + byte_count, name="engine-host-pool")
-        if extent.card is not None:
-            arena.card = card_of(extent.card)
-        arena.prefault()
+        arena = _arena(extent, beside=pooled_bytes([byte_count]), name="engine-host-pool")
         self._landing = arena, extent
-        return arena_tensor(arena)[first : first + byte_count]
+        return arena_tensor(arena)[:byte_count]
 
     def pool_fd(self, extent: Extent) -> int:
         """The memfd that the cache lies in, by which writers on other hosts read it; -1 if there is none."""
@@ -120,20 +116,15 @@ class CacheMemory:
             raise ConfigError(f"KV cache: {sum(self._sizes)} bytes are spread over a range of {byte_count}")
         if self._landing is not None and self._landing[1] != extent:
             raise ConfigError("KV cache: it is not where it was when host memory was set aside beside it")
-        handle = b"" if extent.card is None else exported(extent, extent.card)
-        if not handle:
+        arena = self._landing[0] if self._landing else _arena(extent, name="engine-landing")
+        assert arena.hbm is not None
+        copied_up = not arena.hbm.handle
+        if copied_up:
             where = (
                 "the engine allocated its KV cache elsewhere" if extent.card is None else "no peer can write this card"
             )
             log.warning("%s: %s", where, COPIED_UP)
-        arena = self._landing[0] if self._landing else ArenaMemory.create(byte_count, name="engine-landing")
-        if extent.card is not None and arena.card is None:
-            arena.card = card_of(extent.card)
-        arena.prefault()
-        arena.hbm = Hbm(
-            base=0, byte_count=byte_count, address=extent.first, card=extent.card, handle=handle, free=lambda: None
-        )
-        self._target = Target(arena, extent.first, "hbm", copied_up=not handle)
+        self._target = Target(arena, extent.first - arena.hbm.base, "hbm", copied_up)
         return self._target
 
     def close(self) -> None:
@@ -147,6 +138,20 @@ class CacheMemory:
     def _holds(arena: ArenaMemory, extent: Extent) -> bool:
         start = arena.mapping.address
         return extent.card is None and start <= extent.first and extent.end <= start + arena.byte_count
+
+
+def _arena(extent: Extent, *, beside: int = 0, name: str) -> ArenaMemory:
+    """An arena of `beside` bytes that are backed, and behind them the range for rows of the cache in `extent`: backed
+    only where no other process can write that."""
+    handle, byte_count = b"" if extent.card is None else exported(extent, extent.card), extent.end - extent.first
+    arena = ArenaMemory.create(beside + byte_count, name=name, needed=beside if handle else None)
+    arena.hbm = Hbm(
+        base=beside, byte_count=byte_count, address=extent.first, card=extent.card, handle=handle, free=lambda: None
+    )
+    if extent.card is not None:
+        arena.card = card_of(extent.card)
+    arena.prefault()
+    return arena
 
 
 def made_in_one_piece(

@@ -129,13 +129,21 @@ def run(config: Config) -> int:
 
 async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -> ArenaMemory:
     """Makes the arena of a decode rank, which its engine reads from now on."""
-    arena = ArenaMemory.create(engine.card.arena_bytes, huge_pages=config.huge_pages, name=config.node)
+    in_hbm = config.card is not None and engine.card.hbm_bytes
+    arena = ArenaMemory.create(
+        engine.card.arena_bytes,
+        huge_pages=config.huge_pages,
+        name=config.node,
+        needed=engine.card.hbm_base if in_hbm else None,
+    )
     if config.card is not None:
         arena.card = here = card(config.card)
         if (node := here.numa_node) is not None and not arena.mapping.bind(node):
             log.info("arena: the kernel cannot bind memory to NUMA node %d: it may lie on any node", node)
         if engine.card.hbm_bytes:
             arena.hbm = Hbm.of_card(config.card, base=engine.card.hbm_base, byte_count=engine.card.hbm_bytes)
+            if not arena.hbm.handle:
+                arena.need_all()
     # A single process serves from the first chunk on; the ranks of a group become ready together.
     try:
         await asyncio.to_thread(
@@ -164,14 +172,14 @@ def attach(engine: DecodeEngine, arena: ArenaMemory) -> None:
 
 async def _back(arena: ArenaMemory, daemon: DecodeDaemon, died: asyncio.Event) -> None:
     """Backs the rest of the arena while the daemon serves, and reports the progress. Without memory the daemon ends."""
-    loop, told, over = asyncio.get_running_loop(), arena.bytes_ready * 10 // arena.byte_count, False
+    loop, told, over = asyncio.get_running_loop(), arena.bytes_ready * 10 // arena.needed, False
 
     def progress(byte_count: int) -> None:
         nonlocal told
         _call(loop, lambda: None if over else daemon.backed(byte_count))
-        if byte_count * 10 // arena.byte_count > told:
-            told = byte_count * 10 // arena.byte_count
-            log.info("arena: %d of %d MiB ready", byte_count >> 20, arena.byte_count >> 20)
+        if byte_count * 10 // arena.needed > told:
+            told = byte_count * 10 // arena.needed
+            log.info("arena: %d of %d MiB ready", byte_count >> 20, arena.needed >> 20)
 
     try:
         await asyncio.shield(loop.run_in_executor(None, arena.prefault, progress, lambda: over))
@@ -276,7 +284,7 @@ async def _lead(
         assert arena is not None
         given = arena, port, shared.registry, group, shared.journeys, shared.ended
         daemon = DecodeDaemon(config, settings, engine, *given)
-        if arena.bytes_ready < arena.byte_count:
+        if arena.bytes_ready < arena.needed:
             backing = asyncio.get_running_loop().create_task(_back(arena, daemon, shared.died))
     try:
         await _live(config, shared, daemon)

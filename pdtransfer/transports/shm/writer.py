@@ -52,6 +52,7 @@ class _WritableArena:
     """What a writer may write of one decode rank: the arena, and the memory of HBM components if a GPU reaches it."""
 
     mapping: Mapping
+    needed: int  # bytes of the mapping, from 0, in which rows land: no others are entered or registered
     hbm: Exported | None = None
 
     def close(self) -> None:
@@ -76,10 +77,16 @@ class _Session:
     writes: int = 0  # that were not reported yet
     unknown: bool = False  # whether one of its writes has ended so
     leaving: bool = False
-    bytes_ready: int = 0
+    bytes_ready: int = 0  # of the mapping
     bytes_backed: int = 0  # by the arena's owner, when last looked
     fd: int = -1  # of the arena, until all of it is ready
     growing: bool = False  # a thread is entering more of it in the page table
+
+    @property
+    def arena_ready(self) -> int:
+        """How many of the arena's first bytes may be granted: all, once those in which rows land are ready."""
+        assert self.reached is not None
+        return self.reach.arena_bytes if self.bytes_ready == self.reached.needed else self.bytes_ready
 
     def close_fd(self) -> None:
         """Closes the descriptor; the mapping keeps the lock."""
@@ -172,14 +179,14 @@ class ShmWriter:
         mapped.reached, mapped.pairings, mapped.fd = made.reached, made.pairings, made.fd
         mapped.bytes_ready, mapped.bytes_backed = made.bytes_ready, made.bytes_backed
         self._follow_later(session, mapped, more, mapped.bytes_ready)
-        return mapped.bytes_ready
+        return mapped.arena_ready
 
     def _follow_later(self, session: int, mapped: _Session, more: Ready, entered: int) -> None:
         """Schedules the next piece, unless all is ready or the session is being unmapped.
 
         It comes at once after a whole piece: a partial one means that the arena's owner has backed no more yet."""
         assert mapped.reached is not None
-        if mapped.bytes_ready == mapped.reached.mapping.byte_count:
+        if mapped.bytes_ready == mapped.reached.needed:
             mapped.close_fd()
         elif not mapped.leaving:
             wait_s = _FOLLOW_SECONDS if entered < _ENTER_BYTES else 0.0
@@ -189,9 +196,7 @@ class ShmWriter:
         if mapped.leaving or mapped.reached is None:
             return
         mapped.growing = True
-        grown = self._apart.submit(
-            self._enter, mapped.reached.mapping, mapped.fd, mapped.bytes_ready, mapped.bytes_backed
-        )
+        grown = self._apart.submit(self._enter, mapped.reached, mapped.fd, mapped.bytes_ready, mapped.bytes_backed)
         grown.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._grown, session, mapped, more, done))
 
     def _grown(self, session: int, mapped: _Session, more: Ready, done: Future[tuple[int, int]]) -> None:
@@ -201,7 +206,7 @@ class ShmWriter:
         elif not mapped.leaving:
             before, (mapped.bytes_ready, mapped.bytes_backed) = mapped.bytes_ready, done.result()
             if mapped.bytes_ready > before:
-                more(mapped.bytes_ready)
+                more(mapped.arena_ready)
             self._follow_later(session, mapped, more, mapped.bytes_ready - before)
         self._leave(session, mapped)
 
@@ -217,10 +222,14 @@ class ShmWriter:
                 kernels.native()
             else:
                 self._card.prepare()
-            bytes_ready, bytes_backed = self._enter(mapping, fd, 0, 0)
             hbm = self._opened(reach) if any(each.memory == "hbm" for each in components) else None
+            if hbm is not None:
+                undo.callback(hbm.close)
+            ends = [each.layout.end for each in components if each.memory != "hbm"]
+            reached = _WritableArena(mapping, mapping.byte_count if hbm is None else max(ends, default=0), hbm)
+            ready, backed = self._enter(reached, fd, 0, 0)
             undo.pop_all()
-        return _Attached(_WritableArena(mapping, hbm), pairings, fd, bytes_ready, bytes_backed)
+        return _Attached(reached, pairings, fd, ready, backed)
 
     def _opened(self, reach: Reach) -> Exported | None:
         """In a worker thread, under the arena's lock: the memory of HBM components. None where our GPU does not reach
@@ -243,10 +252,13 @@ class ShmWriter:
         mapped = self._sessions.get(session)
         return mapped is not None and mapped.reached is not None and mapped.reached.hbm is not None
 
-    def _enter(self, mapping: Mapping, fd: int, first: int, backed: int) -> tuple[int, int]:
+    def _enter(self, reached: _WritableArena, fd: int, first: int, backed: int) -> tuple[int, int]:
         """In a worker thread: enters one more piece; returns how much is ready then, and how much its owner backs."""
-        entered, backed = enter_backed(mapping, fd, first, _ENTER_BYTES, backed)
-        return entered if self._card is None else mapping.register(self._card, entered), backed
+        mapping, needed = reached.mapping, reached.needed
+        entered, backed = enter_backed(mapping, fd, first, _ENTER_BYTES, backed, end=needed)
+        if self._card is None or not needed:  # without rows to land it is mapped for its lock alone
+            return entered, backed
+        return mapping.register(self._card, entered, rest=entered == needed), backed
 
     def unmap(self, session: int) -> None:
         """Drops the mapping, and with it the lock, once the session's writes have been reported; idempotent."""
@@ -306,13 +318,16 @@ class ShmWriter:
         key = order.component, order.layers
         if (pools := mapped.pools.get(key)) is None:
             assert self._card is not None
-            assert reached.mapping.registered is not None
             theirs = mapped.components[order.component]
             target = theirs.layout.layers(*order.layers)
             source = facing(self._components[theirs.name].layout, target)
-            card, there, host = self._card.ordinal, reached.mapping.registered.device_address, True
-            if theirs.memory == "hbm" and reached.hbm is not None:
-                there, host = reached.hbm.address - mapped.reach.hbm_base, False
+            card, host = self._card.ordinal, theirs.memory != "hbm" or reached.hbm is None
+            if host:
+                assert reached.mapping.registered is not None
+                there = reached.mapping.registered.device_address
+            else:
+                assert reached.hbm is not None
+                there = reached.hbm.address - mapped.reach.hbm_base
             pools = mapped.pools[key] = (
                 Pool(layout=source, address=self._pool_address, card=card),
                 Pool(layout=target, address=there, card=card, host=host),

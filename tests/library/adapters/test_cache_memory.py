@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from typing import Any
 
@@ -36,6 +37,12 @@ class Card:
     def range_of(self, address: int) -> tuple[int, int]:
         assert self.first <= address < self.first + self.byte_count
         return self.first, self.byte_count
+
+    def host_register(self, address: int, _: int) -> int:
+        return address
+
+    def host_unregister(self, address: int) -> None:
+        pass
 
     def ipc_handle(self, base: int) -> bytes:
         assert base == self.first
@@ -157,6 +164,17 @@ def test_a_cache_on_a_card_is_named_to_writers(monkeypatch: pytest.MonkeyPatch) 
     assert (handle.offset, handle.byte_count) == (SIZE, 2 * SIZE)
 
 
+def test_a_cache_that_writers_reach_takes_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any size, also more than the host has: the arena stands for it, and is a page for its lock."""
+    with_card(monkeypatch, Card(1 << 40, 1 << 42))
+    made = CacheMemory([1 << 42])
+    target = made.target(Extent(1 << 40, 5 << 40, 0))
+    assert (target.memory, target.copied_up) == ("hbm", False)
+    assert target.arena.byte_count == 1 << 42
+    assert os.fstat(target.arena.fd).st_blocks * 512 == target.arena.bytes_ready == 4096
+    made.close()
+
+
 @pytest.mark.parametrize(
     ("card", "text"),
     [
@@ -209,12 +227,14 @@ def test_host_memory_lies_in_one_arena_with_where_rows_land() -> None:
     host = made.beside(extent, 1000)
     assert (host.dtype, tuple(host.shape), bool(host.any())) == (torch.uint8, (1000,), False)
     target = made.target(extent)
-    start = target.arena.mapping.address
-    assert (target.base, target.memory, target.copied_up) == (cache.data_ptr(), "hbm", True)
-    assert target.place(cache.data_ptr()) == (cache.data_ptr(), "hbm")
+    start, behind = target.arena.mapping.address, 4096  # rows that land for the cache do not reach the host's memory
+    assert (target.base, target.memory, target.copied_up) == (cache.data_ptr() - behind, "hbm", True)
+    assert target.place(cache.data_ptr()) == (cache.data_ptr() - behind, "hbm")
     assert target.place(host.data_ptr()) == (start, "dram")
-    assert host.data_ptr() - start >= SIZE  # rows that land for the cache do not reach it
-    assert target.arena.bytes_ready >= SIZE + 1000
+    assert host.data_ptr() - start == 0
+    assert target.arena.hbm is not None
+    assert (target.arena.hbm.base, target.arena.hbm.byte_count) == (behind, SIZE)
+    assert target.arena.bytes_ready >= SIZE + behind
     assert (made.has_beside(host.data_ptr()), made.has_beside(cache.data_ptr())) == (True, False)
     target.arena.mapping.view[host.data_ptr() - start + 3] = 7
     assert host[3] == 7

@@ -512,10 +512,12 @@ async def test_a_room_lands_in_the_first_piece_of_an_arena_while_the_next_is_ent
 ) -> None:
     piece, enter, let_go = 10 * 4_096, shm_writer.enter_backed, threading.Event()
 
-    def entered(mapping: Mapping, fd: int, first: int, byte_count_max: int, backed: int) -> tuple[int, int]:
+    def entered(
+        mapping: Mapping, fd: int, first: int, byte_count_max: int, backed: int, *, end: int
+    ) -> tuple[int, int]:
         if first:
             assert let_go.wait(60)
-        return enter(mapping, fd, first, byte_count_max, backed)
+        return enter(mapping, fd, first, byte_count_max, backed, end=end)
 
     monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
     monkeypatch.setattr(shm_writer, "enter_backed", entered)

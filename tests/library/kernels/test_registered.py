@@ -50,6 +50,19 @@ def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: ArenaMe
     assert said == [2 * MIB, 4 * MIB, 5 * MIB]
 
 
+def test_what_is_needed_first_is_registered_to_its_end_and_the_rest_behind_it() -> None:
+    arena, card, said = ArenaMemory.create(8 * MIB, huge_pages="never", needed=3 * MIB), FakeRegistrar(), list[int]()
+    arena.card = card
+    assert arena.prefault(said.append)
+    assert said == [2 * MIB, 3 * MIB]
+    arena.need_all()
+    assert arena.prefault(said.append)
+    assert said[2:] == [5 * MIB, 7 * MIB, 8 * MIB]
+    sizes = {0: 2, 2: 1, 3: 2, 5: 2, 7: 1}
+    assert card.registered == {arena.mapping.address + at * MIB: size * MIB for at, size in sizes.items()}
+    arena.close()
+
+
 @pytest.mark.parametrize("refused", [0, 1, 2])
 def test_a_refusal_in_the_middle_leaves_what_was_ready_and_is_let_go_in_the_end(refused: int) -> None:
     arena, card = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar(refused=refused)

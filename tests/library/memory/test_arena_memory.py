@@ -98,6 +98,27 @@ def test_an_arena_beyond_the_hosts_memory_is_refused_with_both_values() -> None:
         allocate(left.bytes * 2)
 
 
+def test_a_range_that_no_writer_needs_takes_no_memory_until_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be larger than the host's memory: it stands for a GPU's."""
+    left = available_memory.available_memory().bytes
+    made = ArenaMemory.create(2 * left, needed=MIB + 1)
+    assert made.prefault()
+    assert made.bytes_ready == made.needed == MIB + mmap.PAGESIZE
+    assert os.fstat(made.fd).st_blocks * 512 < 4 * MIB  # huge pages may be larger than what was asked for
+    none = ArenaMemory.create(4 * MIB, needed=0, huge_pages="never")
+    none.prefault()
+    assert os.fstat(none.fd).st_blocks * 512 == mmap.PAGESIZE, "a writer maps no arena of which nothing is backed"
+    none.need_all()
+    assert none.prefault()
+    assert os.fstat(none.fd).st_blocks * 512 == none.bytes_ready == 4 * MIB
+    none.close()
+    made.need_all()
+    monkeypatch.setattr(arena_memory, "available_memory", lambda: available_memory.AvailableMemory("a cgroup", MIB))
+    with pytest.raises(WorldError, match=rf"bytes are to be backed, a cgroup is {MIB} bytes"):
+        made.prefault()
+    made.close()
+
+
 def test_memory_that_runs_out_on_the_way_ends_the_prefault(arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mappings, "CHUNK_BYTES", MIB)
     figures = iter([100 * MIB, 100 * MIB, MIB // 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 from typing import Protocol
@@ -21,7 +22,7 @@ from ..kernels.registered import Registrar
 from ..kernels.ring import lanes
 from ..kernels.staging import Staging
 from ..layout.geometry import Int64s
-from ..layout.layout import Layout
+from ..layout.layout import Layout, Plane
 from ..memory.cuda_ipc import Handle, Opened
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
@@ -168,6 +169,19 @@ class CardLauncher:
     def drain(self) -> None:
         self._card.finish()  # a ring's own streams as well
 
+    def try_out(self) -> None:
+        """Copies a row within the GPU and waits for it: compiles and loads what a launch needs. Raises WorldError where
+        no launch is possible."""
+        layout = Layout((Plane(0, "kv", "uint8", 0, 1, 0, 256, 256, 256),), 1, 1)
+        addresses = [self._card.allocate(layout.end) for _ in range(2)]
+        source, target = (Pool(layout=layout, address=address, card=self._card.ordinal) for address in addresses)
+        word = self.word()
+        self.prepare(0, target, source, range(1), range(1), 1, word, spare=False)()
+        self._card.synchronise(self._streams[0])
+        self.reuse(word)
+        for address in addresses:
+            self._card.free(address)
+
 
 def _update(gate: ReadyGate, number: int, failed: str) -> None:
     if failed:
@@ -225,6 +239,8 @@ class PoolCard:
 
     def __init__(self, ordinal: int, spans: Spans | None = None) -> None:
         self.ordinal, self._card, self.spans = ordinal, card(ordinal), spans
+        self._lock, self._prepared = threading.Lock(), False
+        self._spare: list[CardLauncher] = []  # that has carried a copy, and is not taken yet
 
     def host_register(self, address: int, byte_count: int) -> int:
         return self._card.host_register(address, byte_count)
@@ -236,8 +252,14 @@ class PoolCard:
         return Opened(Handle.unpack(handle), on=self.ordinal)
 
     def prepare(self) -> None:
-        self._card.load("kv_copy", "kv_copy")  # may compile
-        lanes.native()
+        with self._lock:
+            if self._prepared:
+                return
+            lanes.native()
+            self._spare.append(launcher := CardLauncher(self._card))
+            launcher.try_out()
+            self._prepared = True
 
     def launcher(self) -> Launcher:
-        return CardLauncher(self._card)
+        with self._lock:
+            return self._spare.pop() if self._spare else CardLauncher(self._card)

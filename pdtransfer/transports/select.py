@@ -15,11 +15,13 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from .. import kernels
 from ..bus.keys import Address, is_loopback
-from ..errors import ConfigError, TransportError
+from ..errors import ConfigError, TransportError, WorldError
 from ..handoff.effects import Outcome, Write
 from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
+from ..kernels import checksum_copy
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
@@ -207,7 +209,7 @@ class PrefillTransports:
         back until they are cancelled, or have failed; `wake_hint` as WakeHint says."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
-        card = None if options.card is None else PoolCard(options.card, spans)
+        card = self._card = None if options.card is None else PoolCard(options.card, spans)
         self._make = {
             name: partial(TRANSPORTS[name].writer, components, options, card=card, lost=lost, wake_hint=wake_hint)
             for name in self.taken
@@ -218,6 +220,18 @@ class PrefillTransports:
         self._events = EventQueue(self._on_broken_event)
         self._held: dict[tuple[int, int], list[tuple[Write, WriteDone]]] = {}  # by session and grant, in order
         self._broken = broken
+
+    def prepare(self) -> None:
+        """Compiles and loads what the first session would have to wait for. Slow: call it outside the event loop, and
+        before the engine computes. What fails here fails again for the session that needs it, with the reason."""
+        checksum_copy.native()
+        if self._card is None:
+            kernels.native()
+            return
+        try:
+            self._card.prepare()
+        except WorldError as error:
+            log.warning("the GPU cannot copy rows: %s", error)
 
     @property
     def counts(self) -> dict[str, int]:

@@ -32,6 +32,7 @@ from pdtransfer.transports.options import WriterOptions
 from tests.support.bus_peers import pair as keys
 from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
 from tests.support.copy_gate import Gate
+from tests.support.fake_card import FakeCard
 from tests.support.internals import core_of, lines_of, node_of
 from tests.support.layout_tensors import Pool, mha, mla
 from tests.support.processes import open_files
@@ -1098,3 +1099,21 @@ def test_who_is_taken_off_a_clients_allow_list_loses_its_rooms_and_is_met_again_
 def test_a_client_without_keys_has_no_allow_list_to_change(pair: Pair) -> None:
     with pytest.raises(LocalProtocolError, match="without keys"):
         pair.decode.allow(AllowList({}))
+
+
+def test_what_copies_rows_is_compiled_and_loaded_before_a_prefill_client_has_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first session it would hold up the engine. A GPU that cannot copy is named, and sessions get the reason."""
+
+    class Broken(FakeCard):
+        def prepare(self) -> None:
+            super().prepare()
+            raise WorldError("no compiler")
+
+    for card in (FakeCard(), Broken()):
+        monkeypatch.setattr("pdtransfer.transports.select.PoolCard", lambda *_, card=card: card)
+        pool = Pool(name="layer_first", model=mla(layers=range(1)), page_size=16, slots=64)
+        with PrefillClient(settings("p"), [component(pool)], writer=WriterOptions(card=0)):
+            assert card.prepared == 1
+    assert "the GPU cannot copy rows: no compiler" in caplog.text

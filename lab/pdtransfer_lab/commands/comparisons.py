@@ -77,6 +77,7 @@ def engines(
         "PDTransferConnector",
     ),
     card: Annotated[tuple[str, ...], Parameter(help="Of the first and second server; repeated. None on CPUs.")] = (),
+    first: Annotated[int, counted("The first requests of a fresh fleet, one after the other.")] = 50,
     prompt: Annotated[tuple[int, ...], counted("Tokens of a prompt; may be repeated.")] = (1_024,),
     clients: Annotated[tuple[int, ...], counted("Requests under way at once; may be repeated.")] = (1, 8),
     requests: Annotated[int, counted("Requests of each client.")] = 2,
@@ -95,8 +96,8 @@ def engines(
 
     setup = part.setup_of(model, options, python, card, setting, environment, logs)
     result = part.measure(
-        setup, fleets=fleet, cells=part.cells(prompt, clients, requests, at_once), tokens=tokens, beside=beside,
-        out=setup.logs / "rows.jsonl", progress=progress,
+        setup, fleets=fleet, first=first, cells=part.cells(prompt, clients, requests, at_once), tokens=tokens,
+        beside=beside, out=setup.logs / "rows.jsonl", progress=progress,
     )  # fmt: skip
     return part.show(result, as_json=json)
 

@@ -89,7 +89,7 @@ def setup(folder: Path) -> vllm_fleet.Setup:
 
 
 def measured(made: vllm_fleet.Setup, fleets: tuple[str, ...], **more: object) -> engines.Result:
-    options: dict[str, object] = {"cells": [Cell(20, 2, 4)], "tokens": 5, "beside": (), "out": None} | more
+    options: dict[str, object] = {"first": 0, "cells": [Cell(20, 2, 4)], "tokens": 5, "beside": (), "out": None} | more
     return engines.measure(made, fleets=fleets, progress=lambda _: None, **options)  # type: ignore[arg-type]
 
 
@@ -97,7 +97,7 @@ def test_each_connector_is_asked_as_its_own_proxy_does(tmp_path: Path, monkeypat
     for name, value in (("STREAM_TOKENS", 400), ("BESIDE_TOKENS", 0), ("BESIDE_PROMPTS", 3), ("BESIDE_ROUNDS", 1)):
         monkeypatch.setattr(engines, name, value)
     out = tmp_path / "rows.jsonl"
-    result = measured(setup(tmp_path), (ONE, *vllm_fleet.CONNECTORS), out=out, beside=(30,))
+    result = measured(setup(tmp_path), (ONE, *vllm_fleet.CONNECTORS), out=out, beside=(30,), first=3)
     assert result.broken == {}
     rows = {row.fleet: row for row in result.rows}
     assert list(rows) == [ONE, "PDTransferConnector", "NixlConnector", "MooncakeConnector"]
@@ -116,7 +116,14 @@ def test_each_connector_is_asked_as_its_own_proxy_does(tmp_path: Path, monkeypat
     assert min(each.gap_ms for each in result.beside) > 0
     assert result.metrics == {'vllm:pdtransfer_rooms_total{end="received"}': 3.0}
     kinds = [json.loads(line)["kind"] for line in out.read_text().splitlines()]
-    assert kinds == ["row", "row", "beside", "metrics", "row", "beside", "row", "beside"]
+    assert kinds[:8] == ["first", "row", "memory", "first", "row", "beside", "memory", "memory"]
+    assert kinds[8:] == ["metrics", *["first", "row", "beside", "memory", "memory"] * 2]
+    for each in result.first:
+        assert (each.prompt, each.requests, each.failed) == (20, 3, 0)
+        assert 0 < each.ttft_ms <= each.ttft_ms_p99 <= each.slowest_ms
+        assert each.slowest_at in (1, 2, 3)
+    assert [each.role for each in result.memory] == ["one", *["prefill", "decode"] * 3]
+    assert min(min(each.anonymous, each.shared, each.start_s) for each in result.memory) > 0
     head, *body = engines.tables(result)[0]
     assert len(head) == len(body[0]) == 15
 

@@ -62,6 +62,33 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class First:
+    """The first requests of a fresh fleet, one after the other. Times in ms."""
+
+    fleet: str
+    prompt: int
+    requests: int
+    failed: int
+    ttft_ms: float
+    ttft_ms_p99: float
+    slowest_ms: float
+    slowest_at: int  # its number, from 1
+    handoff_ms: float
+    handoff_ms_p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What the processes of a server hold of the host's memory once requests have run, in GiB."""
+
+    fleet: str
+    role: str
+    anonymous: float
+    shared: float  # memfds, and what is pinned for a GPU
+    start_s: float  # until it answered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """Decode's streams while prefill computes prompts: that stay there, and that are handed over. Times in ms."""
 
@@ -81,6 +108,8 @@ class Result:
     """All rows, in the order in which they were measured."""
 
     rows: list[Row] = field(default_factory=list[Row])
+    first: list[First] = field(default_factory=list[First])
+    memory: list[Memory] = field(default_factory=list[Memory])
     beside: list[Beside] = field(default_factory=list[Beside])
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # of our connector, on decode
     broken: dict[str, str] = field(default_factory=dict[str, str])  # fleets that did not run, or not to the end
@@ -123,8 +152,8 @@ def cells(prompts: Sequence[int], clients: Sequence[int], each: int, at_once_max
 
 
 def measure(
-    setup: Setup, *, fleets: Sequence[str], cells: Sequence[Cell], tokens: int, beside: Sequence[int], out: Path | None,
-    progress: Callable[[str], None],
+    setup: Setup, *, fleets: Sequence[str], first: int, cells: Sequence[Cell], tokens: int, beside: Sequence[int],
+    out: Path | None, progress: Callable[[str], None],
 ) -> Result:  # fmt: skip
     """Servers are vLLM's OpenAI server, a process a GPU; clients are in this process and take streams, greedily, with
     EOS ignored. Prompts are random token ids, the same for all fleets; prefix caches are off unless options say
@@ -137,16 +166,19 @@ def measure(
     *Exposed* is the median time to the first token less that of the one engine, in the same cell. *ITL* is between
     chunks of a stream. *Identical* counts requests with the tokens of the one engine.
 
+    *First*: before all else, `first` prompts of the first cell's length, one after the other, from the first one on.
+    *Memory*: of all processes of a server, from /proc/PID/status, at the end.
+
     *Beside*: eight streams of decode, while two clients keep prefill busy with prompts. These stay there, and for each
     decode gets a prompt of one token of its own; or they are handed over, for one token. Two rounds each, in turn; gaps
     of both rounds, and the sum of the times that prefill took.
     """
-    return asyncio.run(_measure(setup, fleets, cells, tokens, beside, out, progress))
+    return asyncio.run(_measure(setup, fleets, first, cells, tokens, beside, out, progress))
 
 
 async def _measure(
-    setup: Setup, fleets: Sequence[str], cells: Sequence[Cell], tokens: int, beside: Sequence[int], out: Path | None,
-    progress: Callable[[str], None],
+    setup: Setup, fleets: Sequence[str], first: int, cells: Sequence[Cell], tokens: int, beside: Sequence[int],
+    out: Path | None, progress: Callable[[str], None],
 ) -> Result:  # fmt: skip
     result = Result()
     expected: dict[Cell, list[list[int]]] = {}
@@ -163,12 +195,19 @@ async def _measure(
         try:
             async with running(setup, None if name == ONE else CONNECTORS[name]) as fleet:
                 progress(f"{name}: started in {time.monotonic() - began:.0f} s")
+                if first:
+                    result.first.append(made := await _first(name, fleet, setup, cells[0].prompt, first, tokens))
+                    keep("first", asdict(made))
                 for cell in cells:
                     result.rows.append(row := await _cell(name, fleet, setup, cell, tokens, expected, firsts))
                     keep("row", asdict(row))
                 for prompt in beside if name != ONE else ():
                     result.beside.append(found := await _beside(name, fleet, setup, prompt))
                     keep("beside", asdict(found))
+                for role, (anonymous, shared, start_s) in fleet.memory().items():
+                    held = Memory(fleet=name, role=role, anonymous=anonymous, shared=shared, start_s=start_s)
+                    result.memory.append(held)
+                    keep("memory", asdict(held))
                 if name == "PDTransferConnector":
                     result.metrics = await fleet.metrics("vllm:pdtransfer")
                     keep("metrics", result.metrics)
@@ -176,6 +215,19 @@ async def _measure(
             result.broken[name] = str(error) or repr(error)
             keep("broken", {"fleet": name, "error": result.broken[name]})
     return result
+
+
+async def _first(name: str, fleet: Fleet, setup: Setup, prompt: int, requests: int, tokens: int) -> First:
+    prompts = prompts_of(requests, prompt, setup.vocabulary, seed=3)
+    answers = await drive(prompts, 1, lambda each: fleet.ask(each, min(tokens, 4)))
+    right = [answer for answer in answers if not answer.error]
+    ttft = [1e3 * answer.ttft_s for answer in right]
+    hand_offs = [1e3 * (each.chunks_s[0] - each.prefilled_s) for each in right if each.prefilled_s is not None]
+    return First(
+        fleet=name, prompt=prompt, requests=requests, failed=len(answers) - len(right), ttft_ms=middle(ttft),
+        ttft_ms_p99=p99(ttft), slowest_ms=max(ttft, default=nan), handoff_ms=middle(hand_offs),
+        slowest_at=1 + ttft.index(max(ttft)) if ttft else 0, handoff_ms_p99=p99(hand_offs),
+    )  # fmt: skip
 
 
 async def _cell(
@@ -282,6 +334,19 @@ def tables(result: Result) -> list[list[list[str]]]:
                         each.handoff_ms, each.handoff_ms_p99, each.exposed_ms))]
         for each in result.rows
     ]  # fmt: skip
+    first = [["fleet", "prompts of", "first requests", "failed", "TTFT p50, ms", "p99", "slowest", "its number",
+              "hand-off p50, ms", "p99"]]  # fmt: skip
+    first += [
+        [each.fleet, f"{each.prompt:,}", str(each.requests), str(each.failed),
+         *map(figure, (each.ttft_ms, each.ttft_ms_p99, each.slowest_ms)), str(each.slowest_at),
+         *map(figure, (each.handoff_ms, each.handoff_ms_p99))]
+        for each in result.first
+    ]  # fmt: skip
+    memory = [["fleet", "server", "anonymous, GiB", "shared or pinned, GiB", "answered after, s"]]
+    memory += [
+        [each.fleet, each.role, f"{each.anonymous:.2f}", f"{each.shared:.2f}", f"{each.start_s:.1f}"]
+        for each in result.memory
+    ]
     beside = [["fleet", "prompts of", "ITL p50, ms", "beside", "ITL p99, ms", "beside", "slowed", "prefill, s",
                "beside", "slowed", "failed"]]  # fmt: skip
     beside += [
@@ -293,7 +358,7 @@ def tables(result: Result) -> list[list[list[str]]]:
     ]  # fmt: skip
     broken = [["fleet", "did not run to its end"], *([name, text] for name, text in result.broken.items())]
     ours = [["decode's metric", "value"], *([name, f"{value:g}"] for name, value in sorted(result.metrics.items()))]
-    return [each for each in (rows, beside, broken, ours) if len(each) > 1]
+    return [each for each in (rows, first, memory, beside, broken, ours) if len(each) > 1]
 
 
 def show(result: Result, *, as_json: bool) -> int:

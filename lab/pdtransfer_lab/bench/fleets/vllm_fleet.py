@@ -110,9 +110,11 @@ class Fleet:
     """Servers that run, and requests to them. `connector` is None for one engine, which is prefill and decode."""
 
     def __init__(
-        self, urls: Mapping[Role, str], connector: Connector | None, session: aiohttp.ClientSession, identity: Params
-    ) -> None:
-        self._urls, self._connector, self._session = urls, connector, session
+        self, urls: Mapping[Role, str], connector: Connector | None, session: aiohttp.ClientSession, identity: Params,
+        servers: Mapping[Role, tuple[int, float]],
+    ) -> None:  # fmt: skip
+        """`servers` are the process group of each server, and after how many seconds it answered."""
+        self._urls, self._connector, self._session, self._servers = urls, connector, session, servers
         self._names = count()
         self._identity = identity  # of the prefill engine, as decode is told it; learnt of its first answer
 
@@ -166,6 +168,10 @@ class Fleet:
                 name, _, value = line.rpartition(" ")
                 made[name] = float(value)
         return made
+
+    def memory(self) -> dict[Role, tuple[float, float, float]]:
+        """Of each server: anonymous and shared memory of its processes in GiB, and the seconds until it answered."""
+        return {role: (*memory_of(group), start_s) for role, (group, start_s) in self._servers.items()}
 
     async def _prefill(self, prompt: Sequence[int], params: Params | None) -> Params:
         body = self._body(prompt, 1, params)
@@ -226,9 +232,10 @@ async def running(setup: Setup, connector: Connector | None) -> AsyncGenerator[F
             # A connection that was idle may be closed by its server just as it is used again.
             aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True))
         )
-        until = time.monotonic() + START_S
+        began, started = time.monotonic(), dict[Role, tuple[int, float]]()
         for role in roles:
-            await _healthy(session, urls[role], processes[role], logs[role], until)
+            await _healthy(session, urls[role], processes[role], logs[role], began + START_S)
+            started[role] = processes[role].pid, time.monotonic() - began
         identity: Params = {}
         if connector is not None and connector.bootstrap:
             own = f"http://{HOST}:{side}"
@@ -238,7 +245,22 @@ async def running(setup: Setup, connector: Connector | None) -> AsyncGenerator[F
                 "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": engine,
                 "remote_bootstrap_addr": own,
             }  # fmt: skip
-        yield Fleet(urls, connector, session, identity)
+        yield Fleet(urls, connector, session, identity, started)
+
+
+def memory_of(group: int) -> tuple[float, float]:
+    """Anonymous and shared memory that the processes of a group have mapped and backed, in GiB. What several of them
+    share counts once for each."""
+    anonymous = shared = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if os.getpgid(int(process.name)) != group:
+                continue
+            lines = (line.split() for line in (process / "status").read_text().splitlines())
+            status = {words[0]: words[1] for words in lines if len(words) > 1}
+            anonymous += int(status["RssAnon:"])
+            shared += int(status["RssShmem:"]) + int(status["RssFile:"])
+    return anonymous / (1 << 20), shared / (1 << 20)
 
 
 def free_port() -> int:

@@ -15,13 +15,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from .. import kernels
 from ..bus.keys import Address, is_loopback
 from ..errors import ConfigError, TransportError, WorldError
 from ..handoff.effects import Outcome, Write
 from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
-from ..kernels import checksum_copy
+from ..kernels import checksum_copy, native
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
@@ -226,7 +225,7 @@ class PrefillTransports:
         before the engine computes. What fails here fails again for the session that needs it, with the reason."""
         checksum_copy.native()
         if self._card is None:
-            kernels.native()
+            native()
             return
         try:
             self._card.prepare()

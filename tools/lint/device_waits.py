@@ -59,6 +59,8 @@ MAY_WAIT_FOR_A_WHOLE_DEVICE = {
         "transports.card_launcher.CardLauncher.drain",
         "Card.finish",
     ): "a launch of which nobody knows any more if it was made",
+    ("transports.card_launcher.CardLauncher.try_out", "Card.allocate"): _START,
+    ("transports.card_launcher.CardLauncher.try_out", "Card.free"): _START,
     ("adapters.kit.cache_memory.made_in_one_piece", "empty_cache"): _START,
     ("memory.hbm.Hbm.of_card", "Card.allocate"): _START,
     ("memory.hbm.Hbm.of_card", "Card.free"): "at the end",
@@ -86,6 +88,7 @@ WAITS_FOR_A_STREAM = {
     "kernels.pool_hooks.load_to_device_per_layer": "where a launch has failed",
     "kernels.ring.lanes.StagingRing.run": "where a launch has failed",
     "transports.card_launcher.CardLauncher.fetch": "where every byte is read back to be summed",
+    "transports.card_launcher.CardLauncher.try_out": "at the start",
 }
 
 # Copies from and to pageable memory, inside of which torch waits for the stream, and whoever asks the driver meanwhile

@@ -1104,7 +1104,7 @@ def test_a_client_without_keys_has_no_allow_list_to_change(pair: Pair) -> None:
 def test_what_copies_rows_is_compiled_and_loaded_before_a_prefill_client_has_started(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the first session it would hold up the engine. A GPU that cannot copy is named, and sessions get the reason."""
+    """In the first session it would hold up the engine. A GPU that cannot copy is named."""
 
     class Broken(FakeCard):
         def prepare(self) -> None:

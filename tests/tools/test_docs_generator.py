@@ -47,7 +47,7 @@ def section(page: str, title: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_field_of_a_command_has_a_row(command: str) -> None:
     rows = section(docs_generator.flags_page(), f"pdtransfer {command}")
-    for field in fields(COMMANDS[command]):
+    for field in fields(docs_generator.settings_of(command)):
         if field.name != "limits":
             flag, key = f"`--{field.name.replace('_', '-')}`", f"`{field.name}`"
             (row,) = re.findall(

@@ -236,7 +236,7 @@ def test_no_rank_of_a_worker_without_a_model_loads_torch(group: Running) -> None
         for daemon in (site.prefill, site.decode):
             for pid in (daemon.process.pid, *followers(daemon)):
                 assert "numpy" in maps(pid)
-                assert "torch" not in maps(pid)
+                assert "libtorch" not in maps(pid)
 
     group(case)
 

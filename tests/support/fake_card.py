@@ -17,7 +17,7 @@ from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool, Progress, Slots, State
 from pdtransfer.layout.layout import Layout
-from pdtransfer.serve.tracing.timeline import Timeline
+from pdtransfer.serve.tracing.spans import Timeline
 
 _libc = ctypes.CDLL(None)
 _libc.mincore.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_char_p)

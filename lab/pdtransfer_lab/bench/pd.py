@@ -19,7 +19,7 @@ from pdtransfer.errors import WorldError
 from pdtransfer.kernels import driver
 from pdtransfer.limits import Limits
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
-from pdtransfer.serve.tracing.timeline import TimedSpan
+from pdtransfer.serve.tracing.spans import TimedSpan
 from pdtransfer.serve.tracing.ttft import Split, split_of
 
 from ..models import AttentionKind

@@ -43,7 +43,7 @@ from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.serve.engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
-from pdtransfer.serve.tracing.timeline import TimedSpan, Timeline
+from pdtransfer.serve.tracing.spans import TimedSpan, Timeline
 from pdtransfer.serve.worker import engine_thread
 from pdtransfer.serve.worker.cell_batching import Batching
 from pdtransfer.serve.worker.daemon import attach, create_engine

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pdtransfer.errors import WorldError
-from pdtransfer.serve.tracing.timeline import TimedSpan
+from pdtransfer.serve.tracing.spans import TimedSpan
 from pdtransfer.serve.tracing.trace import write
 
 from .pd import Point, Pushed, Result, Run, Series, tables

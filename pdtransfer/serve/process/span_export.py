@@ -13,7 +13,8 @@ from typing import Any
 
 from ... import __version__
 from ...errors import missing_extra
-from ..tracing.ended_request import EndedRequest, RequestSpan, TraceContext
+from ..tracing.ended_request import EndedRequest, TraceContext
+from ..tracing.spans import TimedSpan
 from .request_lines import fields_of
 
 PATH = "/v1/traces"  # of OTLP over HTTP
@@ -46,18 +47,19 @@ class SpanExporter:
         trace = record.trace
         if trace is None or not trace.sampled:
             return
-        begin_ns = round(1e9 * (record.ended_unix_s - record.total_s))
+        zero_ns = round(1e9 * (record.ended_unix_s - record.total_s - record.began_s))
         own = trace
         parent = record.parent_span
         if record.scope == "room":
             own, parent = TraceContext(trace.trace_id, _span_id()), trace.span_id
         name = "request" if record.scope == "request" else "room" if record.role == "router" else record.role
-        whole = RequestSpan("", name, 0.0, record.total_s)
-        self._queue(whole, begin_ns, own, parent, _attributes(record), failed=record.cause is not None, record=record)
+        end_s = record.began_s + record.total_s
+        whole = TimedSpan(process=record.node, lane="", name=name, begin_s=record.began_s, end_s=end_s)
+        self._queue(whole, zero_ns, own, parent, _attributes(record), failed=record.cause is not None, record=record)
         if record.scope == "request" and len(record.rooms) > 0:
             return  # its rooms have the parts
         for span in record.spans:
-            self._queue(span, begin_ns, TraceContext(own.trace_id, _span_id()), own.span_id, {}, record=record)
+            self._queue(span, zero_ns, TraceContext(own.trace_id, _span_id()), own.span_id, {}, record=record)
 
     def close(self) -> None:
         """Sends what is queued, if the collector takes it in CLOSE_S: the SDK itself would try for longer."""
@@ -69,8 +71,8 @@ class SpanExporter:
 
     def _queue(
         self,
-        span: RequestSpan,
-        begin_ns: int,
+        span: TimedSpan,
+        zero_ns: int,  # of the span's clock
         own: TraceContext,
         parent: str,
         attributes: dict[str, Any],
@@ -90,8 +92,8 @@ class SpanExporter:
             attributes=attributes,
             kind=SpanKind.SERVER if server else SpanKind.INTERNAL,
             status=Status(StatusCode.ERROR, record.detail) if failed else Status(),
-            start_time=begin_ns + round(1e9 * span.begin_s),
-            end_time=begin_ns + round(1e9 * span.end_s),
+            start_time=zero_ns + round(1e9 * span.begin_s),
+            end_time=zero_ns + round(1e9 * span.end_s),
         )
         self._processor.on_end(made)
 

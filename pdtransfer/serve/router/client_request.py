@@ -12,7 +12,8 @@ from typing import TypedDict
 from ...errors import SUCCESSES, Cause
 from ...limits import NAME_LENGTH_MAX
 from ...wire import End
-from ..tracing.ended_request import EndedRequest, RequestSpan, TraceContext
+from ..tracing.ended_request import EndedRequest, TraceContext
+from ..tracing.spans import TimedSpan
 from .completions import BadRequestError
 from .router_effects import Fail, Finish, Retry
 
@@ -227,12 +228,13 @@ def checked_request_id(text: str) -> str:
     return text
 
 
-def _spans(room: int, first_s: float | None, total_s: float) -> tuple[RequestSpan, ...]:
+def _spans(room: int, first_s: float | None, total_s: float) -> tuple[TimedSpan, ...]:
     if first_s is None:
         return ()
-    return (
-        RequestSpan("request", "to the first token", 0.0, first_s, room),
-        RequestSpan("request", "from the first token on", first_s, total_s, room),
+    parts = (("to the first token", 0.0, first_s), ("from the first token on", first_s, total_s))
+    return tuple(
+        TimedSpan(process="", lane="request", name=name, begin_s=begin_s, end_s=end_s, room=room)
+        for name, begin_s, end_s in parts
     )
 
 

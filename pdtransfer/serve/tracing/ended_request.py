@@ -16,6 +16,7 @@ from typing import Literal
 
 from ...errors import Cause
 from ...limits import TRACEPARENT_LENGTH
+from .spans import TimedSpan
 
 log = logging.getLogger(__name__)
 
@@ -41,22 +42,6 @@ class TraceContext:
 
     def __str__(self) -> str:
         return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSpan:
-    """A part of a request's time, named as in the timeline; seconds since the record's begin."""
-
-    lane: str
-    name: str
-    begin_s: float
-    end_s: float
-    room: int = 0  # 0: of the whole request
-
-    @property
-    def seconds(self) -> float:
-        """The part's duration."""
-        return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +77,7 @@ class EndedRequest:
     stream: bool = False
     enable_hisparse: bool = False
     ended_unix_s: float = 0.0  # wall clock: to place it, not to compute with
+    began_s: float = 0.0  # by the clock of `spans`
     total_s: float = 0.0  # prefill: until landed or failed; its pages may be read for longer
     # Parts. A router has them from its workers' reports, each measured by one of them.
     queue_s: float | None = None  # prefill: until the first step that computes it; decode: until it has slots
@@ -100,7 +86,7 @@ class EndedRequest:
     admission_s: float | None = None  # from READY until the first step that generates
     first_token_s: float | None = None  # from the begin to the first token
     copy_s: float | None = None  # time of prefill's copies, hidden or not
-    spans: tuple[RequestSpan, ...] = ()
+    spans: tuple[TimedSpan, ...] = ()
 
     @property
     def room(self) -> int:

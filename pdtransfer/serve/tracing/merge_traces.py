@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...errors import ConfigError
-from .timeline import TimedSpan
+from .spans import TimedSpan
 from .trace import Traced, read, write
 from .ttft import Split, split_of
 

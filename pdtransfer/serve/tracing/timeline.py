@@ -6,60 +6,12 @@ Spans go to an optional sink. The few parts of a room's time are kept until it h
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
-import msgspec
-
 from ...handoff.events import Spans
-from .ended_request import RequestSpan
+from .spans import TimedSpan, Timeline
 
-SPANS_MAX = 1 << 18  # the latest spans of a process: some 60 MiB
 ROOMS_MAX = 1 << 16  # the latest rooms whose ids are known
-
-
-class TimedSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One piece of work of one process, in seconds of CLOCK_MONOTONIC, comparable between processes of one host."""
-
-    process: str
-    lane: str  # a row of the drawing, whose spans follow one another: compute, push, control, admission, step, ...
-    name: str
-    begin_s: float
-    end_s: float
-    room: int = 0
-    layer: int = -1  # the first layer of the span
-    byte_count: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """The span's duration."""
-        return self.end_s - self.begin_s
-
-
-class Timeline:
-    """Collects the spans of one process, from any thread; implements engine_api.Spans."""
-
-    def __init__(self, process: str, *, spans_max: int = SPANS_MAX) -> None:
-        self.process = process
-        self._spans: deque[TimedSpan] = deque(maxlen=spans_max)
-
-    def __call__(
-        self, lane: str, name: str, begin_s: float, end_s: float, *, room: int, layer: int = -1, byte_count: int = 0
-    ) -> None:
-        """Keeps one span and drops the oldest at the bound."""
-        self._spans.append(
-            TimedSpan(
-                process=self.process, lane=lane, name=name, begin_s=begin_s, end_s=end_s, room=room, layer=layer,
-                byte_count=byte_count,
-            )
-        )  # fmt: skip
-
-    def take(self) -> list[TimedSpan]:
-        """Returns the spans since the last call."""
-        taken: list[TimedSpan] = []
-        while self._spans:
-            taken.append(self._spans.popleft())
-        return taken
 
 
 # Parts of a room's time that records of ended rooms name as well: a lane, and the span's name.
@@ -74,23 +26,19 @@ class Journey:
 
     began_s: float
     since_s: float  # the time of the latest event
-    parts: dict[tuple[str, str], tuple[float, float]] = field(
-        default_factory=dict[tuple[str, str], tuple[float, float]]
-    )
+    parts: dict[tuple[str, str], TimedSpan] = field(default_factory=dict[tuple[str, str], TimedSpan])
     computed_s: float = 0.0  # the end of the latest step that computed it
     peer: str = ""  # on the other side, where it is known
     transport: str = ""
 
     def seconds(self, part: tuple[str, str]) -> float | None:
         """How long a part took; None unless it has ended."""
-        return None if (found := self.parts.get(part)) is None else found[1] - found[0]
+        return None if (span := self.parts.get(part)) is None else span.seconds
 
-    def spans(self, room: int) -> tuple[RequestSpan, ...]:
-        """The parts by their begin, in seconds since the room's."""
-        return tuple(
-            RequestSpan(lane, name, begin_s - self.began_s, end_s - self.began_s, room)
-            for (lane, name), (begin_s, end_s) in sorted(self.parts.items(), key=lambda part: part[1])
-        )
+    @property
+    def spans(self) -> tuple[TimedSpan, ...]:
+        """The parts by their begin."""
+        return tuple(sorted(self.parts.values(), key=lambda span: (span.begin_s, span.end_s)))
 
 
 class Journeys:
@@ -99,8 +47,9 @@ class Journeys:
     Engines use local ids and peers use room ids: an engine's spans are stored under the room id.
     """
 
-    def __init__(self, spans: Spans | None = None) -> None:
+    def __init__(self, spans: Timeline | None = None) -> None:
         self.spans = spans
+        self._process = "" if spans is None else spans.process
         self._labels: dict[int, int] = {}  # by local id
         self._rooms: dict[int, Journey] = {}  # by room id
 
@@ -134,17 +83,17 @@ class Journeys:
         if (journey := self._rooms.get(room)) is not None and QUEUE in journey.parts:
             if not here:
                 journey.computed_s = time.monotonic()
-            self._part(room, journey, COMPUTE, journey.parts[QUEUE][1], journey.computed_s)
+            self._part(room, journey, COMPUTE, journey.parts[QUEUE].end_s, journey.computed_s)
 
     def written(self, room: int) -> None:
         """Prefill has written all bytes of the room, on all ranks."""
         if (journey := self._rooms.get(room)) is not None and COMPUTE in journey.parts:
-            self._part(room, journey, EXPOSED, journey.parts[COMPUTE][1], time.monotonic())
+            self._part(room, journey, EXPOSED, journey.parts[COMPUTE].end_s, time.monotonic())
 
     def admitted(self, room: int, begin_s: float) -> None:
         """The step of decode's engine that reports the first token has begun then."""
         if (journey := self._rooms.get(room)) is not None and LANDING in journey.parts:
-            self._part(room, journey, ADMISSION, journey.parts[LANDING][1], begin_s)
+            self._part(room, journey, ADMISSION, journey.parts[LANDING].end_s, begin_s)
 
     def forget(self, room: int) -> None:
         """The room has ended."""
@@ -158,10 +107,12 @@ class Journeys:
     def _part(
         self, room: int, journey: Journey, part: tuple[str, str], begin_s: float, end_s: float, byte_count: int = 0
     ) -> None:
-        end_s = max(begin_s, end_s)
-        journey.parts[part] = begin_s, end_s
+        span = journey.parts[part] = TimedSpan(
+            process=self._process, lane=part[0], name=part[1], begin_s=begin_s, end_s=max(begin_s, end_s), room=room,
+            byte_count=byte_count,
+        )  # fmt: skip
         if self.spans is not None:
-            self.spans(*part, begin_s, end_s, room=room, byte_count=byte_count)
+            self.spans.add(span)
 
     def _of_engine(
         self, lane: str, name: str, begin_s: float, end_s: float, *, room: int, layer: int = -1, byte_count: int = 0

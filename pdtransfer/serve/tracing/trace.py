@@ -20,7 +20,7 @@ import msgspec
 
 from ...clock_name import clock_name
 from ...errors import ConfigError
-from .timeline import TimedSpan, Timeline
+from .spans import TimedSpan, Timeline
 
 FILE_BYTES_MAX = 64 << 20  # of each of the two files that a process keeps
 TRACKS_MAX = 64  # of one lane; more overlapping spans are not drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .timeline import TimedSpan
+from .spans import TimedSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import Layout
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.serve.commands import cli
-from pdtransfer.serve.tracing.timeline import TimedSpan
+from pdtransfer.serve.tracing.spans import TimedSpan
 from pdtransfer.serve.tracing.trace import read
 
 LAYERS, CHUNK = 3, 16

@@ -11,7 +11,7 @@ import torch
 from pdtransfer_lab.models.deep import create
 
 from pdtransfer.kernels import driver
-from pdtransfer.serve.tracing.timeline import Timeline
+from pdtransfer.serve.tracing.spans import Timeline
 from tests.support.client_pair import Expected, client_pair, slots_of_pages
 from tests.support.deep_model import OPTIONS, kv_of, model_of, near, textbook
 from tests.support.engine_pair import config, heads_of, places, prompts, request

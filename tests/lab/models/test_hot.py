@@ -13,7 +13,7 @@ from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.limits import Limits
 from pdtransfer.serve.engine_api import Broken, Finished, HiSparse
-from pdtransfer.serve.tracing.timeline import Timeline
+from pdtransfer.serve.tracing.spans import Timeline
 from tests.support.engine_pair import Decode, Prefill, config, heads_of, places, prompts, request
 from tests.support.hot_requests import HOT, LENGTHS, SPARSE, TOKENS, hisparse, sparse_requests
 from tests.support.planted_staging import stage

@@ -22,7 +22,7 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.engine_api import CardMemory
-from pdtransfer.serve.tracing.timeline import Timeline
+from pdtransfer.serve.tracing.spans import Timeline
 from tests.support.deep_model import OPTIONS, TOP
 from tests.support.engine_pair import Decode, Prefill, config, prompts, request
 from tests.support.hot_requests import SPARSE, hisparse, sparse_requests

@@ -21,7 +21,7 @@ from pdtransfer.kernels.pools import State
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.serve.tracing.timeline import Timeline
+from pdtransfer.serve.tracing.spans import Timeline
 from pdtransfer.transports import card_writer
 from pdtransfer.wire import Granted
 from tests.support import client_pair

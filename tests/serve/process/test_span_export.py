@@ -13,19 +13,28 @@ from pdtransfer.errors import Cause, ConfigError
 from pdtransfer.serve.process import span_export
 from pdtransfer.serve.process.ended_requests import recorded_ends
 from pdtransfer.serve.settings.router import RouterConfig
-from pdtransfer.serve.tracing.ended_request import EndedRequest, RequestSpan, TraceContext
+from pdtransfer.serve.tracing.ended_request import EndedRequest, TraceContext
+from pdtransfer.serve.tracing.spans import TimedSpan
 from tests.support.collector import Collector, collector
 
 TRACE, SPAN, PARENT = "4b" * 16, "07" * 8, "0a" * 8
+
+
+def part(lane: str, name: str, begin_s: float, end_s: float) -> TimedSpan:
+    return TimedSpan(process="p0", lane=lane, name=name, begin_s=begin_s, end_s=end_s, room=0xAB)
+
+
 REQUEST = EndedRequest(
     scope="request", role="router", node="router", rooms=(0xAB,), request_id="mine-1",
     trace=TraceContext(TRACE, SPAN), parent_span=PARENT, path="/v1/completions", tokens=7, reason="length", status=200,
-    ended_unix_s=1_000.0, total_s=0.25, spans=(RequestSpan("request", "to the first token", 0.0, 0.1, 0xAB),),
+    ended_unix_s=1_000.0, total_s=0.25, began_s=7.0,
+    spans=(part("request", "to the first token", 7.0, 7.1),),
 )  # fmt: skip
 ROOM = EndedRequest(
     scope="room", role="prefill", node="p0", rooms=(0xAB,), request_id="mine-1", trace=TraceContext(TRACE, SPAN),
     cause=Cause.TRANSFER, detail="a write failed", ended_unix_s=1_000.0, total_s=0.5,
-    spans=(RequestSpan("prompt", "queue", 0.0, 0.2, 0xAB), RequestSpan("prompt", "compute", 0.2, 0.45, 0xAB)),
+    began_s=3.0,
+    spans=(part("prompt", "queue", 3.0, 3.2), part("prompt", "compute", 3.2, 3.45)),
 )  # fmt: skip
 
 

@@ -90,8 +90,8 @@ def test_a_rooms_parts_on_prefill_follow_one_another_without_a_timeline(monkeypa
     journey = journeys.of(7)
     assert journey is not None
     assert [journey.seconds(part) for part in (QUEUE, COMPUTE, EXPOSED)] == [1.0, 2.0, 0.5]
-    assert [(each.name, each.begin_s, each.end_s, each.room) for each in journey.spans(7)] == [
-        ("queue", 0.0, 1.0, 7), ("compute", 1.0, 3.0, 7), ("exposed", 3.0, 3.5, 7),
+    assert [(each.name, each.begin_s, each.end_s, each.room) for each in journey.spans] == [
+        ("queue", 10.0, 11.0, 7), ("compute", 11.0, 13.0, 7), ("exposed", 13.0, 13.5, 7),
     ]  # fmt: skip
     assert journeys.engine is None
     assert not journeys._labels

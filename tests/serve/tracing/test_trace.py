@@ -16,7 +16,7 @@ import pytest
 
 from pdtransfer.errors import ConfigError
 from pdtransfer.serve.tracing import trace
-from pdtransfer.serve.tracing.timeline import TimedSpan
+from pdtransfer.serve.tracing.spans import TimedSpan
 from pdtransfer.serve.tracing.trace import Recorder, TraceClock, read, write
 from tests.support.waiting import wait_for
 

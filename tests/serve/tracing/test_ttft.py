@@ -11,7 +11,7 @@ import pytest
 from pdtransfer.errors import ConfigError
 from pdtransfer.serve.commands import cli
 from pdtransfer.serve.tracing.merge_traces import drawn, merge, rooms_of, run
-from pdtransfer.serve.tracing.timeline import TimedSpan
+from pdtransfer.serve.tracing.spans import TimedSpan
 from pdtransfer.serve.tracing.trace import TraceClock, Traced, read, write
 
 ROOM = 0xABCDEF0123456789

@@ -109,8 +109,8 @@ class DecodeNode:
         self._arena = arena
         self._backing: asyncio.Task[None] | None = None  # the arena's range for HBM components, where a writer needs it
         self._closing = False
-        self._verifier = Verifier(arena.mapping.address) if verify else None
-        self._lifter = HbmCopier(arena, arena.hbm) if arena.hbm is not None else None
+        self._verifier = Verifier(arena.mapping.address, self._verified) if verify else None
+        self._lifter = HbmCopier(arena, arena.hbm, self._lifted) if arena.hbm is not None else None
         self.others_gone: Callable[[str, str], None] = lambda _, __: None  # as `_report_gone`, of peers of `others`
         self.bus = settings.bus(self.receive, self._report_gone)
         ticker = Ticker(
@@ -282,13 +282,13 @@ class DecodeNode:
         match effect:
             case Verify():
                 assert self._verifier is not None
-                self._verifier.verify(effect, self._verified)
+                self._verifier.verify(effect)
             case StopVerifying(session, grant):
                 assert self._verifier is not None
                 self._verifier.cancel(session, grant)
             case Lift():
                 assert self._lifter is not None
-                self._lifter.lift(effect, self._lifted)
+                self._lifter.lift(effect)
             case StopLifting(session, grant):
                 assert self._lifter is not None
                 self._lifter.cancel(session, grant)

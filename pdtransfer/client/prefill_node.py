@@ -73,6 +73,7 @@ class PrefillNode:
         self.transport = PrefillTransports(
             tuple(components),
             of_node(writer or WriterOptions(), settings.guard, self._keep_line),
+            wrote=self._wrote,
             spans=spans,
             lost=self._end_writer,
             broken=self._broken,
@@ -207,7 +208,7 @@ class PrefillNode:
                     self._landed_ns.setdefault(landed.session, {}).setdefault(landed.grant, self.stamp_ns)
             case Write():
                 self._started_ns[effect.session, effect.write] = time.monotonic_ns()
-                self.transport.write(effect, self._wrote)
+                self.transport.write(effect)
             case RoomAsked() | RoomLeased() | RoomLanded() | RoomFailed():
                 self._tell(effect)
             case PeerRefused(_, detail):

@@ -20,7 +20,7 @@ from .options import ArenaOptions, Network, WriterOptions
 if TYPE_CHECKING:
     from .card_launcher import WriterCard
 
-WriteDone = Callable[[Write, Outcome, str, int], None]
+Wrote = Callable[[Write, Outcome, str, int], None]
 """Called once for each write, on the loop's thread and never from within write(). The text says why a write did not
 land. The number is the checksum of the rows as they were read, where the write has landed and its order says verify."""
 
@@ -63,8 +63,8 @@ class WriterTransport(Protocol):
         open."""
         ...
 
-    def write(self, order: Write, done: WriteDone) -> None:
-        """Starts a write. Grants take turns: a small one does not wait for a large one."""
+    def write(self, order: Write) -> None:
+        """Starts a write, whose end `wrote` gets. Grants take turns: a small one does not wait for a large one."""
         ...
 
     def cancel(self, session: int, grant: int) -> None:
@@ -143,12 +143,14 @@ class Transport(Protocol):
         options: WriterOptions,
         *,
         card: WriterCard | None,
+        wrote: Wrote,
         lost: LostWriter,
         wake_hint: WakeHint,
     ) -> WriterTransport:
         """Makes the prefill side, on the loop's thread, for a pool that stays mapped until after close.
 
-        `card` is that of `options`. `lost` is called for a session that can write no more, and is to be fenced.
+        `card` is that of `options`. `wrote` gets the end of each write. `lost` is called for a session that can write
+        no more, and is to be fenced.
         """
         ...
 

@@ -42,16 +42,16 @@ class Launcher(Protocol):
         ...
 
     def prepare(
-        self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
+        self, slot: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
         cancel: CancelWord, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
-        """Prepares a copy as launch `place`, one of IN_FLIGHT_MAX; it replaces a copy that was prepared there and not
+        """Prepares a copy as launch `slot`, one of IN_FLIGHT_MAX; it replaces a copy that was prepared there and not
         queued. Returns what queues it; where that raises, the copy may have been queued. `spare`: the copy has time,
         and the model needs the GPU more."""
         ...
 
-    def wait(self, place: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
-        """Sleeps until launch `place` has ended, and returns True. Returns False before that when one of `gates`, which
+    def wait(self, slot: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
+        """Sleeps until launch `slot` has ended, and returns True. Returns False before that when one of `gates`, which
         wait for CUDA events, has come further, when `wake` was called since the last time, or at `until_ns` by
         CLOCK_MONOTONIC. Raises WorldError where the GPU cannot report on the launch."""
         ...
@@ -64,8 +64,8 @@ class Launcher(Protocol):
         """Ends a `wait`, from any thread."""
         ...
 
-    def ended(self, place: int) -> tuple[State, int]:
-        """How launch `place`, which was waited for, has ended, and how many rows it left out."""
+    def ended(self, slot: int) -> tuple[State, int]:
+        """How launch `slot`, which was waited for, has ended, and how many rows it left out."""
         ...
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
@@ -81,7 +81,7 @@ class Launcher(Protocol):
 class CardLauncher:
     """A Launcher: streams of a GPU, and the events and progress words of its launches.
 
-    A copy that a ring may carry has a stream for each place, so that it gathers while the launch before drains. The
+    A copy that a ring may carry has a stream for each slot, so that it gathers while the launch before drains. The
     launches of the copy kernel share one stream: two at once would hold twice the multiprocessors.
     """
 
@@ -103,10 +103,10 @@ class CardLauncher:
         self._words.append(word)
 
     def prepare(
-        self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
+        self, slot: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
         cancel: CancelWord, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
-        progress, staging, stream = self._progress[place], self._stagings[place], self._streams[0]
+        progress, staging, stream = self._progress[slot], self._stagings[slot], self._streams[0]
         self._card.enter()
         if not target.host:  # a GPU's memory: there is no bus to fill, and the model needs the multiprocessors
             queue = prepare(
@@ -116,7 +116,7 @@ class CardLauncher:
         else:
             byte_count = rows * target.layout.row_bytes
             ringed = byte_count >= pushing.PLANNED_BYTES_MIN and in_runs(target_slots, byte_count)
-            stream = self._streams[place if ringed else 0]
+            stream = self._streams[slot if ringed else 0]
             queue = pushing.prepare(
                 target, source, target_slots, source_slots, rows,
                 backend="spare" if spare else "auto" if ringed else "kernel",
@@ -125,12 +125,12 @@ class CardLauncher:
 
         def go() -> None:
             queue()
-            self._events[place].record(stream)
+            self._events[slot].record(stream)
 
         return go
 
-    def wait(self, place: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
-        flying = [] if place is None else [self._events[place].cuda_event]
+    def wait(self, slot: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
+        flying = [] if slot is None else [self._events[slot].cuda_event]
         asked = [(gate, found) for gate in gates if (found := gate.next) is not None]
         # Gates first: where launches end as fast as they are made, a gate would never be reported.
         at, failed = lanes.wait_any(self._card, [*(event for _, (_, event) in asked), *flying], self._called, until_ns)
@@ -154,8 +154,8 @@ class CardLauncher:
     def wake(self) -> None:
         self._called.value = 1
 
-    def ended(self, place: int) -> tuple[State, int]:
-        return self._progress[place].state, self._progress[place].refused
+    def ended(self, slot: int) -> tuple[State, int]:
+        return self._progress[slot].state, self._progress[slot].refused
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
         if self._fetched[0] < layout.end:

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,7 +29,6 @@ from ..kernels.ring.lanes import NEVER_NS
 from ..layout.checksum import MASK, Lines, lines_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout, Plane
-from .base import WriteDone
 from .card_launcher import IN_FLIGHT_MAX, Launcher
 from .copier import CANCELLED
 from .turns import Turns
@@ -66,10 +64,8 @@ class CardWrite:
     """One write from a pool of a GPU to registered memory. `outcome` and `text` are final once it has ended."""
 
     order: Write
-    done: WriteDone
     source: Pool
     target: Pool
-    row_bytes: int
     staged: Staged | None = None  # where a checksum is wanted
     outcome: Outcome = Outcome.LANDED
     text: str = ""
@@ -88,6 +84,17 @@ class CardWrite:
     def turn(self) -> tuple[int, int]:
         """What takes turns: session and grant."""
         return self.order.session, self.order.grant
+
+    @property
+    def row_bytes(self) -> int:
+        """Of all its planes."""
+        return self.target.layout.row_bytes
+
+    def fail(self, outcome: Outcome, text: str) -> None:
+        """UNKNOWN outweighs FAILED; of two texts the first is kept."""
+        if self.outcome is not Outcome.UNKNOWN:
+            self.outcome = outcome
+        self.text = self.text or text
 
     def stop(self) -> None:
         """Ends it at its next rows, from any thread; never waits for the GPU."""
@@ -120,21 +127,16 @@ class CardWrite:
         return self.outcome is not Outcome.LANDED or self.rows_taken == len(self.order.source_slots)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Launch:
+    """Rows [first, end) of a write, as launch `slot`: prepared, then queued."""
+
     write: CardWrite
-    place: int
+    slot: int
     first: int
     end: int
-    begun_s: float  # 0 without spans
-
-
-class _Prepared(NamedTuple):
-    """A launch that only waits for its gate."""
-
-    write: CardWrite
-    place: int
     queue: Callable[[], None]
+    begun_s: float = 0.0  # when it was queued; 0 without spans
 
 
 class CardWriter:
@@ -158,7 +160,7 @@ class CardWriter:
         self._turns: Turns[CardWrite] = Turns()
         self._closing = False
         self._launcher: Launcher | None = None
-        self._prepared: _Prepared | None = None
+        self._prepared: _Launch | None = None  # it only waits for its gate
         self._broken = ""  # why the GPU cannot report any more
         self._thread = threading.Thread(target=self._work, name="pdtransfer-push", daemon=True)
         self._thread.start()
@@ -194,10 +196,8 @@ class CardWriter:
         flying: deque[_Launch] = deque()
         while True:
             while len(flying) < IN_FLIGHT_MAX and (write := self._next()) is not None:
-                place = self._place(flying)
-                first, begun_s = write.rows_taken, 0.0 if self._spans is None else time.monotonic()
-                if self._launch(launcher, write, place):
-                    flying.append(_Launch(write, place, first, write.rows_taken, begun_s))
+                if (launch := self._launch(launcher, write, self._slot(flying))) is not None:
+                    flying.append(launch)
             gated = self._gated()
             if not flying and not gated:
                 if not self._sleep():
@@ -205,7 +205,7 @@ class CardWriter:
                 continue
             assert launcher is not None
             room = len(flying) < IN_FLIGHT_MAX
-            if gated and room and not self._prepare_ahead(launcher, gated[0], self._place(flying)):
+            if gated and room and not self._prepare_ahead(launcher, gated[0], self._slot(flying)):
                 continue
             self._wait(launcher, flying, gated)
 
@@ -232,40 +232,40 @@ class CardWriter:
         with self._changed:
             return [write for write in self._turns.heads if write.gate is not None]
 
-    def _place(self, flying: deque[_Launch]) -> int:
-        """The place of the next launch."""
+    def _slot(self, flying: deque[_Launch]) -> int:
+        """The launcher's slot for the next launch."""
         if flying:
-            return 1 - flying[-1].place
-        return 0 if self._prepared is None else self._prepared.place
+            return 1 - flying[-1].slot
+        return 0 if self._prepared is None else self._prepared.slot
 
-    def _launch(self, launcher: Launcher | None, write: CardWrite, place: int) -> bool:
-        """Launches the next rows of a write; whether any of them are in flight."""
-        launched, end = False, write.piece_end
+    def _launch(self, launcher: Launcher | None, write: CardWrite, slot: int) -> _Launch | None:
+        """Launches the next rows of a write; None where none of them are in flight."""
+        end, begun_s = write.piece_end, 0.0 if self._spans is None else time.monotonic()
         try:
-            queue = self._prepare(launcher, write, place)
+            launch = self._prepare(launcher, write, slot)
         except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
             self._refuse(launcher, write, Outcome.FAILED, _text(error))
-            return False
-        if queue is not None:
+            return None
+        if launch is not None:
             try:
-                queue()
+                launch.queue()
             except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
                 self._refuse(launcher, write, self._drain(launcher), _text(error))
-                return False
-            launched = True
+                return None
+            launch.begun_s = begun_s
         over = False
         with self._changed:
             write.rows_taken = end
-            write.running += launched
+            write.running += launch is not None
             if write.exhausted:
                 self._turns.remove(write.turn, write)
                 over = not write.running
         if over:
             self._end(launcher, write)
-        return launched
+        return launch
 
-    def _prepare(self, launcher: Launcher | None, write: CardWrite, place: int) -> Callable[[], None] | None:
-        """What queues the next rows of a write; None where they have no bytes. Raises where no more are launched."""
+    def _prepare(self, launcher: Launcher | None, write: CardWrite, slot: int) -> _Launch | None:
+        """The launch of the next rows of a write; None where they have no bytes. Raises where no more are launched."""
         if launcher is None or self._broken:
             raise WorldError(self._broken)
         word = write.word or launcher.word()
@@ -274,30 +274,31 @@ class CardWriter:
         if refusal:
             raise WorldError(refusal)
         ahead, self._prepared = self._prepared, None
-        if ahead is not None and ahead.write is write and ahead.place == place:
-            return ahead.queue
+        if ahead is not None and ahead.write is write and ahead.slot == slot:
+            return ahead
         first, end = write.rows_taken, write.piece_end
         if not write.row_bytes or end == first:
             return None
         ours, theirs = _slots(write.order.target_slots[first:end]), _slots(write.order.source_slots[first:end])
         if not first:  # where a write came before its rows, the engine computes them meanwhile
             write.spare = write.gate is not None and not write.order.urgent
-        return launcher.prepare(place, write.target, write.source, ours, theirs, end - first, word, spare=write.spare)
+        rows = end - first
+        queue = launcher.prepare(slot, write.target, write.source, ours, theirs, rows, word, spare=write.spare)
+        return _Launch(write=write, slot=slot, first=first, end=end, queue=queue)
 
-    def _prepare_ahead(self, launcher: Launcher, write: CardWrite, place: int) -> bool:
+    def _prepare_ahead(self, launcher: Launcher, write: CardWrite, slot: int) -> bool:
         """Prepares the first rows of a write that waits for its gate; False where it need not wait."""
-        if self._prepared is not None and self._prepared.write is write and self._prepared.place == place:
+        if self._prepared is not None and self._prepared.write is write and self._prepared.slot == slot:
             return True
         try:
             if (gate := write.gate) is not None:
                 launcher.look(gate)
             if write.gate is None:
                 return False
-            queue = self._prepare(launcher, write, place)
+            self._prepared = self._prepare(launcher, write, slot)
         except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
             self._refuse(launcher, write, Outcome.FAILED, _text(error))
             return False
-        self._prepared = None if queue is None else _Prepared(write, place, queue)
         return True
 
     def _drain(self, launcher: Launcher | None) -> Outcome:
@@ -313,7 +314,7 @@ class CardWriter:
     def _refuse(self, launcher: Launcher | None, write: CardWrite, outcome: Outcome, text: str) -> None:
         """Launches no more of a write: it has failed once all that was queued of it has ended."""
         with self._changed:
-            _fail(write, outcome, text)
+            write.fail(outcome, text)
             self._turns.remove(write.turn, write)
             over = not write.running
         if over:
@@ -325,7 +326,7 @@ class CardWriter:
         if len(gates) < len(gated):
             return  # one has been opened meanwhile, by another thread
         try:
-            if not launcher.wait(flying[0].place if flying else None, gates, self._report_hint(flying, gated)):
+            if not launcher.wait(flying[0].slot if flying else None, gates, self._report_hint(flying, gated)):
                 return
         except Exception as error:  # noqa: BLE001 (whatever it is, what has ended is unknown)
             text = str(error) or type(error).__name__
@@ -352,7 +353,7 @@ class CardWriter:
 
     def _outcome_of(self, launcher: Launcher, launch: _Launch) -> tuple[Outcome, str]:
         """The outcome of a launch that the GPU has passed, and why it is no other."""
-        match launcher.ended(launch.place):
+        match launcher.ended(launch.slot):
             case State.COMPLETE, 0:
                 return self._sum(launcher, launch)
             case State.COMPLETE, left_out:
@@ -369,7 +370,7 @@ class CardWriter:
             if outcome is not Outcome.LANDED:
                 if not write.exhausted:
                     self._turns.remove(write.turn, write)
-                _fail(write, outcome, text)
+                write.fail(outcome, text)
             over = write.exhausted and not write.running
         if over:
             self._end(launcher, write)
@@ -412,13 +413,6 @@ class CardWriter:
 
 def _text(error: Exception) -> str:
     return str(error) if isinstance(error, PDTransferError) else f"{type(error).__name__}: {error}"
-
-
-def _fail(write: CardWrite, outcome: Outcome, text: str) -> None:
-    """UNKNOWN outweighs FAILED; of two texts the first is kept."""
-    if write.outcome is not Outcome.UNKNOWN:
-        write.outcome = outcome
-    write.text = write.text or text
 
 
 def _slots(slots: Int64s) -> range | Int64s:

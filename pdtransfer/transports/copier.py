@@ -18,7 +18,6 @@ from ..kernels.cancel import CancelWord
 from ..layout.checksum import MASK, Lines
 from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
-from .base import WriteDone
 from .turns import Queue, Turns
 
 PIECE_BYTES = 4 << 20  # copied in one turn: some 0.5 ms
@@ -54,7 +53,6 @@ class CopyWork(Generic[_Order]):
     """
 
     order: _Order
-    done: Callable[..., None]
     pieces: Iterator[tuple[int, Piece]]
     cancel: CancelWord  # ends it at its next rows, from any thread
     byte_count: int = 0  # of all pieces
@@ -91,9 +89,8 @@ class CopyWork(Generic[_Order]):
 
 
 def copy_job(
-    order: Write, done: WriteDone, pairing: Pairing, *, source_address: int, target_address: int,
-    lines: Lines | None = None,
-) -> CopyWork[Write]:  # fmt: skip
+    order: Write, pairing: Pairing, *, source_address: int, target_address: int, lines: Lines | None = None
+) -> CopyWork[Write]:
     """One write between two mappings of this process. `lines` are of the source, where a checksum is wanted: it is of
     the bytes that were read."""
     cancel = CancelWord()
@@ -115,7 +112,7 @@ def copy_job(
             row += piece.rows
 
     byte_count = len(order.source_slots) * pairing.row_bytes
-    return CopyWork(order=order, done=done, pieces=pieces(), cancel=cancel, byte_count=byte_count)
+    return CopyWork(order=order, pieces=pieces(), cancel=cancel, byte_count=byte_count)
 
 
 class Copier(Generic[_Order]):

@@ -26,7 +26,7 @@ from .loop_mailbox import LoopMailbox
 
 log = logging.getLogger(__name__)
 
-LiftDone = Callable[[Lift, str], None]
+Lifted = Callable[[Lift, str], None]
 """Called once for each Lift, on the loop's thread and never from within lift(), once nothing of it is copied any more.
 The text says why not all of it was copied. Not called where the GPU cannot report the end of a copy."""
 
@@ -43,8 +43,8 @@ class _ComponentRows:
 class HbmCopier:
     """Copies within this process, or to a GPU. Make it on the loop's thread; both memories outlive `close`."""
 
-    def __init__(self, arena: ArenaMemory, hbm: Hbm, *, threads: int = 1) -> None:
-        self._arena, self._hbm = arena, hbm
+    def __init__(self, arena: ArenaMemory, hbm: Hbm, lifted: Lifted, *, threads: int = 1) -> None:
+        self._arena, self._hbm, self._lifted = arena, hbm, lifted
         self._queue: tuple[int, CudaEvent] | None = None  # a stream, and the event behind its last copy
         self._loop = asyncio.get_running_loop()
         self._reports: LoopMailbox[CopyWork[Lift]] = LoopMailbox(self._ended)
@@ -55,10 +55,10 @@ class HbmCopier:
         self._closing, self._counting = False, Lock()
         self.moved_bytes = 0  # of every piece that was copied, also for grants that failed
 
-    def lift(self, order: Lift, done: LiftDone) -> None:
+    def lift(self, order: Lift) -> None:
         """Starts copying, in turn between grants."""
         parts = [self._rows(part.component.layout, slots_of(part.extents)) for part in order.parts]
-        work = CopyWork(order=order, done=done, pieces=self._pieces(order, parts), cancel=CancelWord())
+        work = CopyWork(order=order, pieces=self._pieces(order, parts), cancel=CancelWord())
         self._open[work.turn] = work
         if self._closing:
             work.text = CANCELLED
@@ -131,4 +131,4 @@ class HbmCopier:
             text = "grant %d keeps its slots: the GPU cannot report whether a copy has ended: %s"
             log.critical(text, work.turn[1], work.text)
             return
-        work.done(work.order, work.text)
+        self._lifted(work.order, work.text)

@@ -24,7 +24,7 @@ from ..kernels import checksum_copy, native
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
-from .base import ArenaTransport, Ready, WakeHint, WriteDone, WriterTransport
+from .base import ArenaTransport, Ready, WakeHint, WriterTransport, Wrote
 from .card_launcher import PoolCard
 from .copier import CANCELLED
 from .device_events import EventQueue
@@ -198,27 +198,36 @@ class PrefillTransports:
         components: tuple[Component, ...],
         options: WriterOptions,
         *,
+        wrote: Wrote,
         spans: Spans | None = None,
         lost: Callable[[int], None] = lambda _: None,
         broken: Callable[[int, Exception | str], None] = lambda _, __: None,
         wake_hint: WakeHint = lambda _: None,
     ) -> None:
-        """`spans` gets each launch of a card. `lost` is called for a session that can write no more, and is to be
-        fenced; `broken` for a room whose event cannot be queried any more, whoever has asked it: its writes are held
-        back until they are cancelled, or have failed; `wake_hint` as WakeHint says."""
+        """`wrote` gets the end of each write, `spans` each launch of a GPU. `lost` is called for a session that can
+        write no more, and is to be fenced; `broken` for a room whose event cannot be queried any more, whoever has
+        asked it: its writes are held back until they are cancelled, or have failed; `wake_hint` as WakeHint says."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
         card = self._card = None if options.card is None else PoolCard(options.card, spans)
         self._make = {
-            name: partial(TRANSPORTS[name].writer, components, options, card=card, lost=lost, wake_hint=wake_hint)
+            name: partial(
+                TRANSPORTS[name].writer,
+                components,
+                options,
+                card=card,
+                wrote=self._on_wrote,
+                lost=lost,
+                wake_hint=wake_hint,
+            )
             for name in self.taken
         }
         self._made: dict[str, WriterTransport] = {}
         self._sessions: dict[int, WriterTransport] = {}
         self._loop, self._closing = asyncio.get_running_loop(), False
         self._events = EventQueue(self._on_broken_event)
-        self._held: dict[tuple[int, int], list[tuple[Write, WriteDone]]] = {}  # by session and grant, in order
-        self._broken = broken
+        self._held: dict[tuple[int, int], list[Write]] = {}  # by session and grant, in order
+        self._wrote, self._broken = wrote, broken
 
     def prepare(self) -> None:
         """Compiles and loads what the first session would have to wait for. Slow: call it outside the event loop, and
@@ -288,44 +297,42 @@ class PrefillTransports:
         if self._guard is not None:
             self._guard.forget(session)
 
-    def write(self, order: Write, done: WriteDone) -> None:
+    def write(self, order: Write) -> None:
         """As WriterTransport.write, of a session that may be mapped no more, with a gate that may be closed."""
         if (transport := self._sessions.get(order.session)) is None:
-            self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
-        elif order.after is None or order.after.opened_ns:
-            transport.write(order, done)
-        elif transport.waits(order.after):
-            transport.write(order, partial(self._waited, done))
+            self._loop.call_soon(self._wrote, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
+        elif order.after is None or order.after.opened_ns or transport.waits(order.after):
+            transport.write(order)
         else:
-            self._hold(order.after, order, done)
+            self._hold(order.after, order)
 
-    def _hold(self, gate: ReadyGate, order: Write, done: WriteDone) -> None:
+    def _hold(self, gate: ReadyGate, order: Write) -> None:
         """Until the gate's event has fired, and every write of the grant that is held before it has gone."""
         key = order.session, order.grant
-        self._held.setdefault(key, []).append((order, done))
+        self._held.setdefault(key, []).append(order)
         self._events.call(key, _GateEvent(gate), partial(self._release, key))
 
     def _release(self, key: tuple[int, int]) -> None:
         held = self._held[key]
-        order, done = held.pop(0)
+        order = held.pop(0)
         if not held:
             del self._held[key]
-        self.write(order, done)
+        self.write(order)
 
-    def _waited(self, done: WriteDone, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
-        """The end of a write whose transport has waited for its gate: a gate that has broken ends its room first."""
+    def _on_wrote(self, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
+        """The end of a write of a transport. If that has waited for a gate that has broken, the room ends first."""
         if order.after is not None and order.after.broken:
             self._broken(order.room, order.after.broken)
-        done(order, outcome, detail, checksum)
+        self._wrote(order, outcome, detail, checksum)
 
     def _on_broken_event(self, key: tuple[int, int], error: Exception) -> None:
-        self._broken(self._held[key][0][0].room, error)
+        self._broken(self._held[key][0].room, error)
 
     def cancel(self, session: int, grant: int) -> None:
         """As WriterTransport.cancel, of writes that are held back, too."""
         self._events.forget((session, grant))
-        for order, done in self._held.pop((session, grant), ()):
-            self._loop.call_soon(done, order, Outcome.FAILED, CANCELLED, 0)
+        for order in self._held.pop((session, grant), ()):
+            self._loop.call_soon(self._wrote, order, Outcome.FAILED, CANCELLED, 0)
         if (transport := self._sessions.get(session)) is not None:
             transport.cancel(session, grant)
 

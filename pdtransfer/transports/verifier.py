@@ -18,7 +18,7 @@ from ..threads import in_thread
 from .copier import CANCELLED, PIECE_BYTES, Copier, CopyWork, Piece
 from .loop_mailbox import LoopMailbox
 
-VerifyDone = Callable[[Verify, int, str], None]
+Verified = Callable[[Verify, int, str], None]
 """Called once for each Verify, on the loop's thread and never from within verify(), with the checksum, or with the
 reason why it is missing."""
 
@@ -44,8 +44,8 @@ def _pieces(address: int, rows: Sequence[tuple[Lines, Int64s]], cancel: CancelWo
 class Verifier:
     """Reads an arena that is mapped at `address` until after close. Make it on the loop's thread."""
 
-    def __init__(self, address: int, *, threads: int = 2) -> None:
-        self._address = address
+    def __init__(self, address: int, verified: Verified, *, threads: int = 2) -> None:
+        self._address, self._verified = address, verified
         self._loop = asyncio.get_running_loop()
         self._native = self._loop.run_in_executor(None, checksum_copy.native)  # may compile
         self._reports: LoopMailbox[CopyWork[Verify]] = LoopMailbox(self._ended)
@@ -55,16 +55,15 @@ class Verifier:
         self._closing = False
         self._inline_bytes = 0  # read in this turn of the loop
 
-    def verify(self, order: Verify, done: VerifyDone) -> None:
+    def verify(self, order: Verify) -> None:
         """Starts reading, in turn between grants."""
         rows = [
             (self._lines_of(part.component), runs_of(part.extents[:, 0], part.extents[:, 1], part.first_row))
             for part in order.parts
         ]
         cancel, byte_count = CancelWord(), sum(lines.row_bytes * int(runs[:, 2].sum()) for lines, runs in rows)
-        reading = CopyWork(
-            order=order, done=done, pieces=_pieces(self._address, rows, cancel), cancel=cancel, byte_count=byte_count
-        )
+        pieces = _pieces(self._address, rows, cancel)
+        reading = CopyWork(order=order, pieces=pieces, cancel=cancel, byte_count=byte_count)
         self._readings[reading.turn] = reading
         if self._closing:
             reading.text = CANCELLED
@@ -105,4 +104,4 @@ class Verifier:
 
     def _ended(self, reading: CopyWork[Verify]) -> None:
         del self._readings[reading.turn]
-        reading.done(reading.order, reading.checksum, reading.text)
+        self._verified(reading.order, reading.checksum, reading.text)

@@ -1,7 +1,7 @@
 """An arena and its writers in one process, for tests: each write waits until the test says how it ends.
 
-Both keep the promises of transports.base: `done` comes on the loop and never from within write(), and a session is
-quiet only when no write of it can land any more.
+Both keep the promises of transports.base: a write's end comes on the loop and never from within write(), and a
+session is quiet only when no write of it can land any more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.pairing import Pairing
 from pdtransfer.layout.plan import plan
-from pdtransfer.transports.base import Ready, WriteDone
+from pdtransfer.transports.base import Ready, Wrote
 from pdtransfer.wire import Reach
+
+
+def unheard(order: Write, outcome: Outcome, text: str, checksum: int) -> None:
+    """For a test that looks at no end of a write."""
 
 
 class FakeArena:
@@ -70,7 +74,6 @@ class Pending:
     """A write whose bytes may still move."""
 
     order: Write
-    done: WriteDone
     cancelled: bool = False  # asked to stop: the test decides whether it was in time
     said: bool = False  # that its outcome is unknown
 
@@ -94,11 +97,12 @@ class FakeWriter:
         arena: FakeArena,
         components: tuple[Component, ...],
         pool: NDArray[np.uint8],
+        wrote: Wrote,
         *,
         outcome: Outcome | None = None,
     ) -> None:
         self.outcome = outcome
-        self._arena, self._pool = arena, pool
+        self._arena, self._pool, self._wrote = arena, pool, wrote
         self._components = {component.name: component for component in components}
         self._sessions: dict[int, _Mapped] = {}
 
@@ -135,13 +139,13 @@ class FakeWriter:
         """As WriterTransport says."""
         return False
 
-    def write(self, order: Write, done: WriteDone) -> None:
+    def write(self, order: Write) -> None:
         """Pends; on a session that is not mapped it fails."""
         mapped = self._sessions.get(order.session)
         if mapped is None or mapped.leaving:
-            asyncio.get_running_loop().call_soon(done, order, Outcome.FAILED, "not mapped", 0)
+            asyncio.get_running_loop().call_soon(self._wrote, order, Outcome.FAILED, "not mapped", 0)
             return
-        pending = Pending(order, done)
+        pending = Pending(order)
         mapped.pending.append(pending)
         if self.outcome is not None:
             self.end(pending, self.outcome)
@@ -156,7 +160,7 @@ class FakeWriter:
             pending.said = True
         else:
             self.lose(pending)
-        asyncio.get_running_loop().call_soon(pending.done, pending.order, outcome, text, checksum)
+        asyncio.get_running_loop().call_soon(self._wrote, pending.order, outcome, text, checksum)
 
     def land(self, pending: Pending) -> None:
         """The bytes of a write whose outcome is unknown land after all."""

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,9 @@ class FarPair:
     owner: MooncakeArena
     writer: MooncakeWriter
     memory: ArenaMemory
-    ended: dict[int, tuple[Outcome, str]] = field(default_factory=dict[int, tuple[Outcome, str]])
-    checksums: dict[int, int] = field(default_factory=dict[int, int])
-    lost: list[int] = field(default_factory=list[int])
+    ended: dict[int, tuple[Outcome, str]]
+    checksums: dict[int, int]
+    lost: list[int]
 
     async def map(self) -> None:
         await self.writer.map(SESSION, await self.owner.offer(SESSION), (component(self.wanted),))
@@ -64,10 +64,7 @@ class FarPair:
             session=SESSION, grant=grant, room=grant, write=grant, component=0, layers=(layers[0], layers[-1] + 1),
             source_slots=source, target_slots=target, **more,
         )  # fmt: skip
-        self.writer.write(order, self._wrote)
-
-    def _wrote(self, order: Write, outcome: Outcome, text: str, checksum: int) -> None:
-        self.ended[order.grant], self.checksums[order.grant] = (outcome, text), checksum
+        self.writer.write(order)
 
     async def ends(self, grant: int) -> tuple[Outcome, str]:
         """How that grant's write ends."""
@@ -110,13 +107,17 @@ async def far_pair(
     ours.fill(np.arange(slots))
     memory = ArenaMemory.create(wanted.layout.end, huge_pages="never")
     memory.mapping.array[:] = CANARY
-    lost = list[int]()
+    lost, ended, checksums = list[int](), dict[int, tuple[Outcome, str]](), dict[int, int]()
+
+    def wrote(order: Write, outcome: Outcome, text: str, checksum: int) -> None:
+        ended[order.grant], checksums[order.grant] = (outcome, text), checksum
+
     writer = MooncakeWriter(
-        (component(ours),), WriterOptions(pool_address=address_of(ours)), card=card, lost=lost.append
+        (component(ours),), WriterOptions(pool_address=address_of(ours)), wrote, card=card, lost=lost.append
     )  # fmt: skip
     owner = MooncakeArena(memory, Network())
     try:
-        yield FarPair(ours, wanted, owner, writer, memory, lost=lost)
+        yield FarPair(ours, wanted, owner, writer, memory, ended, checksums, lost)
     finally:
         await writer.close()
         await owner.close()

@@ -128,6 +128,7 @@ class Pair:
         self.writer = ShmWriter(
             (self.pool.component,),
             WriterOptions(pool_address=address or self.pool.address, copy_threads=threads),
+            self._wrote,
             card=card,
             wake_hint=lambda order: self.hinted.append(order.write),
         )
@@ -154,7 +155,7 @@ class Pair:
             session=WRITER, grant=grant, room=grant, write=self.writes, component=0, layers=layers,
             source_slots=source, target_slots=target, **more,
         )  # fmt: skip
-        self.writer.write(order, self._wrote)
+        self.writer.write(order)
         return order
 
     def _wrote(self, order: Write, outcome: Outcome, text: str, checksum: int) -> None:

@@ -118,8 +118,7 @@ class _Pushing:
             session=1, grant=1, room=1, write=number, component=0, layers=self._target.layout.layer_range,
             source_slots=self._slots, target_slots=np.arange(_TOKENS, dtype=np.int64),
         )  # fmt: skip
-        row_bytes = self._target.layout.row_bytes
-        return CardWrite(order=order, done=_nobody, source=self._source, target=self._target, row_bytes=row_bytes)
+        return CardWrite(order=order, source=self._source, target=self._target)
 
     def _ended(self, push: CardWrite) -> None:
         """In the writer's thread."""
@@ -128,7 +127,3 @@ class _Pushing:
         self._left -= 1
         if not self._left:
             self._over.set()
-
-
-def _nobody(order: Write, outcome: Outcome, text: str, checksum: int) -> None:
-    """The pusher reports the last write."""

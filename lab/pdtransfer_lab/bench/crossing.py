@@ -130,18 +130,23 @@ async def _behind(large_bytes: int) -> Figures:
     arena.prefault()
     pool.array[:] = 7
     owner = MooncakeArena(arena, Network())
-    writer = MooncakeWriter((source,), WriterOptions(pool_address=pool.address))
+    ends: dict[int, asyncio.Future[Outcome]] = {}
+    writer = MooncakeWriter(
+        (source,),
+        WriterOptions(pool_address=pool.address),
+        lambda order, outcome, _, __: ends[order.grant].set_result(outcome),
+    )
     await writer.map(1, await owner.offer(1), (target,))
 
     async def write(grant: int, first: int, end: int) -> float:
-        ended: asyncio.Future[Outcome] = loop.create_future()
+        ended = ends[grant] = loop.create_future()
         slots = np.arange(first, end)
         order = Write(
             session=1, grant=grant, room=grant, write=grant, component=0, layers=(0, 61),
             source_slots=slots, target_slots=slots,
         )  # fmt: skip
         start = loop.time()
-        writer.write(order, lambda _, outcome, __, ___: ended.set_result(outcome))
+        writer.write(order)
         if (outcome := await ended) is not Outcome.LANDED:
             raise WorldError(f"a write has {outcome.value}")
         return (loop.time() - start) * 1e3

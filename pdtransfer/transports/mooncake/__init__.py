@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...memory.arena_memory import ArenaMemory
 from ...probe import Probe
-from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport
+from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport, Wrote
 from ..options import ArenaOptions, Network, WriterOptions
 from .settings import check_host, why_not
 
@@ -42,13 +42,14 @@ class MooncakeTransport:
         options: WriterOptions,
         *,
         card: WriterCard | None,
+        wrote: Wrote,
         lost: LostWriter,
         wake_hint: WakeHint,
     ) -> WriterTransport:
         from .writer import MooncakeWriter
 
         del wake_hint  # its writes wait for no gate
-        return MooncakeWriter(components, options, card=card, lost=lost)
+        return MooncakeWriter(components, options, wrote, card=card, lost=lost)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
         from .probes import probes

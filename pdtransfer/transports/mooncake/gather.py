@@ -21,7 +21,6 @@ from ...layout.checksum import Lines, runs_of
 from ...layout.geometry import Int64s
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
-from ..base import WriteDone
 from ..card_launcher import WriterCard
 from ..card_writer import CardWrite, CardWriter, Staged
 from ..copier import CANCELLED, Copier, CopyWork, attempt
@@ -32,18 +31,16 @@ _STAGED_MAX = 64
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Gather:
-    """One piece of a job on its way into a slot. Once it has ended, `text` is empty if all of it is there, and `runs`,
-    int64 (n, 3), is where its bytes go, as Cut.runs or Cut.straight."""
+    """One piece of a job on its way into a slot, by `work`. Once that has landed, `runs`, int64 (n, 3), is where the
+    bytes go, as Cut.runs or Cut.straight. If its outcome is unknown, its rows may still be read, and its slot written.
+    """
 
     job: RingJob
     piece: Piece
     slot: int
     ring: SendRing
-    cancel: CancelWord = field(default_factory=CancelWord)
+    work: CopyWork[Write] | CardWrite = field(init=False)  # a gatherer makes it
     runs: Int64s = field(default_factory=lambda: np.empty((0, 3), np.int64))
-    text: str = ""
-    checksum: int = 0
-    lost: bool = False  # it has ended here, but its rows may still be read, and its slot written
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -51,7 +48,6 @@ class RingJob:
     """One write. Once it has ended, `text` is empty if all of it has landed."""
 
     order: Write
-    done: WriteDone
     cut: Cut
     theirs: Component  # the order's component in the arena
     lines: Lines | None  # of the source, where a checksum is wanted
@@ -96,7 +92,7 @@ class RingJob:
 
 class Gatherer(Protocol):
     """Fills slots, in turn between grants. It reports the end of each gather once, in any thread. From then on nothing
-    reads the rows or writes the slot, unless the gather is lost."""
+    reads the rows or writes the slot, unless the outcome of its work is unknown."""
 
     def prepare(self, ring: SendRing) -> None:
         """In a worker thread: does now what the ring's first slot would have to wait for. Raises WorldError."""
@@ -107,11 +103,7 @@ class Gatherer(Protocol):
         ...
 
     def add(self, gather: Gather) -> None:
-        """Queues a gather behind those of its own grant."""
-        ...
-
-    def stop(self, gather: Gather) -> None:
-        """Ends a gather at its next rows, if it has not ended; never waits."""
+        """Makes the work of a gather, and queues it behind those of its own grant."""
         ...
 
     def close(self) -> None:
@@ -124,7 +116,8 @@ class CopyGatherer:
 
     def __init__(self, pool_address: int, threads: int, over: Callable[[Gather], None]) -> None:
         self._pool_address, self._over = pool_address, over
-        self._copier: Copier[Write] = Copier(threads, _report, name="gather")
+        self._gathers: dict[CopyWork[Write], Gather] = {}  # that have not ended
+        self._copier: Copier[Write] = Copier(threads, self._ended, name="gather")
 
     def prepare(self, ring: SendRing) -> None:  # noqa: ARG002
         kernels.native()
@@ -135,21 +128,21 @@ class CopyGatherer:
 
     def add(self, gather: Gather) -> None:
         order, byte_count = gather.job.order, gather.job.cut.byte_count(gather.piece)
-        pieces = iter([(byte_count, partial(self._fill, gather))])
-        self._copier.add(CopyWork(order=order, done=partial(self._ended, gather), pieces=pieces, cancel=gather.cancel))
-
-    def stop(self, gather: Gather) -> None:
-        gather.cancel.set()
+        cancel = CancelWord()
+        pieces = iter([(byte_count, partial(self._fill, gather, cancel))])
+        work = gather.work = CopyWork(order=order, pieces=pieces, cancel=cancel)
+        self._gathers[work] = gather
+        self._copier.add(work)
 
     def close(self) -> None:
         self._copier.close()
 
-    def _ended(self, gather: Gather, _: Write, __: Outcome, text: str, checksum: int) -> None:
-        gather.text, gather.checksum = text, checksum
-        self._over(gather)
+    def _ended(self, work: CopyWork[Write]) -> None:
+        """In a copy thread."""
+        self._over(self._gathers.pop(work))
 
-    def _fill(self, gather: Gather) -> int:
-        job, piece, cancel = gather.job, gather.piece, gather.cancel
+    def _fill(self, gather: Gather, cancel: CancelWord) -> int:
+        job, piece = gather.job, gather.piece
         order = job.order
         if job.straight:
             gather.runs = job.cut.straight(piece, order.source_slots, order.target_slots)
@@ -177,10 +170,6 @@ def _by() -> kernels.NativeCopy:
     return replace(kernels.native(), streams=0)
 
 
-def _report(work: CopyWork[Write] | CardWrite) -> None:
-    work.done(work.order, work.outcome, work.text, work.checksum)
-
-
 class LaunchGatherer:
     """A Gatherer for a pool at `pool_address` of a GPU's memory. A gather is one launch, so at most two are in flight
     while full slots are sent. The thread that launches calls `over` with each gather.
@@ -192,8 +181,8 @@ class LaunchGatherer:
         self, card: WriterCard, pool_address: int, components: dict[str, Component], over: Callable[[Gather], None]
     ) -> None:
         self._card, self._pool_address, self._components, self._over = card, pool_address, components, over
-        self._card_writer = CardWriter(card.launcher, _report, card.spans)
-        self._writes: dict[Gather, CardWrite] = {}  # that have not ended
+        self._card_writer = CardWriter(card.launcher, self._ended, card.spans)
+        self._gathers: dict[CardWrite, Gather] = {}  # that have not ended
 
     def prepare(self, ring: SendRing) -> None:
         self._card.prepare()
@@ -208,35 +197,32 @@ class LaunchGatherer:
         source, ring = job.cut.layouts(piece)
         first = gather.slot * piece.room
         card = self._card.ordinal
-        write = self._writes[gather] = CardWrite(
+        write = gather.work = CardWrite(
             order=structs.replace(
                 job.order,
                 source_slots=job.order.source_slots[piece.first : piece.end],
                 target_slots=np.arange(first, first + piece.rows),
                 first_row=job.order.first_row + piece.first,
             ),
-            done=partial(self._ended, gather),
             source=Pool(layout=source, address=self._pool_address, card=card),
             target=Pool(layout=ring, address=gather.ring.device_address, card=card, host=True),
-            row_bytes=ring.row_bytes,
             staged=None if piece.low or not job.order.verify else self._staged(job.order, job.theirs),
         )
+        self._gathers[write] = gather
         self._card_writer.add(write)
-
-    def stop(self, gather: Gather) -> None:
-        if (write := self._writes.get(gather)) is not None:
-            write.stop()
 
     def close(self) -> None:
         self._card_writer.close()
 
-    def _ended(self, gather: Gather, _: Write, outcome: Outcome, text: str, checksum: int) -> None:
+    def _ended(self, write: CardWrite) -> None:
         """In the thread that launches."""
-        del self._writes[gather]
-        gather.text, gather.checksum, gather.lost = text, checksum, outcome is Outcome.UNKNOWN
-        if outcome is Outcome.LANDED:
-            runs, gather.text = attempt(partial(gather.job.cut.runs, gather.piece, gather.job.order.target_slots))
-            gather.runs = gather.runs if runs is None else runs
+        gather = self._gathers.pop(write)
+        if write.outcome is Outcome.LANDED:
+            runs, text = attempt(partial(gather.job.cut.runs, gather.piece, gather.job.order.target_slots))
+            if runs is None:
+                write.fail(Outcome.FAILED, text)
+            else:
+                gather.runs = runs
         self._over(gather)
 
     def _staged(self, order: Write, theirs: Component) -> Staged:

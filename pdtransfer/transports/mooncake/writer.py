@@ -21,7 +21,7 @@ from ...layout.layout import Component
 from ...layout.pairing import Pairing
 from ...threads import in_thread
 from ...wire import Reach
-from ..base import Ready, WriteDone
+from ..base import Ready, Wrote
 from ..card_launcher import WriterCard
 from ..component_match import Planes, lines_for, paired
 from ..copier import CANCELLED
@@ -114,12 +114,13 @@ class MooncakeWriter:
         self,
         components: tuple[Component, ...],
         options: WriterOptions,
+        wrote: Wrote,
         *,
         card: WriterCard | None = None,
         lost: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._components = {component.name: component for component in components}
-        self._network, self._lost = options.network, lost
+        self._network, self._wrote, self._lost = options.network, wrote, lost
         self._loop = asyncio.get_running_loop()
         self._reports: LoopMailbox[Gather] = LoopMailbox(self._gathered)
         self._pool_fd = (
@@ -227,19 +228,18 @@ class MooncakeWriter:
         """Returns False: a slot of the ring must not wait for a gate."""
         return False
 
-    def write(self, order: Write, done: WriteDone) -> None:
+    def write(self, order: Write) -> None:
         """Gathers it piece by piece, in turn with other grants, as slots of the ring come free."""
         mapped = self._sessions.get(order.session)
         if mapped is None or mapped.leaving or mapped.broken:
             text = f"session {order.session:#x} is not mapped" if mapped is None or mapped.leaving else mapped.broken
-            self._loop.call_soon(done, order, Outcome.FAILED, text, 0)
+            self._loop.call_soon(self._wrote, order, Outcome.FAILED, text, 0)
             return
         cut = mapped.cut(order.component, order.layers)
         # For a checksum this process has to read the rows, so it gathers them as well.
         straight = mapped.straight and not order.verify and cut.long(order.source_slots, order.target_slots)
         job = RingJob(
             order=order,
-            done=done,
             cut=cut,
             straight=straight,
             theirs=mapped.components[order.component],
@@ -275,21 +275,21 @@ class MooncakeWriter:
         job.fail(text)
         self._exhaust(mapped, job)
         for gather in job.gathering:
-            self._gatherer.stop(gather)
+            gather.work.stop()
 
     def _gathered(self, gather: Gather) -> None:
         """On the loop: a slot is full, or will never be."""
-        job, mapped = gather.job, self._sessions[gather.job.order.session]
+        job, work, mapped = gather.job, gather.work, self._sessions[gather.job.order.session]
         mapped.busy -= 1
         job.gathering.remove(gather)
-        if gather.text:
-            self._fail(mapped, job, gather.text)
-        if gather.lost:
+        if work.text:
+            self._fail(mapped, job, work.text)
+        if work.outcome is Outcome.UNKNOWN:
             job.lost = mapped.lost = True
         elif job.text or mapped.broken:
             mapped.release(gather.slot, job.order.grant)
         else:
-            job.checksum = (job.checksum + gather.checksum) & MASK
+            job.checksum = (job.checksum + work.checksum) & MASK
             self._send(mapped, job, gather)
         self._advance(mapped)
         self._settle(mapped, job)
@@ -364,7 +364,7 @@ class MooncakeWriter:
         if not jobs:
             del mapped.jobs[grant]
         try:
-            job.done(job.order, job.outcome, job.text, job.checksum)
+            self._wrote(job.order, job.outcome, job.text, job.checksum)
         finally:
             if mapped.leaving and not mapped.jobs:
                 self._leave(mapped)

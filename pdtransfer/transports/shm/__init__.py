@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...memory.arena_memory import ArenaMemory
 from ...probe import Probe
-from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport
+from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport, Wrote
 from ..options import ArenaOptions, Network, WriterOptions
 
 if TYPE_CHECKING:
@@ -44,13 +44,14 @@ class ShmTransport:
         options: WriterOptions,
         *,
         card: WriterCard | None,
+        wrote: Wrote,
         lost: LostWriter,
         wake_hint: WakeHint,
     ) -> WriterTransport:
         from .writer import ShmWriter
 
         del lost  # this process is the only writer
-        return ShmWriter(components, options, card=card, wake_hint=wake_hint)
+        return ShmWriter(components, options, wrote, card=card, wake_hint=wake_hint)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
         del ports

@@ -25,7 +25,7 @@ from ...layout.pairing import Pairing
 from ...memory.mapping import Mapping, enter_backed, map_received
 from ...threads import in_pool, in_thread
 from ...wire import Reach
-from ..base import Ready, WakeHint, WriteDone
+from ..base import Ready, WakeHint, Wrote
 from ..card_launcher import Exported, WriterCard
 from ..card_writer import CardWrite, CardWriter, Staged
 from ..component_match import Planes, lines_for, paired
@@ -127,12 +127,13 @@ class ShmWriter:
         self,
         components: tuple[Component, ...],
         options: WriterOptions,
+        wrote: Wrote,
         *,
         card: WriterCard | None = None,
         uids: frozenset[int] | None = None,
         wake_hint: WakeHint = lambda _: None,
     ) -> None:
-        self._components = {component.name: component for component in components}
+        self._components, self._wrote = {component.name: component for component in components}, wrote
         self._pool_address, self._uids, self._keep_line = options.pool_address, uids, options.network.keep_line
         self._loop = asyncio.get_running_loop()
         self._reports: LoopMailbox[CopyWork[Write] | CardWrite] = LoopMailbox(self._ended)
@@ -285,22 +286,21 @@ class ShmWriter:
         """A GPU waits for its own events."""
         return self._card_writer is not None and gate.next is not None
 
-    def write(self, order: Write, done: WriteDone) -> None:
+    def write(self, order: Write) -> None:
         """Copies a small write on the loop, in this turn or a later one, and a larger one in copy threads, in turn with
         those of other grants."""
         mapped = self._sessions.get(order.session)
         if mapped is None or mapped.reached is None or mapped.leaving:
-            self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
+            self._loop.call_soon(self._wrote, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
             return
         mapped.writes += 1
         if self._card_writer is not None:
-            write = self._card_write(mapped, mapped.reached, order, done)
+            write = self._card_write(mapped, mapped.reached, order)
             self._jobs.setdefault(write.turn, set()).add(write)
             self._card_writer.add(write)
             return
         job = copy_job(
             order,
-            done,
             mapped.pairing(order.component, order.layers),
             source_address=self._pool_address,
             target_address=mapped.reached.mapping.address,
@@ -314,7 +314,7 @@ class ShmWriter:
         else:
             self._small.append(job)
 
-    def _card_write(self, mapped: _Session, reached: _WritableArena, order: Write, done: WriteDone) -> CardWrite:
+    def _card_write(self, mapped: _Session, reached: _WritableArena, order: Write) -> CardWrite:
         key = order.component, order.layers
         if (pools := mapped.pools.get(key)) is None:
             assert self._card is not None
@@ -334,8 +334,7 @@ class ShmWriter:
             )
         source, target = pools
         staged = Staged.of(mapped.components[order.component].name, source) if order.verify else None
-        row_bytes = target.layout.row_bytes
-        return CardWrite(order=order, done=done, source=source, target=target, row_bytes=row_bytes, staged=staged)
+        return CardWrite(order=order, source=source, target=target, staged=staged)
 
     def _has_turn(self, job: CopyWork[Write]) -> bool:
         return self._inline_bytes + job.byte_count <= _INLINE_BYTES_TURN
@@ -362,7 +361,7 @@ class ShmWriter:
         mapped.writes -= 1
         mapped.unknown |= job.outcome is Outcome.UNKNOWN
         try:
-            job.done(job.order, job.outcome, job.text, job.checksum)
+            self._wrote(job.order, job.outcome, job.text, job.checksum)
         finally:
             self._leave(job.order.session, mapped)
 

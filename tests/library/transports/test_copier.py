@@ -27,7 +27,7 @@ def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
             return 0
 
         pieces: Iterator[tuple[int, Piece]] = iter([(byte_count, do)] * count)
-        return CopyWork(order=Verify(1, grant, 0, ()), done=lambda: None, pieces=pieces, cancel=CancelWord())
+        return CopyWork(order=Verify(1, grant, 0, ()), pieces=pieces, cancel=CancelWord())
 
     copier = Copier[Verify](1, lambda work: ended.append(work.order.grant))
     copier.add(work_of(1, 4, PIECE_BYTES - 40_000))  # as many whole rows as go into it
@@ -54,7 +54,7 @@ def test_copies_are_nicer_than_the_loop_and_never_less_nice_than_the_process(mor
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), given)  # of this thread, and of those that it starts
         copier = Copier[Verify](1, lambda work: None)
         pieces: Iterator[tuple[int, Piece]] = iter([(1, do)])
-        copier.add(CopyWork(order=Verify(1, 1, 0, ()), done=lambda: None, pieces=pieces, cancel=CancelWord()))
+        copier.add(CopyWork(order=Verify(1, 1, 0, ()), pieces=pieces, cancel=CancelWord()))
         copier.close()
 
     with ThreadPoolExecutor(1) as thread:

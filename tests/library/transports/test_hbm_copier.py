@@ -51,8 +51,8 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
     said: list[str] = []
 
     async def run() -> None:
-        up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory)  # type: ignore[arg-type]
-        up.lift(Lift(1, 2, 3, (LandedRows(component, 0, EXTENTS),)), lambda _, text: said.append(text))
+        up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory, lambda _, text: said.append(text))  # type: ignore[arg-type]
+        up.lift(Lift(1, 2, 3, (LandedRows(component, 0, EXTENTS),)))
         await asyncio.to_thread(up._copier.close)  # it carries out what is queued
         assert not up._open
         assert up.moved_bytes == (len(SLOTS) * source.layout.row_bytes if said == [""] else 0)

@@ -23,6 +23,7 @@ from pdtransfer.probe import Probe, ok
 from pdtransfer.serve.commands.doctor import probes
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.transports import registry, select
+from pdtransfer.transports.base import Wrote
 from pdtransfer.transports.mooncake import MooncakeTransport
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from tests.support.client_pair import component, settings
@@ -142,10 +143,12 @@ class Carrier:
         self.owner.offer = offered
         return self.owner
 
-    def writer(self, components: tuple[Component, ...], options: WriterOptions, **_: Any) -> FakeWriter:
+    def writer(
+        self, components: tuple[Component, ...], options: WriterOptions, *, wrote: Wrote, **_: Any
+    ) -> FakeWriter:
         byte_count = max(each.layout.end for each in components)
         pool = np.ctypeslib.as_array((ctypes.c_uint8 * byte_count).from_address(options.pool_address))
-        return FakeWriter(self.owner, components, pool, outcome=Outcome.LANDED)
+        return FakeWriter(self.owner, components, pool, wrote, outcome=Outcome.LANDED)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
         return (Probe("carrier", lambda _: ok(f"awake, {len(ports)} ranges")),)

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,6 +38,7 @@ from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.transports.shm.writer import ShmWriter
 from pdtransfer.wire import Reach
+from tests.support.fake_transport import unheard
 from tests.support.internals import sessions_of
 from tests.support.processes import deliver, forked_descriptors, no_descriptors, open_files
 from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first
@@ -441,7 +443,7 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=half)
     told: list[int] = []
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), unheard)
     reach = await decode.offer(WRITER)
     assert await prefill.map(WRITER, reach, (), told.append) == half
     held = open_files()
@@ -471,7 +473,7 @@ async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_t
     monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
     arena.mapping.prefault()
     told: list[int] = []
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), unheard)
     assert await prefill.map(WRITER, await decode.offer(WRITER), (), told.append) == piece
     assert told == []
     await until(lambda: told[-1:] == [arena.byte_count])
@@ -486,7 +488,7 @@ async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_
 ) -> None:
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=4_096)
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), unheard)
     assert await prefill.map(WRITER, await decode.offer(WRITER), ()) == 4_096
     held = open_files()
     prefill.unmap(WRITER)
@@ -499,7 +501,7 @@ async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_
 async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_the_reason(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), unheard)
     with no_descriptors():
         reach = await decode.offer(WRITER)
         with pytest.raises(TransportError, match="Too many open files"):
@@ -745,7 +747,7 @@ async def test_what_is_not_a_sealed_arena_is_refused_and_closed(
     fds = [plain_memfd(size) for size in files]
     reach, server = await offering(directory, reply, fds)
     pool = Pool()
-    writer = ShmWriter((pool.component,), WriterOptions(pool_address=pool.address))
+    writer = ShmWriter((pool.component,), WriterOptions(pool_address=pool.address), unheard)
     before = open_files()
     with pytest.raises(TransportError, match=text):
         await writer.map(WRITER, reach, ())
@@ -769,7 +771,7 @@ async def test_writes_large_and_small_land_where_they_belong_and_nowhere_else(
     for grant, (ours, theirs) in enumerate(rooms, 1):
         for layers in ((0, 1), (1, LAYERS)):
             both.want(both.write(ours, theirs, grant=grant, layers=layers))
-    assert not both.ended, "done is never called from within write"
+    assert not both.ended, "no end is reported from within write"
     await until(lambda: len(both.ended) == both.writes)
     assert sorted(number for number, _, _ in both.ended) == list(range(1, both.writes + 1))
     assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
@@ -972,19 +974,25 @@ async def test_a_copy_that_raises_fails_its_write_and_not_its_thread(
 
 
 @on_loop
-async def test_a_done_that_raises_costs_nobody_else_a_report(arena: ArenaMemory, directory: Path) -> None:
+async def test_a_report_that_raises_costs_no_other_report(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both = Pair(arena, directory)
     await both.map()
     told: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
 
-    def broken(*_: object) -> None:
-        raise ValueError("broken")
+    wrote = both.writer._wrote
 
+    def broken(order: Write, *rest: Any) -> None:
+        if order.write == 2:
+            raise ValueError("broken")
+        wrote(order, *rest)
+
+    monkeypatch.setattr(both.writer, "_wrote", broken)
     row = np.arange(1)
-    order = both.write(row, row, grant=1)
-    both.writer.write(order, broken)
-    both.write(row, row, grant=1)
+    for _ in range(3):
+        both.write(row, row, grant=1)
     await until(lambda: len(both.ended) == 2)
     assert told == ["broken"]
     both.writer.unmap(WRITER)
@@ -1036,7 +1044,7 @@ def job_of(
         target_slots=slots,
     )  # fmt: skip
     pairing, there = pair(pool.layout, page_first()), target.ctypes.data
-    return copy_job(order, lambda *_: None, pairing, source_address=pool.address, target_address=there, lines=lines)
+    return copy_job(order, pairing, source_address=pool.address, target_address=there, lines=lines)
 
 
 def carried(jobs: list[CopyWork[Write]], *, threads: int) -> list[tuple[int, int]]:

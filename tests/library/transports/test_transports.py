@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.transports.base import ArenaTransport, WriterTransport
+from pdtransfer.transports.base import ArenaTransport, WriterTransport, Wrote
 from pdtransfer.transports.mooncake.arena import MooncakeArena
 from pdtransfer.transports.mooncake.settings import why_not
 from pdtransfer.transports.mooncake.writer import MooncakeWriter
@@ -40,11 +41,15 @@ class World:
     """One owner, one writer, and what was reported."""
 
     owner: ArenaTransport
-    writer: WriterTransport
+    make_writer: InitVar[Callable[[Wrote], WriterTransport]]
     pool: NDArray[np.uint8]
     memory: Callable[[], NDArray[np.uint8]]
     ended: list[tuple[int, Outcome]] = field(default_factory=list[tuple[int, Outcome]])
     checksums: dict[int, int] = field(default_factory=dict[int, int])
+    writer: WriterTransport = field(init=False)
+
+    def __post_init__(self, make_writer: Callable[[Wrote], WriterTransport]) -> None:
+        self.writer = make_writer(self._wrote)
 
     async def map(self) -> int:
         return await self.writer.map(SESSION, await self.owner.offer(SESSION), (COMPONENT,))
@@ -54,9 +59,9 @@ class World:
             session=SESSION, grant=number, room=number, write=number, component=0, layers=layers,
             source_slots=np.array(slots), target_slots=np.array(slots)[::-1].copy(), **more,
         )  # fmt: skip
-        self.writer.write(order, self._done)
+        self.writer.write(order)
 
-    def _done(self, order: Write, outcome: Outcome, text: str, checksum: int) -> None:
+    def _wrote(self, order: Write, outcome: Outcome, text: str, checksum: int) -> None:
         self.ended.append((order.write, outcome))
         self.checksums[order.write] = checksum
 
@@ -76,7 +81,10 @@ def pool() -> NDArray[np.uint8]:
 @asynccontextmanager
 async def fake(_: Path) -> AsyncIterator[World]:
     owner, source = FakeArena(LAYOUT.end), pool()
-    writer = FakeWriter(owner, (COMPONENT,), source, outcome=Outcome.LANDED)
+
+    def writer(wrote: Wrote) -> WriterTransport:
+        return FakeWriter(owner, (COMPONENT,), source, wrote, outcome=Outcome.LANDED)
+
     yield World(owner, writer, source, lambda: owner.memory)
 
 
@@ -84,9 +92,10 @@ async def fake(_: Path) -> AsyncIterator[World]:
 async def shm(directory: Path) -> AsyncIterator[World]:
     arena, source = ArenaMemory.create(LAYOUT.end, huge_pages="never"), pool()
     owner = ShmArena(arena, directory=directory / "s")
-    writer = ShmWriter((COMPONENT,), WriterOptions(pool_address=source.ctypes.data))
-    yield World(owner, writer, source, lambda: arena.mapping.array)
-    await writer.close()
+    options = WriterOptions(pool_address=source.ctypes.data)
+    world = World(owner, partial(ShmWriter, (COMPONENT,), options), source, lambda: arena.mapping.array)
+    yield world
+    await world.writer.close()
     await owner.close()
     arena.close()
 
@@ -97,9 +106,10 @@ async def mooncake(_: Path) -> AsyncIterator[World]:
         pytest.skip(reason)
     arena, source = ArenaMemory.create(LAYOUT.end, huge_pages="never"), pool()
     owner = MooncakeArena(arena, Network())
-    writer = MooncakeWriter((COMPONENT,), WriterOptions(pool_address=source.ctypes.data))
-    yield World(owner, writer, source, lambda: arena.mapping.array)
-    await writer.close()
+    options = WriterOptions(pool_address=source.ctypes.data)
+    world = World(owner, partial(MooncakeWriter, (COMPONENT,), options), source, lambda: arena.mapping.array)
+    yield world
+    await world.writer.close()
     await owner.close()
     arena.close()
 

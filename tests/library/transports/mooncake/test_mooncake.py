@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +43,7 @@ from pdtransfer.transports.mooncake.settings import why_not
 from pdtransfer.transports.mooncake.writer import MooncakeWriter, targets_of
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from tests.support.client_pair import LIMITS, component, settings
+from tests.support.fake_transport import unheard
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import CANARY, Pool, bytes_written, mla
 from tests.support.paths import REPO
@@ -76,7 +77,7 @@ class Both:
     memory: ArenaMemory
     target: Component
     lost: list[int]
-    ended: dict[int, tuple[Outcome, str]] = field(default_factory=dict[int, tuple[Outcome, str]])
+    ended: dict[int, tuple[Outcome, str]]
 
     async def map(self, session: int = SESSION) -> None:
         await self.writer.map(session, await self.owner.offer(session), (self.target,))
@@ -92,7 +93,7 @@ class Both:
             session=session, grant=grant, room=grant, write=grant, component=0, layers=(0, 14),
             source_slots=source_slots, target_slots=target_slots,
         )  # fmt: skip
-        self.writer.write(order, lambda _, outcome, text, __: self.ended.update({grant: (outcome, text)}))
+        self.writer.write(order)
 
     def theirs(self, session: int = SESSION) -> int:
         return sessions_of(self.owner)[session].process.pid
@@ -118,8 +119,13 @@ async def both(*, shared: bool = False, engines: tuple[int, int] = (2, 2)) -> As
     ours, theirs = (Network(streams=each) for each in engines)
     owner = MooncakeArena(memory, theirs, lost=lambda session, _: lost.append(session))
     pool_fd = pool.fd if shared else -1
-    writer = MooncakeWriter((source,), WriterOptions(network=ours, pool_address=pool.mapping.address, pool_fd=pool_fd))
-    made = Both(owner, writer, pool, memory, target, lost)
+    ended = dict[int, tuple[Outcome, str]]()
+
+    def wrote(order: Write, outcome: Outcome, text: str, _: int) -> None:
+        ended[order.grant] = outcome, text
+
+    options = WriterOptions(network=ours, pool_address=pool.mapping.address, pool_fd=pool_fd)
+    made = Both(owner, MooncakeWriter((source,), options, wrote), pool, memory, target, lost, ended)
     try:
         yield made
     finally:
@@ -765,7 +771,7 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
 @pytest.mark.parametrize("transport", ["shm", "mooncake"])
 @on_loop
 async def test_a_writer_that_closes_maps_nothing_more(transport: Any) -> None:
-    made = select.PrefillTransports((latent("layer_first", 1),), WriterOptions(transport=transport))
+    made = select.PrefillTransports((latent("layer_first", 1),), WriterOptions(transport=transport), wrote=unheard)
     await made.close()
     with pytest.raises(TransportError, match="closing"):
         await made.map(1, replace(REACH, transport=transport), (latent("page_first", 1),))
@@ -787,7 +793,7 @@ async def test_an_arena_that_closes_starts_no_engine_for_a_session_that_comes_me
 @on_loop
 async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody() -> None:
     async with both() as it:
-        made = select.PrefillTransports((latent("page_first", LARGE + SMALL),), WriterOptions(transport="mooncake"))
+        made = select.PrefillTransports((it.target,), WriterOptions(transport="mooncake"), wrote=unheard)
         await made.map(SESSION, await it.owner.offer(SESSION), (it.target,))
         made.unmap(SESSION)
         assert await made.fence(SESSION)

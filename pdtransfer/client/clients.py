@@ -487,6 +487,11 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         """
         self._port.to_loop(lambda: self._node.abort(room, detail=detail))
 
+    @property
+    def copied_up_bytes(self) -> int:
+        """Bytes that were copied from the arena to HBM so far, as their writers do not reach the GPU."""
+        return self._node.lifted_bytes
+
     def poll(self) -> list[DecodeEvent]:
         """The events since the last call, oldest first; never waits."""
         events = self._port.poll()

@@ -135,17 +135,14 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             facts = dialect.facts_of_model(self._vllm_config, kv_caches)
         self._facts = dialect.shown_facts(self._vllm_config, kv_caches, facts, self._settings.rows)
         described = components(self._memory.base(extent), "dram")
-        prefill = decode = None
-        copied_up = False
+        prefill = decode = target = None
         if self._sends:
             prefill = self._prefill_client(described, extent, ranks, facts)
         if self._receives:
             target = self._memory.target(extent)
-            copied_up = target.copied_up
             decode = self._decode_client(components(target.base, target.memory), target.arena, ranks, facts)
         self._worker = WorkerSide(
             pools=described, prefill=prefill, decode=decode, time_left_s=self._settings.time_left_s,
-            copied_up=copied_up,
             recomputes=getattr(self._kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
             facts=self._facts,
         )  # fmt: skip
@@ -154,7 +151,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._listening.endpoint if self._listening else "no listener",
             sum(each.of_block * each.component.layout.row_bytes for each in described.rows), len(described.rows),
             self._settings.rows,
-            "nowhere" if decode is None else "in host memory first" if copied_up else "in vLLM's KV cache", self._facts,
+            "nowhere" if target is None else "in host memory first" if target.copied_up else "in vLLM's KV cache",
+            self._facts,
         )  # fmt: skip
 
     def _node(self, role: str, ranks: Ranks, facts: dict[str, Any]) -> NodeSettings:

@@ -117,8 +117,7 @@ class WorkerSide:
     """Carries out orders on one rank.
 
     `pools` describe the KV cache: what becomes of blocks, and after which layer's name each layer is complete.
-    `copied_up` tells that what lands is copied once more to vLLM's memory, `recomputes` that vLLM computes a prompt
-    itself whose load has failed. `facts` are what peers compare.
+    `recomputes` tells that vLLM computes a prompt itself whose load has failed. `facts` are what peers compare.
     """
 
     def __init__(
@@ -128,14 +127,13 @@ class WorkerSide:
         prefill: PrefillClient | None,
         decode: DecodeClient | None,
         time_left_s: float,
-        copied_up: bool = False,
         recomputes: bool = False,
         facts: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rows, self._layers, self._complete_after = pools.rows, pools.layers, pools.complete_after
         self._prefill, self._decode = prefill, decode
-        self._time_left_s, self._copied_up, self._clock = time_left_s, copied_up, clock
+        self._time_left_s, self._clock = time_left_s, clock
         self._quiescence = None if prefill is None else Quiescence(prefill, clock)
         self._recomputes, self._share, self._facts = recomputes, ComputedShare(clock), facts or {}
         self._sending: dict[str, _SentRoom] = {}
@@ -148,6 +146,7 @@ class WorkerSide:
         self._cells: list[_Cell] = []  # of these chunks
         self._computed: set[tuple[int, int]] = set()  # (component, layer) of this step
         self._data = figures.empty()
+        self._copied_bytes = 0  # of copied_up_bytes, that were taken
 
     # A step, in this order
 
@@ -227,6 +226,9 @@ class WorkerSide:
 
     def take_figures(self) -> figures.Data | None:
         """What was counted since the last call; None for nothing."""
+        if self._decode is not None:
+            copied_bytes = self._decode.copied_up_bytes
+            self._data["copied_up_bytes"], self._copied_bytes = copied_bytes - self._copied_bytes, copied_bytes
         if figures.is_empty(self._data):
             return None
         made, self._data = self._data, figures.empty()
@@ -353,8 +355,6 @@ class WorkerSide:
                     self._share.add("")
                 figures.count(self._data, "rooms", "received")
                 figures.count(self._data, "bytes", "received", event.kv_bytes)
-                if self._copied_up:
-                    self._data["copied_up_bytes"] += event.kv_bytes
                 if len(self._data["seconds"]) < figures.SECONDS_MAX:
                     self._data["seconds"].append(self._clock() - self._receiving[request_id].began)
             case RoomFailed(room, cause, detail):

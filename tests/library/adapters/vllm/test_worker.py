@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receiv
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.handoff import cell_sizes
+from pdtransfer.memory.hbm import Hbm
 from pdtransfer.wire import Ranks
 from tests.support.client_pair import LIMITS, Late
 from tests.support.waiting import wait_for
@@ -47,14 +49,15 @@ ONE: Groups = [(KVGroup(0, TOKENS), NAMES)]
 TWO: Groups = [(KVGroup(0, TOKENS), NAMES[:2]), (KVGroup(1, TOKENS), NAMES[2:])]
 
 
-def described(cache: np.ndarray, base: int, groups: Groups, rows: str) -> Pools:
+def described(cache: np.ndarray, base: int, groups: Groups, rows: str, memory: Any = "dram") -> Pools:
     """The components of the cache, float32 (layers, blocks, heads, tokens, width), whose rows are blocks or tokens."""
     views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
     by_token = {name: view.transpose(1, 2) for name, view in views.items()}
     kinds = {name: {"k": view[..., : WIDTH // 2], "v": view[..., WIDTH // 2 :]} for name, view in by_token.items()}
     return pools(
-        views, groups, blocks=BLOCKS, base=base, heads=Heads(HEADS, Ranks()), kinds=kinds if rows == "tokens" else None
-    )
+        views, groups, blocks=BLOCKS, base=base, heads=Heads(HEADS, Ranks()), memory=memory,
+        kinds=kinds if rows == "tokens" else None,
+    )  # fmt: skip
 
 
 class Site:
@@ -148,16 +151,22 @@ def site() -> Iterator[Site]:
 
 
 @contextmanager
-def made_site(groups: Groups = ONE, rows: str = "blocks", **side: Any) -> Iterator[Site]:
+def made_site(groups: Groups = ONE, rows: str = "blocks", *, copied_up: bool = False, **side: Any) -> Iterator[Site]:
+    """With `copied_up` the cache is memory that prefill does not reach."""
     source = np.random.default_rng(1).random(SHAPE, np.float32)
     arena = ArenaMemory.create(source.nbytes)
-    target = np.frombuffer(arena.mapping.view, np.float32, source.size).reshape(SHAPE)
+    view, address, memory = arena.mapping.view, arena.mapping.address, "dram"
+    if copied_up:
+        arena.hbm = Hbm.of_process(base=0, byte_count=source.nbytes)
+        address, memory = arena.hbm.address, "hbm"
+        view = memoryview((ctypes.c_uint8 * source.nbytes).from_address(address))
+    target = np.frombuffer(view, np.float32, source.size).reshape(SHAPE)
     options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
     made = described(source, source.ctypes.data, groups, rows)
     prefill = PrefillClient(
         NodeSettings(node="p", **options), made.components, writer=WriterOptions(pool_address=source.ctypes.data)
     )
-    landing = described(target, arena.mapping.address, groups, rows)
+    landing = described(target, address, groups, rows, memory)
     decode = DecodeClient(
         NodeSettings(node="d", **options), landing.components, arena, engine_slots=True, prefix_cache=False, verify=True
     )
@@ -430,6 +439,8 @@ def test_a_room_that_prefill_withdraws_fails_decodes_load(site: Site) -> None:
 class ToldLater:
     """A decode client that says what the test has it say."""
 
+    copied_up_bytes = 0
+
     def __init__(self) -> None:
         self.events: list[Any] = []
 
@@ -590,6 +601,7 @@ def test_figures_of_an_interval_are_bounded_and_counted_once(monkeypatch: pytest
         data = site.decode.take_figures()
         assert data is not None
         assert (data["rooms"], data["copied_up_bytes"]) == ({"received": 2}, site.source[:, :2].nbytes)
+        assert np.array_equal(site.target[:, [4, 9]], site.source[:, [7, 3]])
         assert data["seconds"] in ([20.5], [10.5])
         assert site.decode.take_figures() is None
 

@@ -13,7 +13,7 @@ OPTIONS = {"mla": SMALL | {"heads": "2"}, "gqa": SMALL | {"heads": "4", "kv_head
 
 
 def model_of(engine):
-    return engine._model
+    return engine.model._model
 
 
 def kv_of(memory, layout, slots):

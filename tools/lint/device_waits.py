@@ -99,16 +99,13 @@ WAITS_INSIDE_THE_DRIVER = {
     ("serve.engines.transformers.checkpoint.placed", "to"): "at the start",
     ("serve.engines.transformers.checkpoint._digest", "cpu"): "at the start",
     ("serve.engines.transformers.factory._prove", "tensor"): "at the start",
-    ("serve.engines.transformers.prefill.CheckpointPrefill.__init__", "synchronize"): "at the start",
+    ("serve.engines.shell.torch_memory.TensorPool.__init__", "synchronize"): "at the start",
     ("pdtransfer_lab.models.indexer.IndexCache.digest", "cpu"): "once a request, when it has ended",
     ("pdtransfer_lab.models.indexer.IndexCache.__init__", "to"): "at the start",
     ("pdtransfer_lab.models.architecture.Weights.draw.normal", "as_tensor"): "at the start",
     ("hisparse.hot_step.HotStep.__init__", "to"): "at the start",
     ("pdtransfer_lab.models.numerics.Rope.__init__", "to"): "at the start",
     ("pdtransfer_lab.models.numerics.first_product", "synchronize"): "at the start",
-    ("pdtransfer_lab.models.prefill.ReferencePrefill.__init__", "synchronize"): "at the start",
-    ("pdtransfer_lab.models.hybrid.HybridPrefill.__init__", "synchronize"): "at the start",
-    ("pdtransfer_lab.models.hybrid_rows._views", "as_tensor"): "at the start",
     (
         "hisparse.hot_pool.HotPool.counters",
         "cpu",
@@ -122,6 +119,7 @@ OF_ENGINES = (
     "pdtransfer.hisparse.hot_",
     "pdtransfer.kernels.stream",
     "pdtransfer.kernels.plane",
+    "pdtransfer.serve.engines.shell.",
     "pdtransfer.serve.engines.transformers.",
 )
 

@@ -227,7 +227,7 @@ class PrefillSide(_Side):
 
     @property
     def quiet(self) -> bool:
-        return self._engine.idle and not self._engine.telling
+        return self._engine.idle and not self._engine.model.spans.pending
 
     async def serve(self) -> None:
         """Says where it is reached, then does what it is asked."""

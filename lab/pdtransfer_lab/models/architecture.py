@@ -124,26 +124,21 @@ class Architecture:
         }
 
 
-class NamedOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options that every engine here has, set by `--engine-option name=value`."""
+class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of any model, set by `--engine-option name=value`."""
 
     seed: Annotated[int, Meta(ge=0)] = 0
     context_tokens: Annotated[int, Meta(ge=2, le=1 << 20)] = 16_384
     eos: Annotated[int, Meta(ge=0, lt=VOCABULARY)] = EOS
+    attention: AttentionKind = "mla"
+    top_k: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0  # tokens that a decode step attends to; 0: all
+    index_share: Annotated[int, Meta(ge=1, le=64)] = 2  # layers that attend to the same picks
+    layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # layers in each cell that prefill offers; 0: all
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
         """Raises ConfigError, naming the option, if one is unknown, not an integer or out of bounds."""
         return schema.options(options, cls)
-
-
-class EngineOptions(NamedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of any model."""
-
-    attention: AttentionKind = "mla"
-    top_k: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0  # tokens that a decode step attends to; 0: all
-    index_share: Annotated[int, Meta(ge=1, le=64)] = 2  # layers that attend to the same picks
-    layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # layers in each cell that prefill offers; 0: all
 
 
 class Options(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

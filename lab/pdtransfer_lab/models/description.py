@@ -1,4 +1,4 @@
-"""Builds the model and the EngineDescription from a daemon's configuration, and checks requests, for both roles."""
+"""Builds the model and the EngineDescription from a daemon's configuration, for both roles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.layout.layout_builders import DSA_INDEX_PARTS, host_layout, item_layout
-from pdtransfer.serve.engine_api import EngineConfig, EngineDescription, Request
-from pdtransfer.serve.sampling import check_asked
+from pdtransfer.serve.engine_api import EngineConfig, EngineDescription
+from pdtransfer.serve.engines.shell.facts import ModelFacts
 
 from .architecture import Architecture, EngineOptions, Options
 from .model import Model, Transformer
@@ -61,8 +61,15 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def describe(config: EngineConfig, model: Transformer, options: EngineOptions) -> EngineDescription:
+def facts_of(config: EngineConfig, model: Transformer, options: EngineOptions) -> ModelFacts:
     """Describes the engine. Raises ConfigError if slots, page size and layout do not make a pool."""
+    return ModelFacts(
+        description=_description(config, model, options), aux_format="reference/1", vocabulary=VOCABULARY,
+        context_tokens=model.architecture.context_tokens, eos=(options.eos,),
+    )  # fmt: skip
+
+
+def _description(config: EngineConfig, model: Transformer, options: EngineOptions) -> EngineDescription:
     kv = _kv(config.host_layout, model, slots=config.slots, page_size=config.page_size)
     components = [_component(COMPONENT, "dram", kv)]
     replicas = {COMPONENT: (model.shard.replica, model.shard.replicas)}
@@ -118,8 +125,3 @@ def _component(name: str, memory: Literal["dram", "hbm"], layout: Layout) -> Com
 
 def _aligned(byte_count: int) -> int:
     return -(-byte_count // _ALIGNMENT) * _ALIGNMENT
-
-
-def check_request(request: Request, architecture: Architecture) -> None:
-    """Raises ValueError, with both values, for a request that this architecture cannot serve."""
-    check_asked(request.prompt, request.sampling, vocabulary=VOCABULARY, context_tokens=architecture.context_tokens)

@@ -13,33 +13,30 @@ from numpy.typing import NDArray
 
 from pdtransfer.serve.engine_api import DecodeEngine, EngineConfig, PrefillEngine
 from pdtransfer.serve.engines.generation import Generation, generated
+from pdtransfer.serve.engines.shell.decode import DecodeShell
+from pdtransfer.serve.engines.shell.prefill import PrefillShell
 from pdtransfer.wire import Sampling
 
 from .architecture import EngineOptions, Options
 from .decode import ReferenceDecode
 from .description import build_model
-from .hybrid import HybridDecode, HybridPrefill
-from .hybrid_rows import HybridOptions
 from .model import Transformer
+from .numerics import first_product
 from .prefill import ReferencePrefill
 
 
 def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
-    """The engine for `config.role`; the option `pools` names that of a hybrid model. Raises ConfigError."""
-    if "pools" in config.options:
-        hybrid = HybridOptions.parse(config.options)
-        return HybridPrefill(config, hybrid) if config.role == "prefill" else HybridDecode(config, hybrid)
+    """The engine for `config.role`. Raises ConfigError."""
     options = Options.parse(config.options)
     return engine_of(config, options, build_model(config, options))
 
 
 def engine_of(config: EngineConfig, options: EngineOptions, model: Transformer) -> PrefillEngine | DecodeEngine:
     """The engine for `config.role` with this model."""
-    match config.role:
-        case "prefill":
-            return ReferencePrefill(config, options, model)
-        case "decode":
-            return ReferenceDecode(config, options, model)
+    if config.role == "prefill":
+        prefill = ReferencePrefill(config, options, model)
+        return PrefillShell(config, prefill, warm_up=lambda: first_product(model.device))
+    return DecodeShell(config, ReferenceDecode(config, options, model), warm_up=lambda: first_product(model.device))
 
 
 def generate(config: EngineConfig, prompt: NDArray[np.int64], sampling: Sampling) -> Generation:
@@ -52,19 +49,9 @@ def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int6
 
     Only `options` and `device` of `config` affect the outcomes.
     """
-    return generated(*_alone(config), requests)
-
-
-def _alone(config: EngineConfig) -> tuple[ReferencePrefill | HybridPrefill, DecodeEngine]:
-    """Both engines, on one pool."""
-    if "pools" in config.options:
-        hybrid = HybridOptions.parse(config.options | {"index_memory": "dram"})
-        writes, reads = HybridPrefill(config, hybrid), HybridDecode(config, hybrid)
-        reads.take(writes.flat)
-        return writes, reads
     options = Options.parse(config.options)
     model = build_model(config, options)
     prefill = ReferencePrefill(replace(config, role="prefill"), options, model)
     decode = ReferenceDecode(replace(config, role="decode"), options, model)
     decode.take(prefill.flat)
-    return prefill, decode
+    return generated(PrefillShell(config, prefill), DecodeShell(config, decode), requests)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdtransfer.errors import ConfigError
 from pdtransfer.hisparse.coordinator import Capacity
-from pdtransfer.hisparse.hot_requests import HotRequests, HotShape, capacity_of, pool_slots
+from pdtransfer.hisparse.hot_requests import HotRequests, HotShape, pool_slots
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.stream import DeviceSpans
 from pdtransfer.serve.engine_api import EngineConfig, HiSparse
@@ -16,13 +15,6 @@ from .cache import Cache
 from .description import kv_layout
 from .model import Transformer
 from .steps import BegunStep, StepPart
-
-
-def reference_capacity(config: EngineConfig, hisparse: HiSparse, top: int) -> Capacity:
-    """The capacity for hot requests. Raises ConfigError if no long request could ever run."""
-    if not top:
-        raise ConfigError("enable_hisparse: the model attends to all tokens: set the engine option top_k")
-    return capacity_of(hisparse, top, rows=config.batch_max, slots=config.slots)
 
 
 class HotResidency:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from hashlib import blake2b
 from typing import Protocol
 
@@ -63,6 +64,12 @@ class Transformer(Protocol):
     def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
         """Digests all ranks' digests. `own` (heads, DIGEST_BYTES) are this rank's heads, then the index if any."""
         ...
+
+
+def computing(model: Transformer) -> AbstractContextManager[object]:
+    """Prepares the calling thread to compute for this model."""
+    model.enter()
+    return torch.inference_mode()
 
 
 class Model:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...layout.geometry import Int64s
 from ...wire import Sampling
 from ..engine_api import Broken, DecodeEngine, Finished, Prefilled, PrefillEngine, Request, Token
-
-SlotsByComponent = dict[str, Int64s]
+from .shell.prefill import Slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,25 +29,18 @@ class Generation:
 class GrowingPrefill(PrefillEngine, Protocol):
     """A prefill engine in whose pool decode goes on."""
 
-    def admit_with_growth(self, request: Request, growth: int) -> SlotsByComponent | None:
+    def admit_with_growth(self, request: Request, growth: int) -> Slots | None:
         """As `admit`, with pages for `growth` more tokens for decode from this pool. Returns slots by component."""
         ...
 
 
 def generated(
-    prefill: GrowingPrefill,
-    decode: DecodeEngine,
-    requests: Sequence[tuple[NDArray[np.int64], Sampling]],
-    *,
-    taken_by_decode: Callable[[SlotsByComponent, int], SlotsByComponent] = lambda slots, _: slots,
+    prefill: GrowingPrefill, decode: DecodeEngine, requests: Sequence[tuple[NDArray[np.int64], Sampling]]
 ) -> list[Generation]:
-    """Runs requests on these engines of one memory, as many at a time as fit it. Returns outcomes in their order.
-
-    `taken_by_decode` gets prefill's slots and the number of tokens of a prompt, and returns those that decode takes.
-    """
+    """Runs requests on these engines of one memory, as many at a time as fit it. Returns outcomes in their order."""
     rooms = [Request(room=at, prompt=prompt, sampling=sampling) for at, (prompt, sampling) in enumerate(requests)]
     waiting = deque(rooms)
-    slots: dict[int, SlotsByComponent] = {}
+    slots: dict[int, Slots] = {}
     tokens: list[list[int]] = [[] for _ in requests]
     outcomes: dict[int, Generation] = {}
     while len(outcomes) < len(requests):
@@ -57,8 +48,7 @@ def generated(
             taken = prefill.admit_with_growth(waiting[0], waiting[0].sampling.max_tokens)
             if taken is None:
                 break
-            request = waiting.popleft()
-            slots[request.room] = taken_by_decode(taken, len(request.prompt))
+            slots[waiting.popleft().room] = taken
         for event in prefill.step() or decode.step():
             match event:
                 case Prefilled(room=room, aux=aux):

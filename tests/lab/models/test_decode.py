@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer_lab.models.factory import create, generate
-from pdtransfer_lab.models.sampling import Handoff
 
 from pdtransfer.serve.engine_api import Broken, Finished, Token
+from pdtransfer.serve.engines.shell.first_token import FirstToken
 from tests.support.effort import some
 from tests.support.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
 
@@ -110,7 +110,9 @@ def test_the_first_step_tells_the_first_token_and_the_next():
     decode = Decode.of()
     decode.admit(one, prefill)
     first, second = decode.engine.step()
-    assert first == Token(room=1, index=0, id=Handoff.unpack(prefill.aux[1], 9).first_token)
+    assert first == Token(
+        room=1, index=0, id=FirstToken.unpack(prefill.aux[1], prompt_tokens=9, facts=decode.engine.model.facts).id
+    )
     assert second.index == 1
 
 
@@ -193,7 +195,7 @@ def test_slots_that_are_not_the_rooms_are_refused(landed, slots, named):
     engine.admit(one, {"kv": GOOD}, aux)
 
 
-FIELDS = ["reference/1", 20, 5, b"d" * 16]
+FIELDS = ["reference/1", 20, 5, b"d" * 16, b"", b""]
 
 
 def packed(**change):
@@ -231,8 +233,11 @@ def test_aux_as_any_msgpack_writes_it_is_accepted(landed):
         packed(_3=b"d" * 15),
         packed(_3=b"d" * 17),
         packed(_3="d" * 16),
+        packed(_3=b""),
+        packed(_4=b"?"),
+        packed(_5=b"d" * 1_025),
         # The right values in a longer form than they need.
-        b"\x94" + msgpack.packb("reference/1") + b"\xcd\x00\x14" + b"\x05" + msgpack.packb(b"d" * 16),
+        b"\x96" + msgpack.packb("reference/1") + b"\xcd\x00\x14" + b"\x05" + b"".join(map(msgpack.packb, FIELDS[3:])),
         b"\x91" * 100_000,
     ],
 )
@@ -248,11 +253,14 @@ FIELD = (
 )
 
 
-@given(aux=st.binary(max_size=200) | st.lists(FIELD, max_size=6).map(msgpack.packb))
+FACTS = decode_engine().model.facts
+
+
+@given(aux=st.binary(max_size=200) | st.lists(FIELD, max_size=8).map(msgpack.packb))
 @settings(max_examples=some(300), deadline=None)
 def test_any_bytes_as_aux_are_a_handoff_or_a_value_error(aux):
     try:
-        handoff = Handoff.unpack(aux, 20)
+        handoff = FirstToken.unpack(aux, prompt_tokens=20, facts=FACTS)
     except ValueError:
         return
     assert handoff.pack() == aux

@@ -10,11 +10,11 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 import torch
 from pdtransfer_lab.models import deep
 from pdtransfer_lab.models.deep import create
-from pdtransfer_lab.models.prefill import _Pick
 
 from pdtransfer.errors import ConfigError
 from pdtransfer.layout.layout import expand_pages
 from pdtransfer.serve.engine_api import Computed, HiSparse, Prefilled
+from pdtransfer.serve.engines.shell.prefill import LastRow, _Picking
 from pdtransfer.wire import Ranks
 from tests.support.deep_model import OPTIONS, SMALL, kv_of, model_of, near, textbook
 from tests.support.engine_pair import Decode, Prefill, config, copy_rows, heads_of, places, prompts, request
@@ -31,8 +31,9 @@ def decode_of(attention, *, options=None, **more):
 def last_logits(engine, monkeypatch):
     """What the engine's model has said of the latest row that it was asked about."""
     said = []
-    plain = engine._model.logits
-    monkeypatch.setattr(engine._model, "logits", lambda x: said.append(plain(x)) or said[-1])
+    model = model_of(engine)
+    plain = model.logits
+    monkeypatch.setattr(model, "logits", lambda x: said.append(plain(x)) or said[-1])
     return said
 
 
@@ -100,7 +101,7 @@ def test_what_decode_has_is_what_prefill_wrote_bit_by_bit(attention):
     prefill.run(one)
     decode.admit(one, prefill)
     decode.run()
-    cache = prefill.engine._cache
+    cache = prefill.engine.model._cache
     own = cache.digests(cache.index(prefill.slots(one), 1))
     assert decode.ends[1].kv_digest == model_of(prefill.engine).whole_digest(own)
 
@@ -134,10 +135,10 @@ def test_spans_tell_when_each_layer_was_computed(attention):
     decode = decode_of(attention, spans=spans)
     one = request(7, prompts(6, (100,))[0], max_tokens=2)
     prefill.run(one)
-    assert (told, prefill.engine.telling) == ([], True), "its rows may still be on their way"
+    assert (told, prefill.engine.model.spans.pending) == ([], True), "its rows may still be on their way"
     prefill.engine.free(7)
     prefill.run()
-    assert not prefill.engine.telling
+    assert not prefill.engine.model.spans.pending
     layers = [(lane, name, room, layer) for lane, name, _, _, room, layer in told]
     chunks = [("compute", name, 7, layer) for name in ("rows 0-64", "rows 64-100") for layer in range(3)]
     assert layers == [*chunks, ("pick", "", 7, -1)]
@@ -160,9 +161,10 @@ def test_cells_do_not_wait_for_the_token_of_a_prompt_that_a_card_still_computes(
 
     engine = create(config(attention="mla", options=OPTIONS["mla"]))
     assert engine.admit(request(1, prompts(9, (20,))[0]))
-    engine._picks.append(_Pick(request(9, prompts(9, (20,))[0]), Slow()))
-    made = [engine.step() for _ in range(3)]
-    assert [[type(said) for said in step] for step in made] == [[Computed], [Computed], [Computed, Prefilled]]
+    engine._picking.append(_Picking(request(9, prompts(9, (20,))[0]), LastRow(Slow())))
+    assert engine.admit(request(2, prompts(10, (20,))[0]))
+    made = [engine.step() for _ in range(2)]
+    assert [[type(event) for event in step] for step in made] == [[Computed] * 3] * 2
     assert Slow.asked == 0
     assert not engine.idle
     (last,) = engine.step()

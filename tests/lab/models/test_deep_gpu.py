@@ -28,7 +28,7 @@ def test_prompts_of_one_length_go_by_graphs_and_each_has_its_own_rows(attention:
     """The second of a row count is captured, the third replayed; two at a time share what graphs read."""
     timeline = Timeline("prefill")
     engine = create(config(attention=attention, options=OPTIONS[attention], device="cuda", slots=4_096, spans=timeline))
-    engine.flat.fill_(float("nan"))
+    engine.model.flat.fill_(float("nan"))
     rooms = [request(at, prompt) for at, prompt in enumerate(prompts(3, (200, 230, 250, 250, 256, 193)))]
     pages: dict[int, np.ndarray] = {}
     for together in (rooms[:1], rooms[1:2], rooms[2:4], rooms[4:]):
@@ -38,7 +38,7 @@ def test_prompts_of_one_length_go_by_graphs_and_each_has_its_own_rows(attention:
             for said in engine.step():
                 if hasattr(said, "pages"):
                     pages[said.room] = said.pages
-    model, memory = model_of(engine), engine.flat.cpu().numpy()
+    model, memory = model_of(engine), engine.model.flat.cpu().numpy()
     assert list(model._graphs._sizes._kept) == [256]
     for one in rooms:
         wanted, _ = textbook(model, one.prompt)
@@ -67,12 +67,12 @@ def test_a_cards_pool_holds_the_textbooks_rows_in_one_chunk_and_in_many(attentio
     engine = create(
         config(attention=attention, options=OPTIONS[attention], device="cuda", chunk_tokens=chunk_tokens, slots=1_024)
     )
-    engine.flat.fill_(float("nan"))
+    engine.model.flat.fill_(float("nan"))
     one = request(1, prompts(0, (500,))[0])
     assert engine.admit(one)
     pages = [said.pages for _ in range(64) if not engine.idle for said in engine.step() if hasattr(said, "pages")][-1]
     wanted, _ = textbook(model_of(engine), one.prompt)
-    found = kv_of(engine.flat.cpu().numpy(), engine.card.components[0].layout, slots_of_pages(pages, 16, 500))
+    found = kv_of(engine.model.flat.cpu().numpy(), engine.card.components[0].layout, slots_of_pages(pages, 16, 500))
     for key, rows in wanted.items():
         near(found[key].cuda(), rows)
 

@@ -189,7 +189,7 @@ def test_a_step_that_is_refused_a_place_ends_its_room_alone(monkeypatch, landed,
     for one in rooms:
         decode.admit(one, prefill)
     decode.step()
-    hot = decode.engine._hot
+    hot = decode.engine.model.hot
     hot._pool.refused[hot._placed[7].row] = 1
     decode.run()
     assert isinstance(decode.ends[7], Broken)

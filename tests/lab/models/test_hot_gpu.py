@@ -64,8 +64,8 @@ def decode_of(
             engine.admit(one, decode.held(one.room), source.aux[one.room])
         yield decode
         torch.cuda.synchronize()
-        if engine._hot is not None:
-            engine._hot._pool.close()
+        if engine.model.hot is not None:
+            engine.model.hot._pool.close()
         decode.memory = memory = engine = decode = None  # views of what is about to be unmapped
 
 
@@ -80,7 +80,7 @@ def test_steps_that_are_replayed_are_bitwise_those_that_are_queued_one_by_one(
         # Places for three long ones: rooms are retracted, and others have their rows after them.
         with decode_of(attention, rooms, source, hisparse=hisparse(slots=150), batch_max=4) as decode:
             decode.run()
-            assert decode.engine._hot.figures.retracts > 0
+            assert decode.engine.figures.retracts > 0
             return [decode.outcome(one.room) for one in rooms]
 
     replays = 0
@@ -162,7 +162,7 @@ def test_a_step_is_queued_without_a_wait_inside_the_driver(
     options = SPARSE if factory is create else OPTIONS[attention] | TOP
     rooms = sparse_requests(LENGTHS, tokens=12)
     source = Prefill.of(factory=factory, attention=attention, slots=4096, options=options).run(*rooms)
-    forward, steps = ReferenceDecode._forward, 0
+    forward, steps = ReferenceDecode.step, 0
 
     def watched(self: ReferenceDecode, running: list[Any]) -> Any:
         nonlocal steps
@@ -173,7 +173,7 @@ def test_a_step_is_queued_without_a_wait_inside_the_driver(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(ReferenceDecode, "_forward", watched)
+    monkeypatch.setattr(ReferenceDecode, "step", watched)
     hot = hisparse(slots=150)
     with decode_of(attention, rooms, source, factory=factory, options=options, hisparse=hot, batch_max=4) as decode:
         decode.run()

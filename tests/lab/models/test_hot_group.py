@@ -43,7 +43,7 @@ def decodes(tp, **more):
     )
     for at, target in enumerate(made):
         random = np.random.default_rng(at)
-        target.engine._hot._pool.fence = lambda random=random: Late(int(random.integers(0, 6)))
+        target.engine.model.hot._pool.fence = lambda random=random: Late(int(random.integers(0, 6)))
     return made
 
 
@@ -114,7 +114,7 @@ def test_ranks_with_places_for_few_retract_and_come_back_without_losing_a_bit(
 def gathers_of(target):
     """What the ranks told each other, of HiSparse, at each of the next steps."""
     counts = []
-    group = target.engine._hot._group
+    group = target.engine.model.hot._group
 
     class Counting:
         ranks = group.ranks
@@ -123,7 +123,7 @@ def gathers_of(target):
             counts[-1] += 1
             return group.gather(part)
 
-    target.engine._hot._group = Counting()
+    target.engine.model.hot._group = Counting()
     return counts
 
 
@@ -158,7 +158,7 @@ def test_a_place_that_is_refused_ends_its_room_on_all_ranks_or_the_group_that_di
             carry(one, sources, target)
             target.engine.admit(one, target.held(one.room), sources[0].aux[one.room])
         target.step()
-        hot = target.engine._hot
+        hot = target.engine.model.hot
         if hot._group.ranks.tp_rank in ranks:
             hot._pool.refused[hot._placed[1].row] = 1
         try:

@@ -9,14 +9,15 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer_lab.models.factory import create
-from pdtransfer_lab.models.prefill import ReferencePrefill
-from pdtransfer_lab.models.sampling import Handoff
 
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import expand_pages
 from pdtransfer.memory import shared_pool
 from pdtransfer.memory.available_memory import AvailableMemory
 from pdtransfer.serve.engine_api import Computed
+from pdtransfer.serve.engines.shell.decode import DecodeShell
+from pdtransfer.serve.engines.shell.first_token import FirstToken
+from pdtransfer.serve.engines.shell.prefill import PrefillShell
 from tests.support.engine_pair import SMALL, Prefill, config, heads_of, places, prompts, request
 
 
@@ -144,8 +145,8 @@ def test_a_long_prompt_is_not_starved_by_short_ones():
 def test_aux_tells_decode_the_first_token_and_the_digest_of_its_logits():
     one = request(1, prompts(12, (33,))[0])
     prefill = Prefill.of().run(one)
-    handoff = Handoff.unpack(prefill.aux[1], 33)
-    assert 0 <= handoff.first_token <= 256
+    handoff = FirstToken.unpack(prefill.aux[1], prompt_tokens=33, facts=prefill.engine.model.facts)
+    assert 0 <= handoff.id <= 256
     assert len(handoff.logits_digest) == 16
 
 
@@ -198,8 +199,8 @@ def test_a_room_that_still_holds_pages_is_not_admitted_again():
 
 
 def test_the_factory_makes_the_side_that_was_asked_for():
-    assert isinstance(create(config("prefill")), ReferencePrefill)
-    assert not isinstance(create(config("decode")), ReferencePrefill)
+    assert isinstance(create(config("prefill")), PrefillShell)
+    assert isinstance(create(config("decode")), DecodeShell)
     assert create(config(options={"eos": "17"})).card.eos == 17
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ....layout.geometry import Int64s
 from ....layout.layout import Component
-from .positions import last_tokens, numbers, row_of
+from ..shell.token_rows import last_tokens, numbers, row_of
 from .rows import StampRows
 from .stamps import GOLDEN, Words, mixed
 

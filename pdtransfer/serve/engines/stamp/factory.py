@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from ....wire import Sampling
 from ...engine_api import DecodeEngine, EngineConfig, PrefillEngine
 from ..generation import Generation, generated
+from ..shell.decode import DecodeShell
+from ..shell.prefill import PrefillShell
 from .decode import StampDecode
 from .options import StampOptions
 from .prefill import StampPrefill
@@ -19,7 +21,9 @@ from .prefill import StampPrefill
 def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
     """The engine for `config.role`. Raises ConfigError."""
     options = StampOptions.parse(config.options)
-    return StampPrefill(config, options) if config.role == "prefill" else StampDecode(config, options)
+    if config.role == "prefill":
+        return PrefillShell(config, StampPrefill(config, options))
+    return DecodeShell(config, StampDecode(config, options))
 
 
 def generate(config: EngineConfig, prompt: NDArray[np.int64], sampling: Sampling) -> Generation:
@@ -36,6 +40,6 @@ def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int6
     config = replace(config, hisparse=None, options=config.options | in_arena)
     options = StampOptions.parse(config.options)
     prefill = StampPrefill(replace(config, role="prefill"), options)
-    decode = StampDecode(replace(config, role="decode"), options)
+    decode = DecodeShell(config, StampDecode(replace(config, role="decode"), options))
     decode.attach(prefill.pool.view)
-    return generated(prefill, decode, requests)
+    return generated(PrefillShell(config, prefill), decode, requests)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ....errors import ConfigError
-from ....hisparse.hot_requests import HotRequests, HotShape, capacity_of, pool_slots
+from ....hisparse.coordinator import Capacity
+from ....hisparse.hot_requests import HotRequests, HotShape, pool_slots
 from ....kernels.pools import Pool
 from ....kernels.stream import DeviceSpans
 from ....layout.geometry import Int64s
 from ....layout.layout import Component
-from ...engine_api import EngineConfig, HotFigures, Request
+from ...engine_api import EngineConfig
 from .digests import total
 from .options import KV, StampOptions, StampShard, kv_layout
 from .rows import StampRows
@@ -22,14 +22,12 @@ from .stamps import Words
 class StampHot:
     """The rooms of one engine that decode from the hot pool."""
 
-    def __init__(self, config: EngineConfig, options: StampOptions, host: Component) -> None:
-        """`host` is the component of the arena. Raises ConfigError if no long request could ever run."""
+    def __init__(self, config: EngineConfig, options: StampOptions, host: Component, capacity: Capacity) -> None:
+        """`host` is the component of the arena."""
         assert config.hisparse is not None
-        if not options.top_k:
-            raise ConfigError("enable_hisparse: a step reads every token: set the engine option top_k")
         self._config, self._hisparse, self._options, self._host = config, config.hisparse, options, host
-        self.capacity = capacity_of(config.hisparse, options.top_k, rows=config.batch_max, slots=config.slots)
-        self._requests: HotRequests | None = None
+        self._capacity = capacity
+        self.requests: HotRequests | None = None  # once the arena is attached
 
     def attach(self, arena: memoryview, spans: DeviceSpans) -> None:
         """Makes the hot pool for requests whose KV lands in this memory."""
@@ -40,27 +38,19 @@ class StampHot:
         shape = HotShape(layout=layout, groups=options.groups(), top=options.top_k, tokens_max=most)
         address = np.frombuffer(arena, np.uint8).ctypes.data
         host = Pool(layout=self._host.layout, address=address)
-        self._requests = HotRequests(config.group, self._hisparse, self.capacity, shape, host, None, spans)
-        self._rows = StampRows(self._requests.memory, layout, KV, options.seed)
-
-    @property
-    def requests(self) -> HotRequests:
-        assert self._requests is not None, "attach comes before admit"
-        return self._requests
-
-    def offer(self, request: Request, slots: Int64s) -> None:
-        """Queues a landed room. Raises ValueError for a room that can never be placed."""
-        tokens, growth = len(request.prompt), request.sampling.max_tokens
-        self.requests.offer(request.room, slots, tokens=tokens, growth=growth)
+        self.requests = HotRequests(config.group, self._hisparse, self._capacity, shape, host, None, spans)
+        self._rows = StampRows(self.requests.memory, layout, KV, options.seed)
 
     def write(self, rooms: Sequence[int], positions: Sequence[int], stamps: Words) -> None:
         """Begins a step of these rooms: writes the rows of their newest tokens, and stores them in the arena."""
+        assert self.requests is not None
         newest = np.asarray(self.requests.begin(rooms, positions))
         self._rows.write(newest.astype(np.int64), stamps)
         self.requests.back_up()
 
     def read(self, group: int, layers: range, picks: Sequence[Int64s]) -> Words:
         """The digests of the rows that each room of the step picks in a group's layers, uint64 (rooms, heads)."""
+        assert self.requests is not None
         positions = np.full((len(picks), self._options.top_k), -1, np.int32)
         for row, picked in zip(positions, picks, strict=True):
             row[: len(picked)] = picked
@@ -69,7 +59,3 @@ class StampHot:
         slots = np.maximum(slots, 0)
         sums = [self._rows.sums(row[: len(picked)], layers) for row, picked in zip(slots, picks, strict=True)]
         return np.stack([total(each) for each in sums])
-
-    @property
-    def figures(self) -> HotFigures:
-        return HotFigures() if self._requests is None else self._requests.figures

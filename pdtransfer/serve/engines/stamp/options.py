@@ -15,8 +15,9 @@ from ....layout.deepseek_v4 import PAGE_TOKENS, WINDOW_TOKENS, deepseek_v4
 from ....layout.layout import Component, Layout, Span
 from ....layout.layout_builders import DSA_INDEX_PARTS, host_layout, item_layout
 from ....wire import Ranks
-from ...engine_api import EngineConfig, EngineDescription, Request
-from ...sampling import DIGEST_BYTES, check_asked
+from ...engine_api import EngineConfig, EngineDescription
+from ...sampling import DIGEST_BYTES
+from ..shell.facts import ModelFacts
 from .tokens import EOS, VOCABULARY
 
 KV, INDEX = "kv", "index"
@@ -105,16 +106,24 @@ class StampShard:
         )
 
 
-def check_config(config: EngineConfig) -> None:
-    """Raises ConfigError for settings that this engine cannot follow."""
+def _check(config: EngineConfig) -> None:
     if config.device != "cpu":
         raise ConfigError(f"device = {config.device!r}: the stamp engine runs on cpu alone")
     if config.chunk_tokens < 1 or config.batch_max < 1:
         raise ConfigError(f"chunk_tokens: {config.chunk_tokens}, batch_max: {config.batch_max}: must be at least 1")
 
 
-def describe(config: EngineConfig, options: StampOptions) -> EngineDescription:
-    """Describes the engine. Raises ConfigError for slots, page size and layout that make no pool."""
+def facts_of(config: EngineConfig, options: StampOptions) -> ModelFacts:
+    """Describes the engine. Raises ConfigError for settings that it cannot follow."""
+    _check(config)
+    description = _description(config, options)
+    return ModelFacts(
+        description=description, aux_format="stamp/1", vocabulary=VOCABULARY, context_tokens=options.context_tokens,
+        eos=(options.eos,),
+    )  # fmt: skip
+
+
+def _description(config: EngineConfig, options: StampOptions) -> EngineDescription:
     shard = StampShard.of(options, config.group.ranks)
     try:
         components = components_of(config, options, shard)
@@ -144,11 +153,6 @@ def kv_layout(name: str, options: StampOptions, shard: StampShard, *, slots: int
         name, kinds=options.kinds, layers=shard.layers, heads=shard.heads, head_bytes=options.head_bytes, dtype="uint8",
         slots=slots, page_size=page_size,
     )  # fmt: skip
-
-
-def check_request(request: Request, options: StampOptions) -> None:
-    """Raises ValueError, with both values, for a request that this engine can never serve."""
-    check_asked(request.prompt, request.sampling, vocabulary=VOCABULARY, context_tokens=options.context_tokens)
 
 
 def _dense(config: EngineConfig, options: StampOptions, shard: StampShard) -> tuple[Component, ...]:

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
@@ -29,7 +30,8 @@ from ....adapters.kit.model_facts import dtype_name, model_facts
 from ....client.labels import weights_digest
 from ....errors import ConfigError
 from ....hisparse.hot_requests import capacity_of
-from ...engine_api import EngineConfig
+from ...engine_api import EngineConfig, EngineDescription
+from ..shell.facts import ModelFacts
 from .latent import ATTENTION, absorb, has_latents
 from .layers import LayerShape, pick_groups, shapes_of
 from .ranks import keep
@@ -81,8 +83,20 @@ class Checkpoint:
     device: torch.device
     threads: int  # on the CPU; 0: torch's own number
 
+    def facts(self, options: ModelOptions, description: EngineDescription) -> ModelFacts:
+        """What the shells of both roles know of the model."""
+        return ModelFacts(
+            description=description, aux_format="transformers/1", vocabulary=self.vocabulary,
+            context_tokens=self.context_tokens, eos=tuple(self.eos), digests=options.digests, every_token=True,
+        )  # fmt: skip
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Called on the thread that is about to compute: these are settings of a thread."""
+        self.enter()
+        return torch.inference_mode()
+
     def enter(self) -> None:
-        """Called on the thread that is about to compute: both are settings of a thread."""
+        """As `computing`, for the start."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif self.threads and torch.get_num_threads() != self.threads:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,9 +20,11 @@ from ....errors import ConfigError
 from ....wire import Sampling
 from ...engine_api import DecodeEngine, EngineConfig, PrefillEngine
 from ..generation import Generation, generated
+from ..shell.decode import DecodeShell
+from ..shell.prefill import PrefillShell
 from .checkpoint import Checkpoint, ModelOptions, kept_by, load, placed, with_cache
 from .decode import CheckpointDecode
-from .layers import WINDOW, LayerShape, describe
+from .layers import LayerShape, describe
 from .paged import PagedModel
 from .prefill import CheckpointPrefill
 from .ranks import share_of, split, together
@@ -39,9 +40,9 @@ def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
     checkpoint = loaded(config, options)
     match config.role:
         case "prefill":
-            return CheckpointPrefill(config, options, checkpoint)
+            return PrefillShell(config, CheckpointPrefill(config, options, checkpoint))
         case "decode":
-            return CheckpointDecode(config, options, checkpoint)
+            return DecodeShell(config, CheckpointDecode(config, options, checkpoint))
 
 
 def loaded(config: EngineConfig, options: ModelOptions) -> Checkpoint:
@@ -120,18 +121,7 @@ def generate_many(
     options = ModelOptions.parse(config.options)
     checkpoint = checkpoint or loaded(config, options)
     prefill = CheckpointPrefill(replace(config, role="prefill"), options, checkpoint)
-    decode = CheckpointDecode(replace(config, role="decode"), options, checkpoint)
-    decode.take(prefill.memory, prefill.card)
-    return generated(prefill, decode, requests, taken_by_decode=partial(_with_ring, prefill))
-
-
-def _with_ring(
-    prefill: CheckpointPrefill, slots: dict[str, NDArray[np.int64]], tokens: int
-) -> dict[str, NDArray[np.int64]]:
-    """The slots of a prompt of `tokens`, with as many of a window as decode takes, from the first that it needs on."""
-    made = dict(slots)
-    for component in prefill.card.components:
-        if component.name == WINDOW:
-            begin = tokens - component.rows(tokens)
-            made[WINDOW] = slots[WINDOW][begin : begin + component.rows(len(slots[WINDOW]))]
-    return made
+    config = replace(config, role="decode")
+    decode = CheckpointDecode(config, options, checkpoint, prefill.facts.description)
+    decode.take(prefill.memory)
+    return generated(PrefillShell(config, prefill), DecodeShell(config, decode), requests)

@@ -198,7 +198,7 @@ def test_a_wrong_byte_in_the_hot_pool_changes_the_tokens(tokens: int) -> None:
     source.run(one)
     target.admit(one, source)
     target.step()
-    hot = target.engine.hot.requests
+    hot = target.engine.model.hot
     assert hot.memory.any()
     hot.memory[hot.memory != 0] ^= 0x40
     target.run()

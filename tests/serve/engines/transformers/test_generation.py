@@ -109,7 +109,7 @@ def bfloat16_errors(directory: Path, prompt: NDArray[np.int64]) -> tuple[torch.T
     transformers' own model over the same tokens."""
     handoff = Handoff.of(directory, prefill={}, decode={}, dtype="bfloat16")
     seen: list[torch.Tensor] = []
-    model = handoff.decode._checkpoint.model
+    model = handoff.decode.model._checkpoint.model
     model.register_forward_hook(lambda *given: seen.append(given[-1].logits[0, -1].float()))
     one = request(1, prompt, max_tokens=9, ignore_eos=True)
     handoff.land(one, handoff.computed(one))

@@ -19,8 +19,8 @@ import transformers
 
 from pdtransfer.errors import ConfigError
 from pdtransfer.serve.engine_api import Alone, HiSparse
+from pdtransfer.serve.engines.shell.first_token import FirstToken
 from pdtransfer.serve.engines.transformers import create, factory
-from pdtransfer.serve.engines.transformers.requests import FirstToken
 from pdtransfer.wire import Ranks, Sampling
 from tests.support import checkpoints
 from tests.support.checkpoints import Handoff, prompts, request

@@ -220,7 +220,8 @@ class PrefillSide(_Side):
             ),
             replicas=engine.card.replicas, spans=self._timeline,
         )  # fmt: skip
-        self._ports: dict[Way, ThreadQueues[Any]] = {}
+        # The queues of each way's thread, and where the engine reports while that thread steps it.
+        self._threads: dict[Way, tuple[ThreadQueues[Any], Any]] = {}
         self._port: ThreadQueues[Any] = ThreadQueues()
         self._cells: list[Cell] = []
         self._opened_s = self._finished_s = 0.0
@@ -233,23 +234,24 @@ class PrefillSide(_Side):
         """Says where it is reached, then does what it is asked."""
         self._pipe.send(await self.node.bus.bind("tcp://127.0.0.1:0"))
         await super().serve()
-        for port in self._ports.values():
+        for port, _ in self._threads.values():
             port.to_engine(Quit())
         await self.node.close()
 
     def _run(self, how: Way) -> None:
         """A thread of the engine's for each way, that lasts: what libraries make for a thread takes 40 ms and more at
         its first prompt. One of them has something to do at a time, as there is one prompt."""
-        if (port := self._ports.get(how)) is not None:
-            self._port = port
+        if how in self._threads:
+            self._port, self._engine.report = self._threads[how]
             return
-        self._port = self._ports[how] = ThreadQueues()
+        self._port = ThreadQueues()
         self._port.attach(self._loop)
         steps = engine_thread.leader_steps(self._engine, self._port, None)
         batching: dict[Way, Batching] = {"layers": ByLayer(), "end": AtEnd(self._engine.card.components)}
         work = engine_thread.PrefillThread(
             self._engine, self._port, self._on_outcomes, steps, batching=batching.get(how)
         )
+        self._threads[how] = self._port, self._engine.report
         engine_thread.start(work, self._died)
 
     def perform(self, order: object) -> None:

@@ -74,7 +74,7 @@ class Slow:
         return False
 
     def _refuse(self) -> None:
-        hot = self._engine.hot.requests
+        hot = self._engine.model.hot
         for room, placement in hot._placed.items() if self._follows else ():
             if room in self._marked:
                 hot._pool.refused[placement.row] = 1

@@ -101,7 +101,7 @@ class Prefill:
 
     async def drained(self) -> None:
         """Nothing reads a page of any room."""
-        await until(lambda: not self.daemon._work)
+        await until(lambda: not self.daemon.rank.rooms)
 
     async def close(self) -> None:
         self.daemon.port.to_engine(Quit())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -26,7 +25,7 @@ from ..settings.worker import DecodeConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import FIRST_TOKEN, LANDING, SLOTS, Journeys
 from .daemon_figures import DaemonTotals
-from .decode_rank import DecodeRank, DecodeRankRoom
+from .decode_rank import DecodeRank, DecodeRoom
 from .ended_rooms import WorkerFacts
 from .engine_thread import Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
@@ -34,27 +33,6 @@ from .router_link import RouterLink, failure
 from .service import Service
 
 RETRY_MS_MIN = 100  # smallest Retry-After of a request that is refused because too many wait
-
-
-@dataclass(slots=True, eq=False)
-class DecodeWork:
-    """A room that generates, or will."""
-
-    begin: Begin
-    local_id: int  # used once; engines and other ranks know the room by it
-    ranks_ready: set[int] = field(default_factory=set[int])  # by their numbers in the group
-    ready_ns: int = 0  # when the last rank became ready
-    token_s: float = 0.0  # when its latest token came, by CLOCK_MONOTONIC
-    kv_bytes: int = 0  # of all ranks
-    prefix: int = TOKENS_MAX  # cached tokens: the smallest of all ranks, since each rank evicts by itself
-    tokens: int = 0  # generated
-    dropped: tuple[Cause, str] | None = None  # why it is to end early
-    ended: bool = False  # its router has its End; the engine may still read its slots
-
-    @property
-    def room_id(self) -> int:
-        """The router's id of the room; nodes know the room by it."""
-        return self.begin.room
 
 
 class DecodeDaemon:
@@ -91,16 +69,13 @@ class DecodeDaemon:
             metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
         )  # fmt: skip
         self.node.others_gone = self.desk.gone
-        # Routers hear of it at once, and not with the next Ping: they choose no pair that cannot work together.
+        # Routers hear of it at once, and not with the next Ping: they choose no pair that cannot room together.
         loop = asyncio.get_running_loop()
 
         def report_soon() -> None:
             loop.call_soon(self.desk.report_load)
 
         self.node.core.prefill_peers.watch = report_soon
-        self._work: dict[int, DecodeWork] = {}  # by local id
-        self._rooms: dict[int, DecodeWork] = {}  # by room id
-        self._sparse = 0  # number of these rooms that want HiSparse
 
     @property
     def idle(self) -> bool:
@@ -141,17 +116,17 @@ class DecodeDaemon:
         The engine may be inside a step, forever if another rank is gone: its slots come back when that step returns,
         or with the end of this process.
         """
-        for work in list(self._work.values()):
-            self._fail(work, cause, detail)
-            self._end(work, failure(work.room_id, cause, detail))
+        for room in list(self.rank.rooms.values()):
+            self._fail(room, cause, detail)
+            self._end(room, failure(room.room_id, cause, detail))
 
     # Reports of this process's rank
 
-    def ready(self, local_id: int, kv_bytes: int, prefix: int) -> None:
-        self._ready(self._work[local_id], 0, kv_bytes, prefix)
+    def ready(self, room: DecodeRoom, kv_bytes: int, prefix: int) -> None:
+        self._ready(room, 0, kv_bytes, prefix)
 
-    def failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
-        self._fail(self._work.get(local_id), cause, detail, retry_ms)
+    def failed(self, room: DecodeRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        self._fail(room, cause, detail, retry_ms)
 
     def tokens(self, made: Iterable[Token]) -> None:
         """Sends a room's tokens of one step in one message."""
@@ -159,38 +134,35 @@ class DecodeDaemon:
         tokens: dict[int, list[Token]] = {}
         for token in made:
             tokens.setdefault(token.room, []).append(token)
-            if token.index == 0 and token.room in self._work:
-                self._journeys.reached(self._work[token.room].room_id, *FIRST_TOKEN)
+            if token.index == 0 and (room := self.rank.rooms.get(token.room)) is not None:
+                self._journeys.reached(room.room_id, *FIRST_TOKEN)
         for local_id, own in tokens.items():
             ids = [token.id for token in own]
             logprobs = b"".join(token.logprobs.pack() for token in own if token.logprobs is not None)
-            work = self._work.get(local_id)
-            if work is not None:
-                if work.token_s:
-                    self.rank.times.token((now - work.token_s) / len(ids), len(ids))
-                work.token_s = now
+            if (room := self.rank.rooms.get(local_id)) is None:
+                continue
+            if room.token_s:
+                self.rank.times.token((now - room.token_s) / len(ids), len(ids))
+            room.token_s = now
+            room.tokens += len(ids)
+            self._totals.tokens += len(ids)
             try:
-                if work is not None:
-                    work.tokens += len(ids)
-                    self._totals.tokens += len(ids)
-                    self.desk.tokens(work.room_id, ids, logprobs)
+                self.desk.tokens(room.room_id, ids, logprobs)
             except LocalProtocolError as error:  # more tokens than the request asked for
-                self._fail(work, Cause.ENGINE, str(error))
+                self._fail(room, Cause.ENGINE, str(error))
 
-    def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:
-        work = self._work[room.local_id]
-        self._forget(work)
-        if work.dropped is not None:
-            reason, detail, finished = work.dropped[0].value, work.dropped[1], None
+    def closed(self, room: DecodeRoom, reason: str, detail: str, finished: Finished | None) -> None:
+        if room.dropped is not None:
+            reason, detail, finished = room.dropped[0].value, room.dropped[1], None
         end = End(
-            work.room_id,
+            room.room_id,
             reason,
             detail[:TEXT_LENGTH_MAX],
             0,
-            kv_bytes=work.kv_bytes,
-            stamp_ns=work.ready_ns,
-            prefix=work.prefix,
-            clock=clock_digest() if work.ready_ns else b"",
+            kv_bytes=room.kv_bytes,
+            stamp_ns=room.ready_ns,
+            prefix=room.prefix,
+            clock=clock_digest() if room.ready_ns else b"",
         )
         if finished is not None:
             end = msgspec.structs.replace(
@@ -199,19 +171,19 @@ class DecodeDaemon:
                 logits_digest=finished.logits_digest,
                 kv_digest=finished.kv_digest,
             )
-        self._end(work, end)
+        self._end(room, end)
 
     # Reports of the other ranks
 
     def _on_report(self, rank: JoinedRank, report: RankReport) -> None:
-        work = self._work.get(report.local_id)
+        room = self.rank.rooms.get(report.local_id)
         match report:
-            case RankReady() | RankFailed() if work is None:
+            case RankReady() | RankFailed() if room is None:
                 pass  # The room has failed since.
-            case RankReady(_, _, kv_bytes, prefix) if work is not None and rank.place not in work.ranks_ready:
-                self._ready(work, rank.place, kv_bytes, prefix)
+            case RankReady(_, _, kv_bytes, prefix) if room is not None and rank.place not in room.ranks_ready:
+                self._ready(room, rank.place, kv_bytes, prefix)
             case RankFailed(_, _, cause, detail, retry_ms):
-                self._fail(work, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
+                self._fail(room, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
             case _:
                 raise RemoteProtocolError("kind", f"{type(report).__name__} of room {report.local_id}, not due")
 
@@ -231,27 +203,25 @@ class DecodeDaemon:
 
     def check(self, begin: Begin, request: Request) -> None:
         """Raises ValueError for a room that cannot be had here, ArenaFullError for one that cannot be had now."""
-        if begin.room in self._rooms:  # another router's, which has ended; the engine still holds its slots
+        if begin.room in self.rank.by_id:  # another router's, which has ended; the engine still holds its slots
             raise ValueError(f"room: {begin.room:016x} is in use")
         if begin.enable_hisparse and not self.config.enable_hisparse:
             raise ValueError("enable_hisparse: the request wants it, this node is run without it")
         self._engine.check(request)
         if begin.enable_hisparse:
             figures, most = self._engine.figures, self.config.limits.hisparse_queue_max
-            if (waiting := self._sparse - figures.running) >= most:
+            sparse = sum(room.begin.enable_hisparse for room in self.rank.rooms.values())
+            if (waiting := sparse - figures.running) >= most:
                 detail = f"hisparse_queue_max = {most}: {waiting} requests wait for the device"
                 raise ArenaFullError(detail, retry_ms=max(figures.retry_ms, RETRY_MS_MIN))
 
     def start(self, begin: Begin, request: Request) -> None:
         """Expects the room's KV, and then generates."""
-        work = DecodeWork(begin, request.room)
-        self._work[work.local_id] = self._rooms[work.room_id] = work
-        self._sparse += begin.enable_hisparse
         self.rank.start(begin, request)
 
     def stop(self, room_id: int, cause: Cause) -> None:
         """Ends a room that its router gave up."""
-        self._fail(self._rooms.get(room_id), cause, "the router gave it up")
+        self._fail(self.rank.by_id.get(room_id), cause, "the router gave it up")
 
     def _leased(self, room_id: int) -> None:
         """Starts the room on the other ranks. They lease in the leader's order: two rooms with some slots each would
@@ -259,46 +229,40 @@ class DecodeDaemon:
         if (journey := self._journeys.of(room_id)) is not None:
             journey.peer, journey.transport = self.node.way_of(room_id)
         self._journeys.reached(room_id, *SLOTS)
-        work = self._rooms.get(room_id)
-        if work is not None:
-            self.group.room(work.local_id, work.begin)
+        room = self.rank.by_id.get(room_id)
+        if room is not None:
+            self.group.room(room.local_id, room.begin)
 
     # Steps of a room
 
-    def _ready(self, work: DecodeWork, place: int, kv_bytes: int, prefix: int) -> None:
+    def _ready(self, room: DecodeRoom, place: int, kv_bytes: int, prefix: int) -> None:
         """The room is ready on one rank; it generates once it is ready on all."""
-        work.ranks_ready.add(place)
-        work.kv_bytes += kv_bytes
+        room.ranks_ready.add(place)
+        room.kv_bytes += kv_bytes
         self._totals.landed(kv_bytes)
-        work.prefix = min(work.prefix, prefix)
-        if len(work.ranks_ready) == self.group.size:
-            self._journeys.reached(work.room_id, *LANDING, byte_count=work.kv_bytes)
-            work.ready_ns = time.monotonic_ns()
-            landing = self.rank.rooms[work.local_id].landing
-            assert landing is not None, "this rank is one of them"
-            self.port.to_engine(self.rank.generate(work.local_id, landing.aux))
+        room.prefix = min(room.prefix, prefix)
+        if len(room.ranks_ready) == self.group.size:
+            self._journeys.reached(room.room_id, *LANDING, byte_count=room.kv_bytes)
+            room.ready_ns = time.monotonic_ns()
+            assert room.landing is not None, "this rank is one of them"
+            self.port.to_engine(self.rank.generate(room.local_id, room.landing.aux))
 
-    def _fail(self, work: DecodeWork | None, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def _fail(self, room: DecodeRoom | None, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """Fails a room before it generates, on every rank, with the first cause. Its slots are the engine's until
         Dropped."""
-        if work is None:
+        if room is None:
             return
-        if work.ready_ns:
-            work.dropped = cause, detail
-            self.port.to_engine(Drop(work.local_id))
+        if room.ready_ns:
+            room.dropped = cause, detail
+            self.port.to_engine(Drop(room.local_id))
             return
-        self._forget(work)
-        self._end(work, failure(work.room_id, cause, detail, retry_ms))
-        self.group.abort(work.local_id, cause, detail)
-        self.rank.abort(work.local_id, cause, detail)
+        self._end(room, failure(room.room_id, cause, detail, retry_ms))
+        self.group.abort(room.local_id, cause, detail)
+        self.rank.abort(room.local_id, cause, detail)
 
-    def _forget(self, work: DecodeWork) -> None:
-        del self._work[work.local_id], self._rooms[work.room_id]
-        self._sparse -= work.begin.enable_hisparse
-
-    def _end(self, work: DecodeWork, end: End) -> None:
+    def _end(self, room: DecodeRoom, end: End) -> None:
         """Ends the room once for its router, though its slots may be held for longer."""
-        if not work.ended:
-            work.ended = True
-            cached = None if work.prefix == TOKENS_MAX else work.prefix
-            self.desk.end(work.begin, end, tokens=work.tokens, cached=cached)
+        if not room.ended:
+            room.ended = True
+            cached = None if room.prefix == TOKENS_MAX else room.prefix
+            self.desk.end(room.begin, end, tokens=room.tokens, cached=cached)

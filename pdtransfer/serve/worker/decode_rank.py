@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -16,6 +16,7 @@ from ...client.thread_queues import ThreadQueues
 from ...errors import Cause, RemoteProtocolError
 from ...handoff.decode.room_request import RoomRequest
 from ...handoff.effects import DecodeEvent, RoomDrained, RoomFailed, RoomReady
+from ...limits import TOKENS_MAX
 from ...memory.arena_memory import ArenaMemory
 from ...transports.options import ArenaOptions
 from ...wire import Begin, StepOrder
@@ -29,35 +30,49 @@ from .worker_times import DecodeTimes
 log = logging.getLogger(__name__)
 
 
-class DecodeReports(Protocol):
-    """Receives what happens to a rank's rooms, each by its local id."""
+@dataclass(slots=True, eq=False)
+class DecodeRoom:
+    """A room that is expected, or generates. What all ranks together have of it is the leader's to know."""
 
-    def ready(self, local_id: int, kv_bytes: int, prefix: int) -> None:
+    begin: Begin
+    request: Request
+    landing: RoomReady | None = None
+    leased_s: float = 0.0  # when it got its slots, by CLOCK_MONOTONIC; 0: it has none
+    # Of all ranks.
+    ranks_ready: set[int] = field(default_factory=set[int])  # by their numbers in the group
+    ready_ns: int = 0  # when the last rank became ready
+    token_s: float = 0.0  # when its latest token came, by CLOCK_MONOTONIC
+    kv_bytes: int = 0
+    prefix: int = TOKENS_MAX  # cached tokens: the smallest of all ranks, since each rank evicts by itself
+    tokens: int = 0  # generated
+    dropped: tuple[Cause, str] | None = None  # why it is to end early
+    ended: bool = False  # its router has its End; the engine may still read its slots
+
+    @property
+    def room_id(self) -> int:
+        """The router's id of the room; nodes know the room by it."""
+        return self.begin.room
+
+    @property
+    def local_id(self) -> int:
+        """The leader's id, used once; engines and other ranks know the room by it."""
+        return self.request.room
+
+
+class DecodeReports(Protocol):
+    """Receives what happens to a rank's rooms."""
+
+    def ready(self, room: DecodeRoom, kv_bytes: int, prefix: int) -> None:
         """The room is in this rank's arena; `prefix` tokens of its prompt were cached there."""
 
-    def failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def failed(self, room: DecodeRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """The node gave the room up and has forgotten it."""
 
     def tokens(self, made: Iterable[Token]) -> None:
         """The tokens of one step, of several rooms."""
 
-    def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:
+    def closed(self, room: DecodeRoom, reason: str, detail: str, finished: Finished | None) -> None:
         """The engine ended the room: its slots are free, and it is forgotten."""
-
-
-@dataclass(slots=True, eq=False)
-class DecodeRankRoom:
-    """A room that this rank expects or generates from."""
-
-    room_id: int  # the router's id; the node knows the room by it
-    request: Request
-    landing: RoomReady | None = None
-    leased_s: float = 0.0  # when it got its slots, by CLOCK_MONOTONIC; 0: it has none
-
-    @property
-    def local_id(self) -> int:
-        """The leader's id; engines and other ranks know the room by it."""
-        return self.request.room
 
 
 class DecodeRank:
@@ -99,24 +114,20 @@ class DecodeRank:
         figures = (lambda: engine.figures) if config.enable_hisparse else None
         self.metrics = DecodeMetrics(self.node, registry, figures)
         self.thread = DecodeThread(engine, port, self.on_outcomes, steps)
-        self.rooms: dict[int, DecodeRankRoom] = {}  # by local id
-        self._here: dict[int, DecodeRankRoom] = {}  # by room id
+        self.rooms: dict[int, DecodeRoom] = {}  # by local id
+        self.by_id: dict[int, DecodeRoom] = {}  # by room id
 
     @property
     def idle(self) -> bool:
         """Whether no peer waits for a message of this rank. A lease without proof of a quiet writer holds up nobody."""
         return not self.node.core.rooms
 
-    def has(self, room_id: int) -> bool:
-        """Whether a room of this id has not ended."""
-        return room_id in self._here
-
     def start(self, begin: Begin, request: Request) -> None:
         """Expects the room; no other room here has its id."""
-        room = DecodeRankRoom(begin.room, request)
+        room = DecodeRoom(begin, request)
         if room.local_id in self.rooms:
             raise RemoteProtocolError("RankRoom.local_id", f"{room.local_id} is known here")
-        self.rooms[room.local_id] = self._here[room.room_id] = room
+        self.rooms[room.local_id] = self.by_id[room.room_id] = room
         self.journeys.begin(room.room_id, room.local_id)
         self.node.expect(
             RoomRequest(
@@ -130,7 +141,7 @@ class DecodeRank:
             )
         )
 
-    def abort(self, local_id: int, cause: Cause, detail: str) -> DecodeRankRoom | None:
+    def abort(self, local_id: int, cause: Cause, detail: str) -> DecodeRoom | None:
         """Forgets a room that failed on some rank and never generates; returns it if it was known here."""
         room = self._forget(local_id)
         if room is not None and room.landing is not None:
@@ -188,10 +199,10 @@ class DecodeRank:
         self._reports.closed(room, reason, detail, finished)
         self.journeys.forget(room.room_id)
 
-    def _forget(self, local_id: int) -> DecodeRankRoom | None:
+    def _forget(self, local_id: int) -> DecodeRoom | None:
         room = self.rooms.pop(local_id, None)
         if room is not None:
-            del self._here[room.room_id]
+            del self.by_id[room.room_id]
             if room.leased_s:
                 self.times.held(time.monotonic() - room.leased_s)
         return room
@@ -199,7 +210,7 @@ class DecodeRank:
     def _on_leased(self, room_id: int) -> None:
         free, total = self.node.core.cache.scarcest(enable_hisparse=False)
         self.times.leased(free=free, total=total)
-        if (room := self._here.get(room_id)) is not None:
+        if (room := self.by_id.get(room_id)) is not None:
             room.leased_s = time.monotonic()
         self._leased(room_id)
 
@@ -208,16 +219,16 @@ class DecodeRank:
         return peer not in self.node.core.prefill_peers.peers
 
     def _on_node_event(self, event: DecodeEvent) -> None:
-        room = self._here.get(event.room)
+        room = self.by_id.get(event.room)
         match event:
             case RoomReady():
                 assert room is not None
                 room.landing = event
                 self.metrics.rooms.kv_bytes.inc(event.kv_bytes)
-                self._reports.ready(room.local_id, event.kv_bytes, event.prefix)
+                self._reports.ready(room, event.kv_bytes, event.prefix)
             case RoomFailed(_, cause, detail, retry_ms) if room is not None:
                 self._forget(room.local_id)
-                self._reports.failed(room.local_id, cause, detail, retry_ms)
+                self._reports.failed(room, cause, detail, retry_ms)
                 self.journeys.forget(room.room_id)
             case RoomFailed() | RoomDrained():
                 pass  # the room was aborted; no room here drains, since the engine chooses no slots

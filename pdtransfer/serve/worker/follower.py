@@ -25,10 +25,10 @@ from ...wire import (
     StepOrders,
 )
 from ..engine_api import Finished, Token
-from .decode_rank import DecodeRank, DecodeRankRoom
+from .decode_rank import DecodeRank, DecodeRoom
 from .engine_thread import Order
 from .group.follower import GroupFollower
-from .prefill_rank import PrefillRank
+from .prefill_rank import PrefillRank, PrefillRoom
 from .router_link import request_of
 
 
@@ -67,46 +67,47 @@ class Follower:
             request = request_of(message.begin, message.local_id)
         except ValueError as error:
             raise RemoteProtocolError("RankRoom.begin", str(error)) from None
-        if isinstance(self.rank, DecodeRank) and self.rank.has(message.begin.room):
+        if isinstance(self.rank, DecodeRank) and message.begin.room in self.rank.by_id:
             # The leader's engine has dropped another room of this id, and this one has not yet.
-            self.failed(message.local_id, Cause.REFUSED, f"room: {message.begin.room:016x} is in use")
+            self._failed(message.local_id, Cause.REFUSED, f"room: {message.begin.room:016x} is in use")
         else:
             self.rank.start(message.begin, request)
 
     # Reports of this rank
 
-    def ready(self, local_id: int, kv_bytes: int, prefix: int) -> None:
-        assert isinstance(self.rank, DecodeRank)
-        room_id = self.rank.rooms[local_id].room_id
-        self.rank.journeys.reached(room_id, "landing", "READY", byte_count=kv_bytes)
-        self._send(RankReady, local_id, kv_bytes, prefix)
+    def ready(self, room: DecodeRoom, kv_bytes: int, prefix: int) -> None:
+        self.rank.journeys.reached(room.room_id, "landing", "READY", byte_count=kv_bytes)
+        self._send(RankReady, room.local_id, kv_bytes, prefix)
 
-    def computed(self, local_id: int, aux: bytes | None) -> None:
+    def computed(self, room: PrefillRoom, aux: bytes | None) -> None:
         assert isinstance(self.rank, PrefillRank)
         if aux is not None:
-            self._send(RankPicked, local_id, aux)
-        self.rank.finish(local_id, b"")
+            self._send(RankPicked, room.local_id, aux)
+        self.rank.finish(room.local_id, b"")
 
-    def landed(self, local_id: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+    def landed(self, room: PrefillRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
         self._ended("done")
-        self._send(RankLanded, local_id, kv_bytes, copy_us, stamp_ns, clock_digest())
+        self._send(RankLanded, room.local_id, kv_bytes, copy_us, stamp_ns, clock_digest())
 
-    def drained(self, local_id: int) -> None:
-        self._send(RankDrained, local_id)
+    def drained(self, room: PrefillRoom) -> None:
+        self._send(RankDrained, room.local_id)
 
-    def failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
-        self._ended(cause.value)
-        self._send(RankFailed, local_id, cause.value, detail[:TEXT_LENGTH_MAX], retry_ms)
+    def failed(self, room: PrefillRoom | DecodeRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        self._failed(room.local_id, cause, detail, retry_ms)
 
-    def engine_failed(self, local_id: int, cause: Cause, detail: str) -> None:
+    def engine_failed(self, room: PrefillRoom, cause: Cause, detail: str) -> None:
         if cause is not Cause.REFUSED:  # the leader's engine refuses it as well
-            self._send(RankFailed, local_id, cause.value, detail[:TEXT_LENGTH_MAX])
+            self._send(RankFailed, room.local_id, cause.value, detail[:TEXT_LENGTH_MAX])
 
     def tokens(self, made: Iterable[Token]) -> None:
         """The leader's engine generates the same tokens."""
 
-    def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:  # noqa: ARG002
+    def closed(self, room: DecodeRoom, reason: str, detail: str, finished: Finished | None) -> None:  # noqa: ARG002
         self._ended(reason)
+
+    def _failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        self._ended(cause.value)
+        self._send(RankFailed, local_id, cause.value, detail[:TEXT_LENGTH_MAX], retry_ms)
 
     def _ended(self, reason: str) -> None:
         self.rank.metrics.rooms.ended.labels(reason).inc()

@@ -8,8 +8,6 @@ drained.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from prometheus_client import CollectorRegistry
 
 from ...client.settings import NodeSettings
@@ -25,32 +23,9 @@ from .daemon_figures import DaemonTotals
 from .ended_rooms import WorkerFacts
 from .engine_thread import Compute, Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
-from .prefill_rank import PrefillRank
+from .prefill_rank import PrefillRank, PrefillRoom
 from .router_link import RouterLink, failure
 from .service import Service
-
-
-@dataclass(slots=True, eq=False)
-class PrefillWork:
-    """A room that the engines compute, or will. Sets hold ranks by their numbers in the group."""
-
-    begin: Begin
-    local_id: int  # used once; engines and other ranks know the room by it
-    tokens: int
-    landed: set[int] = field(default_factory=set[int])
-    drained: set[int] = field(default_factory=set[int])
-    computed: bool = False
-    aux: bytes | None = None
-    ended: bool = False
-    kv_bytes: int = 0
-    copy_us: int = 0
-    stamp_ns: int = 0  # of the last rank, if every rank's is of `clock`
-    clock: bytes = b""
-
-    @property
-    def room_id(self) -> int:
-        """The router's id of the room; nodes know the room by it."""
-        return self.begin.room
 
 
 class PrefillDaemon:
@@ -85,22 +60,20 @@ class PrefillDaemon:
             metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
         )  # fmt: skip
         self.node.others_gone = self.desk.gone
-        self._work: dict[int, PrefillWork] = {}  # by local id: rooms whose pages an engine has, or waits for
-        self._rooms: dict[int, PrefillWork] = {}  # by room id
-        self._tokens = 0  # prompt tokens of all of them
+        self._tokens = 0  # of the prompts whose pages an engine has, or waits for
 
     @property
     def idle(self) -> bool:
         """Whether nothing runs and nothing waits for an acknowledgement of a live peer."""
-        return self.rank.idle and self.desk.idle and not self._work
+        return self.rank.idle and self.desk.idle and not self.rank.rooms
 
     def load(self) -> Load:
         """Total and free tokens of the pool."""
-        waiting = min(self.thread.waiting, len(self._work))
+        waiting = min(self.thread.waiting, len(self.rank.rooms))
         return Load(
             ready=True,
             draining=self.node.core.draining,
-            rooms_running=len(self._work) - waiting,
+            rooms_running=len(self.rank.rooms) - waiting,
             rooms_queued=waiting,
             slots_free=max(0, self.config.slots - self._tokens),
             slots_total=self.config.slots,
@@ -112,43 +85,42 @@ class PrefillDaemon:
 
     def end_all(self, cause: Cause, detail: str) -> None:
         """Ends all rooms under way because the worker cannot go on, so that the routers get the reason."""
-        for work in list(self._work.values()):
-            self._fail(work, cause, detail)
+        for room in list(self.rank.rooms.values()):
+            self._fail(room, cause, detail)
 
     # Reports of this process's rank
 
-    def computed(self, local_id: int, aux: bytes | None) -> None:
-        work = self._work[local_id]
-        work.computed = True
-        self._finish(work, aux)
+    def computed(self, room: PrefillRoom, aux: bytes | None) -> None:
+        room.computed = True
+        self._finish(room, aux)
 
-    def landed(self, local_id: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
-        self._landed(self._work[local_id], 0, kv_bytes, copy_us, stamp_ns, clock_digest())
+    def landed(self, room: PrefillRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+        self._landed(room, 0, kv_bytes, copy_us, stamp_ns, clock_digest())
 
-    def failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
-        self._fail(self._work[local_id], cause, detail, retry_ms)
+    def failed(self, room: PrefillRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        self._fail(room, cause, detail, retry_ms)
 
-    def engine_failed(self, local_id: int, cause: Cause, detail: str) -> None:
-        self._fail(self._work[local_id], cause, detail)
+    def engine_failed(self, room: PrefillRoom, cause: Cause, detail: str) -> None:
+        self._fail(room, cause, detail)
 
-    def drained(self, local_id: int) -> None:
-        self._drained(self._work[local_id], 0)
+    def drained(self, room: PrefillRoom) -> None:
+        self._drained(room, 0)
 
     # Reports of the other ranks
 
     def _on_report(self, rank: JoinedRank, report: RankReport) -> None:
-        work = self._work.get(report.local_id)
-        if work is None:
+        room = self.rank.rooms.get(report.local_id)
+        if room is None:
             return  # The room was over on all ranks when that rank's engine made this.
         match report:
-            case RankLanded(_, _, kv_bytes, copy_us, stamp_ns, clock) if rank.place not in work.landed:
-                self._landed(work, rank.place, kv_bytes, copy_us, stamp_ns, clock)
+            case RankLanded(_, _, kv_bytes, copy_us, stamp_ns, clock) if rank.place not in room.landed:
+                self._landed(room, rank.place, kv_bytes, copy_us, stamp_ns, clock)
             case RankFailed(_, _, cause, detail, retry_ms):
-                self._fail(work, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
-            case RankDrained() if rank.place not in work.drained:
-                self._drained(work, rank.place)
-            case RankPicked(_, _, aux) if work.aux is None:
-                self._finish(work, aux)
+                self._fail(room, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
+            case RankDrained() if rank.place not in room.drained:
+                self._drained(room, rank.place)
+            case RankPicked(_, _, aux) if room.aux is None:
+                self._finish(room, aux)
             case _:
                 raise RemoteProtocolError("kind", f"{type(report).__name__} of room {report.local_id}, not due")
 
@@ -166,65 +138,61 @@ class PrefillDaemon:
 
     def check(self, begin: Begin, request: Request) -> None:  # noqa: ARG002
         """Raises ValueError for another router's room of this id, which has ended, and whose pages are still read."""
-        if begin.room in self._rooms:
+        if begin.room in self.rank.by_id:
             raise ValueError(f"room: {begin.room:016x} is in use")
 
     def start(self, begin: Begin, request: Request) -> None:
         """Has the room computed and written, on every rank."""
-        work = PrefillWork(begin, request.room, len(request.prompt))
-        self._work[work.local_id] = self._rooms[work.room_id] = work
-        self._tokens += work.tokens
-        self.group.room(work.local_id, begin)
-        self.rank.start(begin, request)
-        if not work.ended:  # it may have failed at once
+        self._tokens += len(request.prompt)
+        self.group.room(request.room, begin)
+        if not self.rank.start(begin, request).ended:  # it may have failed at once
             self.port.to_engine(Compute(request))
 
     def stop(self, room_id: int, cause: Cause) -> None:
         """Ends a room that its router gave up."""
-        if (work := self._rooms.get(room_id)) is not None:
-            self._fail(work, cause, "the router gave it up")
+        if (room := self.rank.by_id.get(room_id)) is not None:
+            self._fail(room, cause, "the router gave it up")
 
     # Steps of a room
 
-    def _finish(self, work: PrefillWork, aux: bytes | None) -> None:
+    def _finish(self, room: PrefillRoom, aux: bytes | None) -> None:
         """In a pipeline, the last stage picks the token; this rank sends it once both stages are done."""
-        work.aux = work.aux if aux is None else aux
-        if work.computed and work.aux is not None:
-            self._journeys.computed(work.room_id, here=aux is not None)
-            self.rank.finish(work.local_id, work.aux)
+        room.aux = room.aux if aux is None else aux
+        if room.computed and room.aux is not None:
+            self._journeys.computed(room.room_id, here=aux is not None)
+            self.rank.finish(room.local_id, room.aux)
 
-    def _landed(self, work: PrefillWork, place: int, kv_bytes: int, copy_us: int, stamp_ns: int, clock: bytes) -> None:
+    def _landed(self, room: PrefillRoom, place: int, kv_bytes: int, copy_us: int, stamp_ns: int, clock: bytes) -> None:
         """The room has landed on one rank; it has landed once it has on all."""
         # The later of two stamps can be told where their clocks are the same.
-        work.clock = clock if not work.landed or work.clock == clock else b""
-        work.landed.add(place)
-        work.kv_bytes += kv_bytes
-        work.copy_us += copy_us
-        work.stamp_ns = max(work.stamp_ns, stamp_ns)
-        self._totals.landed(kv_bytes, copy_us=copy_us, tokens=0 if place else work.tokens)
-        if len(work.landed) == self.group.size and not work.ended:
-            work.ended = True
-            self._journeys.written(work.room_id)
-            stamp_ns = work.stamp_ns if work.clock else 0
+        room.clock = clock if not room.landed or room.clock == clock else b""
+        room.landed.add(place)
+        room.kv_bytes += kv_bytes
+        room.copy_us += copy_us
+        room.stamp_ns = max(room.stamp_ns, stamp_ns)
+        self._totals.landed(kv_bytes, copy_us=copy_us, tokens=0 if place else len(room.request.prompt))
+        if len(room.landed) == self.group.size and not room.ended:
+            room.ended = True
+            self._journeys.written(room.room_id)
+            stamp_ns = room.stamp_ns if room.clock else 0
             end = End(
-                work.room_id, "done", "", 0,
-                kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=stamp_ns, clock=work.clock,
+                room.room_id, "done", "", 0,
+                kv_bytes=room.kv_bytes, copy_us=room.copy_us, stamp_ns=stamp_ns, clock=room.clock,
             )  # fmt: skip
-            self.desk.end(work.begin, end)
+            self.desk.end(room.begin, end)
 
-    def _fail(self, work: PrefillWork, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def _fail(self, room: PrefillRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """Fails the room on every rank, with the first cause."""
-        if work.ended:
+        if room.ended:
             return
-        work.ended = True
-        self.port.to_engine(Drop(work.local_id))
-        self.desk.end(work.begin, failure(work.room_id, cause, detail, retry_ms))
-        self.group.abort(work.local_id, cause, detail)
-        self.rank.abort(work.local_id, cause, detail)
+        room.ended = True
+        self.port.to_engine(Drop(room.local_id))
+        self.desk.end(room.begin, failure(room.room_id, cause, detail, retry_ms))
+        self.group.abort(room.local_id, cause, detail)
+        self.rank.abort(room.local_id, cause, detail)
 
-    def _drained(self, work: PrefillWork, place: int) -> None:
-        work.drained.add(place)
-        if len(work.drained) == self.group.size:
-            del self._work[work.local_id], self._rooms[work.room_id]
-            self._tokens -= work.tokens
-            self.port.to_engine(self.rank.free(work.local_id))
+    def _drained(self, room: PrefillRoom, place: int) -> None:
+        room.drained.add(place)
+        if len(room.drained) == self.group.size:
+            self._tokens -= len(room.request.prompt)
+            self.port.to_engine(self.rank.free(room.local_id))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,36 +23,53 @@ from .engine_thread import Compute, Drop, Free, Offered, Order, PrefillOutcome, 
 from .worker_times import PrefillTimes
 
 
-class PrefillReports(Protocol):
-    """Receives what happens to a rank's rooms, each by its local id."""
+@dataclass(slots=True, eq=False)
+class PrefillRoom:
+    """A room that is computed, or will be. What all ranks together have of it is the leader's to know; sets hold ranks
+    by their numbers in the group."""
 
-    def computed(self, local_id: int, aux: bytes | None) -> None:
-        """The engine has computed the prompt. `aux`: on the rank that picks the first token. `finish` must follow."""
-
-    def landed(self, local_id: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
-        """All bytes that this rank had to write are written."""
-
-    def failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
-        """The node gave the room up."""
-
-    def engine_failed(self, local_id: int, cause: Cause, detail: str) -> None:
-        """The engine refuses the room, or failed on it."""
-
-    def drained(self, local_id: int) -> None:
-        """Nothing reads this rank's pages of the room any more. Always comes, and comes last."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRankRoom:
-    """A room that is open on this rank."""
-
-    room_id: int  # the router's id; the node knows the room by it
+    begin: Begin
     request: Request
+    over: bool = False  # nothing reads this rank's pages of it any more
+    # Of all ranks.
+    landed: set[int] = field(default_factory=set[int])
+    drained: set[int] = field(default_factory=set[int])
+    computed: bool = False
+    aux: bytes | None = None
+    ended: bool = False
+    kv_bytes: int = 0
+    copy_us: int = 0
+    stamp_ns: int = 0  # of the last rank, if every rank's is of `clock`
+    clock: bytes = b""
+
+    @property
+    def room_id(self) -> int:
+        """The router's id of the room; nodes know the room by it."""
+        return self.begin.room
 
     @property
     def local_id(self) -> int:
-        """The leader's id; engines and other ranks know the room by it."""
+        """The leader's id, used once; engines and other ranks know the room by it."""
         return self.request.room
+
+
+class PrefillReports(Protocol):
+    """Receives what happens to a rank's rooms."""
+
+    def computed(self, room: PrefillRoom, aux: bytes | None) -> None:
+        """The engine has computed the prompt. `aux`: on the rank that picks the first token. `finish` must follow."""
+
+    def landed(self, room: PrefillRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+        """All bytes that this rank had to write are written."""
+
+    def failed(self, room: PrefillRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        """The node gave the room up."""
+
+    def engine_failed(self, room: PrefillRoom, cause: Cause, detail: str) -> None:
+        """The engine refuses the room, or failed on it."""
+
+    def drained(self, room: PrefillRoom) -> None:
+        """Nothing reads this rank's pages of the room any more. Always comes, and comes last."""
 
 
 class PrefillRank:
@@ -98,20 +115,20 @@ class PrefillRank:
         )
         self.metrics = PrefillMetrics(self.node, registry)
         self.thread = PrefillThread(engine, port, self.on_outcomes, steps)
-        self._rooms: dict[int, PrefillRankRoom] = {}  # by local id, until Free
-        self._here: dict[int, PrefillRankRoom] = {}  # by room id, until drained
+        self.rooms: dict[int, PrefillRoom] = {}  # by local id, until Free
+        self.by_id: dict[int, PrefillRoom] = {}  # by room id; here, one that is over gives its place to the next
 
     @property
     def idle(self) -> bool:
         """Whether no peer waits for a message of this rank."""
         return self.node.idle
 
-    def start(self, begin: Begin, request: Request) -> None:
+    def start(self, begin: Begin, request: Request) -> PrefillRoom:
         """Opens the room. The leader starts no other room of this id before this one has drained on all ranks."""
-        room = PrefillRankRoom(begin.room, request)
-        if room.room_id in self._here or room.local_id in self._rooms:
+        room, earlier = PrefillRoom(begin, request), self.by_id.get(begin.room)
+        if (earlier is not None and not earlier.over) or room.local_id in self.rooms:
             raise RemoteProtocolError("RankRoom.begin.room", f"{room.room_id:016x} is open here")
-        self._rooms[room.local_id] = self._here[room.room_id] = room
+        self.rooms[room.local_id] = self.by_id[room.room_id] = room
         self.journeys.begin(room.room_id, room.local_id)
         time_left_s = begin.time_left_ms / 1e3
         self.node.open(
@@ -121,6 +138,7 @@ class PrefillRank:
             grants=len(begin.peers),
             peers=begin.peers,
         )
+        return room
 
     def finish(self, local_id: int, aux: bytes) -> None:
         """The room lands once its cells have landed."""
@@ -136,12 +154,14 @@ class PrefillRank:
 
     def free(self, local_id: int) -> Free:
         """Ends a room that has drained on all ranks."""
-        del self._rooms[local_id]
+        room = self.rooms.pop(local_id)
+        if self.by_id.get(room.room_id) is room:
+            del self.by_id[room.room_id]
         return Free(local_id)
 
     def order(self, order: StepOrder) -> Order:
         """Takes an order of the leader. Raises RemoteProtocolError for an invalid one."""
-        room = self._rooms.get(order.local_id)
+        room = self.rooms.get(order.local_id)
         match order.order:
             case "compute" if room is not None:
                 return Compute(room.request)
@@ -166,21 +186,21 @@ class PrefillRank:
                 case Offered(cell=cell, after=after):
                     self.node.push(room.room_id, cell, after=after)
                 case Prefilled(aux=aux):
-                    self._reports.computed(room.local_id, aux if self._picks else None)
+                    self._reports.computed(room, aux if self._picks else None)
                 case Broken(detail=detail):
-                    self._reports.engine_failed(room.local_id, Cause.ENGINE, detail)
+                    self._reports.engine_failed(room, Cause.ENGINE, detail)
                 case Refused(detail=detail):
-                    self._reports.engine_failed(room.local_id, Cause.REFUSED, detail)
+                    self._reports.engine_failed(room, Cause.REFUSED, detail)
 
-    def _open(self, local_id: int) -> PrefillRankRoom | None:
+    def _open(self, local_id: int) -> PrefillRoom | None:
         """The room, unless it has drained."""
-        room = self._rooms.get(local_id)
-        return room if room is not None and self._here.get(room.room_id) is room else None
+        room = self.rooms.get(local_id)
+        return None if room is None or room.over else room
 
     def _on_node_event(self, event: PrefillEvent) -> None:
         if isinstance(event, RoomAsked):
             return  # its Begin comes from the router
-        room_id, local_id = event.room, self._here[event.room].local_id
+        room_id, room = event.room, self.by_id[event.room]
         match event:
             case RoomLeased():
                 if (journey := self.journeys.of(room_id)) is not None:
@@ -191,10 +211,10 @@ class PrefillRank:
                 copy_us = self.node.copy_ns.get(room_id, 0) // 1_000
                 self.metrics.rooms.kv_bytes.inc(kv_bytes)
                 self.metrics.copy_seconds.observe(copy_us / 1e6)
-                self._reports.landed(local_id, kv_bytes, copy_us, self.node.stamp_ns)
+                self._reports.landed(room, kv_bytes, copy_us, self.node.stamp_ns)
             case RoomFailed(_, cause, detail, retry_ms):
-                self._reports.failed(local_id, cause, detail, retry_ms)
+                self._reports.failed(room, cause, detail, retry_ms)
             case RoomDrained():
-                del self._here[room_id]
-                self._reports.drained(local_id)
+                room.over = True
+                self._reports.drained(room)
                 self.journeys.forget(room_id)

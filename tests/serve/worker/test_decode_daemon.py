@@ -27,7 +27,7 @@ def begin(room: int, *, sparse: bool = True, tokens: int = 100) -> Begin:
 
 
 def taken(daemon: Any) -> set[int]:
-    return set(daemon._rooms)
+    return set(daemon.rank.by_id)
 
 
 @on_loop

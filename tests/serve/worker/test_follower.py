@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from pdtransfer.errors import RemoteProtocolError
+from pdtransfer.client.settings import NodeSettings
+from pdtransfer.client.thread_queues import ThreadQueues
+from pdtransfer.errors import Cause, RemoteProtocolError
+from pdtransfer.serve.settings.worker import PrefillConfig
+from pdtransfer.serve.tracing.timeline import Journeys
+from pdtransfer.serve.worker.daemon import create_engine
+from pdtransfer.serve.worker.engine_thread import Free, Order, follower_steps
+from pdtransfer.serve.worker.prefill_rank import PrefillRank, PrefillRoom
+from pdtransfer.serve.worker.router_link import request_of
 from pdtransfer.wire import (
     Begin,
     Message,
@@ -21,8 +30,8 @@ from pdtransfer.wire import (
     StepOrder,
     StepOrders,
 )
-from tests.support.daemon_pair import follower
-from tests.support.waiting import on_loop
+from tests.support.daemon_pair import OPTIONS, follower
+from tests.support.waiting import on_loop, until
 
 
 def begin(room: int, prompt: bytes = b"abcd") -> Begin:
@@ -66,3 +75,51 @@ async def test_an_order_that_makes_no_sense_is_refused_and_none_of_its_step_is_d
             assert not leader.sent
             made.take(RankFailed(2, 99, "aborted", "of a room that never came"))
             made.take(RankReload(3))
+
+
+class Reports:
+    """Keeps which rooms a prefill rank has drained."""
+
+    def __init__(self) -> None:
+        self.over: list[int] = []
+
+    def failed(self, *_: Any) -> None:
+        pass
+
+    def drained(self, room: PrefillRoom) -> None:
+        self.over.append(room.local_id)
+
+
+@on_loop
+async def test_a_prefill_rank_takes_the_next_room_of_an_id_before_the_pages_of_the_drained_one_are_free() -> None:
+    config = PrefillConfig(**OPTIONS)
+    engine, reports, port = create_engine(config.factory, config.engine_config), Reports(), ThreadQueues[list[Order]]()
+    settings = NodeSettings(node="p0-tp1", model=engine.card.model, weights=engine.card.weights)
+    rank = PrefillRank(
+        config,
+        settings,
+        engine,
+        port,
+        follower_steps(port),
+        reports,
+        CollectorRegistry(),
+        Journeys(),  # type: ignore[arg-type]
+    )
+    begun = begin(7)
+    rank.start(begun, request_of(begun, 1))
+    with pytest.raises(RemoteProtocolError, match="0000000000000007 is open here"):
+        rank.start(begun, request_of(begun, 2))
+    rank.abort(1, Cause.ABORTED, "")
+    await until(lambda: reports.over == [1])
+    second = rank.start(begun, request_of(begun, 2))
+    assert rank.order(StepOrder("free", 1)) == Free(1)
+    assert rank.by_id == {7: second}
+    with pytest.raises(RemoteProtocolError, match="free of room 2"):
+        rank.order(StepOrder("free", 2))
+    rank.abort(2, Cause.ABORTED, "")
+    await until(lambda: reports.over == [1, 2])
+    assert rank.order(StepOrder("free", 2)) == Free(2)
+    assert not rank.by_id
+    assert not rank.rooms
+    await rank.node.close()
+    port.close()

@@ -131,7 +131,7 @@ def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) ->
             made.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
             clock = clock_digest() if shared else b"another host's"
             made.group.reported(JoinedRank(Ranks(1, 2), "p0-tp1"), RankLanded(1, 1, 10, 1, 5_000, clock))
-            made.landed(1, 20, 2, 4_000)
+            made.landed(made.rank.rooms[1], 20, 2, 4_000)
             (end,) = ends
             assert (end.kv_bytes, end.stamp_ns, end.clock) == ((30, 5_000, clock_digest()) if shared else (30, 0, b""))
         finally:

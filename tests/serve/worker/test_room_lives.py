@@ -26,7 +26,7 @@ def orders(daemon: Any, kind: type[Any]) -> list[Any]:
 
 async def generates(daemon: Any, room: int = ROOM) -> int:
     """Waits until the engine is to generate; the serial number that it is told."""
-    await until(lambda: daemon._rooms[room].ready_ns)
+    await until(lambda: daemon.rank.by_id[room].ready_ns)
     (told,) = orders(daemon, Generate)
     return told.request.room
 
@@ -96,7 +96,7 @@ async def test_a_cell_of_a_room_that_is_over_does_not_go_into_the_next_one_of_it
         daemon = p.daemon
         p.begin("a", ROOM, "d0")
         await until(lambda: daemon.node.core.rooms[ROOM].cells)
-        (cell,), local_id = daemon.node.core.rooms[ROOM].cells, daemon._rooms[ROOM].local_id
+        (cell,), local_id = daemon.node.core.rooms[ROOM].cells, daemon.rank.by_id[ROOM].local_id
         p.heard.tell("a", CancelRoom(ROOM, "aborted"))
         await p.heard.over("a", ROOM)
         await p.drained()
@@ -105,7 +105,7 @@ async def test_a_cell_of_a_room_that_is_over_does_not_go_into_the_next_one_of_it
         p.begin("b", ROOM, "d0")
         daemon.rank.on_outcomes([Offered(local_id, cell)])
         assert daemon.node.core.rooms[ROOM].cells == []
-        daemon.rank.on_outcomes([Offered(daemon._rooms[ROOM].local_id, cell)])
+        daemon.rank.on_outcomes([Offered(daemon.rank.by_id[ROOM].local_id, cell)])
         (kept,) = daemon.node.core.rooms[ROOM].cells
         assert (kept.component, kept.first_row, kept.layers) == (cell.component, cell.first_row, cell.layers)
         assert kept.source_slots.tolist() == cell.source_slots.tolist()
@@ -144,7 +144,7 @@ async def test_a_late_report_of_a_rank_is_not_taken_for_the_next_room_of_its_lab
     async with prefill() as p, decode(directory, ranks=Ranks(0, 2)) as d:
         other = JoinedRank(Ranks(1, 2), "d0-tp1")
         d.heard.tell("a", p.begin("a", ROOM, "d0"))
-        await until(lambda: d._rooms[ROOM].ranks_ready)
+        await until(lambda: d.rank.by_id[ROOM].ranks_ready)
         d.heard.tell("a", CancelRoom(ROOM, "aborted"))
         await d.heard.over("a", ROOM)
         await p.heard.over("a", ROOM)
@@ -152,7 +152,7 @@ async def test_a_late_report_of_a_rank_is_not_taken_for_the_next_room_of_its_lab
         d.heard.tell("b", p.begin("b", ROOM, "d0"))
         d.group.reported(other, RankReady(1, 1, 100, 0))
         d.group.reported(other, RankFailed(2, 1, "transfer", "of the first", 0))
-        await until(lambda: d._rooms[ROOM].ranks_ready)
+        await until(lambda: d.rank.by_id[ROOM].ranks_ready)
         assert not orders(d, Generate), "the other rank has said nothing of this one"
         d.group.reported(other, RankReady(3, 2, 100, 0))
         assert await generates(d) == 2
@@ -164,8 +164,8 @@ async def test_tokens_count_as_cached_when_they_crossed_to_no_rank(directory: Pa
         other, prefixes = JoinedRank(Ranks(1, 2), "d0-tp1"), []
         for room, there in ((1, 0), (2, 128), (3, 64), (4, 192)):
             d.heard.tell("a", p.begin("a", room, "d0"))
-            await until(lambda room=room: d._rooms[room].ranks_ready)
-            d.group.reported(other, RankReady(room, d._rooms[room].local_id, 100, there))
+            await until(lambda room=room: d.rank.by_id[room].ranks_ready)
+            d.group.reported(other, RankReady(room, d.rank.by_id[room].local_id, 100, there))
             d.rank.on_outcomes([Finished(room=await generates(d, room), reason="length")])
             prefixes.append((await d.heard.over("a", room)).prefix)
         assert prefixes == [0, 128, 64, 128]

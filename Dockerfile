@@ -39,7 +39,7 @@ WORKDIR /opt/pdtransfer
 FROM build AS router-build
 RUN /build/install /opt/pdtransfer router && /build/install /opt/pdtransfer /dist/*.whl
 COPY deploy/image /build/
-RUN /build/finish pdtransfer.serve.router.router
+RUN /build/finish pdtransfer.serve.router.backends.daemons.backend
 
 FROM scratch AS router
 COPY --from=router-build /image /

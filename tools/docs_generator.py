@@ -26,8 +26,7 @@ from pdtransfer.serve.commands.cli import COMMANDS, app, settings_of
 from pdtransfer.serve.commands.installed import add_installed
 from pdtransfer.serve.engine_api import HotFigures
 from pdtransfer.serve.process.process_metrics import http_counter, process_registry
-from pdtransfer.serve.router.router import Router
-from pdtransfer.serve.router.servers.server_router import ServerRouter
+from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import HTTP_ENGINES, RouterConfig
 from pdtransfer.serve.worker.daemon_metrics import DecodeMetrics, PrefillMetrics
 from pdtransfer.serve.worker.worker_times import DecodeTimes, PrefillTimes
@@ -131,7 +130,7 @@ async def _metrics() -> dict[str, list[tuple[str, ...]]]:
     arena = ArenaMemory.create(target.layout.end)
     prefill = PrefillNode(settings, (source,), lambda _: None)
     decode = DecodeNode(settings, (target,), arena, lambda _: None)
-    router, server_router = Router(RouterConfig()), ServerRouter(RouterConfig(engine=HTTP_ENGINES[0]))
+    router, server_router = router_of(RouterConfig()), router_of(RouterConfig(engine=HTTP_ENGINES[0]))
     PrefillMetrics(prefill, registries["Prefill"])
     PrefillTimes(registries["Prefill"])
     DecodeMetrics(decode, registries["Decode"], HotFigures)

@@ -21,7 +21,8 @@ import aiohttp
 import pytest
 
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.servers.server_router import ServerRouter
+from pdtransfer.serve.router.backends.servers.backend import Servers
+from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.sglang_engine import ANSWER_S, ENVIRONMENT, PYTHON, RefusedError, SglangPair, SglangServer, free_port
 from tests.support.vllm_engine import Checkpoints, prompts
@@ -373,11 +374,13 @@ def test_behind_our_router(llama: Family) -> None:
             engine="sglang", listen="127.0.0.1:0", prefill=(pair.prefill.url,), decode=(pair.decode.url,),
             limits=Limits(ping_ms=1_000, silence_ms=20_000),
         )  # fmt: skip
-        router = ServerRouter(config)
+        router = router_of(config)
+        backend = router.backend
+        assert isinstance(backend, Servers)
         url = "http://" + await router.open()
         async with aiohttp.ClientSession() as http:
             try:
-                await until(lambda: router.pool.usable)
+                await until(lambda: backend.pool.usable)
 
                 async def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
                     async with http.post(url + path, json=body) as response:

@@ -19,8 +19,8 @@ import yaml
 
 from pdtransfer.bus.keys import Address, AllowList, Endpoint, KeyPair
 from pdtransfer.serve.process.http import CLOSE_S
-from pdtransfer.serve.router.admin import read_token
-from pdtransfer.serve.router.api_keys import ApiKeys
+from pdtransfer.serve.router.fleet.admin import read_token
+from pdtransfer.serve.router.front.api_keys import ApiKeys
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from tests.support.manifests import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from pdtransfer.serve.router.readings import ReadRelayed
-from pdtransfer.serve.router.servers.server_request import ServerRequest, request_of
-from pdtransfer.serve.router.text import BytesText
+from pdtransfer.serve.router.backends.servers.dialects import ReadRelayed
+from pdtransfer.serve.router.backends.servers.server_request import ServerRequest, request_of
+from pdtransfer.serve.router.front.text import BytesText
 
 
 def relayed(

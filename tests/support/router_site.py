@@ -14,7 +14,9 @@ from pdtransfer.bus import Bus
 from pdtransfer.client.core_driver import EffectRunner, LoopClock, Ticker
 from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.router import Router
+from pdtransfer.serve.router.backends.daemons.backend import Daemons
+from pdtransfer.serve.router.front.router import Router
+from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
 from pdtransfer.serve.worker.service import Service, StartRoom, StopRoom
@@ -119,6 +121,7 @@ class Site:
     """One router with its workers, and a client."""
 
     router: Router
+    backend: Daemons
     prefill: list[Worker]
     decode: list[Worker]
     http: aiohttp.ClientSession
@@ -144,17 +147,19 @@ async def site(
     endpoints = [await worker.open() for worker in workers]
     ended, records = EndedRequests(), list[EndedRequest]()
     ended.subscribe(records.append)
-    router = Router(
+    router = router_of(
         RouterConfig(
             listen="127.0.0.1:0", prefill=(*endpoints[:prefill],), decode=(*endpoints[prefill:],), limits=limits, **more
         ),
         ended=ended,
     )
+    backend = router.backend
+    assert isinstance(backend, Daemons)
     url = "http://" + await router.open()
     async with aiohttp.ClientSession() as http:
         try:
-            await until(lambda: sum(each.usable for each in router.routing.workers.by_peer.values()) == len(workers))
-            yield Site(router, workers[:prefill], workers[prefill:], http, url, records)
+            await until(lambda: sum(each.usable for each in backend.routing.workers.by_peer.values()) == len(workers))
+            yield Site(router, backend, workers[:prefill], workers[prefill:], http, url, records)
         finally:
             await router.close()
             for worker in workers:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.router_effects import Accepted, Refusal
-from pdtransfer.serve.router.routing import Routing
+from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Refusal
+from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.wire import Load, Ping, Pong, Welcome
 from tests.support.routing_world import LIMITS, identity, request
 

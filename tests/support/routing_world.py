@@ -12,9 +12,9 @@ import numpy as np
 
 from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.router_effects import Accepted, Emit, Fail, Finish, Refusal
-from pdtransfer.serve.router.router_rooms import CompletionRequest
-from pdtransfer.serve.router.routing import Routing
+from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, Refusal
+from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
+from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.worker.service import Service, StartRoom, StopRoom
 from pdtransfer.wire import Begin, End, Identity, Load, Message, Ranks, Sampling, decode, encode, pack_ids, unpack_ids
 

@@ -14,8 +14,10 @@ import aiohttp
 from aiohttp import web
 
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.servers.dialects import DIALECTS
-from pdtransfer.serve.router.servers.server_router import ServerRouter
+from pdtransfer.serve.router.backends.servers.backend import Servers
+from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
+from pdtransfer.serve.router.front.router import Router
+from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
 from tests.support.waiting import until
@@ -204,7 +206,8 @@ class FakeVllm:
 class ServerSite:
     """A router with its servers, and a client."""
 
-    router: ServerRouter
+    router: Router
+    backend: Servers
     prefill: list[FakeVllm]
     decode: list[FakeVllm]
     http: aiohttp.ClientSession
@@ -230,8 +233,8 @@ class ServerSite:
 
     async def meet(self) -> None:
         """Has every prefill server's identity learnt."""
-        for each in self.router.pool.prefill:
-            others = [other for other in self.router.pool.prefill if other is not each]
+        for each in self.backend.pool.prefill:
+            others = [other for other in self.backend.pool.prefill if other is not each]
             for other in others:
                 other.unfinished += 1_000
             assert (await self.post())[0] == 200
@@ -243,7 +246,7 @@ class ServerSite:
 
     def server(self, fake: FakeVllm):
         """What the router knows of it."""
-        return next(each for each in self.router.pool.all if each.url == fake.url)
+        return next(each for each in self.backend.pool.all if each.url == fake.url)
 
 
 @asynccontextmanager
@@ -265,12 +268,14 @@ async def server_site(
     )
     ended, records = EndedRequests(), list[EndedRequest]()
     ended.subscribe(records.append)
-    router = ServerRouter(config, ended)
+    router = router_of(config, ended)
+    backend = router.backend
+    assert isinstance(backend, Servers)
     url = "http://" + await router.open()
     async with aiohttp.ClientSession() as http:
         try:
-            await until(lambda: all(each.usable for each in router.pool.all))
-            yield ServerSite(router, fakes[:prefill], fakes[prefill:], http, url, records)
+            await until(lambda: all(each.usable for each in backend.pool.all))
+            yield ServerSite(router, backend, fakes[:prefill], fakes[prefill:], http, url, records)
         finally:
             await router.close()
             for fake in fakes:

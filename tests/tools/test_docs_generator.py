@@ -81,7 +81,10 @@ def test_a_metric_has_its_type_and_labels(title: str, metric: str, kind: str, la
 
 def test_every_metric_that_the_code_names_has_a_row() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    modules = "worker/daemon_metrics", "worker/worker_times", "router/router_metrics", "process/process_metrics"
+    modules = [
+        "worker/daemon_metrics", "worker/worker_times", "process/process_metrics", "router/front/router_metrics",
+        "router/backends/daemons/routing_metrics", "router/backends/servers/server_metrics",
+    ]  # fmt: skip
     sources = (ROOT / "pdtransfer" / "serve" / f"{each}.py" for each in modules)
     names = {name for path in sources for name in re.findall(r'[^f]"(pdtransfer_\w+)"', path.read_text())}
     assert len(names) > 40

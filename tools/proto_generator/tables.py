@@ -10,7 +10,7 @@ from pdtransfer.errors import Cause
 from pdtransfer.handoff import states
 from pdtransfer.handoff.states import diagram
 from pdtransfer.layout.layout import DTYPE_BYTES
-from pdtransfer.serve.router import router_rooms as routed
+from pdtransfer.serve.router.backends.daemons import router_rooms as routed
 from pdtransfer.serve.worker import service_rooms as served
 
 from .schema import Json, choices, constants

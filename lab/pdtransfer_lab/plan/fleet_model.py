@@ -15,9 +15,11 @@ from typing import Any
 from pdtransfer.errors import ArenaFullError, Cause, ConfigError
 from pdtransfer.handoff.admission import Demand
 from pdtransfer.limits import LOAD_MS, Limits
-from pdtransfer.serve.router.placement import KnownPrefixes
-from pdtransfer.serve.router.pool_worker import NoPair, RoutedPrompt, Worker, WorkerPair
-from pdtransfer.serve.router.worker_pool import WorkerPool
+from pdtransfer.serve.router.backends.daemons.worker_pool import WorkerPool
+from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
+from pdtransfer.serve.router.fleet.worker import Worker
+from pdtransfer.serve.router.policy.free_slots import WorkerPair
+from pdtransfer.serve.router.policy.placement import NoPair, RoutedRequest
 from pdtransfer.wire import VERSION, Identity, Load, Ranks, Welcome
 
 from .modelled_decode import ModelledDecode, arena_component
@@ -176,7 +178,7 @@ class FleetModel:
     def _arrive(self, each: TraceRequest) -> None:
         growth = max(each.output_tokens, self.shape.growth_min)
         keys = tuple([block.to_bytes(16, "little") for block in each.blocks[: each.input_tokens // self._block_tokens]])
-        prompt = RoutedPrompt(bytes(_ID_BYTES * each.input_tokens), growth, b"", keys)
+        prompt = RoutedRequest(bytes(_ID_BYTES * each.input_tokens), growth, b"", keys)
         rows = self._component.rows(prompt.tokens)
         inflight = each.input_tokens * self.shape.bytes_per_token
         demand = Demand((rows,), inflight, keys if self.shape.prefix_cache else ())
@@ -196,8 +198,8 @@ class FleetModel:
         self._awaited.append(request)
         self._begin(request)
 
-    def _choose(self, prompt: RoutedPrompt, avoid: tuple[Worker, ...]) -> WorkerPair | NoPair:
-        return self.pool.choose(prompt, model=None, enable_hisparse=False, avoid=avoid, now=self._now)
+    def _choose(self, prompt: RoutedRequest, avoid: tuple[Worker, ...]) -> WorkerPair | NoPair:
+        return self.pool.choose(prompt, avoid, self._now)
 
     def _begin(self, request: ModelledRequest) -> None:
         """Begins the room on its pair, which may refuse it: then it is tried once on another."""

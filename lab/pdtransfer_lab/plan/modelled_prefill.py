@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from pdtransfer.serve.router.placement import KnownPrefixes
+from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
 
 from .modelled_request import ModelledRequest
 from .rates import Curve

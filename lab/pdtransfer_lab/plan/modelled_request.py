@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pdtransfer.handoff.admission import Demand
 from pdtransfer.handoff.slot_allocator import Holding
-from pdtransfer.serve.router.pool_worker import RoutedPrompt, WorkerPair
+from pdtransfer.serve.router.policy.free_slots import WorkerPair
+from pdtransfer.serve.router.policy.placement import RoutedRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +18,7 @@ class ModelledRequest:
     at_s: float
     tokens: int
     output_tokens: int
-    prompt: RoutedPrompt
+    prompt: RoutedRequest
     demand: Demand
     keys: tuple[bytes, ...]
     pair: WorkerPair

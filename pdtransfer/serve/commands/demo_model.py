@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...wire import Ranks, Sampling
 from ..engine_api import EngineConfig
-from ..router.model_text import load_text
+from ..router.front.text import load_text
 from ..settings.node import BUILT_IN
 from ..settings.ranks import device_of
 from ..settings.worker import CHECKPOINT_ENGINE

@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 
 from ...errors import ConfigError, WorldError
-from ..router.status import FleetStatus
+from ..router.fleet.status import FleetStatus
 from .router_client import RouterClient
 from .top_view import view
 

@@ -14,7 +14,7 @@ from rich.cells import set_cell_size
 from rich.text import Text
 
 from ..process.logs import printable
-from ..router.status import FailureStatus, FleetStatus, RouterStatus, SlotsStatus, TotalsStatus, WorkerStatus
+from ..router.fleet.status import FailureStatus, FleetStatus, RouterStatus, SlotsStatus, TotalsStatus, WorkerStatus
 
 FAILURES_MIN = 4  # lines kept for failures where workers would take them all
 STYLES = {"ready": "green", "draining": "yellow", "starting": "cyan", "connecting": "bold red", "unusable": "bold red"}

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from ...errors import ConfigError, WorldError
 from ..process.logs import printable
-from ..router.admin import read_token
-from ..router.status import WorkerStatus
+from ..router.fleet.admin import read_token
+from ..router.fleet.status import WorkerStatus
 from .router_client import RouterClient
 from .top_view import worker_lines
 

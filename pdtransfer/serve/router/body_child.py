@@ -17,12 +17,15 @@ import sys
 import msgspec
 
 from ...errors import ConfigError
-from .body_frames import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED
-from .completions import BadRequestError
-from .model_text import load_text
-from .readings import READINGS, RefusedBody
-from .text import TextCodec
+from .backends.daemons.completions import ReadCompletion, ReadText
+from .backends.servers.dialects import ReadRelayed
+from .front.body_frames import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED, RefusedBody
+from .front.json_bodies import BadRequestError
+from .front.text import TextCodec, load_text
 
+READINGS: msgspec.msgpack.Decoder[ReadCompletion | ReadText | ReadRelayed] = msgspec.msgpack.Decoder(
+    ReadCompletion | ReadText | ReadRelayed
+)
 MEMORY_BYTES_MAX = 4 << 30  # private memory of this process: a body of the largest size makes some 300 MB of objects
 NICE = 5  # answers that are under way come before prompts that are to be read
 _PR_SET_PDEATHSIG = 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -17,7 +18,11 @@ from ..process.setup import prepare
 from ..process.signals import StopSignal, reload_on_hangup
 from ..settings.router import RouterConfig
 from ..tracing.ended_request import EndedRequests
-from .fleet_changes import FleetChanges
+from .front.router import Router
+from .front.router_metrics import RouterMetrics
+
+if TYPE_CHECKING:
+    from .fleet.fleet_changes import FleetChanges
 
 log = logging.getLogger(__name__)
 
@@ -37,22 +42,34 @@ def _spans(config: RouterConfig) -> AbstractContextManager[Spans | None]:
     return recorded(config.timeline, config.node)
 
 
-def _router(config: RouterConfig, spans: Spans | None, ended: EndedRequests):
+def router_of(config: RouterConfig, ended: EndedRequests | None = None, spans: Spans | None = None) -> Router:
+    """A router with the backend that the settings name. `ended` gets a record of each request and room at its end.
+    Raises ConfigError."""
+    metrics, ended = RouterMetrics(node=config.node), ended or EndedRequests()
     if config.relays:
-        from .servers.server_router import ServerRouter
+        from .backends.servers.backend import Servers
 
-        return ServerRouter(config, ended)
-    from .router import Router
+        return Router(config, Servers(config, metrics), metrics, ended)
+    from .backends.daemons.backend import Daemons
 
-    return Router(config, spans, ended)
+    return Router(config, Daemons(config, metrics, ended, spans), metrics, ended)
+
+
+def _changes(config: RouterConfig, router: Router) -> FleetChanges | None:
+    """What may change the fleet while the router runs; None for nothing."""
+    if not config.finds_workers:
+        return None
+    from .fleet.fleet_changes import FleetChanges
+
+    return FleetChanges(config, router.backend)
 
 
 async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: EndedRequests) -> None:
-    stop, router = StopSignal(), _router(config, spans, ended)
-    changes = FleetChanges(config, router)
+    stop, router = StopSignal(), router_of(config, ended, spans)
+    changes = _changes(config, router)
     try:
         address = await router.open()
-        admin = await changes.open()
+        admin = await changes.open() if changes is not None else ""
         reload_on_hangup(*router.reloads)
         log.info("%s listens on %s", config.node, address)
         for role, endpoints in (("prefill", config.prefill), ("decode", config.decode)):
@@ -66,7 +83,8 @@ async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: E
         await stop.asked.wait()
         await router.drain(stop.hurried)
     finally:
-        await changes.close()
+        if changes is not None:
+            await changes.close()
         await router.close()
         stop.close()
 

@@ -16,7 +16,7 @@ from pdtransfer.handoff.prefix_keys import block_keys, root_key
 from pdtransfer.handoff.slot_allocator import Holding, SlotAllocator, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.placement import KnownPrefixes
+from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
 from tests.support.effort import some
 
 BLOCK, BLOCKS_MAX = 8, 7

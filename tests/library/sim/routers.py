@@ -8,9 +8,9 @@ import numpy as np
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.send import Send
-from pdtransfer.serve.router.router_effects import Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
-from pdtransfer.serve.router.router_rooms import CompletionRequest
-from pdtransfer.serve.router.routing import Routing
+from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
+from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
+from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.wire import Begin, Identity, Message, Ranks, Sampling, pack_ids, unpack_ids
 
 from .process import Alarm, Process

@@ -246,7 +246,7 @@ def test_help_and_config_do_not_import_torch() -> None:
 
 
 def test_router_does_not_import_torch() -> None:
-    script = "import sys, pdtransfer.serve.router.router; sys.exit('torch' in sys.modules)"
+    script = "import sys, pdtransfer.serve.router.backends.daemons.backend; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -28,7 +28,7 @@ from pdtransfer.serve.commands.demo import DemoAnswer, run
 from pdtransfer.serve.commands.demo_config import DemoConfig
 from pdtransfer.serve.commands.demo_model import QUESTIONS, DemoModel
 from pdtransfer.serve.process.fleet import Standing
-from pdtransfer.serve.router.model_text import load_text
+from pdtransfer.serve.router.front.text import load_text
 from tests.support.paths import REPO
 from tests.support.processes import children, command_line
 from tests.support.tiny_tokenizer import write_tokenizer

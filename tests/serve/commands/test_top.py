@@ -15,7 +15,7 @@ from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.serve.commands.cli import main
 from pdtransfer.serve.commands.top import StatusSource
 from pdtransfer.serve.commands.top_view import byte_count, duration, number, slots_bar, view
-from pdtransfer.serve.router.status import (
+from pdtransfer.serve.router.fleet.status import (
     FailureStatus,
     FleetStatus,
     RouterStatus,

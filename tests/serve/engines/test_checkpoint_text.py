@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pdtransfer.errors import ConfigError
 from pdtransfer.serve.engines.transformers.text import CheckpointText, load
-from pdtransfer.serve.router.model_text import load_text
-from pdtransfer.serve.router.text import token_name
+from pdtransfer.serve.router.front.text import load_text, token_name
 from tests.support.tiny_tokenizer import END, START, TEMPLATE, write_tokenizer
 
 TEXT = "The cat is always in the fridge: \u017c\u00f3\u0142w, 10 \u20ac, \U0001f389\U0001f389 and\n\n  spaces "
@@ -183,7 +182,7 @@ def test_a_template_may_stand_in_the_settings_alone_or_by_name(tmp_path: Path) -
 
 def test_neither_torch_nor_transformers_is_imported(directory: Path) -> None:
     code = (
-        "import sys; from pdtransfer.serve.router.model_text import load_text;"
+        "import sys; from pdtransfer.serve.router.front.text import load_text;"
         f"load_text({str(directory)!r}); sys.exit(bool({{'torch', 'transformers'}} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtransfer.serve.router import answer_text
-from pdtransfer.serve.router.answer_text import AnswerText, TextPiece
-from pdtransfer.serve.router.text import BytesText, token_name
+from pdtransfer.serve.router.backends.daemons import answer_text
+from pdtransfer.serve.router.backends.daemons.answer_text import AnswerText, TextPiece
+from pdtransfer.serve.router.front.text import BytesText, token_name
 from pdtransfer.wire import Logprobs, Sampling
 
 

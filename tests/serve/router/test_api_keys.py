@@ -22,9 +22,8 @@ from pdtransfer.serve.process.http import Health, HttpListener, application, req
 from pdtransfer.serve.process.request_lines import fields_of
 from pdtransfer.serve.process.signals import reload_on_hangup
 from pdtransfer.serve.process.tls import ServerTls
-from pdtransfer.serve.router.api_keys import ApiKey, ApiKeys, KeyLimitError
-from pdtransfer.serve.router.router import Router
-from pdtransfer.serve.router.servers.server_router import ServerRouter
+from pdtransfer.serve.router.front.api_keys import ApiKey, ApiKeys, KeyLimitError
+from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequests
 from tests.support.client_keys import A, B, C, bearer, written
@@ -199,7 +198,7 @@ def test_a_router_of_any_engine_lets_only_known_keys_through_over_tls(
 
     @on_loop
     async def case() -> None:
-        router = ServerRouter(config, ended) if config.relays else Router(config, ended=ended)
+        router = router_of(config, ended)
         address = await router.open()
         try:
             connector = aiohttp.TCPConnector(ssl=trusted)
@@ -245,7 +244,7 @@ def test_an_oversized_header_is_refused_and_shows_in_no_log(caplog: pytest.LogCa
 
     @on_loop
     async def case() -> None:
-        router = Router(config)
+        router = router_of(config)
         host, _, port = (await router.open()).rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer " + A.encode() + b"x" * 9_000 + b"\r\n\r\n")

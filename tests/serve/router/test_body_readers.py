@@ -13,13 +13,16 @@ from functools import partial
 import pytest
 
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
-from pdtransfer.serve.router import body_readers, readings
-from pdtransfer.serve.router.body_readers import BodyReaders, ReadingProcess
-from pdtransfer.serve.router.completions import BadRequestError
-from pdtransfer.serve.router.readings import BodyReading, ReadCompletion, ReadRelayed, ReadText
-from pdtransfer.serve.router.router import INLINE_BYTES_MAX
-from pdtransfer.serve.router.servers import server_router
-from pdtransfer.serve.router.text import BytesText
+from pdtransfer.serve.router import body_child
+from pdtransfer.serve.router.backends.daemons.backend import Daemons
+from pdtransfer.serve.router.backends.daemons.completions import ReadCompletion, ReadText
+from pdtransfer.serve.router.backends.servers.backend import Servers
+from pdtransfer.serve.router.backends.servers.dialects import ReadRelayed
+from pdtransfer.serve.router.front import body_readers
+from pdtransfer.serve.router.front.body_frames import BodyReading
+from pdtransfer.serve.router.front.body_readers import BodyReaders, ReadingProcess
+from pdtransfer.serve.router.front.json_bodies import BadRequestError
+from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import unpack_ids
 from tests.support.router_site import site
 from tests.support.sglang_servers import FakeSglang
@@ -27,7 +30,7 @@ from tests.support.vllm_servers import server_site
 from tests.support.waiting import on_loop, until
 
 COMPLETION, CHAT = ReadCompletion(chat=False), ReadCompletion(chat=True)
-LARGE = b'{"prompt": "' + b"a" * INLINE_BYTES_MAX + b'"}'
+LARGE = b'{"prompt": "' + b"a" * Daemons.inline_bytes_max + b'"}'
 
 
 def of_size(head: bytes, item: bytes, tail: bytes, size: int = HTTP_BODY_BYTES_MAX) -> bytes:
@@ -56,7 +59,7 @@ HOSTILE = {
 
 @asynccontextmanager
 async def readers(processes: int = 1) -> AsyncIterator[BodyReaders]:
-    made = BodyReaders("reference", BytesText(), processes=processes, inline_bytes_max=INLINE_BYTES_MAX)
+    made = BodyReaders("reference", BytesText(), processes=processes, inline_bytes_max=Daemons.inline_bytes_max)
     try:
         yield made
     finally:
@@ -245,5 +248,5 @@ async def test_bodies_that_wait_to_be_read_are_bounded_together() -> None:
 
 def test_readings_cross_as_what_they_are() -> None:
     for reading, _ in EQUAL.values():
-        assert readings.READINGS.decode(body_readers.msgspec.msgpack.encode(reading)) == reading
-    assert server_router.INLINE_BYTES_MAX < 64 << 10
+        assert body_child.READINGS.decode(body_readers.msgspec.msgpack.encode(reading)) == reading
+    assert Servers.inline_bytes_max < 64 << 10

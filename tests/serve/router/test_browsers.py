@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from pdtransfer.errors import ConfigError
 from pdtransfer.serve.process.http import Health, HttpListener, application
-from pdtransfer.serve.router.admin import AdminApi
-from pdtransfer.serve.router.membership import Membership
+from pdtransfer.serve.router.fleet.admin import AdminApi
+from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.client_keys import A, bearer, written
 from tests.support.router_site import Site, site

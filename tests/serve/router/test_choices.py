@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.answering import TURN_TOKENS_MAX, GrowingAnswer, Reply
-from pdtransfer.serve.router.answers import AnswerForm
-from pdtransfer.serve.router.completions import parse
-from pdtransfer.serve.router.router import LOGPROBS_INLINE_MAX
-from pdtransfer.serve.router.router_effects import Finish, Refusal
-from pdtransfer.serve.router.text import BytesText
+from pdtransfer.serve.router.backends.daemons.answering import TURN_TOKENS_MAX, GrowingAnswer, Reply
+from pdtransfer.serve.router.backends.daemons.answers import AnswerForm
+from pdtransfer.serve.router.backends.daemons.backend import LOGPROBS_INLINE_MAX
+from pdtransfer.serve.router.backends.daemons.completions import parse
+from pdtransfer.serve.router.backends.daemons.router_effects import Finish, Refusal
+from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import End, Logprobs, unpack_ids
 from tests.support.openai_types import checked_answer
 from tests.support.router_site import LIMITS, Site, site
@@ -93,7 +93,7 @@ def test_a_stop_string_cancels_its_room_alone() -> None:
             assert [(each["text"], each["finish_reason"]) for each in content["choices"]] == [("c", "stop")] * 2
             assert (status, content["usage"]["completion_tokens"]) == (200, 6)
             assert content["usage"]["prompt_tokens_details"] is None
-            await until(lambda: it.router.routing.room_count == 0)
+            await until(lambda: it.backend.routing.room_count == 0)
             it.decode[0].more.set()
             _, content, _ = await it.post(prompt=["xabc", "abc"], max_tokens=5, stop="xc")
             assert [each["text"] for each in content["choices"]] == ["cba", "cbacb"]
@@ -113,7 +113,7 @@ async def failing(it: Site, *, stream: bool) -> tuple[int, bytes]:
     if stream:
         await until(lambda: task.done())
     else:
-        await until(lambda: it.router.routing._rooms[room].received)
+        await until(lambda: it.backend.routing._rooms[room].received)
     it.decode[0].end(End(room, "engine", "broken", 0))
     response = await task
     content = await response.read()
@@ -132,9 +132,9 @@ def test_one_failure_fails_the_answer_and_cancels_the_other_rooms(stream: bool) 
             else:
                 assert (status, json.loads(content)["error"]["code"]) == (500, "engine")
             await until(lambda: len(it.decode[0].stopped) == 2)
-            await until(lambda: it.router.routing.room_count == 0)
+            await until(lambda: it.backend.routing.room_count == 0)
             assert it.router.open_requests.count == it.router.open_requests.prompts_bytes == 0
-            assert not it.router._replies
+            assert not it.backend._replies
 
     run_on_loop(case)
 
@@ -143,18 +143,18 @@ def test_a_room_that_cannot_begin_takes_the_others_with_it(monkeypatch: pytest.M
     async def case() -> None:
         async with site() as it:
             it.decode[0].gate.clear()
-            submit, calls = it.router.routing.submit, []
+            submit, calls = it.backend.routing.submit, []
 
             def refusing(request, now):
                 calls.append(request)
                 return Refusal(Cause.FULL, "full", 429, 1_000) if len(calls) == 3 else submit(request, now)
 
-            monkeypatch.setattr(it.router.routing, "submit", refusing)
+            monkeypatch.setattr(it.backend.routing, "submit", refusing)
             status, content, response = await it.post(prompt="abc", n=4, max_tokens=2)
             assert (status, content["error"]["code"], response.headers["Retry-After"]) == (429, "full", "1")
             assert len(calls) == 3
-            await until(lambda: it.router.routing.room_count == 0)
-            assert not it.router._replies
+            await until(lambda: it.backend.routing.room_count == 0)
+            assert not it.backend._replies
 
     run_on_loop(case)
 
@@ -181,13 +181,13 @@ def test_rooms_of_one_request_count_one_by_one() -> None:
 def test_others_have_their_turn_between_the_rooms_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case() -> None:
         async with site() as it:
-            submit, turns, seen = it.router.routing.submit, 0, []
+            submit, turns, seen = it.backend.routing.submit, 0, []
 
             def watched(request, now):
                 seen.append(turns)
                 return submit(request, now)
 
-            monkeypatch.setattr(it.router.routing, "submit", watched)
+            monkeypatch.setattr(it.backend.routing, "submit", watched)
             task = asyncio.create_task(it.post(prompt=["ab", "c"], n=2, max_tokens=2))
             while not task.done():
                 turns += 1
@@ -206,7 +206,7 @@ def test_a_disconnected_client_cancels_all_rooms() -> None:
             await until(lambda: len(it.decode[0].begun) == 3)
             task.cancel()
             await until(lambda: len(it.decode[0].stopped) == 3)
-            await until(lambda: it.router.routing.room_count == 0)
+            await until(lambda: it.backend.routing.room_count == 0)
 
     run_on_loop(case)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.client_request import ClientRequest
+from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.tracing.ended_request import EndedRequest, TraceContext
 from tests.support.router_site import LIMITS, Site, site
 from tests.support.waiting import run_on_loop, until

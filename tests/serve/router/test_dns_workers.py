@@ -11,10 +11,10 @@ import pytest
 
 from pdtransfer.bus.keys import AllowList, generate
 from pdtransfer.errors import ConfigError, WorldError
-from pdtransfer.serve.router import dns_workers
-from pdtransfer.serve.router.dns_workers import Answered, DnsName, DnsResolver, Place, dns_server, workers_of
-from pdtransfer.serve.router.fleet_changes import FleetChanges
-from pdtransfer.serve.router.membership import Membership
+from pdtransfer.serve.router.fleet import dns_workers
+from pdtransfer.serve.router.fleet.dns_workers import Answered, DnsName, DnsResolver, Place, dns_server, workers_of
+from pdtransfer.serve.router.fleet.fleet_changes import FleetChanges
+from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.router_site import Site, Worker, site
 from tests.support.waiting import on_loop, until
@@ -111,9 +111,9 @@ async def followed(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     monkeypatch.setattr(dns_workers, "DnsResolver", lambda _: tables)
     monkeypatch.setattr(dns_workers, "TTL_S_MIN", 0.01)
     async with site() as it:
-        prefill, decode = it.router.roles()
+        prefill, decode = it.backend.roles()
         config = RouterConfig(prefill=(prefill,), decode=(decode,), decode_dns=("srv://_pd._tcp.fleet",))
-        changes = FleetChanges(config, it.router)
+        changes = FleetChanges(config, it.backend)
         await changes.open()
         try:
             yield it
@@ -134,19 +134,19 @@ async def test_workers_come_and_go_with_their_records_and_stay_while_no_resolver
     tables, new = Tables(), Worker("d1", "decode")
     endpoint = await new.open()
     async with followed(tables, monkeypatch) as it:
-        first = set(it.router.roles())
+        first = set(it.backend.roles())
         tables.places = [place_of(endpoint)]
-        await until(lambda: endpoint in it.router.roles())
+        await until(lambda: endpoint in it.backend.roles())
         for failure in (WorldError("SRV of x: no answer"), RuntimeError("a bug")):
             tables.places, asked = failure, tables.asked
             await until(lambda asked=asked: tables.asked > asked + 3)
             times = 1 if isinstance(failure, WorldError) else 2  # with its traceback
             assert caplog.text.count(str(failure)) == times
-            assert set(it.router.roles()) == {*first, endpoint}
+            assert set(it.backend.roles()) == {*first, endpoint}
         tables.places = []
-        await until(lambda: set(it.router.roles()) == first, "it is let go")
+        await until(lambda: set(it.backend.roles()) == first, "it is let go")
         tables.places = [place_of(endpoint)]
-        await until(lambda: endpoint in it.router.roles(), "and taken in again")
+        await until(lambda: endpoint in it.backend.roles(), "and taken in again")
     await new.close()
 
 
@@ -155,19 +155,19 @@ async def test_a_room_of_a_worker_that_leaves_dns_runs_to_its_end(monkeypatch: p
     tables, new = Tables(), Worker("d1", "decode")
     endpoint = await new.open()
     async with followed(tables, monkeypatch) as it:
-        it.router.drain_worker(next(each for each, role in it.router.roles().items() if role == "decode"))
+        it.backend.drain_worker(next(each for each, role in it.backend.roles().items() if role == "decode"))
         tables.places = [place_of(endpoint)]
-        await until(lambda: it.router.routing.workers.by_peer.get(endpoint) is not None)
-        await until(lambda: it.router.routing.workers.by_peer[endpoint].usable)
+        await until(lambda: it.backend.routing.workers.by_peer.get(endpoint) is not None)
+        await until(lambda: it.backend.routing.workers.by_peer[endpoint].usable)
         new.gate.clear()
         answer = asyncio.create_task(it.post(prompt="abc", max_tokens=4))
         await until(lambda: new.begun)
         tables.places, asked = [], tables.asked
         await until(lambda: tables.asked > asked + 2)
-        assert endpoint in it.router.roles(), "its room has not ended"
+        assert endpoint in it.backend.roles(), "its room has not ended"
         new.gate.set()
         assert (await answer)[0] == 200
-        await until(lambda: endpoint not in it.router.roles())
+        await until(lambda: endpoint not in it.backend.roles())
     await new.close()
 
 
@@ -179,7 +179,7 @@ async def test_a_worker_on_another_host_without_a_key_is_refused_once(
     tables.places = [Place("192.0.2.1", 7201)]
     async with followed(tables, monkeypatch) as it:
         await until(lambda: tables.asked > 4)
-        assert len(it.router.roles()) == 2
+        assert len(it.backend.roles()) == 2
     assert caplog.text.count("on another host, so it needs its public key") == 1
 
 

@@ -15,17 +15,25 @@ from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.commands.cli import main
-from pdtransfer.serve.router import fleet_changes, membership
-from pdtransfer.serve.router.admin import read_token
-from pdtransfer.serve.router.fleet_changes import LOOK_S, FleetChanges
-from pdtransfer.serve.router.fleet_status import worker_status
-from pdtransfer.serve.router.membership import Membership
-from pdtransfer.serve.router.pool_worker import Departure, Role
-from pdtransfer.serve.router.router import Router
-from pdtransfer.serve.router.router_effects import Accepted, Emit, Finish, Refusal, WorkerChanged, WorkerLeft
-from pdtransfer.serve.router.routing import Routing
-from pdtransfer.serve.router.servers.server_pool import ServerPool
-from pdtransfer.serve.router.status import WorkerStatus
+from pdtransfer.serve.router.backends.daemons.backend import Daemons
+from pdtransfer.serve.router.backends.daemons.router_effects import (
+    Accepted,
+    Emit,
+    Finish,
+    Refusal,
+    WorkerChanged,
+    WorkerLeft,
+)
+from pdtransfer.serve.router.backends.daemons.routing import Routing
+from pdtransfer.serve.router.backends.daemons.worker_status import worker_status
+from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
+from pdtransfer.serve.router.fleet import fleet_changes, membership
+from pdtransfer.serve.router.fleet.admin import read_token
+from pdtransfer.serve.router.fleet.fleet_changes import LOOK_S, FleetChanges
+from pdtransfer.serve.router.fleet.membership import Membership
+from pdtransfer.serve.router.fleet.roles import Departure, Role
+from pdtransfer.serve.router.fleet.status import WorkerStatus
+from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import Begin, End, Ended, Goodbye, Hello, Load, Ping, Pong, Tokens, Welcome, pack_ids
 from tests.support.router_site import Site, Worker, site
@@ -162,14 +170,15 @@ def test_a_server_leaves_once_its_requests_have_ended() -> None:
     assert added is not None
     for each in pool.all:
         pool.report(each, "", 0.0)
-    with added.serving(1):
-        pool.depart("http://d2", Departure.DRAINS)
-        assert {pool.choose((), ()).decode.url for _ in range(3)} == {"http://d"}  # type: ignore[union-attr]
-        assert pool.add("http://d2", "decode") is None
-        assert added.usable, "taken in again"
-        pool.depart("http://d2", Departure.LEAVES)
-        pool.depart("http://d2", Departure.DRAINS)
-        assert not pool.left(added)
+    added.unfinished += 1
+    pool.depart("http://d2", Departure.DRAINS)
+    assert {pool.choose((), (), 0.0).decode.url for _ in range(3)} == {"http://d"}  # type: ignore[union-attr]
+    assert pool.add("http://d2", "decode") is None
+    assert added.usable, "taken in again"
+    pool.depart("http://d2", Departure.LEAVES)
+    pool.depart("http://d2", Departure.DRAINS)
+    assert not pool.left(added)
+    added.unfinished -= 1
     assert pool.left(added)
     assert added not in pool.all
     assert not pool.left(added), "once"
@@ -341,9 +350,9 @@ def rewrite(file: Path, text: str, mode: int) -> None:
 async def administered(token: Path, **more) -> AsyncIterator[tuple[Site, str]]:
     """A router with its admin API, and that one's URL."""
     async with site() as it:
-        prefill, decode = it.router.roles()
+        prefill, decode = it.backend.roles()
         config = RouterConfig(prefill=(prefill,), decode=(decode,), admin="127.0.0.1:0", admin_token=token, **more)
-        changes = FleetChanges(config, it.router)
+        changes = FleetChanges(config, it.backend)
         try:
             yield it, "http://" + await changes.open()
         finally:
@@ -357,7 +366,7 @@ async def test_without_its_token_the_admin_api_does_nothing(token: Path) -> None
             async with it.http.post(url + "/workers/remove", json={"worker": "d0"}, headers=headers) as answer:
                 assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
         assert (await it.get("/workers"))[0] == 404, "clients do not see it"
-        assert len(it.router.roles()) == 2
+        assert len(it.backend.roles()) == 2
         bearer = {"Authorization": f"Bearer {TOKEN}"}
         async with it.http.get(url + "/workers", headers=bearer) as answer:
             assert answer.status == 200
@@ -392,7 +401,7 @@ async def test_a_wrong_change_is_refused_with_its_field(token: Path) -> None:
             ("", {"worker": D}, "role: missing"),
             ("", {"worker": D, "role": "both"}, "$.role"),
             ("", {"worker": "tcp://192.0.2.1:1", "role": "decode"}, "on another host"),
-            ("", {"worker": [*it.router.roles()][1], "role": "prefill"}, "is a decode worker here"),
+            ("", {"worker": [*it.backend.roles()][1], "role": "prefill"}, "is a decode worker here"),
             ("/drain", {"worker": "nobody"}, "no workers"),
             ("/remove", {"worker": 7}, "$.worker"),
             ("/remove", {"worker": "d0", "force": True}, "force"),
@@ -400,7 +409,7 @@ async def test_a_wrong_change_is_refused_with_its_field(token: Path) -> None:
             async with it.http.post(url + "/workers" + path, json=body, headers=bearer) as answer:
                 assert answer.status == 400
                 assert error in (await answer.json())["error"]
-        assert len(it.router.roles()) == 2
+        assert len(it.backend.roles()) == 2
 
 
 @on_loop
@@ -417,7 +426,7 @@ async def test_the_commands_list_add_drain_and_remove(token: Path, capsys: pytes
             out = capsys.readouterr().out
             return status, msgspec.convert(msgspec.json.decode(out)["workers"], list[WorkerStatus]) if out else []
 
-        pool = it.router.routing.workers.by_peer
+        pool = it.backend.routing.workers.by_peer
         status, listed = await command("list")
         assert (status, [each.node for each in listed]) == (0, ["p0", "d0"])
         it.decode[0].gate.clear()
@@ -448,19 +457,19 @@ async def test_a_file_is_followed_after_an_error_of_ours_and_a_wrong_line_is_tri
     file.write_text("")
     monkeypatch.setattr(fleet_changes, "LOOK_S", 0.01)
     monkeypatch.setattr(fleet_changes, "RETRY_S", 0.01)
-    failing, taken = True, Router.add_worker
+    failing, taken = True, Daemons.add_worker
 
-    def add(router: Router, role: Role, address: str) -> None:
+    def add(router: Daemons, role: Role, address: str) -> None:
         if failing:
             raise RuntimeError("a bug")
         taken(router, role, address)
 
-    monkeypatch.setattr(Router, "add_worker", add)
+    monkeypatch.setattr(Daemons, "add_worker", add)
     async with administered(token, workers_file=file) as (it, _):
         file.write_text(f"decode {endpoint}\n")
         await until(lambda: "RuntimeError: a bug" in caplog.text)
         failing = False
-        await until(lambda: endpoint in it.router.roles())
+        await until(lambda: endpoint in it.backend.roles())
         assert caplog.text.count("the workers are unchanged") == 1
     await new.close()
 
@@ -473,7 +482,7 @@ async def test_a_file_is_followed_and_a_wrong_one_changes_nothing(
     endpoint = await new.open()
     file.write_text("")
     async with administered(token, workers_file=file) as (it, _):
-        roles = it.router.roles
+        roles = it.backend.roles
         file.write_text(f"decode {endpoint}\n")
         await until(lambda: endpoint in roles())
         file.write_text("what?")
@@ -491,9 +500,9 @@ async def test_a_file_is_followed_and_a_wrong_one_changes_nothing(
 @on_loop
 async def test_a_router_dials_more_workers_than_a_worker_has_peers() -> None:
     missing = tuple(f"tcp://127.0.0.1:{port}" for port in range(1, 301))
-    router = Router(RouterConfig(listen="127.0.0.1:0", prefill=missing[:1], decode=missing[1:]))
+    router = router_of(RouterConfig(listen="127.0.0.1:0", prefill=missing[:1], decode=missing[1:]))
     try:
         await router.open()
-        assert len(router.routing.workers.by_peer) == len(missing) > BusLimits().dials_max
+        assert len(router.backend.routing.workers.by_peer) == len(missing) > BusLimits().dials_max
     finally:
         await router.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 
@@ -11,9 +12,13 @@ from msgspec.structs import replace
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.prefix_keys import block_keys, root_key
 from pdtransfer.limits import PREFIX_PLACED_BLOCKS_MAX, Limits
-from pdtransfer.serve.router.placement import EVERYONE, PrefixHolders, Ranking
-from pdtransfer.serve.router.pool_worker import Departure, NoPair, RoutedPrompt, Worker, WorkerPair, obstacle
-from pdtransfer.serve.router.worker_pool import WorkerPool
+from pdtransfer.serve.router.backends.daemons.worker_pool import WorkerPool
+from pdtransfer.serve.router.fleet.prefixes import EVERYONE, PrefixHolders
+from pdtransfer.serve.router.fleet.roles import Departure
+from pdtransfer.serve.router.fleet.worker import Worker, obstacle
+from pdtransfer.serve.router.policy.free_slots import WorkerPair
+from pdtransfer.serve.router.policy.placement import NoPair, Pair, RoutedRequest
+from pdtransfer.serve.router.policy.ranking import Ranking
 from pdtransfer.wire import VERSION, Load, Welcome, pack_ids
 from tests.support.routing_world import identity
 
@@ -22,7 +27,7 @@ LIMITS = Limits(prefix_block_tokens=BLOCK, prefix_keys_max=40, queue_max=5)
 
 
 def plain_choice(
-    pool: WorkerPool, prompt: RoutedPrompt, *, enable_hisparse: bool, avoid: list[Worker], now: float
+    pool: WorkerPool, prompt: RoutedRequest, *, enable_hisparse: bool, avoid: list[Worker], now: float
 ) -> tuple[Worker, Worker] | None:
     """The rule, worker by worker; of one model."""
     able = [each for each in pool.by_peer.values() if each.usable and each.full_ms(
@@ -82,7 +87,7 @@ def test_the_choice_is_that_of_a_look_at_every_worker(seed: int) -> None:
         identity("r", "router"), prefill, decode, LIMITS, lambda _: None, lambda worker, *_: lost.append(worker.peer)
     )
     pool.start(0.0)
-    begun: list[tuple[WorkerPair, int, RoutedPrompt]] = []
+    begun: list[tuple[WorkerPair, int, RoutedRequest]] = []
     chosen = differing = 0
     met: dict[str, int] = dict.fromkeys(("drained", "leaving", "left", "kept", "the same", "added"), 0)
     for turn in range(1_500):
@@ -115,10 +120,10 @@ def test_the_choice_is_that_of_a_look_at_every_worker(seed: int) -> None:
                     pool.left(each)
             case _:
                 system, tail = [1] * 2 * BLOCK, [dice.randrange(3) for _ in range(dice.randrange(1, 12))]
-                prompt = RoutedPrompt(pack_ids(system + tail), 2, b"")
+                prompt = RoutedRequest(pack_ids(system + tail), 2, b"")
                 avoid, sparse = dice.sample(list(pool.by_peer.values()), dice.randrange(3)), dice.random() < 0.3
                 expected = plain_choice(pool, prompt, enable_hisparse=sparse, avoid=avoid, now=now)
-                pair = pool.choose(prompt, model=None, enable_hisparse=sparse, avoid=avoid, now=now)
+                pair = pool.choose(dataclasses.replace(prompt, enable_hisparse=sparse), avoid, now)
                 if isinstance(pair, NoPair):
                     assert expected is None
                     continue
@@ -136,7 +141,7 @@ def test_the_choice_is_that_of_a_look_at_every_worker(seed: int) -> None:
 def test_nothing_is_kept_of_workers_that_have_left() -> None:
     pool = WorkerPool(identity("r", "router"), ["tcp://p:1"], ["tcp://d:1"], LIMITS, lambda _: None, lambda *_: None)
     pool.start(0.0)
-    prompt = RoutedPrompt(pack_ids([1] * 3 * BLOCK), 2, b"")
+    prompt = RoutedRequest(pack_ids([1] * 3 * BLOCK), 2, b"")
 
     def connect(peer: str, role: str) -> Worker:
         worker = pool.by_peer[peer]
@@ -145,8 +150,8 @@ def test_nothing_is_kept_of_workers_that_have_left() -> None:
         return worker
 
     def choose() -> WorkerPair:
-        pair = pool.choose(prompt, model=None, enable_hisparse=False, avoid=(), now=0.0)
-        assert isinstance(pair, WorkerPair)
+        pair = pool.choose(prompt, (), 0.0)
+        assert isinstance(pair, Pair)
         return pair
 
     connect("tcp://p:1", "prefill")

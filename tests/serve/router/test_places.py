@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
-from pdtransfer.serve.router import openai_http
-from pdtransfer.serve.router.api_keys import ApiKey, ApiKeys, KeyLimitError
+from pdtransfer.serve.router.front import openai_http
+from pdtransfer.serve.router.front.api_keys import ApiKey, ApiKeys, KeyLimitError
 from tests.support.client_keys import A, bearer, written
 from tests.support.router_site import LIMITS, Site, site
 from tests.support.vllm_servers import ServerSite, server_site
@@ -121,7 +121,7 @@ async def test_a_relay_counts_answers_against_its_limits_and_where_it_sends_them
             each.gate.set()
         assert [(await task)[0] for task in tasks] == [200] * 4
         assert it.router.open_requests.count == 0
-        await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+        await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
 
 
 # What fails
@@ -223,10 +223,10 @@ def test_what_a_failed_request_held_comes_back(engine: str, how: str, tmp_path: 
             requests = it.router.open_requests
             await until(lambda: (requests.count, requests.prompts_bytes, requests.bodies_bytes) == (0, 0, 0))
             if isinstance(it, ServerSite):
-                await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+                await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
                 return
-            await until(lambda: it.router.routing.room_count == 0)
-            for each in it.router.routing.workers.by_peer.values():
+            await until(lambda: it.backend.routing.room_count == 0)
+            for each in it.backend.routing.workers.by_peer.values():
                 assert (len(each.rooms), each.prompt_tokens, each.promised_slots) == (0, 0, 0)
 
     run_on_loop(case)

@@ -13,6 +13,7 @@ import pytest
 from tests.support.waiting import PATIENCE_S
 
 LINES_MAX = 12_000
+BACKENDS = "pdtransfer.serve.router.backends"
 SCRIPT = """
 import sys
 from pdtransfer.__main__ import main
@@ -28,7 +29,10 @@ sys.exit(status)
 
 @pytest.mark.parametrize(
     ("flags", "other"),
-    [([], "pdtransfer.serve.router.servers"), (["--engine", "vllm"], "pdtransfer.serve.router.routing")],
+    [
+        ([], BACKENDS + ".servers"),
+        (["--engine", "vllm"], BACKENDS + ".daemons"),
+    ],
     ids=["daemons", "vllm"],
 )
 def test_a_router_loads_its_backend_alone_and_nothing_that_moves_kv(flags: list[str], other: str) -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace as replace_fields
 
 from pdtransfer.errors import Cause
 from pdtransfer.limits import PROMPT_BYTES_MAX, RESUMPTIONS_MAX
-from pdtransfer.serve.router.router_effects import Emit, Fail, Finish, Retry
+from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish, Retry
 from pdtransfer.wire import Begin, Cancel, End, Logprobs, Sampling, Tokens, pack_ids, unpack_ids
 from tests.support.router_site import Site, site
 from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
@@ -242,7 +242,7 @@ def test_a_client_gets_one_answer_whose_usage_counts_it_once(stream: bool) -> No
             assert answer == expected
             assert (told["resumptions"], told["tokens_digest"], told["kv_digest"]) == (1, None, "03")
             assert (told["decode"], told["room"]) == (second.node, f"{second.begun[0].room:016x}")
-            assert it.router.routing.resumptions == 1
+            assert it.backend.routing.resumptions == 1
             lost, ended, whole = it.ended[-3:]
             assert [each.resumptions for each in (lost, ended, whole)] == [0, 1, 1]
             assert (lost.retried, lost.tokens, ended.tokens, whole.tokens) == (True, 6, 10, 16)

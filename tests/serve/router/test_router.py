@@ -20,8 +20,10 @@ from pdtransfer.bus import Bus
 from pdtransfer.bus.keys import AllowList, KeyPair, generate, generate_pair
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
-from pdtransfer.serve.router.completions import BadRequestError, parse
-from pdtransfer.serve.router.router import Router
+from pdtransfer.serve.router.backends.daemons.backend import Daemons
+from pdtransfer.serve.router.backends.daemons.completions import parse
+from pdtransfer.serve.router.front.json_bodies import BadRequestError
+from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import End, Goodbye, Reject, Sampling, Tokens, pack_biases, unpack_ids
 from tests.support.router_site import LIMITS, LOAD, site
@@ -280,7 +282,7 @@ def test_every_field_reaches_the_sampling() -> None:
 def test_each_choice_of_each_prompt_is_a_room_with_a_seed_of_its_own() -> None:
     asked = parse(b'{"prompt": ["ab", "c"], "n": 2, "best_of": 2, "seed": 5}', seed=1)
     assert [(len(room.prompt) // 4, room.sampling.seed) for room in asked.rooms] == [(2, 5), (2, 6), (1, 5), (1, 6)]
-    assert (asked.prompt_tokens, asked.prompt_bytes) == (3, 24)
+    assert (asked.prompt_tokens, asked.kept_bytes) == (3, 24)
     assert [len(room.prompt) // 4 for room in parse(b'{"prompt": [[1, 2], [3]]}', seed=1).rooms] == [2, 1]
 
 
@@ -353,7 +355,7 @@ def test_health_and_completions_are_503_until_a_pair_is_ready() -> None:
     async def case() -> None:
         async with site() as it:
             it.decode[0].load(msgspec.structs.replace(LOAD, ready=False))
-            await until(lambda: not it.router.routing.workers.models())
+            await until(lambda: not it.backend.routing.workers.models())
             status, text = await it.get("/health")
             assert (status, json.loads(text)["ready"]) == (503, False)
             assert (await it.get("/live"))[0] == 200
@@ -361,7 +363,7 @@ def test_health_and_completions_are_503_until_a_pair_is_ready() -> None:
             assert (status, answer["error"]["type"]) == (503, "service_unavailable")
             assert int(response.headers["Retry-After"]) >= 1
             it.decode[0].load(LOAD)
-            await until(it.router.routing.workers.models)
+            await until(it.backend.routing.workers.models)
             status, text = await it.get("/health")
             assert status == 200
             assert [each["role"] for each in json.loads(text)["workers"]] == ["prefill", "decode"]
@@ -397,7 +399,7 @@ def test_a_failed_prefill_is_retried_elsewhere_and_the_client_gets_one_answer() 
                 worker.gate.set()
             status, answer, _ = await task
             assert (status, answer["choices"][0]["text"], answer["pdtransfer"]["prefill"]) == (200, "cb", second.node)
-            assert it.router.routing.retries == 1
+            assert it.backend.routing.retries == 1
 
     run_on_loop(case)
 
@@ -411,8 +413,8 @@ def test_a_disconnected_clients_room_is_cancelled_on_both_workers() -> None:
             await until(lambda: it.prefill[0].begun and it.decode[0].begun)
             task.cancel()
             await until(lambda: it.prefill[0].stopped and it.decode[0].stopped)
-            assert it.router.routing.request_count == 0
-            await until(lambda: it.router.routing.room_count == 0)
+            assert it.backend.routing.request_count == 0
+            await until(lambda: it.backend.routing.room_count == 0)
             await until(lambda: it.prefill[0].service.room_count == it.decode[0].service.room_count == 0)
 
     for stream in (False, True):
@@ -428,7 +430,7 @@ def test_a_worker_that_is_listed_again_is_dialled_again(tmp_path: Path) -> None:
         (tmp_path / "peers").write_text(f"{line}\np0 {keys.public}\n")
         bus = Bus(node="p0", keys=keys, allowed=everybody, receive=lambda *_: heard.set(), refused=lambda *_: None)
         endpoint = f"{keys.public}@" + await bus.bind("tcp://127.0.0.1:0")
-        router = Router(
+        router = router_of(
             RouterConfig(
                 listen="127.0.0.1:0", prefill=(endpoint,), decode=(), limits=LIMITS,
                 key=tmp_path / "r0.key", allow=tmp_path / "peers",
@@ -438,10 +440,12 @@ def test_a_worker_that_is_listed_again_is_dialled_again(tmp_path: Path) -> None:
             await router.open()
             async with asyncio.timeout(PATIENCE_S):
                 await heard.wait()
-            router.allow(AllowList({router_keys.public: "r0"}))
+            backend = router.backend
+            assert isinstance(backend, Daemons)
+            backend.allow(AllowList({router_keys.public: "r0"}))
             await asyncio.sleep(0)
             heard.clear()
-            router.allow(everybody)
+            backend.allow(everybody)
             async with asyncio.timeout(PATIENCE_S):
                 await heard.wait()
         finally:
@@ -493,10 +497,10 @@ def test_a_client_that_does_not_read_disturbs_no_other_and_is_closed(leaves: boo
             if leaves:
                 # Its tokens are all taken from its worker; the unread ones wait here, bounded by max_tokens.
                 await until(lambda: it.decode[0].service.room_count == 0)
-                (reply,) = it.router._replies.values()
+                (reply,) = it.backend._replies.values()
                 assert 0 < len(reply._ids) <= tokens
                 client.close()
-            await until(lambda: not it.router._replies)
+            await until(lambda: not it.backend._replies)
             client.close()
 
     run_on_loop(case)
@@ -562,7 +566,7 @@ def test_a_worker_that_breaks_the_protocol_is_disconnected_and_counted(caplog: p
 
     async def case() -> None:
         async with site() as it:
-            for worker in it.router.routing.workers.by_peer.values():
+            for worker in it.backend.routing.workers.by_peer.values():
                 assert f"{worker.role} {worker.identity.node} is connected at {worker.peer}" in caplog.messages
             it.decode[0].gate.clear()
             task = asyncio.create_task(it.post(prompt="abc", max_tokens=3))
@@ -575,7 +579,7 @@ def test_a_worker_that_breaks_the_protocol_is_disconnected_and_counted(caplog: p
             assert "Tokens.ids" in answer["error"]["message"]
             await until(lambda: it.decode[0].stopped)
             assert "pdtransfer_breaches_total 1.0" in (await it.get("/metrics"))[1]
-            assert it.router.routing.workers.by_peer[it.router._config.decode[0]].why in caplog.messages
+            assert it.backend.routing.workers.by_peer[it.router._config.decode[0]].why in caplog.messages
 
     run_on_loop(case)
 
@@ -588,7 +592,7 @@ def test_a_worker_that_says_goodbye_is_no_warning_and_one_that_refuses_is(caplog
 
     async def case() -> None:
         async with site() as it:
-            d = it.router.routing.workers.by_peer[it.router._config.decode[0]]
+            d = it.backend.routing.workers.by_peer[it.router._config.decode[0]]
             goodbye, refuses = Goodbye(d.liveness.incarnation, "shutdown"), Reject(0, "refused", ("model",))
             for worker, leaves in ((it.decode[0], goodbye), (it.prefill[0], refuses)):
                 (router,) = worker.service._routers
@@ -603,12 +607,12 @@ def test_a_used_port_or_a_worker_listed_twice_is_a_one_line_error() -> None:
     async def case() -> None:
         async with site() as it:
             listen = it.url.removeprefix("http://")
-            second = Router(RouterConfig(listen=listen))
+            second = router_of(RouterConfig(listen=listen))
             with pytest.raises(WorldError, match=f"cannot listen on {listen}: Address already in use"):
                 await second.open()
             await second.close()
             with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5'?: listed twice"):
-                Router(RouterConfig(prefill=("tcp://127.0.0.1:5",), decode=("tcp://127.0.0.1:5",)))
+                router_of(RouterConfig(prefill=("tcp://127.0.0.1:5",), decode=("tcp://127.0.0.1:5",)))
 
     run_on_loop(case)
 

@@ -7,19 +7,22 @@ from types import SimpleNamespace
 from prometheus_client import generate_latest
 
 from pdtransfer.limits import METRICS_LABELS_MAX
-from pdtransfer.serve.router.router_metrics import NO_MODEL, ModelMetrics, RouterMetrics
+from pdtransfer.serve.router.backends.daemons.routing_metrics import ModelMetrics, RoutingMetrics
+from pdtransfer.serve.router.front.router_metrics import NO_MODEL, RouterMetrics
 
 
 def test_no_series_of_a_model_loses_its_place_to_another() -> None:
     served = {f"m{number}": 1 for number in range(METRICS_LABELS_MAX + 5)}
-    made = RouterMetrics(SimpleNamespace(workers=SimpleNamespace(models=lambda: served)), SimpleNamespace(), node="r")
+    of_router = RouterMetrics(node="r")
+    routing = SimpleNamespace(workers=SimpleNamespace(models=lambda: served))
+    made = RoutingMetrics(of_router, routing, SimpleNamespace())
     metrics: list[ModelMetrics] = [made.of(name) for name in [*served, "nobody's"]]
     assert metrics[-1].name == NO_MODEL
     assert len({each.name for each in metrics} - {NO_MODEL}) == METRICS_LABELS_MAX - 1
     for each in metrics:
         each.inter_token.observe(0.01)
-    made.registry.unregister(made)  # what the routing counts is not of interest here
-    lines = generate_latest(made.registry).decode().splitlines()
+    of_router.registry.unregister(made)  # what the routing counts is not of interest here
+    lines = generate_latest(of_router.registry).decode().splitlines()
     counts = [
         float(line.rpartition(" ")[2]) for line in lines if line.startswith("pdtransfer_inter_token_seconds_count")
     ]

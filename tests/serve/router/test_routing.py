@@ -10,9 +10,9 @@ import pytest
 from pdtransfer.errors import Cause, RemoteProtocolError
 from pdtransfer.handoff.send import Send
 from pdtransfer.limits import AHEAD_PING, TOKENS_MAX, Limits
-from pdtransfer.serve.router.router_effects import Accepted, Emit, Fail, Finish, WorkerChanged
-from pdtransfer.serve.router.router_rooms import CompletionRequest
-from pdtransfer.serve.router.routing import Routing
+from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, WorkerChanged
+from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
+from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.wire import (
     Begin,
     Begun,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.router_effects import Accepted, WorkerChanged
+from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, WorkerChanged
 from pdtransfer.wire import Begin, Pong
 from tests.support.routing_bench import P2, Bench, D, P
 

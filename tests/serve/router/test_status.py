@@ -13,15 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-import pdtransfer.serve.router as package
+import pdtransfer.serve.router.front as package
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.figure_window import SAMPLES_MAX, FigureWindow
-from pdtransfer.serve.router.fleet_status import totals, worker_status
-from pdtransfer.serve.router.pool_worker import Worker
-from pdtransfer.serve.router.recent_requests import FAILURES_MAX, RATE_S, RecentRequests
-from pdtransfer.serve.router.routing import Routing
-from pdtransfer.serve.router.status import FleetStatus
-from pdtransfer.serve.router.status_http import SHARED_S
+from pdtransfer.serve.router.backends.daemons.routing import Routing
+from pdtransfer.serve.router.backends.daemons.worker_status import worker_status
+from pdtransfer.serve.router.fleet.figure_window import SAMPLES_MAX, FigureWindow
+from pdtransfer.serve.router.fleet.status import FleetStatus
+from pdtransfer.serve.router.fleet.worker import Worker
+from pdtransfer.serve.router.front.fleet_status import totals
+from pdtransfer.serve.router.front.recent_requests import FAILURES_MAX, RATE_S, RecentRequests
+from pdtransfer.serve.router.front.status_http import SHARED_S
 from pdtransfer.serve.tracing.ended_request import EndedRequest
 from pdtransfer.wire import Goodbye, Load, Pong, Tally, Welcome, WorkerFigures
 from tests.support.router_site import site
@@ -166,7 +167,7 @@ async def test_the_router_serves_its_document_as_it_is_now() -> None:
         assert slots is not None
         assert (slots.free, slots.total) == (10_000, 10_000)
         it.prefill[1].load(Load(True, True, 0, 0, 10_000, 10_000))
-        second = it.router.routing.workers.by_peer[[*it.router.roles()][1]]
+        second = it.backend.routing.workers.by_peer[[*it.backend.roles()][1]]
         await until(lambda: not second.usable)
         await asyncio.sleep(SHARED_S)
         assert json.loads((await it.get("/status"))[1])["workers"][1]["state"] == "draining"

@@ -12,8 +12,8 @@ from pdtransfer.bus.keys import generate
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.send import Send
 from pdtransfer.serve.engines.stamp.factory import create
-from pdtransfer.serve.router.router_effects import Accepted
-from pdtransfer.serve.router.routing import Routing
+from pdtransfer.serve.router.backends.daemons.router_effects import Accepted
+from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.settings.ranks import advertised, group_endpoint
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.worker.group.meeting import common, rank_configs

@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pdtransfer.serve.router.pool_worker import Worker
-from pdtransfer.serve.router.router_rooms import Leg
-from pdtransfer.serve.router.routing import Routing
-from pdtransfer.serve.router.worker_pool import WorkerPool
+from pdtransfer.serve.router.backends.daemons.router_rooms import Leg
+from pdtransfer.serve.router.backends.daemons.routing import Routing
+from pdtransfer.serve.router.backends.daemons.worker_pool import WorkerPool
+from pdtransfer.serve.router.fleet.worker import Worker
 from pdtransfer.serve.worker.service import Service
 from pdtransfer.wire import Begun, End, Pong, Tokens
 

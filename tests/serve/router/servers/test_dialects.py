@@ -7,9 +7,10 @@ import json
 import pytest
 
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.serve.router.completions import BadRequestError
-from pdtransfer.serve.router.servers.dialects import DIALECTS, Dialect
-from pdtransfer.serve.router.servers.server_request import ServerRequest
+from pdtransfer.serve.router.backends.servers.dialect import Dialect
+from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
+from pdtransfer.serve.router.backends.servers.server_request import ServerRequest
+from pdtransfer.serve.router.front.json_bodies import BadRequestError
 from pdtransfer.serve.settings.router import HTTP_ENGINES
 from tests.support.json_values import spoiled
 from tests.support.relayed import relayed
@@ -168,4 +169,4 @@ def test_choices_of_another_type_are_refused(body: dict) -> None:
 
 @pytest.mark.parametrize("body", [{}, {"n": 1}, {"n": None}, {"sampling_params": [{"n": 1, "x": {"n": [2]}}, None]}])
 def test_one_choice_is_accepted_and_other_fields_are_left_to_the_servers(body: dict) -> None:
-    assert request(SGLANG, body, "/generate").rooms == 1
+    assert request(SGLANG, body, "/generate").answers == 1

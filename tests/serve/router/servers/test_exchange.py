@@ -17,11 +17,12 @@ from aiohttp import web
 
 from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.placement import KnownPrefixes
-from pdtransfer.serve.router.servers import exchange
-from pdtransfer.serve.router.servers.dialects import DIALECTS
-from pdtransfer.serve.router.servers.exchange import AttemptFailedError, Upstream, end_to_end
-from pdtransfer.serve.router.servers.server_pool import Server, ServerPair
+from pdtransfer.serve.router.backends.servers import exchange
+from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
+from pdtransfer.serve.router.backends.servers.exchange import AttemptFailedError, Upstream, end_to_end
+from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
+from pdtransfer.serve.router.fleet.server import Server
+from pdtransfer.serve.router.policy.placement import Pair
 from tests.support.relayed import relayed
 from tests.support.vllm_servers import LIMITS, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
@@ -214,7 +215,7 @@ def test_a_stream_that_begins_otherwise_is_relayed(pieces: list[bytes]) -> None:
 
             it.decode[0].reply = streams  # type: ignore[method-assign]
             assert (await it.stream()).encode() == b"".join(pieces)
-            assert it.router.metrics.retries == 0
+            assert it.backend.metrics.retries == 0
 
     run_on_loop(case)
 
@@ -278,7 +279,7 @@ async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends(
         left = [weakref.ref(each) for each in asyncio.all_tasks() - before if "Upstream" in repr(each)]
         assert [each() is not None for each in left] == [True]
         it.prefill[0].more.set()
-        await until(lambda: not it.router.pool.prefill[0].unfinished)
+        await until(lambda: not it.backend.pool.prefill[0].unfinished)
         gc.collect()
         assert [each() for each in left] == [None]
 
@@ -295,7 +296,7 @@ async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
         await until(lambda: all(each.seen for each in it.servers))
         task.cancel()
         await until(lambda: all(each.seen[0].left for each in it.servers))
-        await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+        await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
     assert not errors
 
 
@@ -324,7 +325,7 @@ async def test_a_prefill_that_tells_nothing_of_itself_is_the_process_it_was() ->
         await asyncio.sleep(0.05)
         it.decode[0].gate.set()
         assert (await task)[0] == 200
-        assert it.router.metrics.retries == 0
+        assert it.backend.metrics.retries == 0
 
 
 @asynccontextmanager
@@ -341,7 +342,7 @@ async def halves(prefill: Half, decode: Half) -> AsyncIterator[asyncio.Task[obje
     async with alone(fine, of=Halves) as it:
         server = replace(it.server, role="prefill", identity={"remote_engine_id": "p0"})
         request = relayed({"prompt": "once"})
-        yield asyncio.create_task(it.upstream.dispatch(ServerPair(server, it.server), request, {}))
+        yield asyncio.create_task(it.upstream.dispatch(Pair(server, it.server), request, {}))
 
 
 @on_loop

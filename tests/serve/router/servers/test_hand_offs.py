@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from pdtransfer.serve.router.servers import hand_offs, server_router
-from pdtransfer.serve.router.servers.hand_offs import (
+from pdtransfer.serve.router.backends.servers import backend, hand_offs
+from pdtransfer.serve.router.backends.servers.hand_offs import (
     ComputedHandOffs,
     HandOffs,
     Received,
@@ -91,7 +91,7 @@ async def test_a_prompt_that_decode_computed_shows_in_the_record_and_in_metrics(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(server_router, "METRICS_S", 0.02)
+    monkeypatch.setattr(backend, "METRICS_S", 0.02)
     async with server_site() as it:
         await it.meet()
         it.ended.clear()
@@ -104,7 +104,7 @@ async def test_a_prompt_that_decode_computed_shows_in_the_record_and_in_metrics(
         assert (landed.kv_bytes, lost.kv_bytes, stream.kv_bytes) == (4_096, 0, None)
         assert lost.detail == "decode computed the prompt: its KV was not received"
         assert landed.detail == ""
-        assert it.router.metrics.computed == 1
+        assert it.backend.metrics.computed == 1
         counts = 'vllm:pdtransfer_rooms_total{end="received"} %d\nvllm:pdtransfer_computed_total{e="0"} %d\n'
         it.decode[0].counted = counts % (4, 0)
         await until(lambda: it.server(it.decode[0]).hand_offs == HandOffs(4))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.pool_worker import Departure, NoPair
-from pdtransfer.serve.router.servers.server_pool import ServerPair, ServerPool
+from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
+from pdtransfer.serve.router.fleet.roles import Departure
+from pdtransfer.serve.router.policy.placement import NoPair, Pair
 
 KEYS = tuple(bytes([each]) * 16 for each in range(8))
 
@@ -19,14 +20,14 @@ def pool(prefill: int = 2, decode: int = 2, *, healthy: bool = True, **limits: i
 
 
 def chosen(of: ServerPool, keys=(), avoid=()) -> tuple[str, str]:
-    pair = of.choose(keys, avoid)
-    assert isinstance(pair, ServerPair)
+    pair = of.choose(keys, avoid, 0.0)
+    assert isinstance(pair, Pair)
     return pair.prefill.url, pair.decode.url
 
 
 def test_nobody_is_chosen_before_it_is_healthy_and_the_reason_names_each() -> None:
     of = pool(healthy=False)
-    none = of.choose((), ())
+    none = of.choose((), (), 0.0)
     assert none == NoPair("no prefill server is healthy: p0: has not answered yet; p1: has not answered yet", None)
     assert not of.usable
     of.report(of.prefill[1], "", 0.0)
@@ -34,13 +35,13 @@ def test_nobody_is_chosen_before_it_is_healthy_and_the_reason_names_each() -> No
     of.report(of.decode[0], "", 0.0)
     assert of.usable
     assert chosen(of) == ("p1", "d0")
-    assert pool(prefill=0).choose((), ()) == NoPair("no prefill server is healthy: none is named", None)
+    assert pool(prefill=0).choose((), (), 0.0) == NoPair("no prefill server is healthy: none is named", None)
 
 
 def test_the_reason_names_what_an_operator_has_decided() -> None:
     of = pool(prefill=1)
     of.depart("p0", Departure.DRAINS)
-    assert of.choose((), ()) == NoPair("no prefill server is healthy: p0: drained by an operator", None)
+    assert of.choose((), (), 0.0) == NoPair("no prefill server is healthy: p0: drained by an operator", None)
 
 
 def test_the_fewest_open_requests_decide_then_the_fewest_sent() -> None:

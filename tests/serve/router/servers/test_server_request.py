@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdtransfer.limits import BODY_FIELDS_MAX
-from pdtransfer.serve.router.completions import BadRequestError
-from pdtransfer.serve.router.servers.server_request import ServerRequest
+from pdtransfer.serve.router.backends.servers.server_request import ServerRequest
+from pdtransfer.serve.router.front.json_bodies import BadRequestError
 from tests.support.relayed import relayed
 
 
@@ -81,8 +81,8 @@ def test_reserved_fields_are_dropped() -> None:
     ],
 )
 def test_prompts_of_a_list_count_and_so_do_the_choices_of_each(fields: dict, prompts: int) -> None:
-    assert relayed(fields).rooms == prompts
-    assert relayed(fields | {"n": 5}).rooms == 5 * prompts
+    assert relayed(fields).answers == prompts
+    assert relayed(fields | {"n": 5}).answers == 5 * prompts
 
 
 @pytest.mark.parametrize("n", ["256", 2.5, [256], {"a": 1}, True])

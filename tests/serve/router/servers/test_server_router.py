@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.servers import exchange
+from pdtransfer.serve.router.backends.servers import exchange
 from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
 
@@ -151,7 +151,7 @@ def test_a_servers_refusal_is_the_answer(side: str, stream: bool) -> None:
             assert (status, answer, headers["Content-Type"]) == (400, refusal, "application/json; charset=utf-8")
             for each in (it.prefill, it.decode):
                 assert sum(len(fake.seen) for fake in each) <= 1  # no other server is asked the same
-            assert all(each.identity for each in it.router.pool.prefill)  # the next request waits for nobody
+            assert all(each.identity for each in it.backend.pool.prefill)  # the next request waits for nobody
             await until(lambda: all(each.left for other in others for each in other.seen))
 
     run_on_loop(case)
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_cancels_both(stream: bool) -> None:
             await until(lambda: all(each.seen for each in it.servers))
             task.cancel()
             await until(lambda: all(each.seen[0].left for each in it.servers))
-            await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+            await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
             assert it.router.open_requests.count == 0
 
     run_on_loop(case)
@@ -184,7 +184,7 @@ def test_a_prefill_that_has_answered_is_told_where_decode_does_not_take_its_kv(h
             prefill, decode = it.prefill[0], it.decode[0]
             decode.gate.clear()
             if how == "refuses":
-                it.router.upstream.probe = lambda _: asyncio.Event().wait()
+                it.backend.upstream.probe = lambda _: asyncio.Event().wait()
                 await asyncio.sleep(0.1)
                 await decode.close()
             elif how in {"400", "500"}:
@@ -213,13 +213,13 @@ async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_s
             (line,) = [
                 each for each in (await response.text()).splitlines() if each.startswith("pdtransfer_without_prefill ")
             ]
-        return response.status and (200 if it.router.pool.usable else 503), health["without_prefill"], line[-3:]
+        return response.status and (200 if it.backend.pool.usable else 503), health["without_prefill"], line[-3:]
 
     async with server_site(without_prefill="serve") as it:
         await it.meet()
         assert await shown(it) == (200, False, "0.0")
         it.prefill[0].healthy = False
-        await until(lambda: it.router.pool.serves_alone)
+        await until(lambda: it.backend.pool.serves_alone)
         assert await shown(it) == (200, True, "1.0")
         status, answer, _ = await it.post()
         assert (status, answer["server"]) == (200, "d0")
@@ -227,9 +227,9 @@ async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_s
         assert not it.prefill[0].seen
         assert all("kv_transfer_params" not in each.body for each in it.decode[0].seen)
         assert (it.ended[-1].prefill, it.ended[-1].decode) == ("", it.decode[0].url)
-        assert it.router.metrics.served_alone == 2
+        assert it.backend.metrics.served_alone == 2
         it.prefill[0].healthy = True
-        await until(lambda: not it.router.pool.serves_alone)
+        await until(lambda: not it.backend.pool.serves_alone)
         assert (await it.post())[0] == 200
         assert it.prefill[0].seen
     lines = [each.getMessage() for each in caplog.records]
@@ -238,8 +238,8 @@ async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_s
 
     async with server_site() as it:  # by default it refuses
         it.prefill[0].healthy = False
-        await until(lambda: not it.router.pool.usable)
-        assert not it.router.pool.serves_alone
+        await until(lambda: not it.backend.pool.usable)
+        assert not it.backend.pool.serves_alone
         assert (await it.post())[0] == 503
 
 
@@ -252,10 +252,10 @@ async def test_what_decode_has_taken_is_not_given_up() -> None:
         async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
             await response.content.readuntil(b"\n\n")
             await until(lambda: it.prefill[0].seen[1].answered)
-            await until(lambda: not it.router.pool.prefill[0].unfinished)
+            await until(lambda: not it.backend.pool.prefill[0].unfinished)
             response.close()
         await until(lambda: it.decode[0].seen[1].left)
-        await it.router.upstream.close()
+        await it.backend.upstream.close()
         assert it.prefill[0].given_up == []
 
 
@@ -291,7 +291,7 @@ async def test_a_prefill_that_answers_after_decode_is_left_to_it() -> None:
         it.prefill[0].more.set()
         await until(lambda: all(each.answered for each in it.prefill[0].seen))
         assert not any(each.left for each in it.prefill[0].seen)
-        await until(lambda: not it.router.pool.prefill[0].unfinished)
+        await until(lambda: not it.backend.pool.prefill[0].unfinished)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -304,7 +304,7 @@ def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, s
             bad, good = it.prefill
             it.server(good).unfinished += 1  # so that the bad one is asked first
             if how == "refuses":
-                it.router.upstream.probe = lambda _: asyncio.Event().wait()  # nobody notices before the request
+                it.backend.upstream.probe = lambda _: asyncio.Event().wait()  # nobody notices before the request
                 await asyncio.sleep(0.1)
                 await bad.close()
             elif how == "dies":
@@ -327,7 +327,7 @@ def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, s
                 assert each.kv["transfer_id"] != second.kv["transfer_id"]
                 assert each.headers["X-Request-Id"] == second.headers["X-Request-Id"]
                 await until(lambda each=each: each.left)  # it no longer waits for what does not come
-            assert it.router.metrics.retries == 1
+            assert it.backend.metrics.retries == 1
             assert it.server(bad).identity is None
             assert it.server(bad).usable == (how != "refuses")  # which is as good as a /health that fails
 
@@ -343,7 +343,7 @@ def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream:
             bad, good = it.decode
             it.server(good).unfinished += 1
             if how == "refuses":
-                it.router.upstream.probe = lambda _: asyncio.Event().wait()
+                it.backend.upstream.probe = lambda _: asyncio.Event().wait()
                 await asyncio.sleep(0.1)
                 await bad.close()
             elif how == "dies":
@@ -361,7 +361,7 @@ def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream:
             transfers = [each.kv["transfer_id"] for each in it.prefill[0].seen]
             assert len(set(transfers)) == len(transfers) <= 2  # prefill may not have seen what was cancelled at once
             assert good.seen[0].kv["transfer_id"] == transfers[-1]
-            assert it.router.metrics.retries == 1
+            assert it.backend.metrics.retries == 1
 
     run_on_loop(case)
 
@@ -382,7 +382,7 @@ def test_what_a_prefill_server_returns_of_itself_is_checked_before_decode_is_tol
                 assert [each["remote_engine_id"] for each in told] == ["p0"]
                 return
             assert [each["remote_engine_id"] for each in told] == ["p1"]
-            assert it.router.metrics.retries == 1
+            assert it.backend.metrics.retries == 1
 
     run_on_loop(case)
     assert port is None or "its answer: kv_transfer_params.remote_port: " in caplog.text
@@ -489,7 +489,7 @@ async def test_unhealthy_servers_are_left_out_until_they_are_healthy_again() -> 
             assert (response.status, (await response.json())["ready"]) == (503, False)
         it.decode[0].healthy = True
         await it.decode[1].come_back()
-        await until(lambda: all(each.usable for each in it.router.pool.all))
+        await until(lambda: all(each.usable for each in it.backend.pool.all))
         async with it.http.get(it.url + "/health") as response:
             listed = (await response.json())["servers"]
             assert [each["usable"] for each in listed] == [True, True, True]
@@ -670,7 +670,7 @@ async def test_requests_that_come_together_are_spread() -> None:
         tasks = [asyncio.create_task(it.post()) for _ in range(8)]
         await until(lambda: sum(len(each.seen) for each in it.servers) == 16)
         assert [len(each.seen) for each in it.servers] == [4, 4, 4, 4]
-        assert [each.unfinished for each in it.router.pool.all] == [4, 4, 4, 4]
+        assert [each.unfinished for each in it.backend.pool.all] == [4, 4, 4, 4]
         for each in it.servers:
             each.gate.set()
         await asyncio.gather(*tasks)

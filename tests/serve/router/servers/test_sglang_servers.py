@@ -54,7 +54,7 @@ async def test_only_the_bootstrap_servers_owner_tells_where_it_is() -> None:
         for _ in range(2):
             assert (await it.post())[0] == 200
         assert [each.body["bootstrap_port"] for each in it.decode[0].seen] == [8998, 8998]
-        assert it.router.metrics.retries == 0
+        assert it.backend.metrics.retries == 0
 
 
 @on_loop
@@ -105,7 +105,7 @@ def test_a_prefill_that_fails_is_replaced(how: str) -> None:
             serves = bad if how == "other port" else good
             assert last["bootstrap_port"] == serves.port
             assert last["bootstrap_room"] == serves.seen[-1].body["bootstrap_room"]
-            assert it.router.metrics.retries == (how != "other port")
+            assert it.backend.metrics.retries == (how != "other port")
             assert (it.server(bad).identity is None) == (how != "other port")
 
     run_on_loop(case)
@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_cancels_both() -> None:
         await until(lambda: all(each.seen for each in it.servers))
         task.cancel()
         await until(lambda: all(each.seen[0].left for each in it.servers))
-        await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+        await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
 
 
 @on_loop

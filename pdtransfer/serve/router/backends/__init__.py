@@ -1,0 +1,1 @@
+"""What generates behind a router: daemons of our own, or HTTP servers of vLLM or SGLang."""

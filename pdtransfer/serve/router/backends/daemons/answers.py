@@ -1,0 +1,182 @@
+"""The JSON objects that answer OpenAI's endpoints, whole and in chunks; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from .....wire import End
+from ...front.text import TextCodec, token_name
+from .answer_text import ScoredToken, TextPiece
+from .router_effects import Finish
+
+
+@dataclass(frozen=True, slots=True)
+class EndedChoice:
+    """A choice that is complete."""
+
+    piece: TextPiece  # the whole of it, or in a stream what came last
+    finish_reason: str
+    tokens: int
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """What all objects of one answer have in common. `created` is Unix time in seconds."""
+
+    chat: bool
+    request: int
+    model: str
+    created: int
+    text: TextCodec
+    logprobs: bool
+    usage_follows: bool = False  # a stream whose last chunk is the usage
+
+    def chunk(self, index: int, piece: TextPiece, *, first: bool, ended: EndedChoice | None = None) -> bytes:
+        """One chunk of a stream; the last of a choice has its finish reason and the `pdtransfer` extension."""
+        choice = {
+            "index": index,
+            **({"delta": _delta(piece.text, first=first)} if self.chat else {"text": piece.text}),
+            "logprobs": self._logprobs(piece.tokens),
+            "finish_reason": None if ended is None else ended.finish_reason,
+        }
+        more: dict[str, object] = {"usage": None} if self.usage_follows else {}
+        if ended is not None:
+            more["pdtransfer"] = extension(ended.finish)
+        return self._object([choice], chunk=True, more=more)
+
+    def usage_chunk(self, usage: dict[str, object]) -> bytes:
+        """The usage alone, which ends a stream where it was asked for."""
+        return self._object([], chunk=True, more={"usage": usage})
+
+    def whole(self, choices: Sequence[EndedChoice], usage: dict[str, object]) -> bytes:
+        """The answer in one object. `pdtransfer` is one extension, or a list where there are several choices."""
+        made = [
+            {
+                "index": index,
+                **({"message": _message(each.piece.text)} if self.chat else {"text": each.piece.text}),
+                "logprobs": self._logprobs(each.piece.tokens),
+                "finish_reason": each.finish_reason,
+            }
+            for index, each in enumerate(choices)
+        ]
+        extensions = [extension(each.finish) for each in choices]
+        more = {"usage": usage, "pdtransfer": extensions if len(extensions) > 1 else extensions[0]}
+        return self._object(made, chunk=False, more=more)
+
+    def _object(self, choices: Sequence[object], *, chunk: bool, more: Mapping[str, object]) -> bytes:
+        kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"
+        return msgspec.json.encode(
+            {
+                "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.request:016x}",
+                "object": kind,
+                "created": self.created,
+                "model": self.model,
+                "choices": choices,
+                **more,
+            }
+        )
+
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, object] | None:
+        if not self.logprobs:
+            return None
+        if self.chat:
+            # Written one by one: one call for all would hold the interpreter's lock for as long.
+            content = [msgspec.Raw(msgspec.json.encode(self._scored(each))) for each in tokens]
+            return {"content": content, "refusal": None}
+        return {
+            "tokens": [token_name(self.text, each.id) for each in tokens],
+            "token_logprobs": [each.logprobs.own for each in tokens],
+            "top_logprobs": [msgspec.Raw(msgspec.json.encode(self._by_name(each))) for each in tokens],
+            "text_offset": [each.offset for each in tokens],
+        }
+
+    def _by_name(self, token: ScoredToken) -> dict[str, float]:
+        """The alternatives, and the token itself; of several with one text the likeliest."""
+        named: dict[str, float] = {}
+        for each, value in (*token.logprobs.top, (token.id, token.logprobs.own)):
+            named.setdefault(token_name(self.text, each), value)
+        return named
+
+    def _scored(self, token: ScoredToken) -> dict[str, object]:
+        top = [self._named(each, value) for each, value in token.logprobs.top]
+        return {**self._named(token.id, token.logprobs.own), "top_logprobs": top}
+
+    def _named(self, token: int, logprob: float) -> dict[str, object]:
+        content = self.text.token_bytes(token)
+        return {"token": token_name(self.text, token), "logprob": logprob, "bytes": list(content) if content else None}
+
+
+def _delta(text: str, *, first: bool) -> dict[str, object]:
+    return {**({"role": "assistant"} if first else {}), "content": text}
+
+
+def _message(text: str) -> dict[str, object]:
+    return {"role": "assistant", "content": text, "refusal": None}
+
+
+def usage_of(prompt_tokens: int, choices: Sequence[EndedChoice], n: int) -> dict[str, object]:
+    """OpenAI's usage. Cached tokens are those of the first choice of each prompt, and missing where a stop string ended
+    one of these, since decode reports them at its own end, or where one was resumed."""
+    completion_tokens = sum(each.tokens for each in choices)
+    ends = [None if each.finish.resumptions else each.finish.decode for each in choices[::n]]
+    known = [each.prefix for each in ends if each is not None]
+    details = {"cached_tokens": sum(known)} if len(known) == len(ends) else None
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": details,
+    }
+
+
+def extension(finish: Finish) -> dict[str, object]:
+    """Returns this project's fields. `handoff_us` is from the last byte written to READY, null where the two are not
+    read from one clock. What decode reports at its end is null where a stop string ended the choice. Of a resumed
+    choice it is the last room's, and null where it covers that room's tokens alone."""
+    decode, prefill = finish.decode, finish.prefill
+    whole = decode if not finish.resumptions else None
+    return {
+        "room": f"{finish.room:016x}",
+        "kv_bytes": decode.kv_bytes if decode is not None else None,
+        "copy_us": prefill.copy_us if prefill is not None else 0,
+        "handoff_us": _handoff_us(prefill, decode),
+        "tokens_digest": whole.tokens_digest.hex() if whole is not None else None,
+        "logits_digest": whole.logits_digest.hex() if whole is not None else None,
+        "kv_digest": decode.kv_digest.hex() if decode is not None else None,
+        "prefill": finish.prefill_node,
+        "decode": finish.decode_node,
+        "enable_hisparse": finish.enable_hisparse,
+        "resumptions": finish.resumptions,
+    }
+
+
+def _handoff_us(prefill: End | None, decode: End | None) -> float | None:
+    """From the last byte written to READY. The difference of two hosts' clocks, or of two time namespaces', is no
+    time: None, as it is where either is not known."""
+    if prefill is None or decode is None or not prefill.clock or prefill.clock != decode.clock:
+        return None
+    if not prefill.stamp_ns or decode.stamp_ns < prefill.stamp_ns:
+        return None
+    return (decode.stamp_ns - prefill.stamp_ns) / 1e3
+
+
+def _model(name: str, created: int, max_model_len: int | None) -> dict[str, object]:
+    """Returns one entry of /v1/models; None where nobody knows the length."""
+    return {
+        "id": name, "object": "model", "created": created, "owned_by": "pdtransfer", "max_model_len": max_model_len,
+    }  # fmt: skip
+
+
+def models(served: Mapping[str, int | None], created: int) -> bytes:
+    """Returns the answer to /v1/models, of each model with its length."""
+    listed = [_model(name, created, longest) for name, longest in served.items()]
+    return msgspec.json.encode({"object": "list", "data": listed})
+
+
+def one_model(name: str, created: int, max_model_len: int | None) -> bytes:
+    """Returns the answer to /v1/models/NAME."""
+    return msgspec.json.encode(_model(name, created, max_model_len))

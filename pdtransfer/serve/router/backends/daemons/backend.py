@@ -1,0 +1,359 @@
+"""Our own daemons behind a router: their side of it is the bus, on the loop of the HTTP side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from ..... import __version__
+from .....bus import Bus
+from .....bus.gone import Gone
+from .....bus.keys import AllowList, KeyPair, revoked
+from .....bus.limits import BusLimits
+from .....client.core_driver import EffectRunner, LoopClock, Ticker
+from .....errors import ConfigError, RemoteProtocolError
+from .....handoff.events import Spans
+from .....handoff.send import Send
+from .....limits import TOKENS_MAX, WORKERS_MAX
+from .....wire import Identity, Message, Ranks, split_key
+from ....process.signals import reload
+from ....settings.router import RouterConfig
+from ....tracing.ended_request import EndedRequests
+from ...fleet.roles import Role
+from ...fleet.status import WorkerStatus
+from ...fleet.worker import model_text
+from ...front.backend import BackendState, Paths, WholeAnswer
+from ...front.client_request import ClientRequest
+from ...front.json_bodies import BadRequestError
+from ...front.router_metrics import RouterMetrics
+from ...front.text import load_text
+from .answer_text import TextPiece
+from .answering import AnswerEvents, GrowingAnswer, Reply, failed_answer
+from .answers import AnswerForm, models, one_model, usage_of
+from .completions import Completion, ReadBody, ReadCompletion, ReadText, RequestDefaults, completion_of
+from .room_records import RoomRecords
+from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
+from .routing import Routing
+from .routing_metrics import RoutingMetrics
+from .worker_status import rooms_by_progress, worker_status
+
+log = logging.getLogger(__name__)
+
+LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
+CHAT, MODELS, VERSION = "/v1/chat/completions", "/v1/models", "/version"
+
+
+class Daemons:
+    """As Backend. A request is a room on two workers for each of its answers."""
+
+    paths = Paths(
+        generate=("/v1/completions", CHAT), texts=("/tokenize", "/detokenize"), lookups=(MODELS + "/{name:.+}", VERSION)
+    )
+    inline_bytes_max = 4 << 10  # tokenised too
+
+    def __init__(
+        self, config: RouterConfig, metrics: RouterMetrics, ended: EndedRequests, spans: Spans | None = None
+    ) -> None:
+        """`ended` gets a record of each room at its end."""
+        self._config, self._spans, self._ended = config, spans, ended
+        self._defaults = RequestDefaults(enable_hisparse=config.enable_hisparse, enable_resume=config.enable_resume)
+        self.text = load_text(config.model)
+        self.incarnation = secrets.randbits(64)
+        self._created = int(time.time())
+        self._bus = Bus(
+            node=config.node,
+            keys=None if config.key is None else KeyPair.read(config.key),
+            allowed=None if config.allow is None else AllowList.read(config.allow),
+            receive=self._receive,
+            refused=self._refused,
+            insecure=config.insecure,
+            limits=BusLimits(dials_max=WORKERS_MAX),
+            gone=self._report_gone,
+        )
+        self.routing = Routing(
+            Identity(config.node, "router", self.incarnation, Ranks(), "", b"", config.limits.window),
+            prefill=config.prefill,
+            decode=config.decode,
+            limits=config.limits,
+            mint=lambda: secrets.randbits(64),
+        )
+        self._clock = LoopClock.among_peers(config.limits.ping_ms)
+        self._perform = EffectRunner(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
+        self._replies: dict[int, Reply] = {}
+        self._records: dict[int, RoomRecords] = {}  # of these
+        self.metrics = RoutingMetrics(metrics, self.routing, self._bus)
+
+    async def open(self) -> None:
+        """Dials the workers."""
+        for endpoint, role in self.roles().items():
+            self._bus.dial(endpoint, role)
+        self._perform(self.routing.start(self._clock.now()))
+
+    def allow(self, allowed: AllowList) -> None:
+        """Replaces the allow-list: loses workers that it no longer lists in their role, and dials listed ones again."""
+        for endpoint in self._bus.allow(allowed):
+            self._receive(endpoint, revoked())
+        for endpoint, role in self.roles().items():
+            with suppress(ConfigError):  # not on the list
+                self._bus.dial(endpoint, role)
+
+    @property
+    def reloads(self) -> tuple[Callable[[], None], ...]:
+        """What SIGHUP reads again."""
+        path = self._config.allow
+        return () if path is None else (lambda: reload(path, self.allow),)
+
+    def drain(self) -> None:
+        """Begins no more rooms."""
+        self.routing.drain()
+
+    def stop(self) -> None:
+        """Fails unfinished requests, and sends Goodbye to the workers."""
+        self._perform(self.routing.close(self._clock.now()))
+        self._perform.ticker.stop()
+
+    async def close(self) -> None:
+        """Closes the bus."""
+        await self._bus.close()
+
+    # The bus
+
+    def _receive(self, peer: str, message: Message) -> None:
+        try:
+            effects = self.routing.receive(peer, message, self._clock.now())
+        except RemoteProtocolError as breach:
+            self._refused(peer, breach)
+            return
+        self._perform(effects)
+
+    def _refused(self, peer: str, breach: RemoteProtocolError) -> None:
+        """Handles a breach: the bus reports undecodable messages, the core invalid ones."""
+        self.metrics.breaches.inc()
+        log.warning("%s broke the protocol: %s", peer, breach)
+        self._perform(self.routing.breach(peer, breach, self._clock.now()))
+
+    def _report_gone(self, peer: str, gone: Gone | None) -> None:
+        self._perform(self.routing.gone(peer, "" if gone is None else gone.text, self._clock.now()))
+
+    def _tick(self) -> None:
+        self._perform(self.routing.tick(self._clock.now()))
+
+    def _perform_one(self, effect: RoutingEffect) -> None:
+        match effect:
+            case Send(peer, message):
+                self._bus.send(peer, message)
+            case Emit():
+                self._emit(effect)
+            case Finish() | Fail():
+                self._replies[effect.request].close(effect)
+                self._ended(self._records[effect.request].ended(effect))
+            case Retry():
+                self._ended(self._records[effect.request].ended(effect))
+            case WorkerChanged(peer, ""):
+                worker = self.routing.workers.by_peer[peer]
+                assert worker.identity is not None
+                log.info("%s %s is connected at %s", worker.role, worker.identity.node, peer)
+            case WorkerLeft(peer):
+                self._bus.hang_up(peer)
+                log.info("worker %s was removed: its last room has ended", split_key(peer)[1])
+            case WorkerChanged(_, why, orderly):
+                log.log(logging.INFO if orderly else logging.WARNING, "%s", why)
+
+    def _emit(self, emit: Emit) -> None:
+        reply, records = self._replies[emit.request], self._records[emit.request]
+        records.emitted(emit.request, len(emit.ids))
+        of, now = self.metrics.of(records.client.model), time.monotonic()
+        if reply.streaming:
+            for _ in emit.ids:
+                of.inter_token.observe((now - reply.token_s) / len(emit.ids))
+        else:
+            reply.first_s = now
+            of.first_token.observe(now - reply.began_s)
+        reply.put(emit.ids, emit.logprobs, now)
+        of.generated_tokens.inc(len(emit.ids))
+
+    # The workers
+
+    def roles(self) -> dict[str, Role]:
+        """The workers that are here, by endpoint."""
+        return {worker.peer: worker.role for worker in self.routing.workers.by_peer.values()}
+
+    def add_worker(self, role: Role, address: str) -> None:
+        """Dials a worker, or keeps one that was to leave. Raises ConfigError and WorldError."""
+        self._bus.dial(address, role)
+        self._perform(self.routing.add_worker(address, role, self._clock.now()))
+
+    def drain_worker(self, address: str) -> None:
+        """Gives the worker no new rooms."""
+        self.routing.workers.drain(address)
+
+    def remove_worker(self, address: str) -> None:
+        """Gives the worker no new rooms, and closes its connection after the last one."""
+        self._perform(self.routing.remove_worker(address))
+
+    def workers_status(self) -> list[WorkerStatus]:
+        """What is known of each worker."""
+        pool = self.routing.workers
+        why_not = pool.why_not(self._bus.trouble)
+        return [worker_status(worker, why_not[peer]) for peer, worker in pool.by_peer.items()]
+
+    def usable(self) -> bool:
+        """Whether some pair of workers is ready."""
+        return bool(self.routing.workers.models())
+
+    def health(self) -> dict[str, object]:
+        """Each worker, and why it gets no rooms."""
+        pool = self.routing.workers
+        why_not = pool.why_not(self._bus.trouble)
+        workers = [
+            {
+                "peer": worker.peer,
+                "role": worker.role,
+                "node": worker.identity.node if worker.identity is not None else None,
+                "usable": worker.usable,
+                "model": model_text(worker.model) if worker.identity is not None else None,
+                "why": why_not[worker.peer] or None,
+            }
+            for worker in pool.by_peer.values()
+        ]
+        return {"workers": workers}
+
+    def state(self) -> BackendState:
+        """As Backend.state."""
+        routing = self.routing
+        return BackendState(list(routing.workers.models()), rooms_by_progress(routing.rooms), routing.retries)
+
+    # Requests
+
+    async def look_up(self, path: str, authorization: str) -> WholeAnswer:
+        """Answers /v1/models, /v1/models/NAME and /version."""
+        del authorization
+        if path == VERSION:
+            return WholeAnswer.of_json(f'{{"version": "{__version__}"}}'.encode())
+        served = self._served()
+        if path == MODELS:
+            return WholeAnswer.of_json(models(served, self._created))
+        name = path.removeprefix(MODELS + "/")
+        if name not in served:
+            raise BadRequestError("model", f"{name[:64]!r} is not served", code="model_not_found", status=404)
+        return WholeAnswer.of_json(one_model(name, self._created, served[name]))
+
+    def _served(self) -> dict[str, int | None]:
+        """The models that are served, with what the workers and the checkpoint say of their length."""
+        own = self.text.max_model_len or TOKENS_MAX
+        longest = {name: min(own, theirs) for name, theirs in self.routing.workers.models().items()}
+        return {name: None if tokens == TOKENS_MAX else tokens for name, tokens in longest.items()}
+
+    def reading(self, path: str) -> ReadCompletion | ReadText:
+        """How a body is read."""
+        if path in self.paths.texts:
+            return ReadText(path == "/tokenize", self._served())
+        return ReadCompletion(path == CHAT)
+
+    def request(self, read: ReadBody, body: bytes, client: ClientRequest) -> Completion:
+        """The rooms that a body asks for. Raises BadRequestError."""
+        del body
+        parsed = completion_of(
+            read, seed=secrets.randbits(63), text=self.text, served=self._served(), defaults=self._defaults
+        )
+        completion = self._of_one_model(parsed).of_request(client.request_id, client.traceparent)
+        client.model, client.stream = completion.model or "", completion.stream
+        client.prompt_tokens, client.enable_hisparse = completion.prompt_tokens, completion.rooms[0].enable_hisparse
+        self.metrics.of(client.model)  # however the request ends, it counts as one of this model
+        return completion
+
+    def _of_one_model(self, completion: Completion) -> Completion:
+        """Fills in the model. Raises BadRequestError for a model that is not served, or a missing one among several."""
+        served, model = self.routing.workers.models(), completion.model
+        if not served or model in served:
+            return completion
+        if model is not None:
+            raise BadRequestError(
+                "model", f"{model!r} is not served: {', '.join(served)}", code="model_not_found", status=404
+            )
+        if len(served) > 1:
+            raise BadRequestError("model", f"missing, one of: {', '.join(served)}")
+        (model,) = served
+        return replace(completion, rooms=tuple(replace(room, model=model) for room in completion.rooms))
+
+    async def answer(self, request: Completion, client: ClientRequest) -> WholeAnswer | AnswerEvents:
+        """Begins all rooms, or none, and answers with them."""
+        replies, streams = dict[int, Reply](), False
+        try:
+            answer = await self._begin(request, client, replies)
+            form = AnswerForm(
+                chat=request.chat,
+                request=next(iter(replies)),
+                model=request.model or "",
+                created=int(time.time()),
+                text=self.text,
+                logprobs=request.rooms[0].sampling.logprobs,
+                usage_follows=request.include_usage,
+            )
+            if not request.stream:
+                return WholeAnswer.of_json(await _whole(form, answer))
+            events = AnswerEvents(form, answer, lambda: self._end(replies, request))
+            await events.begin()
+            streams = True
+            return events
+        finally:
+            if not streams:
+                self._end(replies, request)
+
+    async def _begin(self, request: Completion, client: ClientRequest, replies: dict[int, Reply]) -> GrowingAnswer:
+        """Begins the rooms, and adds their replies. Raises AnswerFailedError for the first that is refused."""
+        news, records, of = asyncio.Event(), RoomRecords(client), self.metrics.of(client.model)
+        for room in request.rooms:
+            if replies:
+                await asyncio.sleep(0)  # The prompts of many rooms take their time: others have their turn.
+            accepted = self.routing.submit(room, self._clock.now())
+            if isinstance(accepted, Refusal):
+                raise failed_answer(accepted)
+            replies[accepted.request] = self._replies[accepted.request] = Reply(news, time.monotonic())
+            self._records[accepted.request] = records
+            records.begun(accepted.request, len(room.prompt) // 4)
+            self._perform(accepted.effects)
+            of.prompt_tokens.inc(len(room.prompt) // 4)
+        return GrowingAnswer(request, replies, news, self.text, self._stop)
+
+    def _stop(self, request: int) -> None:
+        """A stop string was met."""
+        self._perform(self.routing.stop(request, self._clock.now()))
+
+    def _end(self, replies: dict[int, Reply], request: Completion) -> None:
+        """Nobody waits for these rooms any more: cancels those that have not ended."""
+        for room, reply in replies.items():
+            if reply.end is None:
+                self._perform(self.routing.cancel(room, self._clock.now()))
+            del self._replies[room], self._records[room]
+        if self._spans is not None and len(replies) == len(request.rooms):
+            _draw(self._spans, list(replies.values()))
+
+
+async def _whole(form: AnswerForm, answer: GrowingAnswer) -> bytes:
+    """Raises AnswerFailedError."""
+    pieces: list[list[TextPiece]] = [[] for _ in answer.completion.rooms]
+    while not answer.ended:
+        for news in await answer.next():
+            pieces[news.index].append(news.piece)
+        if answer.failed is not None:
+            raise failed_answer(answer.failed)
+    choices = [replace(ended, piece=TextPiece.joined(own)) for ended, own in zip(answer.choices, pieces, strict=True)]
+    usage = usage_of(answer.completion.prompt_tokens, answer.choices, answer.completion.n)
+    if sum(len(choice.piece.tokens) for choice in choices) <= LOGPROBS_INLINE_MAX:
+        return form.whole(choices, usage)
+    return await asyncio.to_thread(form.whole, choices, usage)
+
+
+def _draw(spans: Spans, replies: list[Reply]) -> None:
+    """Reports the parts of an answer to the timeline; a failed room has no name."""
+    now = time.monotonic()
+    for reply in replies:
+        if isinstance(reply.end, Finish):
+            spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
+            spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)

@@ -1,0 +1,179 @@
+"""The router's view of a room: one leg on each of two workers, a state table for each, and the request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from msgspec.structs import replace as replace_fields
+
+from .....errors import Cause
+from .....handoff.tables import Word
+from .....limits import PROMPT_BYTES_MAX
+from .....wire import Begin, End, Sampling, pack_ids
+from ...fleet.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """A client's request. `prompt` holds u32 token ids as on the wire; a `model` of None accepts any."""
+
+    prompt: bytes
+    sampling: Sampling
+    model: str | None = None
+    enable_hisparse: bool = False
+    enable_resume: bool = False  # once tokens were delivered, another pair may go on with the answer
+    salt: bytes = b""
+    request_id: str = ""  # this and the next: as in Begin
+    traceparent: str = ""
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the router keeps of it and its answer as ids, at most."""
+        answer = 4 * self.sampling.max_tokens if self.enable_resume else 0
+        return min(len(self.prompt) + answer, PROMPT_BYTES_MAX)
+
+
+def dense(request: CompletionRequest) -> CompletionRequest:
+    """Returns the same request without HiSparse."""
+    return replace(request, enable_hisparse=False)
+
+
+class Leg(Word):
+    """A room on one of its two workers."""
+
+    BEGINNING = "beginning"  # Begin repeats
+    RUNNING = "running"
+    CANCELLING = "cancelling"  # Cancel repeats
+    ENDED = "ended"  # its End and all tokens that it counts have arrived, or its worker is lost
+
+
+class LegEvent(Word):
+    """What happens to a room on one worker."""
+
+    BEGUN = "begun"
+    CANCEL = "cancel"
+    END = "end"
+    LOSE = "lose"
+
+
+_L, _LE = Leg, LegEvent
+
+LEG: dict[tuple[Leg, LegEvent], Leg] = {
+    (_L.BEGINNING, _LE.BEGUN): _L.RUNNING,
+    (_L.BEGINNING, _LE.CANCEL): _L.CANCELLING,
+    (_L.BEGINNING, _LE.END): _L.ENDED,
+    (_L.BEGINNING, _LE.LOSE): _L.ENDED,
+    (_L.RUNNING, _LE.BEGUN): _L.RUNNING,
+    (_L.RUNNING, _LE.CANCEL): _L.CANCELLING,
+    (_L.RUNNING, _LE.END): _L.ENDED,
+    (_L.RUNNING, _LE.LOSE): _L.ENDED,
+    (_L.CANCELLING, _LE.BEGUN): _L.CANCELLING,
+    (_L.CANCELLING, _LE.END): _L.ENDED,
+    (_L.CANCELLING, _LE.LOSE): _L.ENDED,
+    (_L.ENDED, _LE.BEGUN): _L.ENDED,
+}
+
+
+class RouterRoom(Word):
+    """A room as its client sees it. One that is FINISHED or FAILED stays until both legs have ended."""
+
+    OPEN = "open"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class RouterEvent(Word):
+    """What happens to a room at its router."""
+
+    FINISH = "finish"
+    FAIL = "fail"
+
+
+ROUTER_ROOM: dict[tuple[RouterRoom, RouterEvent], RouterRoom] = {
+    (RouterRoom.OPEN, RouterEvent.FINISH): RouterRoom.FINISHED,
+    (RouterRoom.OPEN, RouterEvent.FAIL): RouterRoom.FAILED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class RoomLeg:
+    """A room on one worker."""
+
+    worker: Worker
+    begin: Begin
+    node: str
+    state: Leg = Leg.BEGINNING
+    pending_end: End | None = None  # a success that waits for missing tokens
+    end: End | None = None
+    repeat_ms: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class AnswerSoFar:
+    """What was delivered of an answer, through all of its rooms.
+
+    Where a room is lost, the next one's prompt is the client's and all ids so far but the last. It picks that one
+    again, which is compared and not delivered twice: where it had ended the answer, it does so again.
+    """
+
+    request: CompletionRequest  # the client's
+    ids: bytearray = field(default_factory=bytearray)  # u32, as on the wire
+    resumptions: int = 0
+    lost: tuple[Cause, str] | None = None  # why a room was, the latest that no worker refused
+    too_long: bool = False  # for a prompt: nothing is kept
+
+    @property
+    def repeated(self) -> int | None:
+        """The id that the next room picks again; None where nothing was delivered."""
+        return int.from_bytes(self.ids[-4:], "little") if self.ids else None
+
+    def add(self, ids: list[int]) -> None:
+        """These ids were delivered."""
+        self.too_long |= len(self.request.prompt) + len(self.ids) + 4 * len(ids) > PROMPT_BYTES_MAX
+        if self.too_long:
+            self.ids.clear()
+        else:
+            self.ids += pack_ids(ids)
+
+    def rest(self, *, enable_hisparse: bool) -> CompletionRequest:
+        """What a room is asked that goes on after these ids."""
+        generated = max(0, len(self.ids) // 4 - 1)
+        asked = self.request.sampling
+        # An engine without all of Sampling can go on where nothing depends on `generated`.
+        counted = asked.temperature or asked.presence_penalty or asked.frequency_penalty
+        sampling = replace_fields(
+            asked,
+            max_tokens=asked.max_tokens - generated,
+            min_tokens=max(0, asked.min_tokens - generated),
+            generated=generated if counted else 0,
+        )
+        prompt = self.request.prompt + bytes(self.ids[: 4 * generated])
+        return replace(self.request, prompt=prompt, sampling=sampling, enable_hisparse=enable_hisparse)
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRoom:
+    """One attempt at a request."""
+
+    id: int
+    request_id: int  # the id of the request's first room
+    request: CompletionRequest
+    prefill: RoomLeg
+    decode: RoomLeg
+    deadline: float
+    retried: bool
+    so_far: AnswerSoFar | None = None  # None: the request is not resumed
+    repeats: int | None = None  # a resumed room: the id that it has to pick first
+    state: RouterRoom = RouterRoom.OPEN
+    received: int = 0
+    cause: Cause = Cause.ABORTED  # why it failed
+
+    @property
+    def legs(self) -> tuple[RoomLeg, RoomLeg]:
+        """Prefill, then decode."""
+        return self.prefill, self.decode
+
+    @property
+    def landed(self) -> bool:
+        """Whether decode has the prompt's KV, so that the prefill worker no longer matters."""
+        return self.received > 0 or self.decode.state is Leg.ENDED

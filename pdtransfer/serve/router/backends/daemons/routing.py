@@ -1,0 +1,492 @@
+"""The router's core, sans I/O: each request gets a room on two workers, is streamed in order, and ends once.
+
+A request is identified by the id of its first room. A room that fails before its first token is prefilled again once,
+under a new id. One that fails later is resumed, if the request allows it: another room goes on after the tokens that
+were delivered. Messages about unknown rooms are answered with Cancel or Ended and otherwise ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec.structs import replace
+
+from .....errors import SUCCESSES, Cause, RemoteProtocolError
+from .....handoff.send import Send
+from .....handoff.tables import step
+from .....handoff.timers import Timers, backoff_ms
+from .....limits import RESUMPTIONS_MAX, TEXT_LENGTH_MAX, Limits
+from .....wire import (
+    Begin,
+    Begun,
+    Cancel,
+    End,
+    Ended,
+    Identity,
+    Message,
+    Reject,
+    Tokens,
+    TokensAcked,
+    logprob_bytes,
+    unpack_ids,
+    unpack_logprobs,
+)
+from ...fleet.roles import Role
+from ...fleet.worker import Worker
+from ...front.statuses import STATUSES
+from ...policy.free_slots import WorkerPair
+from ...policy.placement import NoPair, RoutedRequest
+from .router_effects import (
+    FINAL_CAUSES,
+    MUTUAL_CAUSES,
+    Accepted,
+    Emit,
+    Fail,
+    Finish,
+    Refusal,
+    Retry,
+    RoutingEffect,
+    WorkerChanged,
+    WorkerLeft,
+)
+from .router_rooms import (
+    LEG,
+    ROUTER_ROOM,
+    AnswerSoFar,
+    CompletionRequest,
+    Leg,
+    LegEvent,
+    RoomLeg,
+    RoutedRoom,
+    RouterEvent,
+    RouterRoom,
+    dense,
+)
+from .worker_pool import WorkerPool
+
+
+class Routing:
+    """All requests of one router. A peer is the endpoint of a worker; decode dials prefill by the same endpoint."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        limits: Limits,
+        mint: Callable[[], int],
+    ) -> None:
+        self._limits, self._mint = limits, mint
+        self._effects: list[RoutingEffect] = []
+        self.workers = WorkerPool(identity, prefill, decode, limits, self._effects_append, self._lost)
+        self._rooms: dict[int, RoutedRoom] = {}
+        self._requests: dict[int, RoutedRoom] = {}  # by request id: the room that may still answer
+        self._timers: Timers[tuple[str, int]] = Timers()
+        self._draining = False
+        self.retries = self.resumptions = 0
+        self.prefix_tokens = 0  # prompt tokens placed where they were cached
+
+    @property
+    def request_count(self) -> int:
+        """Requests that have neither finished nor failed."""
+        return len(self._requests)
+
+    @property
+    def rooms(self) -> Iterable[RoutedRoom]:
+        """Rooms that have not ended on both workers."""
+        return self._rooms.values()
+
+    @property
+    def room_count(self) -> int:
+        """Rooms that have not ended on both workers."""
+        return len(self._rooms)
+
+    def start(self, now: float) -> list[RoutingEffect]:
+        """Sends the first Hello to each worker."""
+        self.workers.start(now)
+        return self._take()
+
+    def next_tick(self) -> float | None:
+        """Returns when `tick` is due next, None when nothing is."""
+        due = [when for when in (self._timers.next(), self.workers.timers.next()) if when is not None]
+        return min(due, default=None)
+
+    def submit(self, request: CompletionRequest, now: float) -> Accepted | Refusal:
+        """Begins a room for the request on the least loaded pair of workers."""
+        if self._draining:
+            return Refusal(Cause.SHUTDOWN, "the router is draining", 503, self._limits.resend_ms_max)
+        # Rooms being cancelled count, because their workers still hold them.
+        if len(self._rooms) >= self._limits.rooms_max:
+            text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
+            return Refusal(Cause.FULL, text, 429, self._limits.resend_ms_max)
+        request, pair = self._choose(request, (), now)
+        if isinstance(pair, NoPair):
+            if pair.retry_ms is None:
+                return Refusal(Cause.PEER_LOST, pair.detail, 503, self._limits.resend_ms_max)
+            return Refusal(Cause.FULL, pair.detail, 429, pair.retry_ms)
+        so_far = AnswerSoFar(request) if request.enable_resume else None
+        room = self._open(request, pair, None, so_far, now + self._limits.room_deadline_ms / 1e3, now)
+        return Accepted(room.request_id, self._take())
+
+    def cancel(self, request: int, now: float) -> list[RoutingEffect]:
+        """The client disconnected. Ignores a request that has ended."""
+        room = self._requests.get(request)
+        if room is not None:
+            self._fail(room, (), Cause.ABORTED, "the client disconnected", 0, now)
+        return self._take()
+
+    def stop(self, request: int, now: float) -> list[RoutingEffect]:
+        """The answer is complete before decode ends it: finishes the request, and cancels its room. Ignores a request
+        that has ended."""
+        room = self._requests.get(request)
+        if room is not None:
+            self._end_on_workers(room, RouterEvent.FINISH, Cause.ABORTED, now)
+            self._finish(room, None, None)
+        return self._take()
+
+    def receive(self, peer: str, message: Message, now: float) -> list[RoutingEffect]:
+        """Handles a message of the worker `peer`. Raises RemoteProtocolError for a breach."""
+        worker = self.workers.by_peer.get(peer)
+        if worker is None:
+            return []  # It was removed, and its connection is being closed.
+        if not self.workers.receive(worker, message, now):
+            if not isinstance(message, Begun | Tokens | End):
+                raise RemoteProtocolError("kind", f"a worker sends a router no {type(message).__name__}")
+            room = self._rooms.get(message.room)
+            if room is None:
+                answer = Ended(message.room) if isinstance(message, End) else Cancel(message.room, Cause.ABORTED.value)
+                self._effects.append(Send(peer, answer))
+                return self._take()
+            leg = next((each for each in room.legs if each.worker is worker), None)
+            if leg is None:
+                raise RemoteProtocolError("room", f"{room.id:016x} is not on {peer}")
+            match message:
+                case Begun():
+                    self._begun(room, leg)
+                case Tokens():
+                    self._tokens(room, leg, message, now)
+                case End():
+                    self._end(room, leg, message, now)
+        return self._take()
+
+    def gone(self, peer: str, evidence: str, now: float) -> list[RoutingEffect]:
+        """There is evidence that the worker `peer` is gone; empty: no longer. It is repeated while it stands."""
+        if (worker := self.workers.by_peer.get(peer)) is not None:
+            self.workers.gone(worker, evidence, now)
+        return self._take()
+
+    def breach(self, peer: str, error: RemoteProtocolError, now: float) -> list[RoutingEffect]:
+        """The worker `peer` broke the protocol: loses it, and connects again later."""
+        worker = self.workers.by_peer.get(peer)
+        if worker is None:
+            return []
+        self._effects.append(Send(peer, Reject(0, Cause.BREACH.value, (str(error)[:TEXT_LENGTH_MAX],))))
+        self.workers.refuse(worker, Cause.BREACH, f"{peer} broke the protocol: {error}", now)
+        return self._take()
+
+    def tick(self, now: float) -> list[RoutingEffect]:
+        """Repeats unanswered messages, and ends rooms at their deadlines."""
+        self.workers.tick(now)
+        while (key := self._timers.pop(now)) is not None:
+            what, room_id = key
+            room = self._rooms[room_id]
+            if what == "deadline":
+                self._deadline(room, now)
+            else:
+                self._repeat(room, room.prefill if what == "prefill" else room.decode, now)
+        return self._take()
+
+    def add_worker(self, peer: str, role: Role, now: float) -> list[RoutingEffect]:
+        """Takes a worker in, or keeps one that was to leave or to drain. Its role must be the one it has."""
+        self.workers.add(peer, role, now)
+        return self._take()
+
+    def remove_worker(self, peer: str) -> list[RoutingEffect]:
+        """Gives the worker no new rooms, and forgets it once its rooms have ended (WorkerLeft)."""
+        self.workers.remove(peer)
+        return self._take()
+
+    def drain(self) -> None:
+        """Accepts no more requests; unfinished ones continue."""
+        self._draining = True
+
+    def close(self, now: float) -> list[RoutingEffect]:
+        """Fails unfinished requests, and sends Goodbye to the workers."""
+        self._draining = True
+        for room in list(self._requests.values()):
+            self._fail(room, (), Cause.SHUTDOWN, "the router shuts down", 0, now)
+        self.workers.goodbye(Cause.SHUTDOWN.value)
+        return self._take()
+
+    def _open(
+        self,
+        request: CompletionRequest,
+        pair: WorkerPair,
+        request_id: int | None,
+        so_far: AnswerSoFar | None,
+        deadline: float,
+        now: float,
+    ) -> RoutedRoom:
+        room_id = self._mint()
+        while room_id in self._rooms or room_id in self._requests:
+            room_id = self._mint()
+        legs: list[RoomLeg] = []
+        assert pair.prefill.identity is not None
+        assert pair.decode.identity is not None
+        prefill_node, decode_node = pair.prefill.identity.node, pair.decode.identity.node
+        for worker, node, peers in (
+            (pair.prefill, prefill_node, pair.decode.names),
+            (pair.decode, decode_node, pair.prefill.endpoints),
+        ):
+            begin = Begin(
+                room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt,
+                request.request_id, request.traceparent,
+            )  # fmt: skip
+            legs.append(RoomLeg(worker, begin, node))
+        first = room_id if request_id is None else request_id
+        repeats = None if so_far is None else so_far.repeated
+        retried = request_id is not None
+        room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried, so_far, repeats)
+        self._rooms[room_id] = self._requests[first] = room
+        self.prefix_tokens += self.workers.begin(pair, room_id, _routed(request))
+        self._timers.set(("deadline", room_id), deadline)
+        for leg in legs:
+            self._repeat(room, leg, now)
+        return room
+
+    def _begun(self, room: RoutedRoom, leg: RoomLeg) -> None:
+        if leg.state is Leg.BEGINNING:
+            self._timers.clear((leg.worker.role, room.id))
+        leg.state = step(LEG, leg.state, LegEvent.BEGUN)
+
+    def _tokens(self, room: RoutedRoom, leg: RoomLeg, message: Tokens, now: float) -> None:
+        if leg is not room.decode:
+            raise RemoteProtocolError("Tokens.room", f"{room.id:016x} is not decoded on {leg.worker.peer}")
+        ids = unpack_ids("Tokens.ids", message.ids)
+        self._begun(room, leg)
+        if leg.state is not Leg.RUNNING:
+            return  # Its End is in flight or has arrived: the tokens are not needed.
+        upto, sampling = message.first + len(ids), room.request.sampling
+        text = f"sends {upto} tokens, max_tokens is {sampling.max_tokens}" if upto > sampling.max_tokens else ""
+        try:
+            unpack_logprobs("Tokens.logprobs", message.logprobs, sampling, len(ids))
+        except RemoteProtocolError as error:  # of this room alone: a daemon before v1.3 sends none
+            text = text or str(error)
+        if text:
+            self._fail(room, (leg.worker,), Cause.BREACH, f"{leg.node}: {text}", 0, now)
+            return
+        if message.first <= room.received < upto:
+            known = room.received - message.first
+            if room.received == 0 and room.repeats is not None:
+                if (first := int(ids[0])) != room.repeats:
+                    text = f"{leg.node}: cannot resume: it picks {first} where {room.repeats} was delivered"
+                    self._fail(room, (leg.worker,), Cause.ENGINE, text, 0, now)
+                    return
+                known = 1
+            new_ids: list[int] = ids[known:].tolist()
+            logprobs = message.logprobs[known * logprob_bytes(sampling) :]
+            room.received = upto
+            room.deadline = now + self._limits.room_deadline_ms / 1e3
+            if new_ids:
+                self._effects.append(Emit(room.request_id, new_ids, logprobs))
+                if room.so_far is not None:
+                    room.so_far.add(new_ids)
+        # After a gap nothing is kept: the missing tokens are repeated, and these with them.
+        self._effects.append(Send(leg.worker.peer, TokensAcked(room.id, room.received)))
+        if leg.pending_end is not None and room.received >= leg.pending_end.tokens:
+            self._ended(room, leg, leg.pending_end, now)
+
+    def _end(self, room: RoutedRoom, leg: RoomLeg, end: End, now: float) -> None:
+        if leg.state is Leg.ENDED:
+            self._effects.append(Send(leg.worker.peer, Ended(room.id)))
+            return
+        if leg is room.decode and room.state is RouterRoom.OPEN and end.reason in SUCCESSES:
+            tokens_max = room.request.sampling.max_tokens
+            if not room.received <= end.tokens <= tokens_max:
+                text = f"End counts {end.tokens} tokens, {room.received} came, max_tokens is {tokens_max}"
+                end = replace(end, reason=Cause.BREACH.value, detail=text)
+            elif room.received < end.tokens:
+                leg.pending_end = end  # Left unanswered, so that it and the missing tokens are repeated.
+                self._begun(room, leg)
+                return
+        self._ended(room, leg, end, now)
+
+    def _ended(self, room: RoutedRoom, leg: RoomLeg, end: End, now: float) -> None:
+        leg.end = end
+        self._end_leg(room, leg, LegEvent.END)
+        self._effects.append(Send(leg.worker.peer, Ended(room.id)))
+        # Prefill ends a room as aborted because decode has given it up: the cause is decode's, whose End is on its way.
+        secondary = leg is room.prefill and end.reason == Cause.ABORTED.value and room.decode.state is not Leg.ENDED
+        if end.reason not in SUCCESSES and not secondary:
+            cause = Cause.of(end.reason, Cause.ENGINE)
+            text = f"{leg.node}: {end.detail or end.reason}"
+            self._leg_failed(room, leg, room.legs if cause in MUTUAL_CAUSES else (leg,), cause, text, end.retry_ms, now)
+        self._settle(room)
+
+    def _lost(self, worker: Worker, cause: Cause, detail: str, now: float) -> None:
+        for room_id in list(worker.rooms):
+            room = self._rooms[room_id]
+            leg = room.prefill if room.prefill.worker is worker else room.decode
+            self._end_leg(room, leg, LegEvent.LOSE)
+            self._leg_failed(room, leg, (leg,), cause, detail, 0, now)
+            self._settle(room)
+
+    def _leg_failed(
+        self,
+        room: RoutedRoom,
+        leg: RoomLeg,
+        faulty: Sequence[RoomLeg],
+        cause: Cause,
+        detail: str,
+        retry_ms: int,
+        now: float,
+    ) -> None:
+        """One leg failed. The room fails too, unless the leg was a prefill that had done its part."""
+        if room.state is RouterRoom.OPEN and (leg is room.decode or not room.landed):
+            self._fail(room, tuple(each.worker for each in faulty), cause, detail, retry_ms, now)
+
+    def _settle(self, room: RoutedRoom) -> None:
+        """Finishes a room whose legs have both ended, and removes it."""
+        for leg in room.legs:
+            self.workers.left(leg.worker)
+        if any(leg.state is not Leg.ENDED for leg in room.legs):
+            return
+        if room.state is RouterRoom.OPEN:
+            assert room.decode.end is not None
+            room.state = step(ROUTER_ROOM, room.state, RouterEvent.FINISH)
+            self._finish(room, room.decode.end, room.prefill.end)
+        del self._rooms[room.id]
+        self._timers.clear(("deadline", room.id))
+
+    def _finish(self, room: RoutedRoom, decode: End | None, prefill: End | None) -> None:
+        del self._requests[room.request_id]
+        nodes = room.decode.node, room.prefill.node
+        resumptions = 0 if room.so_far is None else room.so_far.resumptions
+        sparse = room.request.enable_hisparse
+        self._effects.append(Finish(room.request_id, room.id, decode, prefill, *nodes, sparse, resumptions))
+
+    def _end_on_workers(self, room: RoutedRoom, event: RouterEvent, cause: Cause, now: float) -> None:
+        """Ends the room for its client, and cancels it on the workers that have not ended it."""
+        room.state, room.cause = step(ROUTER_ROOM, room.state, event), cause
+        self._timers.set(("deadline", room.id), now + self._limits.room_deadline_ms / 1e3)
+        for leg in room.legs:
+            if leg.state is not Leg.ENDED:
+                leg.state, leg.repeat_ms = step(LEG, leg.state, LegEvent.CANCEL), 0
+                self._repeat(room, leg, now)
+
+    def _fail(
+        self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, detail: str, retry_ms: int, now: float
+    ) -> None:
+        """Ends this room; retries the request where that can help, else fails it."""
+        if cause is Cause.FULL:
+            for worker in blamed:
+                worker.mark_full(now + retry_ms / 1e3, enable_hisparse=room.request.enable_hisparse)
+        retry = self._retry(room, blamed, cause, now)
+        self._end_on_workers(room, RouterEvent.FAIL, cause, now)
+        if retry is not None:
+            resumed = room.so_far is not None and room.so_far.repeated is not None
+            if room.so_far is not None and resumed:
+                self.resumptions += 1
+                room.so_far.resumptions += 1
+                if cause is not Cause.REFUSED:
+                    room.so_far.lost = cause, detail
+            else:
+                self.retries += 1
+            again = self._open(*retry, room.request_id, room.so_far, room.deadline, now)
+            tokens = len(again.request.prompt) // 4
+            self._effects.append(Retry(room.request_id, cause, detail, again.id, tokens, resumed, *_of_legs(room)))
+        else:
+            if cause is Cause.REFUSED and room.so_far is not None and room.so_far.lost is not None:
+                cause, detail = room.so_far.lost[0], f"{room.so_far.lost[1]}; it was not resumed: {detail}"
+            del self._requests[room.request_id]
+            self._effects.append(Fail(room.request_id, cause, detail, STATUSES[cause], retry_ms, *_of_legs(room)))
+
+    def _retry(
+        self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float
+    ) -> tuple[CompletionRequest, WorkerPair] | None:
+        """Returns the request and pair for a retry, or None. Never retries a refusing pair or a full worker; retries
+        densely what every worker capable of HiSparse refused."""
+        if cause in FINAL_CAUSES or self._draining:
+            return None
+        asked, so_far = room.request, room.so_far
+        if so_far is not None and so_far.repeated is not None:
+            if so_far.resumptions == RESUMPTIONS_MAX:
+                return None
+            asked = so_far.rest(enable_hisparse=asked.enable_hisparse)
+        elif room.retried or room.received:
+            return None
+        request, pair = self._choose(asked, blamed, now)
+        if isinstance(pair, NoPair):
+            return None
+        again = pair.prefill in blamed, pair.decode in blamed
+        if cause is Cause.REFUSED and all(again):
+            if not request.enable_hisparse:
+                return None if asked == request else (request, pair)
+            request = dense(request)
+            pair = self._pair(request, blamed, now)
+            return None if isinstance(pair, NoPair) else (request, pair)
+        return None if cause is Cause.FULL and any(again) else (request, pair)
+
+    def _choose(
+        self, request: CompletionRequest, avoid: tuple[Worker, ...], now: float
+    ) -> tuple[CompletionRequest, WorkerPair | NoPair]:
+        """Chooses a pair. A HiSparse request that no worker supports is decoded densely."""
+        pair = self._pair(request, avoid, now)
+        if request.enable_hisparse and isinstance(pair, NoPair) and pair.retry_ms is None:
+            request = dense(request)
+            pair = self._pair(request, avoid, now)
+        return request, pair
+
+    def _pair(self, request: CompletionRequest, avoid: tuple[Worker, ...], now: float) -> WorkerPair | NoPair:
+        return self.workers.choose(_routed(request), avoid, now)
+
+    def _deadline(self, room: RoutedRoom, now: float) -> None:
+        if room.state is RouterRoom.OPEN:
+            if now < room.deadline:
+                self._timers.set(("deadline", room.id), room.deadline)
+            else:
+                text = f"no progress in {self._limits.room_deadline_ms} ms"
+                self._fail(room, (), Cause.DEADLINE, text, 0, now)
+            return
+        # Its workers are alive and never ended it: their later messages count as those of an unknown room.
+        for leg in room.legs:
+            if leg.state is not Leg.ENDED:
+                self._end_leg(room, leg, LegEvent.LOSE)
+        self._settle(room)
+
+    def _end_leg(self, room: RoutedRoom, leg: RoomLeg, event: LegEvent) -> None:
+        leg.state = step(LEG, leg.state, event)
+        self._timers.clear((leg.worker.role, room.id))
+        self.workers.end(leg.worker, room.id, len(room.request.prompt) // 4)
+
+    def _repeat(self, room: RoutedRoom, leg: RoomLeg, now: float) -> None:
+        """Sends the message that this leg's worker must answer, and schedules its repetition."""
+        match leg.state:
+            case Leg.BEGINNING:
+                left_ms = max(0, int((room.deadline - now) * 1e3))
+                message = replace(leg.begin, time_left_ms=left_ms)
+            case Leg.CANCELLING:
+                message = Cancel(room.id, room.cause.value)
+            case _:
+                return
+        leg.repeat_ms = backoff_ms(leg.repeat_ms, self._limits.resend_ms, self._limits.resend_ms_max)
+        self._timers.set((leg.worker.role, room.id), now + leg.repeat_ms / 1e3)
+        self._effects.append(Send(leg.worker.peer, message))
+
+    def _effects_append(self, effect: Send | WorkerChanged | WorkerLeft) -> None:
+        self._effects.append(effect)
+
+    def _take(self) -> list[RoutingEffect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+
+def _of_legs(room: RoutedRoom) -> tuple[str, str, End | None, End | None, bool]:
+    """What Fail and Retry report of a room's workers."""
+    return room.prefill.node, room.decode.node, room.prefill.end, room.decode.end, room.request.enable_hisparse
+
+
+def _routed(request: CompletionRequest) -> RoutedRequest:
+    growth, sparse = request.sampling.max_tokens, request.enable_hisparse
+    return RoutedRequest(request.prompt, growth, request.salt, model=request.model, enable_hisparse=sparse)

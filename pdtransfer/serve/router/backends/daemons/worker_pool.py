@@ -1,0 +1,356 @@
+"""The router's workers: which are connected, and their load.
+
+Hello repeats until Welcome; Ping checks that the same process is alive. Only a Pong proves it, because it needs both
+directions. A lost worker is sent Hello again without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import count
+
+from .....errors import Cause
+from .....handoff.liveness import NAME_TAKEN, Heard, Liveness
+from .....handoff.peers import Peers
+from .....handoff.send import Send
+from .....handoff.tables import step
+from .....handoff.timers import TimerKey, Timers
+from .....limits import AHEAD_PING, TEXT_LENGTH_MAX, WORKERS_MAX, Limits
+from .....wire import VERSION, Goodbye, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
+from ...fleet.prefixes import KnownPrefixes, PrefixHolders
+from ...fleet.roles import Departure, Role
+from ...fleet.worker import WORKER_STATE, Model, Worker, WorkerEvent, WorkerState, model_text, obstacle, reasons
+from ...policy.candidates import CandidatesByModel
+from ...policy.free_slots import FreeSlots, WorkerPair
+from ...policy.placement import NoPair, PlacementPolicy, RoutedRequest
+from .router_effects import WorkerChanged, WorkerLeft
+
+OBSTACLES_MAX = 3  # that /health shows of one worker
+
+
+class WorkerPool:
+    """All of a router's workers. Effects go to `out`; `lost` is called for each worker that is lost."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        limits: Limits,
+        out: Callable[[Send | WorkerChanged | WorkerLeft], None],
+        lost: Callable[[Worker, Cause, str, float], None],
+    ) -> None:
+        self._identity, self._limits, self._out, self._lost = identity, limits, out, lost
+
+        self._holders = PrefixHolders()
+        self._candidates = CandidatesByModel()
+        self._policy: PlacementPolicy[Worker, Worker] = FreeSlots(self._candidates, self._holders, limits)
+        self._by_node: dict[str, Worker] = {}  # connected ones, by their names
+        self._numbers = count()
+        self._free_numbers: list[int] = []  # of workers that have left: masks stay as short as the fleet was large
+        self._slow: set[Worker] = set()  # connected ones that have not answered for slow_ms
+        workers = [self._new(peer, "prefill") for peer in prefill] + [self._new(peer, "decode") for peer in decode]
+        self.timers: Timers[TimerKey] = Timers()
+        self._peers: Peers[Worker] = Peers(
+            identity, limits, self.timers, out, look=self._look, peers_max=WORKERS_MAX, ping=self._ping_due
+        )
+        self.by_peer = self._peers.by_name
+        self.by_peer.update({worker.peer: worker for worker in workers})
+        assert len(self.by_peer) == len(workers), "each worker has one role"
+
+    def start(self, now: float) -> None:
+        """Sends the first Hello to each worker."""
+        for worker in list(self.by_peer.values()):
+            self._meet(worker, now)
+
+    def _meet(self, worker: Worker, now: float) -> None:
+        self._peers.add(worker, now)
+        self._peers.greet(worker, now)
+
+    def add(self, peer: str, role: Role, now: float) -> None:
+        """Takes a worker in, or keeps one that was to leave or to drain."""
+        worker = self.by_peer.get(peer)
+        if worker is None:
+            worker = self._new(peer, role)
+            self._meet(worker, now)
+        assert worker.role == role, "the caller has compared them"
+        self._depart(worker, Departure.STAYS)
+
+    def drain(self, peer: str) -> None:
+        """Gives a worker no new rooms; those under way run to their end."""
+        worker = self.by_peer[peer]
+        if worker.departure is Departure.STAYS:
+            self._depart(worker, Departure.DRAINS)
+
+    def remove(self, peer: str) -> None:
+        """Drains a worker, and forgets it once its last room has ended."""
+        worker = self.by_peer[peer]
+        self._depart(worker, Departure.LEAVES)
+        self.left(worker)
+
+    def _depart(self, worker: Worker, departure: Departure) -> None:
+        worker.departure = departure
+        self._candidates.changed(worker)
+
+    def left(self, worker: Worker) -> None:
+        """Forgets a worker that is to leave and has no room any more."""
+        here = self.by_peer.get(worker.peer) is worker  # not one that was added since
+        if here and worker.departure is Departure.LEAVES and not worker.rooms:
+            if worker.state is WorkerState.CONNECTED:
+                self._out(Send(worker.peer, Goodbye(self._identity.incarnation, Cause.SHUTDOWN.value)))
+            self._peers.remove(worker)
+            self._candidates.forget(worker)
+            self._slow.discard(worker)
+            self._rename(worker, "")
+            worker.known.clear()  # before another worker gets its number
+            self._free_numbers.append(worker.number)
+            self._out(WorkerLeft(worker.peer))
+
+    def tick(self, now: float) -> None:
+        """Repeats Hello to unconnected workers, sends Ping to connected ones, and detects silence."""
+        while (key := self.timers.pop(now)) is not None:
+            known = self._peers.tick(key, now)
+            assert known, key
+
+    def gone(self, worker: Worker, evidence: str, now: float) -> None:
+        """There is evidence that the worker is gone; empty: no longer. It is repeated while it stands."""
+        self._peers.gone(worker.peer, evidence, now)
+
+    def _look(self, worker: Worker, now: float) -> None:
+        if worker.state is WorkerState.CONNECTED and worker.liveness.silent(now):
+            self._lose(worker, Cause.PEER_LOST, worker.liveness.why(worker.peer, now), now)
+            self._greet(worker, now)
+        elif worker.state is WorkerState.CONNECTED and worker.liveness.slow(now):
+            self._slow.add(worker)
+
+    def receive(self, worker: Worker, message: Message, now: float) -> bool:
+        """Handles a message about the worker itself; returns False for any other message."""
+        self._candidates.changed(worker)
+        match message:
+            case Welcome():
+                self._welcome(worker, message, now)
+            case Reject() if self._peers.asks_for_hello(
+                worker, message, now, met=worker.state is WorkerState.CONNECTED
+            ):
+                pass
+            case Reject():
+                text = f"{worker.peer} refuses ({message.reason}): " + "; ".join(message.fields)
+                breach = message.reason == Cause.BREACH.value  # else no room on it is wrong: others may be tried
+                self.refuse(worker, Cause.BREACH if breach else Cause.PEER_LOST, text, now)
+            case Pong():
+                self._pong(worker, message, now)
+            case Goodbye():
+                if worker.state is WorkerState.CONNECTED and worker.liveness.hear(message, now) is Heard.LEFT:
+                    text = f"{worker.peer} sent Goodbye ({message.reason})"
+                    worker.liveness.part(message.incarnation)
+                    self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
+                    self._greet(worker, now)
+            case Load() if worker.state is WorkerState.CONNECTED:
+                begins = message.ready and not (worker.load and worker.load.ready)
+                worker.loaded(message)
+                worker.ready_since = now if begins else worker.ready_since
+                for each in self.by_peer.values() if begins else (worker,):
+                    self._heed(each, now)
+            case Load():
+                pass  # of a process that has left
+            case _:
+                return False
+        return True
+
+    def begin(self, pair: WorkerPair, room: int, request: RoutedRequest) -> int:
+        """A room begins on this pair. Returns the tokens of the prompt that are known to be cached at decode."""
+        for worker in (pair.prefill, pair.decode):
+            worker.rooms.add(room)
+            self._candidates.changed(worker)
+        pair.prefill.prompt_tokens += len(request.ids) // 4
+        cached = pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
+        pair.decode.known.learn(pair.keys)
+        pair.decode.promise(room, request.tokens)
+        return cached
+
+    def end(self, worker: Worker, room: int, prompt_tokens: int) -> None:
+        """A room of so many prompt tokens has ended on this worker."""
+        worker.rooms.discard(room)
+        worker.forget_promise(room)
+        if worker.role == "prefill":
+            worker.prompt_tokens -= prompt_tokens
+        self._candidates.changed(worker)
+
+    def choose(self, request: RoutedRequest, avoid: Iterable[Worker], now: float) -> WorkerPair | NoPair:
+        """Chooses a pair by the policy; workers in `avoid`, and slow ones, come last."""
+        return self._policy.choose(request, self._slow.union(avoid), now)
+
+    def models(self) -> Mapping[str, int]:
+        """Returns the models that a ready pair serves, in order. Of each, the tokens of a prompt and its answer that
+        some pair takes; TOKENS_MAX where its workers do not say."""
+        return self._candidates.served()
+
+    def why_not(self, trouble: Callable[[str], str]) -> dict[str, str]:
+        """Why no room can land with each worker, by peer; empty where one can. `trouble` returns what keeps a peer from
+        being reached."""
+        others = {"prefill": self._candidates.groups("decode"), "decode": self._candidates.groups("prefill")}
+        return {peer: self._why_not(each, others[each.role], trouble(peer)) for peer, each in self.by_peer.items()}
+
+    def _why_not(self, worker: Worker, others: dict[Model, list[Worker]], trouble: str) -> str:
+        """`others` are the usable workers of the other role."""
+        if worker.state is not WorkerState.CONNECTED:
+            parts = (worker.why, trouble) if worker.lost or not trouble else (trouble,)
+            return "; ".join(part for part in parts if part)
+        if not worker.usable:
+            if worker.departure is not Departure.STAYS:
+                return worker.departure.value
+            return "it is draining" if worker.load is not None and worker.load.draining else "it is not ready yet"
+        if not others:
+            return ""  # the other role's workers have the reason
+        if worker.model not in others:
+            there = ", ".join(sorted(map(model_text, others)))
+            return f"it has {model_text(worker.model)}, and no ready worker of the other role has: {there}"
+        found: list[str] = []
+        for each in others[worker.model]:
+            text = obstacle(worker, each) if worker.role == "prefill" else obstacle(each, worker)
+            if not text:
+                return ""
+            found.append(text)
+        return "; ".join(found[:OBSTACLES_MAX])
+
+    def goodbye(self, reason: str) -> None:
+        """Sends Goodbye to each connected worker."""
+        for worker in self.by_peer.values():
+            if worker.state is WorkerState.CONNECTED:
+                self._out(Send(worker.peer, Goodbye(self._identity.incarnation, reason)))
+
+    def _new(self, peer: str, role: Role) -> Worker:
+        number = self._free_numbers.pop() if self._free_numbers else next(self._numbers)
+        known = KnownPrefixes(
+            self._limits.prefix_keys_max,
+            learned=lambda key: self._holders.add(key, number),
+            forgot=lambda keys: self._holders.discard(keys, number),
+        )
+        worker = Worker(peer, role, Liveness(self._limits, 0.0), number, known)
+        self._candidates.came(worker)
+        return worker
+
+    def _welcome(self, worker: Worker, message: Welcome, now: float) -> None:
+        identity = message.identity
+        heard = worker.liveness.hear(message, now)
+        if heard is Heard.LATE:
+            return
+        for name, actual, expected in (("version", message.version, VERSION), ("role", identity.role, worker.role)):
+            if actual != expected:
+                text = f"{name}: {worker.peer} has {actual!r}, this router expects {expected!r}"
+                self.refuse(worker, Cause.PEER_LOST, text, now)
+                return
+        if (twin := self._twin(worker, identity)) is not None and self._is_one(worker, twin, identity):
+            text = f"the same worker as {twin.peer}: its rooms go there"
+            self.refuse(worker, Cause.PEER_LOST, text, now, orderly=True)
+            return
+        if twin is not None:
+            text = f"node: {identity.node!r} is the name of {worker.peer} and of {twin.peer}: give each its own --node"
+            if worker.why != text:
+                for each in (worker, twin):
+                    self._out(Send(each.peer, Reject(0, NAME_TAKEN, (text[:TEXT_LENGTH_MAX],))))
+            self.refuse(worker, Cause.PEER_LOST, text, now)
+            return
+        if missing := [member.node for member in identity.group[1:] if not member.endpoint]:
+            text = f"group: {worker.peer} gives no endpoint for {', '.join(missing)}"
+            self.refuse(worker, Cause.PEER_LOST, text, now)
+            return
+        if heard is Heard.ANOTHER and worker.state is WorkerState.CONNECTED:
+            self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+            if self.by_peer.get(worker.peer) is not worker:
+                return  # it has left with its last room
+        if worker.state is WorkerState.CONNECTING:
+            self._out(WorkerChanged(worker.peer, ""))
+        worker.state = step(WORKER_STATE, worker.state, WorkerEvent.WELCOME)
+        self._rename(worker, identity.node)
+        worker.identity, worker.why = identity, ""
+        worker.liveness.seen(now)
+        self._peers.met(worker, now)
+        self._out(Send(worker.peer, self._ping(worker)))
+
+    def _twin(self, worker: Worker, identity: Identity) -> Worker | None:
+        """The other connected worker of this name. It stays: the one that came later is refused."""
+        known = self._by_node.get(identity.node)
+        return None if known is worker else known
+
+    @staticmethod
+    def _is_one(worker: Worker, twin: Worker, identity: Identity) -> bool:
+        """Whether both endpoints lead to one process: it says so, and with keys both have its key."""
+        assert twin.identity is not None
+        keys = {split_key(each.peer)[0] for each in (worker, twin)}
+        return identity.incarnation == twin.identity.incarnation and len(keys) == 1
+
+    def _rename(self, worker: Worker, node: str) -> None:
+        """The worker is connected by this name; an empty one: it is not connected."""
+        if worker.identity is not None and self._by_node.get(worker.identity.node) is worker:
+            del self._by_node[worker.identity.node]
+        if node:
+            self._by_node[node] = worker
+
+    def _pong(self, worker: Worker, message: Pong, now: float) -> None:
+        if worker.state is not WorkerState.CONNECTED:
+            return
+        match worker.liveness.hear(message, now):
+            case Heard.SAME:
+                worker.liveness.seen(now)
+                self._slow.discard(worker)
+                self._heed(worker, now)
+                for figures in message.figures:
+                    worker.figures.add(figures)
+            case Heard.ANOTHER:
+                self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+                self._greet(worker, now)
+            case _:
+                pass
+
+    def _heed(self, decode: Worker, now: float) -> None:
+        if decode.load is not None and (decode.load.unusable or decode.unusable):
+            since = (
+                now - (self._limits.silence_ms + 2 * self._limits.resend_ms_max) / 1e3
+            )  # decode greets it anew by then
+            decode.unusable = reasons(decode.load, self.by_peer.values(), since)
+            self._candidates.changed(decode)
+
+    def refuse(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
+        """Disconnects a worker, and sends Hello again at the slowest rate: it may be replaced by a matching one."""
+        if worker.state is WorkerState.CONNECTED:
+            self._lose(worker, cause, text, now, orderly=orderly)
+        elif worker.why != text:
+            self._out(WorkerChanged(worker.peer, text, orderly))
+        worker.why, worker.lost = text, True
+        if self.by_peer.get(worker.peer) is worker:  # else it has left with its last room
+            self._peers.greet_later(worker, now)
+
+    def _lose(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
+        worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
+        self._slow.discard(worker)
+        self._candidates.changed(worker)
+        self._rename(worker, "")
+        worker.why, worker.lost, worker.load, worker.liveness.hello_ms = text, True, None, 0
+        worker.unusable = {}
+        self._out(WorkerChanged(worker.peer, text, orderly))
+        worker.full_until = worker.sparse_full_until = 0.0
+        worker.known.clear()
+        worker.figures.clear()
+        self._lost(worker, cause, text, now)
+
+    def _greet(self, worker: Worker, now: float) -> None:
+        if self.by_peer.get(worker.peer) is worker:  # else it has left with its last room
+            self._peers.greet(worker, now)
+
+    def _ping_due(self, worker: Worker, now: float) -> Ping | None:
+        """Every `ping_ms`, whatever else is sent: only a Ping tells a daemon that its router lives."""
+        connected = worker.state is WorkerState.CONNECTED and not worker.liveness.silent(now)
+        return self._ping(worker) if connected else None
+
+    def _ping(self, worker: Worker) -> Ping:
+        return Ping(self._identity.incarnation, self._prefills_to_name(worker))
+
+    def _prefills_to_name(self, worker: Worker) -> tuple[str, ...]:
+        """Returns some prefill endpoints that a decode worker's rooms may name, the next ones at each call."""
+        ranks = self._candidates.prefill_endpoints(worker.model) if worker.role == "decode" else ()
+        if len(ranks) <= AHEAD_PING:
+            return tuple(ranks)
+        first = worker.next_introduced % len(ranks)
+        worker.next_introduced = first + AHEAD_PING
+        return tuple(ranks[each % len(ranks)] for each in range(first, first + AHEAD_PING))

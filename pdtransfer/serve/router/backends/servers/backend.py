@@ -1,0 +1,282 @@
+"""HTTP servers of vLLM or SGLang behind a router: a request is passed on, and its KV goes from prefill to decode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from .....errors import Cause
+from .....limits import SERVER_ATTEMPTS_MAX
+from ....settings.router import RouterConfig
+from ...fleet.roles import Departure, Role
+from ...fleet.server import Server
+from ...fleet.status import WorkerStatus
+from ...front.backend import AnswerFailedError, BackendState, Paths, WholeAnswer
+from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
+from ...front.router_metrics import NO_MODEL, RouterMetrics
+from ...front.text import BytesText
+from ...policy.placement import NoPair
+from .dialects import DIALECTS, ReadRelayed
+from .exchange import Answer, AttemptFailedError, Upstream
+from .hand_offs import ANSWER_TAIL_BYTES, ComputedHandOffs, differences, received_of
+from .server_metrics import ServerMetrics
+from .server_pool import ServerPair, ServerPool, server_status
+from .server_request import RelayedBody, ServerRequest, request_of
+
+log = logging.getLogger(__name__)
+
+METRICS_S = 5.0  # between two looks at what a decode server counts
+TRACESTATE_LENGTH_MAX = 512  # W3C Trace Context asks for as many characters at least
+
+
+class Servers:
+    """As Backend. Each request is posted to a prefill and a decode server; nobody reads prefill's answer."""
+
+    inline_bytes_max = 32 << 10
+
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self._config, self._limits = config, config.limits
+        self.text = BytesText()
+        self.pool = ServerPool(
+            config.prefill, config.decode, config.limits, without_prefill=config.without_prefill == "serve"
+        )
+        self._alone = False  # decode serves without prefill, as was last logged
+        self._dialect = DIALECTS[config.engine]
+        self.paths = Paths(generate=self._dialect.paths)
+        self.upstream = Upstream(self._dialect, config.limits, self._report)
+        self._first_token = metrics.first_token.labels(NO_MODEL)
+        self.metrics = ServerMetrics(metrics, self.pool)
+        self._polls: dict[str, asyncio.Task[None]] = {}  # by the server's URL
+        self.reloads = ()
+
+    async def open(self) -> None:
+        """Asks the servers for their health, from now on again and again."""
+        for server in self.pool.all:
+            self._watch(server)
+
+    def drain(self) -> None:
+        """Nothing to do: what is under way may be tried again."""
+
+    def stop(self) -> None:
+        """Ends all waits for servers, which fails their requests."""
+        for poll in self._polls.values():
+            poll.cancel()
+        self.upstream.stop()
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self.upstream.close()
+
+    # The servers
+
+    def roles(self) -> dict[str, Role]:
+        """The servers that are here, by URL."""
+        return {server.url: server.role for server in self.pool.all}
+
+    def add_worker(self, role: Role, address: str) -> None:
+        """Takes a server in, or keeps one that was to leave."""
+        if (server := self.pool.add(address, role)) is not None:
+            self._watch(server)
+
+    def drain_worker(self, address: str) -> None:
+        """Gives the server no new requests."""
+        self.pool.depart(address, Departure.DRAINS)
+
+    def remove_worker(self, address: str) -> None:
+        """Gives the server no new requests, and forgets it after the last one."""
+        self.pool.depart(address, Departure.LEAVES)
+
+    def workers_status(self) -> list[WorkerStatus]:
+        """What is known of each server."""
+        return [server_status(server) for server in self.pool.all]
+
+    def _watch(self, server: Server) -> None:
+        self._polls[server.url] = asyncio.create_task(self._poll(server))
+
+    async def _poll(self, server: Server) -> None:
+        loop, share, asked = asyncio.get_running_loop(), ComputedHandOffs(), float("-inf")
+        while not self.pool.left(server):
+            self._report(server, await self.upstream.probe(server))
+            if server.role == "decode" and not server.why and loop.time() - asked >= METRICS_S:
+                asked, server.hand_offs = loop.time(), await self.upstream.hand_offs(server)
+                if server.hand_offs is not None and (text := share.take(server.hand_offs)) is not None:
+                    log.warning("decode %s: %s", server.url, text)
+            if self.pool.overdue(server, loop.time()):
+                self.upstream.lose(server)
+            await asyncio.sleep(self._limits.ping_ms / 1e3)
+        del self._polls[server.url]
+        log.info("%s %s was removed: its last request has ended", server.role, server.url)
+
+    def _report(self, server: Server, why: str) -> None:
+        if not self.pool.report(server, why, asyncio.get_running_loop().time()):
+            return
+        if why:
+            log.warning("%s %s is left out: %s", server.role, server.url, why)
+        else:
+            log.info("%s %s is healthy", server.role, server.url)
+        if (alone := self.pool.serves_alone) != self._alone:
+            self._alone = alone
+            if alone:
+                log.warning("no prefill server is healthy: decode computes the prompts (without_prefill: serve)")
+            else:
+                log.info("decode serves without prefill no more")
+
+    def usable(self) -> bool:
+        """Whether there is a pair of healthy servers, or a decode server that may serve alone."""
+        return self.pool.usable
+
+    def health(self) -> dict[str, object]:
+        """Each server, what it was asked, and in what its facts differ from others'."""
+        facts = {server.url: (server.identity or {}).get("facts") for server in self.pool.prefill}
+        servers = [
+            {
+                "url": server.url,
+                "role": server.role,
+                "usable": server.usable,
+                "why": server.why_not or None,
+                "unfinished": server.unfinished,
+                "identity": server.identity,
+                "hand_offs": None if server.hand_offs is None else asdict(server.hand_offs),
+                "differs": []
+                if server.hand_offs is None
+                else differences(server.url, server.hand_offs.refusals, facts),
+            }
+            for server in self.pool.all
+        ]
+        return {"without_prefill": self.pool.serves_alone, "servers": servers}
+
+    def state(self) -> BackendState:
+        """As Backend.state: the servers know their models and what they compute."""
+        return BackendState([], {}, self.metrics.retries)
+
+    # Requests
+
+    async def look_up(self, path: str, authorization: str) -> WholeAnswer:
+        """Asks a decode server. Raises AnswerFailedError."""
+        headers = {"Authorization": authorization} if authorization else {}
+        pair = self._choose((), set())
+        try:
+            return await self.upstream.get(pair.decode, path, headers, wait_ms=self._limits.silence_ms)
+        except AttemptFailedError as failed:
+            raise self._last(failed) from None
+
+    def reading(self, path: str) -> ReadRelayed:
+        """How a body is read."""
+        del path
+        return ReadRelayed(self._config.engine, self._limits.prefix_block_tokens if self.pool.places else 0)
+
+    def request(self, read: RelayedBody, body: bytes, client: ClientRequest) -> ServerRequest:
+        """The request that is passed on."""
+        return request_of(read, body, path=client.path, request_id=client.request_id)
+
+    async def answer(self, request: ServerRequest, client: ClientRequest) -> RelayedAnswer:
+        """Tries pairs of servers until decode's answer has begun; no pair is tried again that failed."""
+        tried, avoid = set[ServerPair](), set[Server]()
+        failed: AttemptFailedError | None = None
+        for attempt in range(SERVER_ATTEMPTS_MAX):
+            try:
+                pair = self._choose(request.keys, avoid)
+            except AnswerFailedError:
+                if failed is not None:
+                    break
+                raise
+            if pair in tried:
+                break
+            client.retried = attempt > 0
+            client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.url, pair.decode.url
+            self.metrics.retries += attempt > 0
+            self.metrics.served_alone += pair.prefill is None
+            try:
+                answer = await self._attempt(pair, request, client)
+            except AttemptFailedError as why:
+                log.warning("request %s: an attempt failed: %s", request.request_id, why)
+                failed = why
+                avoid.update(why.blamed)
+                if why.blamed:
+                    tried.add(pair)
+                if why.again:
+                    continue
+                break
+            client.stream = answer.events
+            if answer.events:
+                client.first_s = time.monotonic()
+                self._first_token.observe(client.first_s - client.began_s)
+            return answer
+        assert failed is not None
+        raise self._last(failed)
+
+    async def _attempt(self, pair: ServerPair, request: ServerRequest, client: ClientRequest) -> RelayedAnswer:
+        """Posts the request to a pair. Raises AttemptFailedError."""
+        pair.decode.unfinished += request.answers
+        try:
+            answer = await self.upstream.dispatch(pair, request, _headers(client))
+        except BaseException:
+            pair.decode.unfinished -= request.answers
+            raise
+        return RelayedAnswer(answer, client, pair.decode, request.answers, self.metrics)
+
+    def _choose(self, keys: tuple[bytes, ...], avoid: set[Server]) -> ServerPair:
+        """Raises AnswerFailedError where no pair can be had."""
+        pair = self.pool.choose(keys, avoid, asyncio.get_running_loop().time())
+        if isinstance(pair, NoPair):
+            raise AnswerFailedError(pair.detail, Cause.PEER_LOST, retry_ms=self._limits.resend_ms_max)
+        return pair
+
+    def _last(self, failed: AttemptFailedError) -> AttemptFailedError:
+        """The attempt that was the last one: by when its client may ask again."""
+        failed.retry_ms = self._limits.resend_ms_max
+        return failed
+
+
+class RelayedAnswer:
+    """As AnswerStream: decode's answer as it comes, counted there until its end."""
+
+    def __init__(
+        self, answer: Answer, client: ClientRequest, decode: Server, answers: int, metrics: ServerMetrics
+    ) -> None:
+        self._answer, self._client, self._decode, self._answers = answer, client, decode, answers
+        self._metrics = metrics
+        self.status, self.headers, self.length, self.events = (
+            answer.status, answer.headers, answer.length, answer.events,
+        )  # fmt: skip
+        self._tail = b""
+
+    async def more(self) -> bytes:
+        """As AnswerStream.more."""
+        try:
+            piece = await self._answer.more()
+        except AttemptFailedError:
+            self._metrics.cut_answers += 1
+            raise
+        self._tail = (self._tail + piece[-ANSWER_TAIL_BYTES:])[-ANSWER_TAIL_BYTES:]
+        return piece
+
+    def close(self, *, complete: bool) -> None:
+        """As AnswerStream.close: decode's request is cancelled unless it has ended, and prefill's too."""
+        self._answer.close(cancel=not complete)
+        self._decode.unfinished -= self._answers
+        if complete and not self.events and (received := received_of(self._tail)) is not None:
+            self._client.kv_bytes, self._client.kv_lost = received.kv_bytes, received.kv_lost
+            self._metrics.computed += received.kv_lost
+
+
+def _headers(client: ClientRequest) -> Mapping[str, str]:
+    """The headers that servers get: the request's name, the client's key, and where it stands in a trace. A tracestate
+    without a valid traceparent means nothing."""
+    headers = {REQUEST_ID: client.request_id}
+    if client.authorization:
+        headers["Authorization"] = client.authorization
+    if client.trace is not None:
+        headers[TRACEPARENT] = client.traceparent
+        state = client.tracestate
+        if (
+            client.continues_trace
+            and 0 < len(state) <= TRACESTATE_LENGTH_MAX
+            and state.isascii()
+            and state.isprintable()
+        ):
+            headers["tracestate"] = state
+    return headers

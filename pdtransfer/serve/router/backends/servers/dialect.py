@@ -1,0 +1,72 @@
+"""What each engine's HTTP servers are told of a hand-off: all that differs between engines. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+from msgspec import Meta, Raw
+
+from ...fleet.roles import Role
+from ...fleet.server import ServerIdentity
+from .server_request import Fields, ServerRequest
+
+ONE = Raw(b"1")
+FALSE = Raw(b"false")
+
+Text = Annotated[str, Meta(max_length=256)]
+Port = Annotated[int, Meta(ge=1, le=0xFFFF)]
+
+
+class Dialect(Protocol):
+    """How one engine's servers are spoken to. `transfer` are 16 random bytes, the same for both sides of an attempt."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where requests are posted."""
+        ...
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        """Fields that name whose KV a request gets: the router sets them, and drops a client's."""
+        ...
+
+    @property
+    def info_path(self) -> str | None:
+        """Where a prefill server tells its identity; None where each of its answers does."""
+        ...
+
+    @property
+    def metrics_path(self) -> str | None:
+        """Where a decode server counts its hand-offs (hand_offs.py); None where it does not."""
+        ...
+
+    def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
+        """Returns the identity of the prefill server at `url` by what it answered, None where it hands nothing over.
+        Raises RemoteProtocolError for an answer that is not this engine's."""
+        ...
+
+    def choices(self, fields: Fields) -> int:
+        """How many answers each prompt gets. Raises BadRequestError for what these servers cannot hand over."""
+        ...
+
+    def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """Returns the body for a prefill server, whose answer is not streamed and nobody reads."""
+        ...
+
+    def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """Returns the body for a decode server; without an identity it computes the prompt itself."""
+        ...
+
+    def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
+        """Returns what tells a server of this role that nobody waits for an attempt any more, which closing its
+        connection may do late or not at all; None where there is nothing to tell."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOrder:
+    """A POST that a server gets beside its requests."""
+
+    path: str
+    body: bytes

@@ -1,0 +1,30 @@
+"""The engines whose HTTP servers a router may stand before, and how a body for one is read. No I/O."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from ...front.text import TextCodec
+from .dialect import Dialect
+from .server_request import RelayedBody, read_relayed
+from .sglang import SglangDialect
+from .vllm import VllmDialect
+
+DIALECTS: dict[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialect()}
+
+
+class ReadRelayed(Struct, frozen=True, tag=True):
+    """The reading of a request that is passed on to HTTP servers of `engine`."""
+
+    engine: str
+    block_tokens: int
+
+    @property
+    def result(self) -> type[RelayedBody]:
+        return RelayedBody
+
+    def read(self, body: bytes, text: TextCodec) -> RelayedBody:
+        """Finds its fields. The servers have tokenizers of their own."""
+        del text
+        dialect = DIALECTS[self.engine]
+        return read_relayed(body, block_tokens=self.block_tokens, reserved=dialect.reserved, choices=dialect.choices)

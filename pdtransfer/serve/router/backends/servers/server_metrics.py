@@ -1,0 +1,64 @@
+"""What a router in front of HTTP servers has in its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ...front.router_metrics import RouterMetrics
+from .server_pool import ServerPool
+
+
+class ServerMetrics(Collector):
+    """The figures of the servers, and of what they were asked."""
+
+    def __init__(self, metrics: RouterMetrics, pool: ServerPool) -> None:
+        self._pool = pool
+        self.retries = 0
+        self.cut_answers = 0
+        self.served_alone = 0
+        self.computed = 0
+        metrics.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields current gauges and counters."""
+        yield CounterMetricFamily("pdtransfer_retries", "Requests tried again after a failure", self.retries)
+        yield CounterMetricFamily(
+            "pdtransfer_answers_cut", "Answers that a server did not bring to their end", self.cut_answers
+        )
+        yield GaugeMetricFamily(
+            "pdtransfer_without_prefill", "1 while decode computes prompts for want of a prefill server",
+            self._pool.serves_alone,
+        )  # fmt: skip
+        yield CounterMetricFamily(
+            "pdtransfer_requests_without_prefill", "Requests that decode was given without a prefill server",
+            self.served_alone,
+        )  # fmt: skip
+        yield CounterMetricFamily(
+            "pdtransfer_prompts_computed", "Whole answers whose prompt decode computed, since its KV was not received",
+            self.computed,
+        )  # fmt: skip
+        received, computed, kv_bytes = (
+            CounterMetricFamily(f"pdtransfer_server_{name}", text, labels=["url"])
+            for name, text in (
+                ("hand_offs_received", "Hand-offs that a decode server has received, by its own count"),
+                ("hand_offs_computed", "Those whose prompt it computed instead"),
+                ("kv_bytes", "Bytes of KV that it has received"),
+            )
+        )
+        for server in self._pool.decode:
+            if (found := server.hand_offs) is not None:
+                received.add_metric([server.url], found.received)
+                computed.add_metric([server.url], found.computed)
+                kv_bytes.add_metric([server.url], found.kv_bytes)
+        yield from (received, computed, kv_bytes)
+        labels = ["url", "role"]
+        usable = GaugeMetricFamily("pdtransfer_server_usable", "1 if the server is healthy", labels=labels)
+        unfinished = GaugeMetricFamily("pdtransfer_server_requests", "Requests that it has not answered", labels=labels)
+        for server in self._pool.all:
+            usable.add_metric([server.url, server.role], server.usable)
+            unfinished.add_metric([server.url, server.role], server.unfinished)
+        yield usable
+        yield unfinished

@@ -1,0 +1,120 @@
+"""The HTTP servers of one router, and which are healthy. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TypeAlias
+
+from .....limits import Limits
+from ...fleet.prefixes import KnownPrefixes
+from ...fleet.roles import Departure, Role
+from ...fleet.server import Server
+from ...fleet.status import WorkerState, WorkerStatus
+from ...policy.fewest_answers import FewestAnswers
+from ...policy.placement import NoPair, Pair, PlacementPolicy, RoutedRequest
+
+ServerPair: TypeAlias = Pair[Server | None, Server]  # without a prefill server decode computes the prompt
+
+
+class ServerPool:
+    """All servers of one router."""
+
+    def __init__(
+        self, prefill: Iterable[str], decode: Iterable[str], limits: Limits, *, without_prefill: bool = False
+    ) -> None:
+        """`without_prefill`: decode may serve while there is no healthy prefill server."""
+        self._limits, self._without_prefill = limits, without_prefill
+        self.prefill = [self._new(url, "prefill") for url in prefill]
+        self.decode = [self._new(url, "decode") for url in decode]
+        self._policy: PlacementPolicy[Server | None, Server] = FewestAnswers(
+            self.prefill, self.decode, limits, without_prefill=without_prefill
+        )
+
+    @property
+    def all(self) -> list[Server]:
+        """Prefill servers, then decode servers."""
+        return [*self.prefill, *self.decode]
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a pair of healthy servers, or a decode server that may serve alone."""
+        return any(each.usable for each in self.decode) and (self._without_prefill or not self.lacks_prefill)
+
+    @property
+    def lacks_prefill(self) -> bool:
+        """Whether no prefill server is healthy."""
+        return not any(each.usable for each in self.prefill)
+
+    def _new(self, url: str, role: Role) -> Server:
+        return Server(url, role, KnownPrefixes(self._limits.prefix_keys_max))
+
+    def add(self, url: str, role: Role) -> Server | None:
+        """Takes a server in and returns it; None for one that is here, which is to stay now."""
+        for each in self.all:
+            if each.url == url:
+                each.departure = Departure.STAYS
+                return None
+        server = self._new(url, role)
+        (self.prefill if role == "prefill" else self.decode).append(server)
+        return server
+
+    def depart(self, url: str, departure: Departure) -> None:
+        """Gives a server no new requests. One that is to leave is not kept by a later drain."""
+        (server,) = [each for each in self.all if each.url == url]
+        if server.departure is not Departure.LEAVES:
+            server.departure = departure
+
+    def left(self, server: Server) -> bool:
+        """Forgets a server that is to leave and has no request any more; returns whether it did."""
+        of_role = self.prefill if server.role == "prefill" else self.decode
+        if server.departure is not Departure.LEAVES or server.unfinished or server not in of_role:
+            return False
+        of_role.remove(server)
+        return True
+
+    def report(self, server: Server, why: str, now: float) -> bool:
+        """Notes a server's health, empty `why` for healthy; returns whether it changed. A server that is down may come
+        back as another process: what is known of it is forgotten."""
+        changed = server.why != why
+        if why and not server.why:
+            server.down_since, server.identity = now, None
+            server.known.clear()
+        server.why = why
+        return changed
+
+    def overdue(self, server: Server, now: float) -> bool:
+        """Whether it has been down for so long that its requests are lost."""
+        return bool(server.why) and now - server.down_since >= self._limits.room_deadline_ms / 1e3
+
+    @property
+    def serves_alone(self) -> bool:
+        """Whether decode computes the prompts of new requests itself, for want of a prefill server."""
+        return self.usable and self.lacks_prefill
+
+    @property
+    def places(self) -> bool:
+        """Whether a prompt's blocks matter: there is a choice to make, and prefixes have weight."""
+        return self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1
+
+    def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server], now: float) -> ServerPair | NoPair:
+        """Chooses a pair by the policy for a prompt of these blocks, and counts it as sent there."""
+        pair = self._policy.choose(RoutedRequest(keys=keys), avoid, now)
+        if isinstance(pair, Pair):
+            for server in (pair.prefill, pair.decode):
+                if server is not None:
+                    server.known.learn(keys)
+                    server.sent += 1
+        return pair
+
+
+def server_status(server: Server) -> WorkerStatus:
+    """Returns what is known of an HTTP server: whether it is healthy, and what it was sent."""
+    state: WorkerState = "ready" if server.usable else "unusable" if server.why else "draining"
+    return WorkerStatus(
+        role=server.role,
+        address=server.url,
+        state=state,
+        why=server.why or server.departure.value or None,
+        leaves=server.departure is Departure.LEAVES,
+        rooms_here=server.unfinished,
+    )

@@ -1,0 +1,110 @@
+"""A client's request for HTTP servers. No I/O.
+
+A body's fields are kept as their JSON text: whatever the server supports passes through unchanged. `read_relayed` does
+all whose cost grows with the body, and its result is compact, so that another process can do it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from msgspec import Raw, Struct
+
+from .....handoff.prefix_keys import block_keys, root_key
+from .....limits import BODY_FIELDS_MAX, PREFIX_PLACED_BLOCKS_MAX
+from ...front.json_bodies import BadRequestError, decoded, decoded_field
+
+# In the order in which a server renders them; the last two are of SGLang's /generate.
+_PREFIX_FIELDS = ("tools", "messages", "prompt", "text", "input_ids")
+_PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids", "input_embeds")  # each may be a list of prompts
+_LIST_OF = re.compile(rb'\[[ \t\n\r]*[\["{]')  # a list of lists, texts or objects, not of ids
+_EMBEDDINGS = re.compile(rb"\[[ \t\n\r]*\[[ \t\n\r]*[^\[ \t\n\r]")  # of one prompt: it is a list of lists itself
+_FIELDS, _LIST = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(list[Raw])
+_COUNT = msgspec.json.Decoder(int | None)
+
+Fields = Mapping[str, Raw]
+
+
+class RelayedBody(Struct, kw_only=True):
+    """What a body has: where in it the value of each field lies, and what it asks for."""
+
+    spans: dict[str, tuple[int, int]]
+    keys: tuple[bytes, ...]
+    prompts: int
+    choices: int  # of each prompt
+    parts: list[bytes] = []
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRequest:
+    """One client's request. `fields` are the body's, `keys` those of its text's blocks."""
+
+    path: str
+    request_id: str
+    fields: dict[str, Raw]
+    keys: tuple[bytes, ...]
+    prompts: int = 1
+    choices: int = 1  # of each prompt
+    kept_bytes: int = 0  # of the body
+
+    @property
+    def answers(self) -> int:
+        """Answers that a decode server generates for it."""
+        return self.prompts * self.choices
+
+
+def read_relayed(
+    body: bytes, *, block_tokens: int, reserved: Collection[str], choices: Callable[[Fields], int]
+) -> RelayedBody:
+    """Reads a body; `block_tokens` 0 makes no keys. Raises BadRequestError.
+
+    The servers check the fields. A client's own fields in `reserved` are dropped: they could name another's KV.
+    """
+    fields = decoded(_FIELDS, body)
+    if len(fields) > BODY_FIELDS_MAX:
+        raise BadRequestError(None, f"{len(fields)} fields, at most {BODY_FIELDS_MAX}")
+    for name in reserved:
+        fields.pop(name, None)
+    begin = _address(body)
+    spans = {name: (_address(value) - begin, memoryview(value).nbytes) for name, value in fields.items()}
+    return RelayedBody(
+        spans=spans,
+        keys=_keys(fields, block_tokens) if block_tokens else (),
+        prompts=max(1, sum(_prompt_count(name, fields[name]) for name in _PROMPTS if name in fields)),
+        choices=max(1, choices(fields)),
+    )
+
+
+def request_of(read: RelayedBody, body: bytes, *, path: str, request_id: str) -> ServerRequest:
+    """The request whose body was read."""
+    view = memoryview(body)
+    fields = {name: Raw(view[begin : begin + length]) for name, (begin, length) in read.spans.items()}
+    return ServerRequest(path, request_id, fields, read.keys, read.prompts, read.choices, len(body))
+
+
+def choices_of(fields: Fields) -> int:
+    """How many answers each prompt gets by the field `n`. Raises BadRequestError."""
+    return (decoded_field("n", _COUNT, fields["n"]) if "n" in fields else None) or 1
+
+
+def _address(data: bytes | Raw) -> int:
+    """Of the first byte: a value's JSON text lies within its body."""
+    return np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+
+
+def _prompt_count(name: str, value: Raw) -> int:
+    content = memoryview(value)
+    one = _LIST_OF.match(content) is None or (name == "input_embeds" and _EMBEDDINGS.match(content) is not None)
+    return 1 if one else len(decoded_field(name, _LIST, value))
+
+
+def _keys(fields: Fields, block_tokens: int) -> tuple[bytes, ...]:
+    """Keys of the text's blocks, 4 bytes for each of `block_tokens`: the JSON of what a server renders first."""
+    model, salt = (bytes(fields.get(name, b"")) for name in ("model", "cache_salt"))
+    text = b"".join(bytes(fields[name]) for name in _PREFIX_FIELDS if name in fields)
+    root = root_key(model.decode(), b"", salt)
+    return block_keys(root, text, block_tokens=block_tokens, blocks_max=PREFIX_PLACED_BLOCKS_MAX)

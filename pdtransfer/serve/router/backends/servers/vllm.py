@@ -1,0 +1,98 @@
+"""vLLM's servers. No I/O."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
+
+from .....limits import FACTS_MAX, PEERS_MAX, TEXT_LENGTH_MAX
+from .....schema import parse
+from ...fleet.roles import Role
+from ...fleet.server import ServerIdentity
+from .dialect import FALSE, ONE, Port, ServerOrder, Text
+from .server_request import Fields, ServerRequest, choices_of
+
+Size = Annotated[int, Meta(ge=1, le=0xFFFF)]
+FactText = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
+
+
+class _VllmParams(Struct, frozen=True):
+    """Of the returned kv_transfer_params those that belong to the process; vLLM adds others."""
+
+    remote_engine_id: Text | None = None
+    remote_host: Text | None = None
+    remote_port: Port | None = None
+    remote_endpoints: Annotated[list[Text], Meta(max_length=PEERS_MAX)] | None = None
+    tp_size: Size | None = None
+    pp_size: Size | None = None
+    dcp_size: Size | None = None
+    transfer_mode: Text | None = None
+    facts: Annotated[dict[Text, FactText], Meta(max_length=FACTS_MAX)] | None = None  # what its peers compare
+
+
+class _VllmAnswer(Struct, frozen=True):
+    kv_transfer_params: _VllmParams | None = None
+
+
+_VLLM_ANSWER = msgspec.json.Decoder(_VllmAnswer)
+_VLLM_NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one token that is not streamed
+
+
+class VllmDialect:
+    """vLLM's servers with a KV connector: `kv_transfer_params`, which a prefill server's connector also returns."""
+
+    paths = ("/v1/completions", "/v1/chat/completions")
+    reserved = frozenset({"kv_transfer_params"})
+    info_path = None
+    metrics_path = "/metrics"
+
+    def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
+        """The fields of the process that were returned; none where no engine is named."""
+        del url
+        params = parse(answer, _VLLM_ANSWER).kv_transfer_params
+        if params is None or params.remote_engine_id is None:
+            return None
+        return {name: value for name, value in asdict(params).items() if value is not None}
+
+    def choices(self, fields: Fields) -> int:
+        """As OpenAI's API has it."""
+        return choices_of(fields)
+
+    def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """One token. Prefill does not need its own identity."""
+        del identity
+        fields = {name: value for name, value in request.fields.items() if name not in _VLLM_NOT_FOR_PREFILL}
+        counts = {name: ONE for name in ("max_completion_tokens",) if name in fields}
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(transfer)}
+        one = {"max_tokens": ONE, "n": ONE, "stream": FALSE, "kv_transfer_params": params}
+        return msgspec.json.encode(fields | counts | one)
+
+    def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """The whole body, and whose KV it gets."""
+        if identity is None:
+            return msgspec.json.encode(request.fields)
+        own = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": _transfer_id(transfer),
+            "remote_request_id": request.request_id,
+        }
+        reach = {name: value for name, value in identity.items() if name != "facts"}
+        return msgspec.json.encode(request.fields | {"kv_transfer_params": {"transfer_mode": "push"} | reach | own})
+
+    def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
+        """A prefill server that has answered keeps the KV for decode. Its connector learns of it by the parameters of a
+        request, of one token."""
+        del request
+        if role != "prefill":
+            return None
+        params = {"abort_transfer_id": _transfer_id(transfer)}
+        order = {"prompt": [0], "max_tokens": 1, "kv_transfer_params": params}
+        return ServerOrder("/v1/completions", msgspec.json.encode(order))
+
+
+def _transfer_id(transfer: bytes) -> str:
+    return f"pdtransfer-{transfer.hex()}"

@@ -1,0 +1,160 @@
+"""Who belongs to a fleet: workers named by flags, by a file, and by an operator at run time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from ....errors import ConfigError, PDTransferError, WorldError
+from ....limits import WORKERS_MAX
+from ....wire import split_key
+from ...settings.router import RouterConfig
+from .roles import Role
+from .site import WorkerSite
+
+log = logging.getLogger(__name__)
+
+ROLES = ("prefill", "decode")
+FILE_BYTES_MAX = 4 << 20
+
+
+@dataclass(slots=True)
+class Found:
+    """The workers that a source names, and why others of its entries are none."""
+
+    workers: dict[str, Role] = field(default_factory=dict[str, Role])
+    refused: list[str] = field(default_factory=list[str])
+
+
+class Membership:
+    """Checks changes, and passes them to the router."""
+
+    def __init__(self, config: RouterConfig, site: WorkerSite) -> None:
+        self._config, self.site = config, site
+        # By source, a file or a name in DNS: what it lists and was taken in, and why the rest was not.
+        self._followed: dict[str, dict[str, Role]] = {}
+        self._refused: dict[str, dict[str, str]] = {}
+
+    def add(self, role: str, address: str) -> None:
+        """Takes a worker in. Raises ConfigError for an invalid one, WorldError for one too many."""
+        self.check(role, address)
+        self._take(cast("Role", role), address)
+
+    def _take(self, role: Role, address: str) -> None:
+        here = self.site.roles()
+        if here.get(address, role) != role:
+            raise ConfigError(f"worker = {split_key(address)[1]!r}: it is a {here[address]} worker here")
+        if address not in here and len(here) >= WORKERS_MAX:
+            raise WorldError(f"worker = {split_key(address)[1]!r}: {len(here)} workers are the limit")
+        self.site.add_worker(role, address)
+        log.info("%s %s was added", role, split_key(address)[1])
+
+    def check(self, role: str, address: str) -> None:
+        """Raises ConfigError for a worker that may not be added. It may wait for the resolver of names."""
+        if role not in ROLES:
+            raise ConfigError(f"role = {role!r}: must be prefill or decode")
+        self._config.check_worker(role, address)
+
+    def checked(self, source: str, found: Found) -> Found:
+        """Those that may be added, and why the others may not. It may wait for the resolver of names: a worker that the
+        source has brought already is not checked again."""
+        known, may = self._followed.get(source, {}), Found(refused=list(found.refused))
+        for address, role in found.workers.items():
+            try:
+                if known.get(address) != role:
+                    self.check(role, address)
+                may.workers[address] = role
+            except ConfigError as error:
+                may.refused.append(str(error))
+        return may
+
+    def find(self, name: str) -> str:
+        """Returns the address of the one worker with this address, with or without its key, or of this node. Raises
+        ConfigError where there is none, or more than one."""
+        nodes = {each.address: each.node for each in self.site.workers_status()}
+        found = [it for it in self.site.roles() if name in (it, split_key(it)[1], nodes.get(split_key(it)[1]))]
+        if len(found) != 1:
+            raise ConfigError(f"worker = {name!r}: {len(found) or 'no'} workers have this address or name")
+        return found[0]
+
+    def drain(self, name: str) -> None:
+        """Gives a worker no new rooms. Raises as `find`."""
+        address = self.find(name)
+        self.site.drain_worker(address)
+        log.info("worker %s gets no new rooms", split_key(address)[1])
+
+    def remove(self, name: str) -> None:
+        """Drains a worker, which is forgotten once its rooms have ended. Raises as `find`."""
+        self._remove(self.find(name))
+
+    def listed(self, source: str, workers: Mapping[str, Role]) -> bool:
+        """Follows a source: takes in what it lists now and did not before, and removes what it lists no more, unless a
+        flag or another source names it. Returns whether all of it is followed: else call it again later.
+
+        What was refused is tried again each time. What an operator drained or removed stays so until the source has
+        listed it no more. The reason of a refusal is logged once.
+        """
+        followed, refused = self._followed.get(source, {}), self._refused.get(source, {})
+        here, named = self.site.roles(), {*self._config.prefill, *self._config.decode}
+        others = {address for other, it in self._followed.items() if other != source for address in it}
+        for address, role in followed.items():
+            if workers.get(address) != role and address in here and address not in named | others:
+                self._remove(address)
+        now, why = dict[str, Role](), dict[str, str]()
+        for address, role in workers.items():
+            if followed.get(address) != role:
+                try:
+                    self._take(role, address)
+                except (ConfigError, WorldError) as error:
+                    why[address] = str(error)
+                    if refused.get(address) != why[address]:
+                        log.error("%s: %s", source, error)
+                    continue
+            now[address] = role
+        self._followed[source], self._refused[source] = now, why
+        return not why
+
+    def _remove(self, address: str) -> None:
+        log.info("worker %s is removed once its rooms have ended", split_key(address)[1])
+        self.site.remove_worker(address)
+
+    def read(self, path: Path) -> dict[str, Role]:
+        """Reads a file of workers: a line each, of a role and an address. Raises ConfigError, with the line. It may
+        wait for the resolver of names."""
+        try:
+            with path.open("rb") as file:
+                text = file.read(FILE_BYTES_MAX + 1).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"workers_file = '{path}': {getattr(error, 'strerror', None) or error}") from None
+        if len(text) > FILE_BYTES_MAX:
+            raise ConfigError(f"workers_file = '{path}': longer than {FILE_BYTES_MAX} bytes")
+        workers: dict[str, Role] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            try:
+                if len(words) != 2:
+                    raise ConfigError("must be a role and an endpoint")
+                self.check(*words)
+                if words[1] in workers:
+                    raise ConfigError(f"{split_key(words[1])[1]!r} is listed twice")
+            except ConfigError as error:
+                raise ConfigError(f"workers_file = '{path}': line {number}: {error}") from None
+            workers[words[1]] = cast("Role", words[0])
+        return workers
+
+
+def unchanged(error: Exception) -> str:
+    """What is logged of a source that could not be followed."""
+    named = str(error) if isinstance(error, PDTransferError) else f"{type(error).__name__}: {error}"
+    return f"the workers are unchanged: {named}"
+
+
+def log_once(why: str, logged: str, error: Exception) -> None:
+    """Logs a reason once; with its traceback where it is our bug."""
+    if why != logged:
+        log.error("%s", why, exc_info=None if isinstance(error, PDTransferError) else error)

@@ -1,0 +1,89 @@
+"""Which workers were sent a prompt's blocks lately, and so may have them cached. No I/O."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+EVERYONE = -1  # a mask with all bits set
+
+
+class Level(NamedTuple):
+    """The items that have exactly the first `blocks` blocks of a prompt."""
+
+    mask: int
+    blocks: int
+
+
+class PrefixHolders:
+    """Which workers know a block: a mask for each key."""
+
+    def __init__(self) -> None:
+        self._masks: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def add(self, key: bytes, number: int) -> None:
+        """The worker of this number knows the key."""
+        self._masks[key] = self._masks.get(key, 0) | 1 << number
+
+    def discard(self, keys: Collection[bytes], number: int) -> None:
+        """It knows these keys no more."""
+        for key in keys:
+            mask = self._masks.get(key, 0) & ~(1 << number)
+            if mask:
+                self._masks[key] = mask
+            else:
+                self._masks.pop(key, None)
+
+    def levels(self, keys: Sequence[bytes]) -> list[Level]:
+        """All workers, by how many of these keys they know up to the first unknown one; no mask is empty."""
+        levels: list[Level] = []
+        known = EVERYONE
+        for blocks, key in enumerate(keys):
+            more = known & self._masks.get(key, 0)
+            if more != known:
+                levels.append(Level(known & ~more, blocks))
+            known = more
+            if not known:
+                return levels
+        levels.append(Level(known, len(keys)))
+        return levels
+
+
+class KnownPrefixes:
+    """The keys that a router sent to one worker recently, at most `keys_max`; a prompt's deepest blocks are dropped
+    first. `learned` and `forgot` report keys that are new, and keys that are known no more."""
+
+    def __init__(
+        self,
+        keys_max: int,
+        *,
+        learned: Callable[[bytes], None] = lambda _: None,
+        forgot: Callable[[Collection[bytes]], None] = lambda _: None,
+    ) -> None:
+        self._keys_max, self._learned, self._forgot = keys_max, learned, forgot
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def learn(self, keys: Sequence[bytes]) -> None:
+        """Adds keys."""
+        for key in reversed(keys):
+            if key in self._keys:
+                self._keys.move_to_end(key)
+            else:
+                self._keys[key] = None
+                self._learned(key)
+        if len(self._keys) > self._keys_max:
+            self._forgot([self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._keys_max)])
+
+    def count(self, keys: Sequence[bytes]) -> int:
+        """The number of these keys up to the first unknown one."""
+        return sum(1 for _ in takewhile(self._keys.__contains__, keys))
+
+    def clear(self) -> None:
+        """Forgets all keys."""
+        self._forgot(self._keys)
+        self._keys.clear()

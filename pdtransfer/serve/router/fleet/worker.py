@@ -1,0 +1,169 @@
+"""A worker as its router knows it: its connection, its load, and whether two of them can work together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ....handoff.liveness import Liveness
+from ....handoff.tables import Word
+from ....limits import TOKENS_MAX, Limits
+from ....wire import Identity, Load, split_key
+from .figure_window import FigureWindow
+from .prefixes import KnownPrefixes
+from .roles import Departure, Role
+
+Model = tuple[str, bytes]  # name, and digest of the weights
+
+
+class WorkerState(Word):
+    """The connection to a worker."""
+
+    CONNECTING = "connecting"  # Hello repeats
+    CONNECTED = "connected"
+
+
+class WorkerEvent(Word):
+    """Events of the connection to a worker."""
+
+    WELCOME = "welcome"
+    LOSE = "lose"
+
+
+_S, _E = WorkerState, WorkerEvent
+
+WORKER_STATE: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
+    (_S.CONNECTING, _E.WELCOME): _S.CONNECTED,
+    (_S.CONNECTED, _E.WELCOME): _S.CONNECTED,
+    (_S.CONNECTED, _E.LOSE): _S.CONNECTING,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One dialled daemon. `rooms` holds the ids of the rooms that have not ended on it."""
+
+    peer: str
+    role: Role
+    liveness: Liveness
+    number: int  # its own while it is here: its bit in masks of workers
+    known: KnownPrefixes  # prefixes of the prompts sent there
+    state: WorkerState = WorkerState.CONNECTING
+    identity: Identity | None = None
+    load: Load | None = None
+    ready_since: float = 0.0  # when its process reported so
+    unusable: dict[str, str] = field(default_factory=dict[str, str])  # of decode: why, by endpoints of prefill ranks
+    why: str = "has not answered yet"  # the reason why it is not connected
+    lost: bool = False  # it has been connected, or was refused: `why` is more than that
+    departure: Departure = Departure.STAYS
+    rooms: set[int] = field(default_factory=set[int])
+    prompt_tokens: int = 0  # of its rooms
+    promised: dict[int, int] = field(default_factory=dict[int, int])  # slots for rooms begun after its last Load
+    promised_slots: int = 0  # all of these
+    full_until: float = 0.0  # from its last refusal as full
+    sparse_full_until: float = 0.0  # the same, for rooms with HiSparse only
+    figures: FigureWindow = field(default_factory=FigureWindow)  # of the process that is connected
+    next_introduced: int = 0  # for a decode worker: the index of the next prefill rank to name in a Ping
+
+    @property
+    def name(self) -> str:
+        """As the table of peers has it."""
+        return self.peer
+
+    @property
+    def usable(self) -> bool:
+        """Whether it gets rooms."""
+        ready = self.load is not None and self.load.ready and not self.load.draining
+        return ready and self.state is WorkerState.CONNECTED and self.departure is Departure.STAYS
+
+    @property
+    def model(self) -> Model:
+        """The model's name and its weights' digest; equal on both workers of a pair."""
+        assert self.identity is not None
+        return self.identity.model, self.identity.weights
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of a prompt and its answer at most; TOKENS_MAX where it does not say."""
+        assert self.identity is not None
+        return self.identity.context_tokens or TOKENS_MAX
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Endpoints for decode to dial, one for each rank. The leader's is the one that this router dials."""
+        assert self.identity is not None
+        return (self.peer, *(member.endpoint for member in self.identity.group[1:]))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The peers that prefill must accept, one for each rank: by public key, or by node without keys."""
+        assert self.identity is not None
+        nodes = (self.identity.node, *(member.node for member in self.identity.group[1:]))
+        return tuple(split_key(endpoint)[0] or node for endpoint, node in zip(self.endpoints, nodes, strict=True))
+
+    def promise(self, room: int, slots: int) -> None:
+        """A room begins that needs so many slots, which its Load does not show yet."""
+        self.promised[room] = slots
+        self.promised_slots += slots
+
+    def forget_promise(self, room: int) -> None:
+        """The room has ended here, perhaps before any Load showed it."""
+        self.promised_slots -= self.promised.pop(room, 0)
+
+    def loaded(self, load: Load) -> None:
+        """A Load came: it shows all rooms that have begun."""
+        self.load, self.promised_slots = load, 0
+        self.promised.clear()
+
+    def slots_left(self, *, enable_hisparse: bool) -> int:
+        """Free slots for requests of this kind, as far as known. Negative: the newest rooms will queue."""
+        assert self.load is not None
+        apart = enable_hisparse and self.load.sparse_slots_total > 0
+        return (self.load.sparse_slots_free if apart else self.load.slots_free) - self.promised_slots
+
+    def mark_full(self, until: float, *, enable_hisparse: bool) -> None:
+        """Marks it full until then. A decode worker that is full for HiSparse still accepts dense rooms."""
+        if enable_hisparse and self.role == "decode":
+            self.sparse_full_until = max(self.sparse_full_until, until)
+        else:
+            self.full_until = max(self.full_until, until)
+
+    def full_ms(self, now: float, limits: Limits, *, enable_hisparse: bool) -> float:
+        """Milliseconds until it accepts such a room, 0 for now. Rooms may wait for slots: only a full queue is full."""
+        assert self.load is not None
+        until = max(self.full_until, self.sparse_full_until) if enable_hisparse else self.full_until
+        if now < until:
+            return (until - now) * 1e3
+        quarantined = 0 < self.load.slots_total <= self.load.slots_quarantined
+        return 1e3 if quarantined or self.load.rooms_queued >= limits.queue_max else 0.0
+
+
+def model_text(model: Model) -> str:
+    """Returns a model's name with the start of its weights' digest, for people."""
+    return f"{model[0]}/{model[1].hex()[:8]}"
+
+
+def reasons(load: Load, workers: Iterable[Worker], since: float) -> dict[str, str]:
+    """Why decode cannot use prefill ranks, by their endpoints. It is heard of those that have been ready since then: a
+    prefill that has just started gets its time to be found, and meanwhile rooms of the two wait for their session."""
+    late = {
+        endpoint
+        for each in workers
+        if each.role == "prefill" and each.state is WorkerState.CONNECTED and each.ready_since > since
+        for endpoint in each.endpoints
+    }
+    return {each.endpoint: each.why for each in load.unusable if each.endpoint not in late}
+
+
+def obstacle(prefill: Worker, decode: Worker) -> str:
+    """Why rooms of these two usable workers of one model cannot land; empty where they can, as far as is known."""
+    assert prefill.identity is not None
+    assert decode.identity is not None
+    names = f"{decode.identity.node} cannot use {prefill.identity.node}"
+    for endpoint in prefill.endpoints if decode.unusable else ():
+        if endpoint in decode.unusable:
+            return f"{names}: {decode.unusable[endpoint]}"
+    theirs, ours = prefill.identity.transports, decode.identity.transports
+    if any(name in ours for name in theirs):
+        return ""
+    return f"{names}: transport: {', '.join(theirs)} there, {', '.join(ours)} here"

@@ -1,0 +1,185 @@
+"""What the HTTP side asks of the backend behind it: our own daemons, or HTTP servers of other engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ....errors import Cause, WorldError
+from ..fleet.site import WorkerSite
+from .body_frames import BodyReading, Read
+from .client_request import ClientRequest
+from .statuses import STATUSES
+from .text import TextCodec
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """An answer that is complete."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @classmethod
+    def of_json(cls, body: bytes) -> WholeAnswer:
+        """Of a request that was served."""
+        return cls(200, {"Content-Type": JSON}, body)
+
+
+class AnswerFailedError(WorldError):
+    """A request gets no answer, or the rest of one does not come. `retry_ms` is when to ask again, 0 for unknown;
+    `answer` is what a server answered, which is passed on."""
+
+    def __init__(
+        self,
+        text: str,
+        cause: Cause,
+        *,
+        status: int | None = None,
+        retry_ms: int = 0,
+        answer: WholeAnswer | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.cause, self.retry_ms, self.answer = cause, retry_ms, answer
+        self.status = STATUSES[cause] if status is None else status
+
+
+class AnswerStream(Protocol):
+    """An answer that comes piece by piece."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    @property
+    def length(self) -> int | None:
+        """Of all pieces together, where it is known."""
+        ...
+
+    @property
+    def events(self) -> bool:
+        """Whether it is a stream of events: one that fails ends with an error as its last event."""
+        ...
+
+    async def more(self) -> bytes:
+        """Waits for the next piece; empty at the end. Raises AnswerFailedError."""
+        ...
+
+    def close(self, *, complete: bool) -> None:
+        """Releases what it holds; what generates a part that nobody reads any more is cancelled. Called once."""
+        ...
+
+
+class GenerationRequest(Protocol):
+    """A request to generate, once its body has been read."""
+
+    @property
+    def answers(self) -> int:
+        """Answers that it asks for, and counts as."""
+        ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the router keeps of it until its end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The paths of a backend: requests to generate, texts that take no worker, and what is looked up with GET."""
+
+    generate: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    lookups: tuple[str, ...] = ()  # as aiohttp's patterns
+
+    @property
+    def text(self) -> str:
+        """Those that a client is told of."""
+        named = [
+            *(f"POST {path}" for path in self.generate),
+            "GET /v1/models",
+            *(f"POST {path}" for path in self.texts),
+        ]
+        return f"{', '.join(named[:-1])} and {named[-1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackendState:
+    """What the status document says of a backend as a whole."""
+
+    models: list[str]
+    rooms: dict[str, int]  # by what their clients wait for
+    retries: int
+
+
+Asked = TypeVar("Asked", bound=GenerationRequest)
+
+
+class Backend(WorkerSite, Protocol[Asked]):
+    """What generates. Only `answer` and `look_up` wait for workers."""
+
+    @property
+    def paths(self) -> Paths: ...
+
+    @property
+    def text(self) -> TextCodec:
+        """The tokenizer by which bodies are read."""
+        ...
+
+    @property
+    def inline_bytes_max(self) -> int:
+        """Bodies up to here are read on the loop: some milliseconds whatever their shape."""
+        ...
+
+    @property
+    def reloads(self) -> Collection[Callable[[], None]]:
+        """What SIGHUP reads again."""
+        ...
+
+    async def open(self) -> None:
+        """Begins to reach its workers. Raises ConfigError or WorldError."""
+        ...
+
+    def drain(self) -> None:
+        """New requests come no more; those under way run to their end."""
+        ...
+
+    def stop(self) -> None:
+        """Fails all requests."""
+        ...
+
+    async def close(self) -> None:
+        """Releases everything, after `stop`."""
+        ...
+
+    def reading(self, path: str) -> BodyReading[Read]:
+        """How a body that was posted to this path is read."""
+        ...
+
+    def request(self, read: Any, body: bytes, client: ClientRequest) -> Asked:
+        """The request of a body that was read. Raises BadRequestError."""
+        ...
+
+    async def answer(self, request: Asked, client: ClientRequest) -> WholeAnswer | AnswerStream:
+        """Has a request generated, until the whole answer is there or its first piece. Raises AnswerFailedError."""
+        ...
+
+    async def look_up(self, path: str, authorization: str) -> WholeAnswer:
+        """Answers a GET; `authorization` is the client's header. Raises BadRequestError and AnswerFailedError."""
+        ...
+
+    def usable(self) -> bool:
+        """Whether it can serve a request."""
+        ...
+
+    def health(self) -> dict[str, object]:
+        """Details for /health."""
+        ...
+
+    def state(self) -> BackendState: ...

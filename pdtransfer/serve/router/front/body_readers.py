@@ -1,0 +1,197 @@
+"""Reads bodies of requests: a small one at once, a large one in another process.
+
+Decoders and tokenisers hold the interpreter while they work, so the loop reads no body whose shape could make that take
+longer than some milliseconds. A process that a body has broken, or that takes too long, is killed and replaced. Its
+request alone fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TypeVar
+
+import msgspec
+
+from ....environment import child_environment
+from .body_frames import ANSWER, ASK, FAILED, PART, READY, REFUSED, BodyReading, Read, RefusedBody
+from .json_bodies import BadRequestError
+from .text import TextCodec
+
+log = logging.getLogger(__name__)
+
+READ_S = 20.0  # for one body
+START_S = 60.0  # a large vocabulary takes some seconds
+# One thread each, since there are several processes.
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+Result = TypeVar("Result", bound=Read)
+
+
+class BodyReaders:
+    """The reading processes of one router: at most `processes`, each started when it is needed first. The shortest
+    body that waits is read next, so that large ones delay no small one."""
+
+    def __init__(self, model: str, text: TextCodec, *, processes: int, inline_bytes_max: int) -> None:
+        """Bodies up to `inline_bytes_max` are read by the caller."""
+        self._model, self._text = model, text
+        self._free, self._inline_bytes_max = processes, inline_bytes_max
+        self.idle: list[ReadingProcess] = []
+        self.waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = count()
+        self.under_way: dict[asyncio.Task[object], ReadingProcess] = {}
+
+    async def read(self, reading: BodyReading[Result], body: bytes, ended: Callable[[], None]) -> Result:
+        """Reads a body. Raises BadRequestError. `ended` is called once nobody needs the body any more: after a client
+        that leaves meanwhile, since its body is read to the end."""
+        if len(body) <= self._inline_bytes_max:
+            try:
+                return reading.read(body, self._text)
+            finally:
+                ended()
+        try:
+            await self._turn(len(body))
+        except BaseException:
+            ended()
+            raise
+        process = self.idle.pop() if self.idle else ReadingProcess(self._model)
+        task = asyncio.create_task(_read(process, reading, body))
+        self.under_way[task] = process
+        task.add_done_callback(lambda _: self._done(task, ended))
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Ends all processes."""
+        tasks = dict(self.under_way)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(each.close() for each in (*self.idle, *tasks.values())))
+
+    async def _turn(self, length: int) -> None:
+        """Waits until a process is free, and takes its place."""
+        if self._free:
+            self._free -= 1
+            return
+        waits = length, next(self._arrivals), asyncio.get_running_loop().create_future()
+        heappush(self.waiting, waits)
+        try:
+            await waits[2]
+        except asyncio.CancelledError:
+            if waits in self.waiting:
+                self.waiting.remove(waits)
+                heapify(self.waiting)
+            else:
+                self._next()
+            raise
+
+    def _next(self) -> None:
+        """A process has become free: the next one gets its place."""
+        if self.waiting:
+            heappop(self.waiting)[2].set_result(None)
+        else:
+            self._free += 1
+
+    def _done(self, task: asyncio.Task[object], ended: Callable[[], None]) -> None:
+        process = self.under_way.pop(task)
+        if not task.cancelled():
+            task.exception()  # nobody asks for it where the client has left
+        if process.usable:
+            self.idle.append(process)
+        ended()
+        self._next()
+
+
+async def _read(process: ReadingProcess, reading: BodyReading[Result], body: bytes) -> Result:
+    try:
+        return await process.read(reading, body)
+    except TimeoutError:
+        log.error("process %s has not read a body of %d bytes within %.0f s", process.pid, len(body), READ_S)
+        raise BadRequestError(None, f"the body takes longer than {READ_S:.0f} s to read") from None
+    except (OSError, EOFError) as error:
+        log.error("process %s, which reads bodies, has failed: %s", process.pid, error)
+        raise BadRequestError(None, "the process that read the body has ended", status=500) from None
+    finally:
+        if not process.usable:
+            await process.close()
+
+
+class ReadingProcess:
+    """One process, and the socket to it. It is `usable` between two bodies, once it has started."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._process: asyncio.subprocess.Process | None = None
+        self._pipe: socket.socket | None = None
+        self.usable = False
+
+    @property
+    def pid(self) -> int:
+        """Its number; 0 before it has started."""
+        return 0 if self._process is None else self._process.pid
+
+    async def read(self, reading: BodyReading[Result], body: bytes) -> Result:
+        """Has it read a body. Raises BadRequestError; and TimeoutError, OSError and EOFError, after which it is to be
+        closed, as after a cancellation."""
+        self.usable = False
+        pipe, loop = self._pipe or await self._start(), asyncio.get_running_loop()
+        call = msgspec.msgpack.encode(reading)
+        async with asyncio.timeout(READ_S):
+            await loop.sock_sendall(pipe, ASK.pack(len(call), len(body)) + call)
+            await loop.sock_sendall(pipe, body)
+            kind, length, parts = ANSWER.unpack(await _received(pipe, ANSWER.size))
+            head = await _received(pipe, length)
+            if kind == FAILED:
+                raise EOFError(head.decode(errors="replace"))
+            if kind == REFUSED:
+                self.usable = True
+                raise msgspec.msgpack.decode(head, type=RefusedBody).error()
+            read = msgspec.msgpack.decode(head, type=reading.result)
+            for _ in range(parts):
+                (length,) = PART.unpack(await _received(pipe, PART.size))
+                read.parts.append(await _received(pipe, length))
+            self.usable = True
+            return read
+
+    async def close(self) -> None:
+        """Kills it."""
+        if self._pipe is not None:
+            self._pipe.close()
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _start(self) -> socket.socket:
+        pipe, theirs = socket.socketpair()
+        pipe.setblocking(False)
+        self._pipe = pipe
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pdtransfer.serve.router.body_child", self._model, str(os.getpid()),
+                stdin=theirs.fileno(), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+                env=child_environment() | _ENVIRONMENT,
+            )  # fmt: skip
+        async with asyncio.timeout(START_S):
+            kind, length, _ = ANSWER.unpack(await _received(pipe, ANSWER.size))
+            text = await _received(pipe, length)
+        if kind != READY:
+            raise EOFError(text.decode(errors="replace"))
+        return pipe
+
+
+async def _received(pipe: socket.socket, length: int) -> bytes:
+    """Raises EOFError where the process is gone."""
+    loop, data = asyncio.get_running_loop(), bytearray(length)
+    left = memoryview(data)
+    while left:
+        if not (count := await loop.sock_recv_into(pipe, left)):
+            raise EOFError("it has ended")
+        left = left[count:]
+    return bytes(data)

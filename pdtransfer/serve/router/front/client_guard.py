@@ -1,0 +1,89 @@
+"""What stands between a router and its HTTP clients: API keys and TLS, both read again on SIGHUP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from ....bus.sockets import LogThrottle
+from ....errors import ConfigError
+from ...process.signals import read_again
+from ...settings.router import RouterConfig
+from .api_keys import ApiKeys, KeyLimitError
+from .openai_http import API_KEY_USE, error_response, refusal
+
+log = logging.getLogger(__name__)
+
+# What probes and Prometheus ask for, without a key; and the status page, which has no data of its own.
+PUBLIC = frozenset({"/", "/health", "/live", "/metrics"})
+REFUSED_LOG_MS = 1_000  # between two log lines about unknown API keys
+
+
+class ClientGuard:
+    """The keys and the certificate of one router; `tls` is None where it serves HTTP."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Reads the files that the config names. Raises ConfigError."""
+        self.tls = self.keys = None
+        reloads: list[Callable[[], None]] = []
+        if config.tls_cert is not None and config.tls_key is not None:
+            from ...process.tls import ServerTls
+
+            self.tls = ServerTls(config.tls_cert, config.tls_key)
+            reloads.append(partial(read_again, "the certificate", self.tls.read))
+        if (path := config.api_keys) is not None:
+            self.keys = ApiKeys()
+            try:
+                self.keys.read(path)
+            except ConfigError as error:
+                raise ConfigError(f"api_keys: {error}") from None
+            reloads.append(partial(read_again, "the API keys", partial(self.keys.read, path)))
+        self.reloads = tuple(reloads)
+
+    def trusts(self, request: web.Request) -> bool:
+        """Whether a client may see the names of workers and hosts: it has a key, or there are none."""
+        return self.keys is None or self.keys.knows(request.headers.get("Authorization"))
+
+    def protect(self, app: web.Application, count: Callable[[int], None]) -> None:
+        """Lets only clients with a key through to the application, where there are keys."""
+        if self.keys is not None:
+            app.middlewares.append(authenticated(self.keys, count))
+
+
+def authenticated(keys: ApiKeys, count: Callable[[int], None]) -> Middleware:
+    """Returns a middleware that lets no request without a known API key through, but those for PUBLIC; `count` gets
+    the status of each that it refuses itself."""
+    throttle = LogThrottle(REFUSED_LOG_MS)
+
+    @web.middleware
+    async def through(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in PUBLIC:
+            return await handler(request)
+        now, header = asyncio.get_running_loop().time(), request.headers.get("Authorization")
+        key = keys.find(header)
+        if key is None:
+            if (suppressed := throttle.due(now)) is not None:
+                what = "no API key" if header is None else "no known API key"
+                log.warning("%s has %s, %d other refusals not logged", request.remote, what, suppressed)
+            count(401)
+            return _unauthorized("no API key: send Authorization: Bearer KEY" if header is None else "unknown API key")
+        try:
+            with key.use(now) as use:
+                request[API_KEY_USE] = use
+                return await handler(request)
+        except KeyLimitError as why:
+            count(429)
+            return refusal(why)
+
+    return through
+
+
+def _unauthorized(text: str) -> web.Response:
+    response = error_response(401, text, code="invalid_api_key")
+    response.headers["WWW-Authenticate"] = 'Bearer, Basic realm="pdtransfer", charset="UTF-8"'
+    return response

@@ -1,0 +1,80 @@
+"""JSON bodies of clients: decoded, with errors that name the field. No I/O."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TypeVar, cast
+
+import msgspec
+from msgspec import Raw
+
+from ....errors import LocalProtocolError
+
+_NAMED_BYTES_MAX = 1 << 20  # of a body in which the field with half a character is looked for
+_PATH = re.compile(r"^(.*) - at `\$\.?([^`\[]*)[^`]*`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(\w+)`")
+Parsed = TypeVar("Parsed")
+
+
+class BadRequestError(LocalProtocolError):
+    """The request is invalid. `param` is the field, None for the body as a whole; `code` is OpenAI's error code."""
+
+    def __init__(self, param: str | None, text: str, *, code: str | None = None, status: int = 400) -> None:
+        super().__init__(f"{param}: {text}" if param else text)
+        self.param, self.text, self.code, self.status = param, text, code, status
+
+
+def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:
+    """Decodes a body. Raises BadRequestError that names the field."""
+    try:
+        body.decode()  # a Raw value's text stays unchecked
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _bad_request(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if (halved := _with_half_a_character(body)) is not None:
+            raise BadRequestError(halved, "half of a surrogate pair is not a character") from None
+        raise BadRequestError(None, f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise BadRequestError(None, "the body is nested too deeply") from None
+
+
+def decoded_field(name: str, decoder: msgspec.json.Decoder[Parsed], value: Raw) -> Parsed:
+    """Decodes one field of a body that was decoded. Raises BadRequestError that names it."""
+    try:
+        return decoder.decode(value)
+    except msgspec.ValidationError as error:
+        raise BadRequestError(name, _bad_request(str(error)).text) from None
+    except msgspec.DecodeError as error:
+        raise BadRequestError(name, str(error)) from None
+    except RecursionError:
+        raise BadRequestError(name, "is nested too deeply") from None
+
+
+def _with_half_a_character(body: bytes) -> str | None:
+    """The field whose text has an unpaired surrogate: JSON allows its escape, and no text can have it. None for another
+    fault, and for a large body, which Python's parser would make many objects of."""
+    if b"\\u" not in body or len(body) > _NAMED_BYTES_MAX:
+        return None
+    try:
+        content: object = json.loads(body)
+        fields = cast("dict[str, object]", content if isinstance(content, dict) else {})
+        for name, value in fields.items():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                return name.encode(errors="replace").decode()
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
+def _bad_request(text: str) -> BadRequestError:
+    """Splits msgspec's message into field and text."""
+    found = _PATH.match(text)
+    text, path = (found[1], found[2]) if found is not None else (text, "")
+    missing = _MISSING.match(text)
+    if missing is not None:
+        return BadRequestError(path or missing[1], f"{missing[1]}: missing" if path else "missing")
+    return BadRequestError(path or None, text)

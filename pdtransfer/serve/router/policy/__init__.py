@@ -1,0 +1,1 @@
+"""Which prefill and which decode worker serve a request: one Protocol, one file a policy."""

@@ -1,0 +1,136 @@
+"""The policy for our own daemons, which report their load: pending prompts at prefill, free slots at decode. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TypeAlias
+
+from ....handoff.prefix_keys import block_keys, root_key
+from ....limits import PREFIX_PLACED_BLOCKS_MAX, Limits
+from ..fleet.prefixes import EVERYONE, PrefixHolders
+from ..fleet.worker import Model, Worker, model_text, obstacle
+from .candidates import CandidatesByModel
+from .placement import NoPair, Pair, RoutedRequest
+from .ranking import Ranking
+
+WorkerPair: TypeAlias = Pair[Worker, Worker]
+
+
+def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], model: str | None) -> str:
+    """Explains why the ready workers make no pair."""
+    for role, models in (("prefill", prefills), ("decode", decodes)):
+        if not models:
+            return f"no {role} worker is ready; the router's /health says why"
+    prefill_models, decode_models = (", ".join(sorted(map(model_text, models))) for models in (prefills, decodes))
+    what = "of one model" if model is None else f"of model {model!r}"
+    if any(model is None or key[0] == model for key in set(prefills) & set(decodes)):
+        return f"no prefill and decode workers {what} can work together; the router's /health says why"
+    return f"no prefill and decode workers {what} are ready: prefill has {prefill_models}, decode has {decode_models}"
+
+
+class FreeSlots:
+    """The least loaded pair: prefill by pending prompt tokens, decode by free slots, then by rooms.
+
+    Each prompt token cached at a decode worker counts as `prefix_weight` free slots, unless the room would queue there.
+    Both workers serve one model; HiSparse needs a decode worker that supports it.
+    """
+
+    def __init__(self, candidates: CandidatesByModel, holders: PrefixHolders, limits: Limits) -> None:
+        self._candidates, self._holders, self._limits = candidates, holders, limits
+
+    def choose(self, request: RoutedRequest, avoid: Collection[Worker], now: float) -> WorkerPair | NoPair:
+        """As PlacementPolicy.choose."""
+        model, enable_hisparse = request.model, request.enable_hisparse
+        best: WorkerPair | None = None
+        waits_ms: list[float] = []
+
+        def accepts(worker: Worker) -> bool:
+            return worker.full_ms(now, self._limits, enable_hisparse=enable_hisparse) == 0
+
+        for key, among in self._candidates.all().items():
+            decodes = among.sparse if enable_hisparse else among.decode
+            if (model is not None and key[0] != model) or not among.prefill or not decodes:
+                continue
+            keys = self._keys(key, request)
+            pair = self._best_pair(among.prefill, decodes, keys, request.tokens, avoid, accepts)
+            if pair is None:
+                wait_ms = self._wait_ms(among.prefill, decodes, now, enable_hisparse=enable_hisparse)
+                if wait_ms is not None:
+                    waits_ms.append(wait_ms)
+                continue
+            left = pair.decode.slots_left(enable_hisparse=enable_hisparse)
+            if best is None or left > best.decode.slots_left(enable_hisparse=enable_hisparse):
+                best = pair
+        if best is not None:
+            return best
+        if waits_ms:
+            return NoPair("every worker is full", int(min(waits_ms)) + 1)
+        return NoPair(
+            _no_pair_reason(self._candidates.groups("prefill"), self._candidates.groups("decode"), model), None
+        )
+
+    def _keys(self, model: Model, request: RoutedRequest) -> tuple[bytes, ...]:
+        if self._candidates.decode_count == 1 or not self._limits.prefix_weight:
+            return ()  # no choice to make
+        if request.keys is not None:
+            return request.keys[:PREFIX_PLACED_BLOCKS_MAX]
+        root, blocks_max = root_key(*model, request.salt), PREFIX_PLACED_BLOCKS_MAX
+        return block_keys(root, request.ids, block_tokens=self._limits.prefix_block_tokens, blocks_max=blocks_max)
+
+    def _best_pair(
+        self, prefills: Ranking[Worker], decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int,
+        avoid: Collection[Worker], accepts: Callable[[Worker], bool],
+    ) -> WorkerPair | None:  # fmt: skip
+        """The best decode worker that some prefill worker can serve now, and the best of these; avoid ones last."""
+
+        def serves(decode: Worker) -> Callable[[Worker], bool]:
+            return lambda each: accepts(each) and not obstacle(each, decode)
+
+        def served(each: Worker) -> bool:
+            return accepts(each) and prefills.best(EVERYONE, serves(each)) is not None
+
+        decode = self._best_decode(decodes, keys, tokens, lambda each: each not in avoid and served(each))
+        if decode is None and avoid:
+            decode = self._best_decode(decodes, keys, tokens, served)
+        if decode is None:
+            return None
+        fits = serves(decode)
+        found = prefills.best(EVERYONE, lambda each: each not in avoid and fits(each))
+        found = found or prefills.best(EVERYONE, fits)
+        assert found is not None, "some prefill worker serves it"
+        return Pair(found[1], decode, keys)
+
+    def _wait_ms(
+        self, prefills: Ranking[Worker], decodes: Ranking[Worker], now: float, *, enable_hisparse: bool
+    ) -> float | None:
+        """When some pair of these may accept a room; None where no two of them can work together."""
+        both = prefills.items()
+        able = [each for each in decodes.items() if any(not obstacle(prefill, each) for prefill in both)]
+        if not able:
+            return None
+        sides = [
+            min(each.full_ms(now, self._limits, enable_hisparse=enable_hisparse) for each in side)
+            for side in (both, able)
+        ]
+        return max(sides) or self._limits.resend_ms_max
+
+    def _best_decode(
+        self, decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int, passes: Callable[[Worker], bool]
+    ) -> Worker | None:
+        """The worker with the highest score, then the fewest rooms. Of those that know equally much of the prompt the
+        first in the ranking has the highest."""
+        best: tuple[tuple[int, int, str], Worker] | None = None
+        for level in self._holders.levels(keys):
+            found = decodes.best(level.mask, passes)
+            if found is not None:
+                (negative, rooms, peer), worker = found
+                ranked = (-self._score(-negative, tokens, level.blocks), rooms, peer)
+                if best is None or ranked < best[0]:
+                    best = ranked, worker
+        return None if best is None else best[1]
+
+    def _score(self, slots_left: int, tokens: int, known_blocks: int) -> int:
+        """Returns the free slots plus the weight of the cached prefix."""
+        prefix = known_blocks * self._limits.prefix_block_tokens
+        fits = slots_left >= tokens - prefix
+        return slots_left + (self._limits.prefix_weight * prefix if fits else 0)

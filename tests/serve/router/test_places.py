@@ -13,7 +13,8 @@ import pytest
 
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.serve.router.front import openai_http
-from pdtransfer.serve.router.front.api_keys import ApiKey, ApiKeys, KeyLimitError
+from pdtransfer.serve.router.front.api_keys import ApiKeys
+from pdtransfer.serve.router.front.key_limits import ApiKey, KeyLimitError
 from tests.support.client_keys import A, bearer, written
 from tests.support.router_site import LIMITS, Site, site
 from tests.support.vllm_servers import ServerSite, server_site

@@ -1,4 +1,4 @@
-"""The API keys of the router's clients: who may ask, and how much at once. No I/O but reading the file.
+"""The API keys of the router's clients: who may ask. No I/O but reading the file.
 
 A key itself is kept nowhere: only its digest under a secret of this process, so neither a look-up's time nor a dump of
 an error tells anything of it.
@@ -10,14 +10,12 @@ import base64
 import hmac
 import re
 import secrets
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from ....bus.keys import read_guarded
-from ....errors import ConfigError, WorldError
+from ....errors import ConfigError
 from ....limits import API_KEYS_MAX, LIMIT_COUNT, NAME_LENGTH_MAX
+from .key_limits import ApiKey
 
 KEY_LENGTHS = 16, 256
 RATES = 1e-3, 1e6  # requests a second
@@ -25,73 +23,6 @@ RATES = 1e-3, 1e6  # requests a second
 _KEY = re.compile(r"[!-~]+")
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}")
 _FORM = "KEY [name] [open=N] [rate=N] [# comment]"
-
-
-class KeyLimitError(WorldError):
-    """A key's limit is reached; `retry_ms` says when to ask again."""
-
-    def __init__(self, text: str, *, retry_ms: int) -> None:
-        super().__init__(text)
-        self.retry_ms = retry_ms
-
-
-@dataclass(slots=True, eq=False)
-class ApiKey:
-    """One key's limits and its use. They count answers: a request has one, or `n` for each of its prompts. `tokens` is
-    what its rate has left at `filled_at`, in answers; a request of more than a second's takes it below zero."""
-
-    digest: bytes
-    name: str
-    open_max: int | None = None  # answers at once
-    rate: float | None = None  # answers a second; as many may come at once as in a second
-    open_count: int = 0
-    tokens: float = 0.0
-    filled_at: float = float("-inf")
-
-    @contextmanager
-    def use(self, now: float) -> Generator[KeyUse]:
-        """Counts a request as one open answer in this scope, or as more by `KeyUse.widen`. Raises KeyLimitError beyond
-        a limit."""
-        use = KeyUse(self)
-        use.widen(1, now)
-        try:
-            yield use
-        finally:
-            self.open_count -= use.answers
-
-    def take(self, more: int, answers: int, now: float) -> None:
-        """Counts `more` answers of a request of `answers`. Raises KeyLimitError, and counts nothing then."""
-        if self.open_max is not None and self.open_count + more > self.open_max:
-            text = f"{self.open_count} answers of this API key are open, and {more} more are asked for"
-            raise KeyLimitError(f"{text}: at most {self.open_max}", retry_ms=1_000)
-        if self.rate is not None:
-            burst = max(1.0, self.rate)
-            self.tokens = min(burst, self.tokens + max(0.0, now - self.filled_at) * self.rate)
-            self.filled_at = now
-            needed = min(burst, answers) - (answers - more)
-            if self.tokens < needed:
-                wait_ms = int((needed - self.tokens) / self.rate * 1e3) + 1
-                raise KeyLimitError(f"this API key may ask for {self.rate:g} answers a second", retry_ms=wait_ms)
-            self.tokens -= more
-        self.open_count += more
-
-
-@dataclass(slots=True, eq=False)
-class KeyUse:
-    """One request of a key, and how many answers it counts as."""
-
-    key: ApiKey
-    answers: int = 0
-
-    def widen(self, answers: int, now: float) -> None:
-        """Counts the request as this many answers from now on. Raises KeyLimitError beyond a limit: what it took of
-        the key's rate is given back then."""
-        try:
-            self.key.take(answers - self.answers, answers, now)
-        except KeyLimitError:
-            self.key.tokens += self.answers
-            raise
-        self.answers = answers
 
 
 class ApiKeys:

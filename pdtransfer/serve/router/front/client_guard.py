@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -14,8 +15,11 @@ from ....bus.sockets import LogThrottle
 from ....errors import ConfigError
 from ...process.signals import read_again
 from ...settings.router import RouterConfig
-from .api_keys import ApiKeys, KeyLimitError
+from .key_limits import KeyLimitError
 from .openai_http import API_KEY_USE, error_response, refusal
+
+if TYPE_CHECKING:
+    from .api_keys import ApiKeys
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +41,8 @@ class ClientGuard:
             self.tls = ServerTls(config.tls_cert, config.tls_key)
             reloads.append(partial(read_again, "the certificate", self.tls.read))
         if (path := config.api_keys) is not None:
+            from .api_keys import ApiKeys
+
             self.keys = ApiKeys()
             try:
                 self.keys.read(path)

@@ -15,12 +15,12 @@ from aiohttp.typedefs import Handler, Middleware
 from ....errors import ArenaFullError, Cause
 from ....limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
 from ...settings.router import RouterConfig
-from .api_keys import KeyLimitError, KeyUse
 from .backend import JSON, AnswerFailedError, WholeAnswer
 from .body_frames import BodyReading, Read
 from .body_readers import BodyReaders
 from .client_request import REQUEST_ID, ClientRequest
 from .json_bodies import BadRequestError
+from .key_limits import KeyLimitError, KeyUse
 
 API_KEY_USE = web.RequestKey("api_key_use", KeyUse)  # whose request it is, where API keys are on
 CLIENT = web.RequestKey("client_request", ClientRequest)  # of a request to generate

@@ -15,13 +15,13 @@ from ...process.http import Health, HttpListener, application
 from ...settings.router import RouterConfig
 from ...tracing.ended_request import EndedRequests
 from ..fleet.status import FleetStatus
-from .api_keys import KeyLimitError
 from .backend import JSON, AnswerFailedError, AnswerStream, Backend, WholeAnswer
 from .body_readers import BodyReaders
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
 from .fleet_status import fleet_status
 from .json_bodies import BadRequestError
+from .key_limits import KeyLimitError
 from .openai_http import OpenRequests, accept, error, failure, openai_errors, refusal, stamp, written
 from .recent_requests import RecentRequests
 from .router_metrics import RouterMetrics

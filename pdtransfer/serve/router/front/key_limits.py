@@ -1,0 +1,76 @@
+"""How much a client may ask for at once by its API key. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ....errors import WorldError
+
+
+class KeyLimitError(WorldError):
+    """A key's limit is reached; `retry_ms` says when to ask again."""
+
+    def __init__(self, text: str, *, retry_ms: int) -> None:
+        super().__init__(text)
+        self.retry_ms = retry_ms
+
+
+@dataclass(slots=True, eq=False)
+class ApiKey:
+    """One key's limits and its use. They count answers: a request has one, or `n` for each of its prompts. `tokens` is
+    what its rate has left at `filled_at`, in answers; a request of more than a second's takes it below zero."""
+
+    digest: bytes
+    name: str
+    open_max: int | None = None  # answers at once
+    rate: float | None = None  # answers a second; as many may come at once as in a second
+    open_count: int = 0
+    tokens: float = 0.0
+    filled_at: float = float("-inf")
+
+    @contextmanager
+    def use(self, now: float) -> Generator[KeyUse]:
+        """Counts a request as one open answer in this scope, or as more by `KeyUse.widen`. Raises KeyLimitError beyond
+        a limit."""
+        use = KeyUse(self)
+        use.widen(1, now)
+        try:
+            yield use
+        finally:
+            self.open_count -= use.answers
+
+    def take(self, more: int, answers: int, now: float) -> None:
+        """Counts `more` answers of a request of `answers`. Raises KeyLimitError, and counts nothing then."""
+        if self.open_max is not None and self.open_count + more > self.open_max:
+            text = f"{self.open_count} answers of this API key are open, and {more} more are asked for"
+            raise KeyLimitError(f"{text}: at most {self.open_max}", retry_ms=1_000)
+        if self.rate is not None:
+            burst = max(1.0, self.rate)
+            self.tokens = min(burst, self.tokens + max(0.0, now - self.filled_at) * self.rate)
+            self.filled_at = now
+            needed = min(burst, answers) - (answers - more)
+            if self.tokens < needed:
+                wait_ms = int((needed - self.tokens) / self.rate * 1e3) + 1
+                raise KeyLimitError(f"this API key may ask for {self.rate:g} answers a second", retry_ms=wait_ms)
+            self.tokens -= more
+        self.open_count += more
+
+
+@dataclass(slots=True, eq=False)
+class KeyUse:
+    """One request of a key, and how many answers it counts as."""
+
+    key: ApiKey
+    answers: int = 0
+
+    def widen(self, answers: int, now: float) -> None:
+        """Counts the request as this many answers from now on. Raises KeyLimitError beyond a limit: what it took of
+        the key's rate is given back then."""
+        try:
+            self.key.take(answers - self.answers, answers, now)
+        except KeyLimitError:
+            self.key.tokens += self.answers
+            raise
+        self.answers = answers

@@ -1,235 +1,149 @@
-"""The clients for asyncio: their events are read on the caller's own loop, and resolve futures."""
+"""The clients for asyncio: events are read on the caller's own loop, and resolve what the room's handle waits for.
+
+A method here takes what the client's method of its name takes: it is made of that method.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Generic, Protocol, Self, TypeVar
-
-from numpy.typing import ArrayLike
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from ..errors import RoomFailedError
-from ..handoff.effects import (
-    DecodeEvent,
-    PrefillEvent,
-    RoomAsked,
-    RoomDrained,
-    RoomFailed,
-    RoomLanded,
-    RoomLeased,
-    RoomReady,
-)
+from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomReady
 from ..transports.device_events import Event
 from .clients import DecodeClient, PrefillClient
 
-Said = TypeVar("Said")
+Arguments = ParamSpec("Arguments")
+Client = TypeVar("Client", DecodeClient, PrefillClient)
+Handle = TypeVar("Handle", bound="_Handle[Any]")
 
 
-class _AsyncClient(Protocol[Said]):
-    def fileno(self) -> int: ...
-    def poll(self) -> list[Said]: ...
-    def close(self) -> None: ...
+class _Handle(Generic[Client]):
+    """One room of a client."""
 
-
-class _Events(Generic[Said]):
-    """Passes a client's events to `take` on the caller's own loop, until the client is closed."""
-
-    def __init__(self, client: _AsyncClient[Said], take: Callable[[Said], None]) -> None:
-        self._client, self._take = client, take
-        self._loop, self._fd = asyncio.get_running_loop(), client.fileno()
-        self._loop.add_reader(self._fd, self._poll)
-
-    async def close(self) -> None:
-        """Closes the client and passes on its last events: every room under way has failed."""
-        self._loop.remove_reader(self._fd)
-        await asyncio.to_thread(self._client.close)
-        self._poll()
-
-    def _poll(self) -> None:
-        for event in self._client.poll():
-            self._take(event)
-
-
-class DecodeRoomHandle:
-    """One room of an AsyncDecode."""
-
-    def __init__(self, client: DecodeClient, room: int) -> None:
+    def __init__(self, client: Client, room: int) -> None:
         loop = asyncio.get_running_loop()
-        self._client, self.room = client, room
-        self._ready: asyncio.Future[RoomReady] = loop.create_future()
+        self.client, self.room = client, room
+        self._landed: asyncio.Future[Any] = loop.create_future()
         self._drained: asyncio.Future[None] = loop.create_future()
 
-    def take(self, event: DecodeEvent) -> None:
+    def take(self, event: DecodeEvent | PrefillEvent) -> None:
         """The room's events end up here."""
         match event:
-            case RoomReady():
-                _resolve(self._ready, event)
-            case RoomFailed():
-                _fail(self._ready, event)
+            case RoomReady() | RoomLanded():
+                self._landed.set_result(event)
+            case RoomFailed(room, cause, detail):
+                self._landed.set_exception(RoomFailedError(room, cause, detail))
+                self._landed.exception()  # no warning about a caller that never awaits it
             case RoomDrained():
-                _resolve(self._drained, None)
+                self._drained.set_result(None)
+            case _:
+                pass
+
+    async def drained(self) -> None:
+        """Waits until the room's memory may be reused: prefill's pages, or the slots that decode's engine chose. Only
+        for a client of decode with `engine_slots`."""
+        await asyncio.shield(self._drained)
+
+
+def _of_room(
+    call: Callable[Concatenate[Client, int, Arguments], None],
+) -> Callable[Concatenate[_Handle[Client], Arguments], None]:
+    """The client's method for a room, as one of the room's handle."""
+
+    @wraps(call)
+    def of_room(self: _Handle[Client], *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        call(self.client, self.room, *args, **kwargs)
+
+    return of_room
+
+
+class DecodeRoomHandle(_Handle[DecodeClient]):
+    """One room of an AsyncDecode."""
+
+    release, abort = _of_room(DecodeClient.release), _of_room(DecodeClient.abort)
 
     async def ready(self) -> RoomReady:
         """Waits for the room to land, and returns its slots per component, its aux and the bytes that crossed.
         Raises RoomFailedError with the root cause."""
-        return await asyncio.shield(self._ready)
-
-    async def drained(self) -> None:
-        """Waits until nobody writes the slots any more that the engine chose for this room: it may reuse them. Only
-        for a client with `engine_slots`."""
-        await asyncio.shield(self._drained)
-
-    def release(self, *, after: Event | None = None) -> None:
-        """As DecodeClient.release."""
-        self._client.release(self.room, after=after)
-
-    def abort(self) -> None:
-        """As DecodeClient.abort."""
-        self._client.abort(self.room)
+        return await asyncio.shield(self._landed)
 
 
-class AsyncDecode:
-    """A DecodeClient for asyncio: `async with AsyncDecode(client) as node: hand = node.expect(...)`."""
+class PrefillRoomHandle(_Handle[PrefillClient]):
+    """One room of an AsyncPrefill."""
 
-    def __init__(self, client: DecodeClient) -> None:
-        self.client = client
-        self._rooms: dict[int, DecodeRoomHandle] = {}
+    push = _of_room(PrefillClient.push)
 
-    async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self.client.start)
-        self._events = _Events(self.client, self._on_event)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._events.close()
-
-    def expect(
-        self,
-        room: int,
-        *,
-        tokens: int,
-        sources: Sequence[str],
-        growth: int = 0,
-        prefix: int = 0,
-        prompt: ArrayLike | None = None,
-        salt: bytes = b"",
-        slots: Mapping[str, ArrayLike] | None = None,
-        time_left_s: float = 60.0,
-        enable_hisparse: bool = False,
-        whole_group: bool = False,
-    ) -> DecodeRoomHandle:
-        """As DecodeClient.expect."""
-        self.client.expect(
-            room,
-            tokens=tokens,
-            sources=sources,
-            growth=growth,
-            prefix=prefix,
-            prompt=prompt,
-            salt=salt,
-            slots=slots,
-            time_left_s=time_left_s,
-            enable_hisparse=enable_hisparse,
-            whole_group=whole_group,
-        )
-        hand = self._rooms[room] = DecodeRoomHandle(self.client, room)
-        return hand
-
-    def _on_event(self, event: DecodeEvent) -> None:
-        hand = self._rooms.get(event.room)
-        if hand is None:
-            return  # the caller used the client itself for this room
-        hand.take(event)
-        if isinstance(event, RoomDrained) or not self.client.engine_slots:
-            del self._rooms[event.room]
-
-
-class PrefillRoomHandle:
-    """One room of an AsyncPrefill: `landed` and `drained` are its futures."""
-
-    def __init__(self, client: PrefillClient, room: int) -> None:
-        loop = asyncio.get_running_loop()
-        self._client, self.room = client, room
-        self.landed: asyncio.Future[RoomLanded] = loop.create_future()
-        self.drained: asyncio.Future[None] = loop.create_future()
-
-    def push(
-        self,
-        pages: ArrayLike,
-        *,
-        rows: tuple[int, int],
-        layers: tuple[int, int] | None = None,
-        component: str = "kv",
-        skip: int = 0,
-        after: Event | None = None,
-    ) -> None:
-        """As PrefillClient.push."""
-        self._client.push(self.room, pages, rows=rows, layers=layers, component=component, skip=skip, after=after)
+    async def landed(self) -> RoomLanded:
+        """Waits for the room to land. Raises RoomFailedError with the root cause."""
+        return await asyncio.shield(self._landed)
 
     async def finish(self, *, aux: bytes = b"", after: Event | None = None) -> RoomLanded:
         """Returns when the room has landed and its pages may be reused. Raises RoomFailedError, and then too the pages
         may be reused."""
-        self._client.finish(self.room, aux=aux, after=after)
-        await asyncio.shield(self.drained)
-        return self.landed.result()
+        self.client.finish(self.room, aux=aux, after=after)
+        await self.drained()
+        return self._landed.result()
 
-    async def abort(self) -> None:
+    async def abort(self, detail: str = "") -> None:
         """Gives the room up, and returns when its pages may be reused."""
-        self._client.abort(self.room)
-        await asyncio.shield(self.drained)
+        self.client.abort(self.room, detail)
+        await self.drained()
 
 
-class AsyncPrefill:
-    """A PrefillClient for asyncio: `async with AsyncPrefill(client) as node: room = node.open(...)`."""
+class _AsyncClient(Generic[Client, Handle]):
+    """A client whose events go to the handles of its rooms, until it is closed. A room that the caller began by the
+    client itself has none."""
 
-    def __init__(self, client: PrefillClient) -> None:
+    def __init__(self, client: Client) -> None:
         self.client = client
-        self._open: dict[int, PrefillRoomHandle] = {}
+        self.rooms: dict[int, Handle] = {}  # not ended
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.client.start)
-        self._events = _Events(self.client, self._on_event)
+        self._fd = self.client.fileno()
+        asyncio.get_running_loop().add_reader(self._fd, self._poll)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._events.close()
+        """Closes the client and passes on its last events: every room under way has failed."""
+        asyncio.get_running_loop().remove_reader(self._fd)
+        await asyncio.to_thread(self.client.close)
+        self._poll()
 
-    def open(
-        self,
-        room: int,
-        *,
-        tokens: int | None,
-        time_left_s: float = 60.0,
-        grants: int | None = 1,
-        peers: Collection[str] | None = None,
-    ) -> PrefillRoomHandle:
-        """As PrefillClient.open."""
-        self.client.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers)
-        handing = self._open[room] = PrefillRoomHandle(self.client, room)
-        return handing
-
-    def _on_event(self, event: PrefillEvent) -> None:
-        handing = self._open.get(event.room)
-        if handing is None:
-            return
-        match event:
-            case RoomLanded():
-                _resolve(handing.landed, event)
-            case RoomFailed():
-                _fail(handing.landed, event)
-            case RoomDrained(room):
-                del self._open[room]
-                _resolve(handing.drained, None)
-            case RoomLeased() | RoomAsked():
-                pass
+    def _poll(self) -> None:
+        for event in self.client.poll():
+            if (handle := self.rooms.get(event.room)) is not None:
+                handle.take(event)
+                if isinstance(event, RoomDrained) or not self.client.drains:
+                    del self.rooms[event.room]
 
 
-def _resolve(future: asyncio.Future[Said], result: Said) -> None:
-    if not future.done():  # its waiter may have been cancelled, and the future with it
-        future.set_result(result)
+def _begins(
+    call: Callable[Concatenate[Client, int, Arguments], None], handle: Callable[[Client, int], Handle]
+) -> Callable[Concatenate[_AsyncClient[Client, Handle], int, Arguments], Handle]:
+    """The client's method that begins a room, as one that returns the room's handle."""
+
+    @wraps(call)
+    def begins(
+        self: _AsyncClient[Client, Handle], room: int, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Handle:
+        call(self.client, room, *args, **kwargs)
+        begun = self.rooms[room] = handle(self.client, room)
+        return begun
+
+    return begins
 
 
-def _fail(future: asyncio.Future[Said], event: RoomFailed) -> None:
-    if not future.done():
-        future.set_exception(RoomFailedError(event.room, event.cause, event.detail))
-        future.exception()  # no warning about a caller that never awaits it
+class AsyncDecode(_AsyncClient[DecodeClient, DecodeRoomHandle]):
+    """A DecodeClient for asyncio: `async with AsyncDecode(client) as node: hand = node.expect(...)`."""
+
+    expect = _begins(DecodeClient.expect, DecodeRoomHandle)
+
+
+class AsyncPrefill(_AsyncClient[PrefillClient, PrefillRoomHandle]):
+    """A PrefillClient for asyncio: `async with AsyncPrefill(client) as node: room = node.open(...)`."""
+
+    open = _begins(PrefillClient.open, PrefillRoomHandle)

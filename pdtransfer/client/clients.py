@@ -112,7 +112,7 @@ class _Client(Generic[Node, Said]):
 
     def __init__(self, start: Callable[[], Awaitable[Node]], settings: NodeSettings, *, drains: bool = True) -> None:
         self._port: ThreadQueues[Said] = ThreadQueues()
-        self._drains = drains
+        self.drains = drains  # whether RoomDrained is the last event of each room
         self._has_keys = settings.keys is not None
         self._thread: _Thread[Node] = _Thread(self._port, start, settings.cpus)
         self._states: dict[int, KVPoll] = {}
@@ -175,7 +175,7 @@ class _Client(Generic[Node, Said]):
         calls `poll`, which still returns the room's events. Raises LocalProtocolError on a decode client without
         `engine_slots`, and KeyError as `state`.
         """
-        if not self._drains:
+        if not self.drains:
             raise LocalProtocolError("room: this client leases the slots itself, and reports no RoomDrained")
         if self.state(room) in (KVPoll.SUCCESS, KVPoll.FAILED) and room in self._ended:
             return True
@@ -233,7 +233,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         bind: str = "tcp://127.0.0.1:0",
         writer: WriterOptions | None = None,
         replicas: Replicas | None = None,
-        condemned: Callable[[], None] | None = None,
+        condemned: Callable[[], None] = lambda: None,
     ) -> None:
         self.endpoint = bind  # as bound, once started
         self._components = {component.name: component for component in components}
@@ -245,8 +245,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
                 self._tell,
                 writer=writer,
                 replicas=replicas,
+                condemned=condemned,
             )
-            node.condemned = condemned or node.condemned
             try:
                 await in_thread(node.transport.prepare)
                 self.endpoint = await node.bus.bind(bind)

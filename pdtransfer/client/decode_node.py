@@ -48,7 +48,7 @@ from ..transports.select import DecodeTransports, on_loopback
 from ..transports.verifier import Verifier
 from ..wire import Goodbye, Message, Registered
 from .core_driver import EffectRunner, LoopClock, Ticker
-from .settings import NodeSettings, Others, PeerTimed
+from .settings import NO_OTHERS, NodeSettings, Others, PeerTimed
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +68,14 @@ class DecodeNode:
         engine_slots: bool = False,
         prefix_cache: bool = True,
         verify: bool = False,
-        others: Others | None = None,
+        others: Others = NO_OTHERS,
         leased: Callable[[int], None] = lambda _: None,
-        quarantined: PeerTimed | None = None,
+        quarantined: PeerTimed = lambda _, __, ___: None,
+        unusable_changed: Callable[[], None] = lambda: None,
     ) -> None:
         """`leased` gets each room that has its slots, some time before it is READY. `quarantined` gets how long each
-        lease was in quarantine, once its writer is proven quiet.
+        lease was in quarantine, once its writer is proven quiet. `unusable_changed` is called when what `unusable`
+        returns may have changed, in the middle of a call of the core.
 
         Raises LocalProtocolError for components that lie in the same memory without `engine_slots`.
         """
@@ -101,17 +103,16 @@ class DecodeNode:
             hbm_apart=arena.hbm is not None,
             engine_slots=engine_slots,
             may_be_one=lambda first, second: self.bus.may_be_one(first, second),  # noqa: PLW0108 -- made below
+            quarantine=self._on_quarantine,
+            unusable_changed=unusable_changed,
         )
         self._quarantined, self._since = quarantined, dict[LeaseEntry, tuple[str, str, float]]()
-        if quarantined is not None:
-            core.leases.watch = self._watch_quarantine
         self._offers: set[asyncio.Task[None]] = set()
         self._arena = arena
         self._backing: asyncio.Task[None] | None = None  # the arena's range for HBM components, where a writer needs it
         self._closing = False
         self._verifier = Verifier(arena.mapping.address, self._verified) if verify else None
         self._lifter = HbmCopier(arena, arena.hbm, self._lifted) if arena.hbm is not None else None
-        self.others_gone: Callable[[str, str], None] = lambda _, __: None  # as `_report_gone`, of peers of `others`
         self.bus = settings.bus(self.receive, self._report_gone)
         ticker = Ticker(
             core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock, self.bus.read_lines
@@ -180,7 +181,7 @@ class DecodeNode:
 
     def receive(self, peer: str, message: Message) -> None:
         """Takes a message of a prefill rank, unless `others` has taken it."""
-        if self._others is None or not self._others(peer, message):
+        if not self._others.receive(peer, message):
             self._run(self.core.receive(peer, message, self._clock.now()))
             if isinstance(message, Registered):
                 self._back_for(message.session)
@@ -188,7 +189,7 @@ class DecodeNode:
     def _report_gone(self, peer: str, gone: Gone | None) -> None:
         evidence = "" if gone is None else gone.text
         self._run(self.core.gone(peer, evidence, self._clock.now()))
-        self.others_gone(peer, evidence)
+        self._others.gone(peer, evidence)
 
     def allow(self, allowed: AllowList) -> None:
         """Takes another allow-list. A peer that is not on it loses its sessions; its leases wait for the fence."""
@@ -225,12 +226,12 @@ class DecodeNode:
         """Bytes that were copied up from the arena to HBM, as the copier counts them."""
         return self._lifter.moved_bytes if self._lifter is not None else 0
 
-    def _watch_quarantine(self, lease: LeaseEntry, begins: bool) -> None:
+    def _on_quarantine(self, lease: LeaseEntry, begins: bool) -> None:
         if begins:
             identity = self.core.prefill_peers.peers[lease.session.peer].identity
             node = identity.node if identity is not None else ""
             self._since[lease] = node, self.transport.name_of(lease.session.id), time.monotonic()
-        elif self._quarantined is not None:
+        else:
             node, transport, since_s = self._since.pop(lease)
             self._quarantined(node, transport, time.monotonic() - since_s)
 

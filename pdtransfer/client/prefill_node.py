@@ -41,7 +41,7 @@ from ..transports.options import WriterOptions, of_node
 from ..transports.select import PrefillTransports
 from ..wire import Goodbye, Landed, Member, Message, Released
 from .core_driver import EffectRunner, LoopClock, Ticker
-from .settings import NodeSettings, Others, PeerTimed
+from .settings import NO_OTHERS, NodeSettings, Others, PeerTimed
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,10 @@ class PrefillNode:
         *,
         writer: WriterOptions | None = None,
         replicas: Replicas | None = None,
-        others: Others | None = None,
+        others: Others = NO_OTHERS,
         spans: Spans | None = None,
         handed_off: PeerTimed | None = None,
+        condemned: Callable[[], None] = lambda: None,
     ) -> None:
         """`handed_off` gets the time from each grant's last byte written, or its room's finish if that is later, to
         decode's acknowledgement: a round trip, which is measurable between any two hosts."""
@@ -85,8 +86,7 @@ class PrefillNode:
             identity, components, settings.limits, group_is_known=settings.group is not None
         )
         self._silence_s = settings.limits.silence_ms / 1e3
-        self.condemned: Callable[[], None] = lambda: None
-        self.others_gone: Callable[[str, str], None] = lambda _, __: None  # as `_report_gone`, of peers of `others`
+        self._condemned = condemned
         self.bus = settings.bus(self.receive, self._report_gone)
         ticker = Ticker(
             core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock, self.bus.read_lines
@@ -155,7 +155,7 @@ class PrefillNode:
         """Takes a message of a decode rank, unless `others` has taken it."""
         if type(message) is Released and self._handed_off is not None:
             self._time_handoff(self._handed_off, peer, message)
-        if self._others is None or not self._others(peer, message):
+        if not self._others.receive(peer, message):
             self._run(self.core.receive(peer, message, self._clock.now()))
 
     def way_of(self, room: int) -> tuple[str, str]:
@@ -178,7 +178,7 @@ class PrefillNode:
         evidence = "" if gone is None else gone.text
         if gone is None or not gone.host:  # a decode node keeps its session while the network is away
             self._run(self.core.gone(peer, evidence, self._clock.now()))
-        self.others_gone(peer, evidence)
+        self._others.gone(peer, evidence)
 
     def allow(self, allowed: AllowList) -> None:
         """Takes another allow-list. A peer that is not on it loses its sessions; nothing more is written for it."""
@@ -297,7 +297,7 @@ class PrefillNode:
             return
         # This process is the only writer: a write of unknown outcome stays quarantined until it has ended.
         log.critical("session %#x: a write's outcome is unknown until this process has ended", session)
-        self.condemned()
+        self._condemned()
 
     async def _map(self, effect: Map) -> None:
         def mapped(bytes_ready: int) -> None:

@@ -24,8 +24,17 @@ from ..wire import Fact, Holds, Identity, Member, Message, Ranks
 
 log = logging.getLogger(__name__)
 
-Others = Callable[[str, Message], bool]
-"""Takes a message of (peer, message) that is not for the node, such as a router's; whether it did."""
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What a node shares its sockets with, such as a daemon's answers to routers."""
+
+    receive: Callable[[str, Message], bool] = lambda _, __: False  # takes a peer's message, and returns whether it did
+    gone: Callable[[str, str], None] = lambda _, __: None  # gets evidence that a peer is gone; empty: no longer
+
+
+NO_OTHERS = Others()
+
 
 PeerTimed = Callable[[str, str, float], None]
 """Gets a peer's name, the transport of the session with it, and a time in seconds by this process's clock."""

@@ -26,11 +26,18 @@ class Leases:
     """Every lease of one decode node that has not ended."""
 
     def __init__(
-        self, peers: PrefillPeers, cache: PrefixCache, limits: Limits, out: Callable[[DecodeEffect], None]
+        self,
+        peers: PrefillPeers,
+        cache: PrefixCache,
+        limits: Limits,
+        out: Callable[[DecodeEffect], None],
+        *,
+        quarantine: Callable[[LeaseEntry, bool], None],
     ) -> None:
+        """`quarantine` is called when a lease's quarantine begins (True) and ends."""
         self._peers, self._cache, self._limits, self._out = peers, cache, limits, out
+        self._quarantine = quarantine
         self.quarantined_bytes = 0
-        self.watch: Callable[[LeaseEntry, bool], None] = lambda _, __: None  # whether its quarantine begins, or ends
         self._quarantined: dict[Holding, int] = {}  # the number of quarantined leases of each
 
     def grant(self, room: RoomRecord, session: SessionRecord, *, send_aux: bool, verify: bool, now: float) -> None:
@@ -122,13 +129,13 @@ class Leases:
         if lease.state is not Lease.QUARANTINED:
             lease.state = step(LEASE, lease.state, LeaseEvent.CONDEMN)
             self._count(lease, 1)
-            self.watch(lease, True)
+            self._quarantine(lease, True)
 
     def _end(self, lease: LeaseEntry, event: LeaseEvent) -> None:
         session, number = lease.session, lease.message.grant
         if lease.state is Lease.QUARANTINED:
             self._count(lease, -1)
-            self.watch(lease, False)
+            self._quarantine(lease, False)
         lease.state = step(LEASE, lease.state, event)
         del session.leases[number]
         self._peers.timers.clear(("lease", session.id, number))

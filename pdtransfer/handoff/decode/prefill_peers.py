@@ -62,12 +62,13 @@ class PrefillPeers:
         withdrawn: Callable[[str, float], tuple[Withdrawn, ...]],
         merged: Callable[[str, str, float], None],
         may_be_one: Callable[[str, str], bool],
+        unusable_changed: Callable[[], None],
     ) -> None:
         """`merged` is called with an endpoint and the peer that it stands for from now on."""
         self.identity, self._components, self._limits, self._mint, self._out = identity, components, limits, mint, out
         self._enable_hisparse = enable_hisparse
         self._up, self._lost, self._unreachable, self._quiet = up, lost, unreachable, quiet
-        self._merged, self._may_be_one = merged, may_be_one
+        self._merged, self._may_be_one, self._unusable_changed = merged, may_be_one, unusable_changed
         self._spellings: dict[str, tuple[str, int | None]] = {}  # other endpoints: the peer, and which of its processes
         self.timers: Timers[TimerKey] = Timers()
         self._table: Peers[PeerRecord] = Peers(
@@ -77,7 +78,6 @@ class PrefillPeers:
         )  # fmt: skip
         self.peers, self.gone, self.greet_soon = self._table.by_name, self._table.gone, self._table.greet_soon
         self.sessions: dict[int, SessionRecord] = {}  # condemned ones too, until they are proven quiet
-        self.watch: Callable[[], None] = lambda: None  # called when rooms may be expected of a peer, or no longer
 
     def resolve(self, name: str, now: float) -> str:
         """The name of the peer that an endpoint leads to: the endpoint itself, unless it stands for another."""
@@ -298,7 +298,7 @@ class PrefillPeers:
             session.state = step(SESSION, session.state, SessionEvent.REGISTER)
             self._table.fits(session.peer)
             self._up(self.peers[session.peer])
-            self.watch()
+            self._unusable_changed()
 
     def pong(self, name: str, message: Pong, now: float) -> None:
         """The peer is alive; another incarnation is another process, which has to be greeted again."""
@@ -406,7 +406,7 @@ class PrefillPeers:
             self.condemn(peer.session, cause, text, now)
         peer.liveness.last_seen, peer.liveness.incarnation, peer.identity = now, None, None
         if self._table.report(peer.name, text):
-            self.watch()
+            self._unusable_changed()
         self._unreachable(peer, cause, text, now)
 
     def _register(self, session: SessionRecord, now: float) -> None:

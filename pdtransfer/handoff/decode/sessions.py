@@ -53,10 +53,14 @@ class DecodeSessions:
         enable_hisparse: bool = False, prefix_cache: bool = True, verify: bool = False, bytes_ready: int | None = None,
         hbm_apart: bool = False, engine_slots: bool = False,
         may_be_one: Callable[[str, str], bool] = lambda _, __: False,
+        quarantine: Callable[[LeaseEntry, bool], None] = lambda _, __: None,
+        unusable_changed: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """With `hbm_apart` HBM is a separate memory, ready from the start. Rows whose writer cannot reach it land in
         the arena and are copied. With `engine_slots` each room brings its slots, and RoomDrained returns them.
-        `may_be_one` tells whether two endpoints lead to one process, if that says so at both."""
+        `may_be_one` tells whether two endpoints lead to one process, if that says so at both. `quarantine` is called
+        when a lease's quarantine begins (True) and ends, `unusable_changed` when what `PrefillPeers.unusable` returns
+        may be another."""
         self._limits, self._verify, self._enable_hisparse = limits, verify, enable_hisparse
         self.arena = SlotAllocator(components, bytes_ready, hbm_apart=hbm_apart, engine_slots=engine_slots)
         prefix_cache = prefix_cache and not engine_slots
@@ -75,8 +79,9 @@ class DecodeSessions:
             enable_hisparse=enable_hisparse,
             up=lambda peer: self._connect(peer.name), lost=self._session_lost, unreachable=self._peer_unreachable,
             quiet=self._quiet, withdrawn=withdrawals.in_hello, merged=self._peers_merged, may_be_one=may_be_one,
+            unusable_changed=unusable_changed,
         )  # fmt: skip
-        self.leases = Leases(self.prefill_peers, self.cache, limits, self._out.append)
+        self.leases = Leases(self.prefill_peers, self.cache, limits, self._out.append, quarantine=quarantine)
         self.prefix_publish = PrefixPublish(self.cache, self.prefill_peers.timers)
         self.post_landing = PostLanding(self.cache, self._out.append, hbm_apart=hbm_apart)
 

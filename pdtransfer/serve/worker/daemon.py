@@ -278,8 +278,8 @@ async def _lead(
     settings, port = replace(settings, group=await group.members(config.node)), ThreadQueues[Order]()
     backing: asyncio.Task[None] | None = None
     if isinstance(config, PrefillConfig):
-        daemon = PrefillDaemon(config, settings, engine, port, shared.registry, group, shared.journeys, shared.ended)
-        daemon.node.condemned = shared.died.set
+        given = port, shared.registry, group, shared.journeys, shared.ended, shared.died.set
+        daemon = PrefillDaemon(config, settings, engine, *given)
     else:
         assert arena is not None
         given = arena, port, shared.registry, group, shared.journeys, shared.ended
@@ -364,8 +364,7 @@ async def _follow(
     follower, steps = Follower(group, port, reload_all), follower_steps(port)
     given = (port, steps, follower, shared.registry, shared.journeys)
     if isinstance(config, PrefillConfig):
-        rank = PrefillRank(config, settings, engine, *given)
-        rank.node.condemned = shared.died.set
+        rank = PrefillRank(config, settings, engine, *given, condemned=shared.died.set)
     else:
         assert arena is not None
         rank = DecodeRank(config, settings, engine, arena, *given)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from ...client.settings import NodeSettings
+from ...client.settings import NodeSettings, Others
 from ...client.thread_queues import ThreadQueues
 from ...clock_name import clock_digest
 from ...errors import ArenaFullError, Cause, LocalProtocolError, RemoteProtocolError
@@ -58,7 +58,7 @@ class DecodeDaemon:
         self._journeys, ended = journeys or Journeys(), ended or EndedRequests()
         self.rank = DecodeRank(
             config, settings, engine, arena, port, steps, self, registry, self._journeys,
-            others=self._receive, leased=self._leased,
+            others=Others(self._receive, self._gone), leased=self._leased, unusable_changed=self._report_soon,
         )  # fmt: skip
         ended.subscribe(self.rank.times.ended)
         self.node, self.thread = self.rank.node, self.rank.thread
@@ -68,14 +68,6 @@ class DecodeDaemon:
             facts=WorkerFacts("decode", config.node, engine.card.model), full_sampling=engine.card.full_sampling,
             metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
         )  # fmt: skip
-        self.node.others_gone = self.desk.gone
-        # Routers hear of it at once, and not with the next Ping: they choose no pair that cannot room together.
-        loop = asyncio.get_running_loop()
-
-        def report_soon() -> None:
-            loop.call_soon(self.desk.report_load)
-
-        self.node.core.prefill_peers.watch = report_soon
 
     @property
     def idle(self) -> bool:
@@ -195,6 +187,13 @@ class DecodeDaemon:
         if router:
             self.desk.receive(peer, message)
         return router
+
+    def _gone(self, peer: str, evidence: str) -> None:
+        self.desk.gone(peer, evidence)
+
+    def _report_soon(self) -> None:
+        """Routers get it at once, and not with the next Ping: they choose no pair that cannot work together."""
+        asyncio.get_running_loop().call_soon(self.desk.report_load)
 
     def introduce(self, peers: tuple[str, ...]) -> None:
         """Opens sessions with prefill ranks that rooms may name, on every rank."""

@@ -92,8 +92,10 @@ class DecodeRank:
         *,
         others: Others | None = None,
         leased: Callable[[int], None] = lambda _: None,
+        unusable_changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`others` takes messages of peers other than prefill ranks; `leased` takes the ids of rooms with slots."""
+        """`others` takes messages of peers other than prefill ranks; `leased` takes the ids of rooms with slots;
+        `unusable_changed` as DecodeNode has it."""
         self._reports, self.journeys, self._leased = reports, journeys, leased
         self.times = DecodeTimes(registry)
         self.node = DecodeNode(
@@ -107,9 +109,10 @@ class DecodeRank:
             enable_hisparse=config.enable_hisparse,
             prefix_cache=config.prefix_cache,
             verify=config.verify,
-            others=others or self._unknown,
+            others=others or Others(self._unknown),
             leased=self._on_leased,
             quarantined=self.times.quarantined,
+            unusable_changed=unusable_changed,
         )
         figures = (lambda: engine.figures) if config.enable_hisparse else None
         self.metrics = DecodeMetrics(self.node, registry, figures)

@@ -8,9 +8,11 @@ drained.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry
 
-from ...client.settings import NodeSettings
+from ...client.settings import NodeSettings, Others
 from ...client.thread_queues import ThreadQueues
 from ...clock_name import clock_digest
 from ...errors import Cause, RemoteProtocolError
@@ -41,16 +43,18 @@ class PrefillDaemon:
         group: GroupLeader | None = None,
         journeys: Journeys | None = None,
         ended: EndedRequests | None = None,
+        condemned: Callable[[], None] = lambda: None,
     ) -> None:
-        """`ended` gets a record of each room at its end."""
+        """`ended` gets a record of each room at its end; `condemned` as PrefillNode has it."""
         self.config, self.port, self.group = config, port, group or GroupLeader()
         self.group.reported = self._on_report
         announce = None if self.group.size == 1 else self.group.step
         steps = leader_steps(engine, port, announce)
         self._journeys, ended = journeys or Journeys(), ended or EndedRequests()
         self.rank = PrefillRank(
-            config, settings, engine, port, steps, self, registry, self._journeys, others=self._receive
-        )
+            config, settings, engine, port, steps, self, registry, self._journeys,
+            others=Others(self._receive, self._gone), condemned=condemned,
+        )  # fmt: skip
         ended.subscribe(self.rank.times.ended)
         self.node, self.thread = self.rank.node, self.rank.thread
         self._totals = DaemonTotals()
@@ -59,7 +63,6 @@ class PrefillDaemon:
             facts=WorkerFacts("prefill", config.node, engine.card.model), full_sampling=engine.card.full_sampling,
             metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
         )  # fmt: skip
-        self.node.others_gone = self.desk.gone
         self._tokens = 0  # of the prompts whose pages an engine has, or waits for
 
     @property
@@ -132,6 +135,9 @@ class PrefillDaemon:
         if router:
             self.desk.receive(peer, message)
         return router
+
+    def _gone(self, peer: str, evidence: str) -> None:
+        self.desk.gone(peer, evidence)
 
     def introduce(self, peers: tuple[str, ...]) -> None:
         """Decode dials."""

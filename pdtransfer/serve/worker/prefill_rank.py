@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from ...client.prefill_node import PrefillNode
-from ...client.settings import NodeSettings, Others
+from ...client.settings import NO_OTHERS, NodeSettings, Others
 from ...client.thread_queues import ThreadQueues
 from ...errors import Cause, RemoteProtocolError
 from ...handoff.effects import PrefillEvent, RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased
@@ -86,9 +87,11 @@ class PrefillRank:
         registry: CollectorRegistry,
         journeys: Journeys,
         *,
-        others: Others | None = None,
+        others: Others = NO_OTHERS,
+        condemned: Callable[[], None] = lambda: None,
     ) -> None:
-        """`others` takes messages of peers that are no decode rank: on the leader, those of routers."""
+        """`others` takes messages of peers that are no decode rank: on the leader, those of routers. `condemned` as
+        PrefillNode has it."""
         self._reports, self.journeys, self.times = reports, journeys, PrefillTimes(registry)
         ranks = settings.ranks
         self._picks = ranks.pp_rank == ranks.pp_size - 1 and ranks.tp_rank == 0
@@ -112,6 +115,7 @@ class PrefillRank:
             others=others,
             spans=journeys.spans,
             handed_off=self.times.handed_off,
+            condemned=condemned,
         )
         self.metrics = PrefillMetrics(self.node, registry)
         self.thread = PrefillThread(engine, port, self.on_outcomes, steps)

@@ -24,6 +24,7 @@ from pdtransfer.bus.keys import revoked
 from pdtransfer.client.core_driver import EffectRunner, LoopClock, Ticker
 from pdtransfer.client.decode_node import DecodeNode
 from pdtransfer.client.prefill_node import PrefillNode
+from pdtransfer.client.settings import Others
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
@@ -703,7 +704,7 @@ async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
         seen.append((peer, type(message).__name__))
         return isinstance(message, Ping)
 
-    node = PrefillNode(settings("p"), [component(SOURCE)], lambda _: None, others=others)
+    node = PrefillNode(settings("p"), [component(SOURCE)], lambda _: None, others=Others(others))
     endpoint = await node.bus.bind("tcp://127.0.0.1:0")
     try:
         async with stranger(endpoint) as other:

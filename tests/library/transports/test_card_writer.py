@@ -582,8 +582,8 @@ async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
 async def test_a_writer_of_unknown_outcome_condemns_its_process(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, condemned = PrefillNode(settings("p"), (), lambda _: None), list[int]()
-    node.condemned = lambda: condemned.append(1)
+    condemned = list[int]()
+    node = PrefillNode(settings("p"), (), lambda _: None, condemned=lambda: condemned.append(1))
     node._perform(FenceWriter(7))
     await until(lambda: not node._tasks)
     assert not condemned, "what was never mapped has left nothing unknown"

@@ -213,7 +213,7 @@ class DecodeSessions:
 
     def lifted(self, session_id: int, grant: int, detail: str, now: float) -> list[DecodeEffect]:
         """Answers Lift: nothing is copied any more. Every row is in HBM, unless `detail` says why not."""
-        self._after_landing(*self.post_landing.hbm_copies.end(session_id, grant, detail), now)
+        self._after_landing(*self.post_landing.lifted(session_id, grant, detail), now)
         return self._effects(now)
 
     def _after_landing(self, room: RoomRecord, wrong: str, now: float) -> None:

@@ -99,13 +99,18 @@ class DecodeMetrics(Collector):
         quarantined = core.leases.quarantined_bytes
         yield GaugeMetricFamily("pdtransfer_quarantined_bytes", "Leased to writers not proven quiet", quarantined)
         yield _quarantined(core.prefill_peers.peers.values())
-        matched, mismatched = core.post_landing.verifications.matched, core.post_landing.verifications.mismatched
-        yield CounterMetricFamily("pdtransfer_grants_verified", "Grants read back that hold what was sent", matched)
-        yield CounterMetricFamily("pdtransfer_grants_mismatched", "Grants with another checksum, or none", mismatched)
+        landed = core.post_landing
+        yield CounterMetricFamily(
+            "pdtransfer_grants_verified", "Grants read back that hold what was sent", landed.matched
+        )
+        yield CounterMetricFamily(
+            "pdtransfer_grants_mismatched", "Grants with another checksum, or none", landed.mismatched
+        )
         for of, what in LIFTED.items():
-            lifts = core.post_landing.hbm_copies
-            yield CounterMetricFamily(f"pdtransfer_{of}_copies", f"{what} that landed in DRAM first", lifts.copies[of])
-            yield CounterMetricFamily(f"pdtransfer_{of}_copied_bytes", f"{what} copied up from DRAM", lifts.bytes[of])
+            yield CounterMetricFamily(f"pdtransfer_{of}_copies", f"{what} that landed in DRAM first", landed.copies[of])
+            yield CounterMetricFamily(
+                f"pdtransfer_{of}_copied_bytes", f"{what} copied up from DRAM", landed.copied_bytes[of]
+            )
         inflight = core.admission.inflight_bytes
         yield GaugeMetricFamily("pdtransfer_inflight_bytes", "Granted and not yet landed", inflight)
         yield _transports(self._node)

@@ -50,7 +50,7 @@ def test_both_components_of_a_room_are_exact_to_the_byte_and_nothing_else_is_tou
         for room, tokens in ROOMS:
             into.add(it.ready(room), room, tokens)
         into.check(it)
-        assert it.core.post_landing.hbm_copies.copies.total() == (0 if direct else len(ROOMS))
+        assert it.core.post_landing.copies.total() == (0 if direct else len(ROOMS))
         (session,) = it.core.prefill_peers.sessions.values()
         assert session.hbm_direct is direct
         assert untouched(it) is direct, "where rows are written to HBM, the arena's range stays as it is"

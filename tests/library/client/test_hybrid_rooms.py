@@ -200,8 +200,8 @@ async def test_rows_are_verified_in_every_host_layout(name: str, granular: bool)
         await it.ready(1)
         await it.ready(2)
         assert it.right
-        verifications = it.decode.core.post_landing.verifications
-        assert (verifications.matched, verifications.mismatched) == (2, 0)
+        landed = it.decode.core.post_landing
+        assert (landed.matched, landed.mismatched) == (2, 0)
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -393,11 +393,7 @@ class DecodeNode(Process):
         leases = [lease for session in core.prefill_peers.sessions.values() for lease in session.leases.values()]
         held = {id(lease.holding): lease.holding for lease in leases}
         held |= {id(room.holding): room.holding for room in core.rooms.values() if room.holding is not None}
-        held |= {
-            id(reading.lease.holding): reading.lease.holding
-            for reading in core.post_landing.verifications._open.values()
-        }
-        held |= {id(each.holding): each.holding for each in core.post_landing.hbm_copies._open.values()}
+        held |= {id(landed.lease.holding): landed.lease.holding for landed in core.post_landing._open.values()}
         blocks = core.cache._blocks
         for place, free in enumerate(core.arena.free):
             taken = sum(int(holding.own[place][:, 1].sum()) for holding in held.values())

@@ -75,8 +75,8 @@ def test_a_dense_room_is_ready_when_its_rows_were_copied_up() -> None:
     assert int(rows.extents[:, 1].sum()) == 8, "growth is not copied, nor what is in DRAM"
     (ready,) = of(end.lifted(lift), RoomReady)
     assert ready.kv_bytes == kv_bytes(8)
-    lifts = end.core.post_landing.hbm_copies
-    assert (lifts.copies, lifts.bytes) == ({"dense": 1}, {"dense": 8 * LAYERS * ROW})
+    lifts = end.core.post_landing
+    assert (lifts.copies, lifts.copied_bytes) == ({"dense": 1}, {"dense": 8 * LAYERS * ROW})
 
 
 def test_a_sparse_rooms_kv_is_never_copied() -> None:
@@ -85,7 +85,7 @@ def test_a_sparse_rooms_kv_is_never_copied() -> None:
     effects = end.land(end.granted(1, tokens=8, enable_hisparse=True))
     assert of(effects, Lift) == []
     assert of(effects, RoomReady)
-    assert not end.core.post_landing.hbm_copies.copies
+    assert not end.core.post_landing.copies
 
 
 def test_what_its_writer_puts_there_itself_is_not_copied() -> None:
@@ -137,7 +137,7 @@ def test_a_copy_that_fails_fails_its_room_and_gives_its_slots_back() -> None:
     assert failed.cause is Cause.TRANSFER
     assert "not copied to HBM: the GPU is gone" in failed.detail
     assert end.free == [SLOTS, SLOTS, DENSE_SLOTS]
-    assert end.core.post_landing.hbm_copies.copies == {}
+    assert end.core.post_landing.copies == {}
 
 
 def test_a_room_that_nobody_copies_up_fails_at_its_deadline_and_keeps_its_slots() -> None:
@@ -238,10 +238,10 @@ def test_dense_rows_land_in_hbm_and_sparse_ones_stay_in_dram_to_the_byte() -> No
             target.land(slots_of_pages(of_room, 16, 40), ready.slots["kv"][:40])
         assert dram.holds(pair.target.memory)
         assert (pair.hbm == hbm.pool.memory).all()
-        lifts = core_of(pair.decode).post_landing.hbm_copies
+        lifts = core_of(pair.decode).post_landing
         assert lifts.copies == {"dense": 2}
         node = node_of(pair.decode)
-        assert node.lifted_bytes == lifts.bytes["dense"] == 80 * pair.target.layout.row_bytes
+        assert node.lifted_bytes == lifts.copied_bytes["dense"] == 80 * pair.target.layout.row_bytes
         for room in pages:
             pair.decode.release(room)
 
@@ -253,7 +253,7 @@ def test_verified_rows_are_copied_up_as_well() -> None:
         ready, hbm = pair.ready(1), expected(pair)
         hbm.land(slots_of_pages(pages, 16, 100), ready.slots["kv"])
         assert (pair.hbm == hbm.pool.memory).all()
-        assert core_of(pair.decode).post_landing.verifications.matched == 1
+        assert core_of(pair.decode).post_landing.matched == 1
 
 
 def test_a_prompt_that_others_have_left_in_hbm_is_copied_up_once() -> None:
@@ -265,7 +265,7 @@ def test_a_prompt_that_others_have_left_in_hbm_is_copied_up_once() -> None:
             pair.send(room, 64)
             assert pair.ready(room).prefix == (0 if room == 1 else 64)
             pair.decode.release(room)
-        assert core_of(pair.decode).post_landing.hbm_copies.bytes["dense"] == 64 * pair.target.layout.row_bytes
+        assert core_of(pair.decode).post_landing.copied_bytes["dense"] == 64 * pair.target.layout.row_bytes
 
 
 def test_what_landed_before_hbm_is_not_what_the_engine_reads() -> None:

@@ -59,7 +59,7 @@ def test_a_room_is_ready_when_what_has_landed_was_read_back_and_is_what_was_sent
         assert asked.extents.tolist() == unpack_extents("x", part.extents).tolist()
     (ready,) = of(decode.verified(grant, SUM), RoomReady)
     assert (ready.room, ready.aux) == (7, b"first")
-    assert (decode.core.post_landing.verifications.matched, decode.core.post_landing.verifications.mismatched) == (1, 0)
+    assert (decode.core.post_landing.matched, decode.core.post_landing.mismatched) == (1, 0)
     decode.core.release(7, decode.now)
     assert decode.free == ALL_FREE
     assert decode.core.idle
@@ -85,7 +85,7 @@ def test_a_sum_that_differs_fails_the_room_and_names_grant_peer_and_both_values(
     for what in (P, "grant 1", SENT.hex(), (SUM + 1).to_bytes(8, "little").hex()):
         assert what in failed.detail
     assert decode.free == ALL_FREE, "writing has ended, and reading has"
-    assert decode.core.post_landing.verifications.mismatched == 1
+    assert decode.core.post_landing.mismatched == 1
     assert decode.core.idle
 
 
@@ -109,7 +109,7 @@ def test_rows_that_cannot_be_read_fail_the_room() -> None:
     grant = decode.granted(7)
     decode.land(grant, checksum=SENT)
     assert "out of order" in of(decode.verified(grant, 0, "out of order"), RoomFailed)[0].detail
-    assert decode.core.post_landing.verifications.mismatched == 0
+    assert decode.core.post_landing.mismatched == 0
 
 
 def test_a_node_that_does_not_verify_asks_for_nothing_and_ignores_a_sum() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.admission import Admission
 from pdtransfer.handoff.decode.leases import Leases
-from pdtransfer.handoff.decode.post_landing import HbmCopies, PostLanding, Verifications
+from pdtransfer.handoff.decode.post_landing import LandedGrant, PostLanding
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.effects import Lift, Verify
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
 from pdtransfer.handoff.prefill.writer_grants import WriterGrant
 from pdtransfer.handoff.prefix import PrefixCache
@@ -112,67 +113,59 @@ def arena_grows_no_more(patch: Patch) -> None:
 
 def checksums_not_compared(patch: Patch) -> None:
     """What was read back is right, whatever the writer has said."""
-    end = Verifications.end
-
-    def trusting(self: Verifications, session: int, grant: int, checksum: int, detail: str) -> Any:
-        said = int.from_bytes(self._open[session, grant].checksum, "little")
-        return end(self, session, grant, said, detail)
-
-    patch(Verifications, "end", trusting)
+    patch(LandedGrant, "unlike", lambda self, checksum: "")
 
 
 def ready_before_it_is_read(patch: Patch) -> None:
     """A room is READY with its last Landed, while its rows are read back."""
-    begin, end = Verifications.begin, Verifications.end
-
-    def uncounted(self: Verifications, room: Any, *args: Any) -> str:
-        wrong = begin(self, room, *args)
-        room.post_landing_count -= not wrong
-        return wrong
-
-    def ended(self: Verifications, session: int, grant: int, *args: Any) -> Any:
-        self._open[session, grant].room.post_landing_count += 1
-        return end(self, session, grant, *args)
-
-    patch(Verifications, "begin", uncounted)
-    patch(Verifications, "end", ended)
+    _uncounted(patch, Verify)
 
 
 def ready_before_it_is_copied_up(patch: Patch) -> None:
     """A room is READY with its last Landed, while its rows are copied up."""
-    begin, end = HbmCopies.begin, HbmCopies.end
+    _uncounted(patch, Lift)
 
-    def uncounted(self: HbmCopies, room: Any, lease: LeaseEntry) -> None:
-        before = room.post_landing_count
-        begin(self, room, lease)
-        room.post_landing_count = before
 
-    def ended(self: HbmCopies, session: int, grant: int, *args: Any) -> Any:
-        self._open[session, grant].room.post_landing_count += 1
-        return end(self, session, grant, *args)
+def _uncounted(patch: Patch, order: type[Verify | Lift]) -> None:
+    """A room does not wait for this order of one of its grants."""
+    begin, end = PostLanding._begin, PostLanding._end
 
-    patch(HbmCopies, "begin", uncounted)
-    patch(HbmCopies, "end", ended)
+    def uncounted(self: PostLanding, landed: LandedGrant) -> None:
+        begin(self, landed)
+        landed.room.post_landing_count -= isinstance(landed.order, order)
+
+    def ended(self: PostLanding, session: int, grant: int) -> LandedGrant:
+        landed = self._open[session, grant]
+        landed.room.post_landing_count += isinstance(landed.order, order)
+        return end(self, session, grant)
+
+    patch(PostLanding, "_begin", uncounted)
+    patch(PostLanding, "_end", ended)
 
 
 def slots_not_claimed_while_they_are_copied_up(patch: Patch) -> None:
     """The slots of a room that fails while it is copied up are free at once."""
-    begin, end = HbmCopies.begin, HbmCopies.end
+    _unclaimed(patch, Lift)
 
-    def unclaimed(self: HbmCopies, room: Any, lease: LeaseEntry) -> None:
-        before = len(self)
-        begin(self, room, lease)
-        lease.holding.claims -= len(self) - before
 
-    def ended(self: HbmCopies, session: int, grant: int, *args: Any) -> Any:
-        holding = self._open[session, grant].holding
-        holding.claims += 2
-        found = end(self, session, grant, *args)
-        holding.claims -= 1
-        return found
+def _unclaimed(patch: Patch, order: type[Verify | Lift]) -> None:
+    """Slots are not claimed for this order of a grant."""
+    begin, end = PostLanding._begin, PostLanding._end
 
-    patch(HbmCopies, "begin", unclaimed)
-    patch(HbmCopies, "end", ended)
+    def unclaimed(self: PostLanding, landed: LandedGrant) -> None:
+        begin(self, landed)
+        landed.lease.holding.claims -= isinstance(landed.order, order)
+
+    def ended(self: PostLanding, session: int, grant: int) -> LandedGrant:
+        landed = self._open[session, grant]
+        wrong = isinstance(landed.order, order)
+        landed.lease.holding.claims += 2 * wrong
+        end(self, session, grant)
+        landed.lease.holding.claims -= wrong
+        return landed
+
+    patch(PostLanding, "_begin", unclaimed)
+    patch(PostLanding, "_end", ended)
 
 
 def copied_up_before_it_has_landed(patch: Patch) -> None:
@@ -186,7 +179,7 @@ def copied_up_before_it_has_landed(patch: Patch) -> None:
         first = room is not None and lease in room.leases and id(lease) not in begun
         if isinstance(message, Granted) and first and not lease.message.verify:
             begun.add(id(lease))
-            self.post_landing.hbm_copies.begin(room, lease)
+            self.post_landing.lift(room, lease)
         on_grant_message(self, session, message, now)
 
     def once(self: PostLanding, room: Any, lease: LeaseEntry, checksum: bytes) -> str:
@@ -204,45 +197,30 @@ def copied_up_from_where_no_card_reaches(patch: Patch) -> None:
 
 def landed_taken_for_lifted(patch: Patch) -> None:
     """What lies in the arena is not copied up."""
-    patch(HbmCopies, "begin", lambda self, room, lease: None)
+    patch(PostLanding, "lift", lambda self, room, lease: None)
 
 
 def wrong_rows_copied_all_the_same(patch: Patch) -> None:
     """A room whose copy failed is READY."""
-    end = HbmCopies.end
-    patch(HbmCopies, "end", lambda self, session, grant, detail: end(self, session, grant, ""))
+    lifted = PostLanding.lifted
+    patch(PostLanding, "lifted", lambda self, session, grant, detail: lifted(self, session, grant, ""))
 
 
 def ready_with_the_first_sum(patch: Patch) -> None:
     """A room of several ranks is READY when the first of its grants was read back."""
-    end = Verifications.end
+    end = PostLanding._end
 
-    def hasty(self: Verifications, *args: Any) -> Any:
-        found = end(self, *args)
-        found[0].post_landing_count = 0
-        return found
+    def hasty(self: PostLanding, session: int, grant: int) -> LandedGrant:
+        landed = end(self, session, grant)
+        landed.room.post_landing_count = 0
+        return landed
 
-    patch(Verifications, "end", hasty)
+    patch(PostLanding, "_end", hasty)
 
 
 def rows_not_claimed_while_they_are_read(patch: Patch) -> None:
     """The slots of a room that fails while it is read back are free at once."""
-    begin, end = Verifications.begin, Verifications.end
-
-    def unclaimed(self: Verifications, room: Any, lease: LeaseEntry, checksum: bytes) -> str:
-        wrong = begin(self, room, lease, checksum)
-        lease.holding.claims -= not wrong
-        return wrong
-
-    def ended(self: Verifications, session: int, grant: int, *args: Any) -> Any:
-        holding = self._open[session, grant].lease.holding
-        holding.claims += 2
-        found = end(self, session, grant, *args)
-        holding.claims -= 1
-        return found
-
-    patch(Verifications, "begin", unclaimed)
-    patch(Verifications, "end", ended)
+    _unclaimed(patch, Verify)
 
 
 def wrong_rows_taken_for_a_breach(patch: Patch) -> None:
@@ -250,10 +228,10 @@ def wrong_rows_taken_for_a_breach(patch: Patch) -> None:
     verified = DecodeSessions.verified
 
     def strict(self: DecodeSessions, session_id: int, *args: Any) -> Any:
-        before, now = self.post_landing.verifications.mismatched, args[-1]
+        before, now = self.post_landing.mismatched, args[-1]
         effects = verified(self, session_id, *args)
         session = self.prefill_peers.sessions.get(session_id)
-        if self.post_landing.verifications.mismatched > before and session is not None:
+        if self.post_landing.mismatched > before and session is not None:
             self.prefill_peers.condemn(session, Cause.TRANSFER, "wrong rows", now)
         return effects + self._effects(now)
 

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from ..bus.keys import AllowList
 from ..errors import LocalProtocolError, PDTransferError
-from ..handoff.decode.room_request import RoomRequest, place
+from ..handoff.decode.room_request import RoomRequest, chosen_rows
 from ..handoff.effects import (
     DecodeEvent,
     PrefillEvent,
@@ -453,16 +453,16 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         if (slots is not None) is not self.engine_slots:
             wanted = "needs slots" if self.engine_slots else "takes no slots"
             raise LocalProtocolError(f"slots: a client made with engine_slots={self.engine_slots} {wanted}")
-        placed = None
+        chosen = None
         if slots is not None:
             if prompt is not None or growth:
-                raise LocalProtocolError("slots: chosen by the engine, they leave no place for a prompt or for growth")
-            placed = place(self._components, slots, tokens=tokens, prefix=prefix, enable_hisparse=enable_hisparse)
+                raise LocalProtocolError("slots: chosen by the engine, they leave no room for a prompt or for growth")
+            chosen = chosen_rows(self._components, slots, tokens=tokens, prefix=prefix, enable_hisparse=enable_hisparse)
         keys = () if prompt is None else self._node.core.cache.keys(_token_ids(prompt, tokens), salt)
         self._begin(room, tokens)
         request = RoomRequest(
             room=room, tokens=tokens, sources=sources, time_left_s=time_left_s, growth=growth, prefix=prefix, keys=keys,
-            enable_hisparse=enable_hisparse, placed=placed, whole_group=whole_group,
+            enable_hisparse=enable_hisparse, chosen=chosen, whole_group=whole_group,
         )  # fmt: skip
         self._port.to_loop(lambda: self._node.expect(request))
 

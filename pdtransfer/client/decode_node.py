@@ -144,7 +144,7 @@ class DecodeNode:
         except (LocalProtocolError, WorldError) as error:  # WorldError: this node can dial no more, others may
             cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
             self._tell(RoomFailed(request.room, cause, str(error)))
-            if request.placed is not None:
+            if request.chosen is not None:
                 self._tell(RoomDrained(request.room))
             self.withdraw(request.room, request.sources, f"{cause.value}: {error}")
             return

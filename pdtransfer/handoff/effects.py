@@ -61,10 +61,10 @@ class RoomReady(Struct, frozen=True):
     prefix: int = 0  # tokens that were not sent: the arena had them
 
 
-class LandedRows(Struct, frozen=True):
-    """Rows of a room from first_row on, in the order of `extents`; the component's bases are arena offsets."""
+class ComponentRows(Struct, frozen=True):
+    """One component's rows of a room, from first_row on, in the slots of `extents`."""
 
-    component: Component
+    component: Component  # with bases that are arena offsets
     first_row: int
     extents: Extents
 
@@ -76,7 +76,7 @@ class Verify(Struct, frozen=True):
     session: int
     grant: int
     room: int
-    parts: tuple[LandedRows, ...]
+    parts: tuple[ComponentRows, ...]
 
 
 class StopVerifying(Struct, frozen=True):
@@ -96,7 +96,7 @@ class Lift(Struct, frozen=True):
     session: int
     grant: int
     room: int
-    parts: tuple[LandedRows, ...]
+    parts: tuple[ComponentRows, ...]
 
 
 class StopLifting(Struct, frozen=True):

@@ -201,7 +201,7 @@ class Holding:
     own: tuple[Extents, ...] = field(default=(), kw_only=True)  # in no block; freed with the holding
     blocks: Sequence[Block] = field(default=(), kw_only=True)  # from the prompt's first row on
     prefix: int = field(default=0, kw_only=True)  # tokens that the cache held when it was leased
-    placed_for: int | None = field(default=None, kw_only=True)  # the room whose slots the engine chose
+    chosen_for: int | None = field(default=None, kw_only=True)  # the room whose slots the engine chose
 
 
 class SlotAllocator:
@@ -217,7 +217,7 @@ class SlotAllocator:
     ) -> None:
         """With `hbm_apart` all slots of HBM components may be leased from the start: they are in another memory.
 
-        With `engine_slots` the engine's allocator chooses every slot (`place`). It knows nothing of backing, so all
+        With `engine_slots` the engine's allocator chooses every slot (`take`). It knows nothing of backing, so all
         slots may be taken from the start, and Grants wait until theirs are backed. Components may then lie in the same
         memory, each with its own layers, and share one numbering of slots.
         """
@@ -267,7 +267,7 @@ class SlotAllocator:
         own = tuple(extents)
         return Holding(own, own=own, bytes=byte_count)
 
-    def place(self, room: int, extents: tuple[Extents, ...]) -> Holding:
+    def take(self, room: int, extents: tuple[Extents, ...]) -> Holding:
         """Takes the slots that the engine chose for a room, with the room's own claim.
 
         Raises LocalProtocolError, with nothing taken, where a slot is taken already: its room has not drained.
@@ -280,7 +280,7 @@ class SlotAllocator:
                 name = labels(self.components)[index]
                 raise LocalProtocolError(f"slots: some of {name!r} belong to a room that has not drained")
             byte_count += self._row_bytes[index] * slot_count(own)
-        return Holding(extents, own=extents, bytes=byte_count, placed_for=room)
+        return Holding(extents, own=extents, bytes=byte_count, chosen_for=room)
 
     def drop(self, holding: Holding) -> bool:
         """Ends one claim; returns whether it was the last, so that the holding's own slots are free."""
@@ -290,8 +290,8 @@ class SlotAllocator:
             return False
         for free, extents in zip(self.free, holding.own, strict=True):
             free.free(extents)
-        if holding.placed_for is not None:
-            self.drained.append(holding.placed_for)
+        if holding.chosen_for is not None:
+            self.drained.append(holding.chosen_for)
         return True
 
     def lacking(self, rows: Sequence[int]) -> list[int]:

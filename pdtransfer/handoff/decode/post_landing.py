@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...layout.checksum import CHECKSUM_BYTES
 from ...wire import unpack_extents
-from ..effects import DecodeEffect, LandedRows, Lift, StopLifting, StopVerifying, Verify
+from ..effects import ComponentRows, DecodeEffect, Lift, StopLifting, StopVerifying, Verify
 from ..prefix import PrefixCache
 from ..states import DecodeRoom
 from ..timers import TimerKey, Timers
@@ -121,10 +121,10 @@ class PostLanding:
         return landed
 
 
-def _landed_rows(lease: LeaseEntry) -> tuple[LandedRows, ...]:
+def _landed_rows(lease: LeaseEntry) -> tuple[ComponentRows, ...]:
     return tuple(
         [
-            LandedRows(
+            ComponentRows(
                 lease.session.components[part.component], part.first_row, unpack_extents("Part.extents", part.extents)
             )
             for part in lease.message.parts

@@ -105,7 +105,7 @@ class DecodeSessions:
         """Leases the slots of a room and grants them to its sources.
 
         The room ends as RoomReady, or as RoomFailed with its root cause. Where its engine chose the slots, RoomDrained
-        follows either of them. Raises as RoomRequest.record, and as SlotAllocator.place.
+        follows either of them. Raises as RoomRequest.record, and as SlotAllocator.take.
         """
         names = partial(self.prefill_peers.resolve, now=now)
         room = request.record(self.cache, self.rooms, now + request.time_left_s, names)
@@ -113,15 +113,15 @@ class DecodeSessions:
             room, self.admission, rooms=len(self.rooms), draining=self.draining, enable_hisparse=self._enable_hisparse
         )
         if refused is not None:
-            self._out += [refused] if request.placed is None else [refused, RoomDrained(room.id)]
+            self._out += [refused] if request.chosen is None else [refused, RoomDrained(room.id)]
             self.withdrawals.add(room, reason_of(refused.cause, refused.detail), now)
             if not self.draining:  # they are told on a session, which there may be none of yet
                 for name in room.sources:
                     self.prefill_peers.redial(name, now)
             return self._effects(now)
         self.withdrawals.drop(room)
-        if request.placed is not None:
-            room.holding = self.arena.place(room.id, tuple([each.extents for each in request.placed]))
+        if request.chosen is not None:
+            room.holding = self.arena.take(room.id, tuple([rows.extents for rows in request.chosen]))
         self.rooms[room.id] = room
         self.prefill_peers.timers.set(("room", room.id, 0), room.deadline)
         if room.leaders:

@@ -143,7 +143,7 @@ def test_the_first_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: P
         ({"slots": {"kv": [*range(39), 3]}}, "slots of 'kv': slot 3 is there twice"),
         (
             {"slots": {"kv": np.arange(40)}, "growth": 1},
-            "slots: chosen by the engine, they leave no place for a prompt or for growth",
+            "slots: chosen by the engine, they leave no room for a prompt or for growth",
         ),
     ],
 )
@@ -351,12 +351,12 @@ def test_components_in_the_same_memory_share_their_slots() -> None:
     assert aliases([full, window, other]) == [0, 0, 2]
     arena = SlotAllocator([full, window, other], engine_slots=True)
     none = extents_of(np.empty(0, np.int64))
-    first = arena.place(1, (extents_of(np.array([3, 4, 7])), none, extents_of(np.array([3]))))
+    first = arena.take(1, (extents_of(np.array([3, 4, 7])), none, extents_of(np.array([3]))))
     with pytest.raises(LocalProtocolError, match="some of 'window' belong to a room"):
-        arena.place(2, (none, extents_of(np.array([4])), none))
+        arena.take(2, (none, extents_of(np.array([4])), none))
     assert arena.drop(first)
     assert arena.drained == [1]
-    arena.place(2, (none, extents_of(np.array([4])), none))
+    arena.take(2, (none, extents_of(np.array([4])), none))
 
 
 def test_a_component_that_lies_in_two_memories_joins_them() -> None:
@@ -377,7 +377,7 @@ def test_the_ledger_takes_exactly_what_is_chosen(seed: int) -> None:
             free = np.array(sorted(model))
             wanted = rng.permutation(free)[: rng.integers(0, 24)]
         try:
-            held.append(arena.place(room, (extents_of(wanted),)))
+            held.append(arena.take(room, (extents_of(wanted),)))
         except LocalProtocolError:
             assert not set(wanted.tolist()) <= model
         else:

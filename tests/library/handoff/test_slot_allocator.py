@@ -323,11 +323,11 @@ def test_exactly_the_chosen_slots_are_taken_or_none(wrong: tuple[tuple[int, int]
 def test_slots_of_a_room_that_cannot_be_placed_are_all_free_again() -> None:
     """The second component's are taken already: those of the first come back, and no room is told that it drained."""
     arena = SlotAllocator([component("kv", 32, 1), component("window", 16, 1, base=256)], engine_slots=True)
-    held = arena.place(1, (extents((0, 8)), extents((4, 4))))
+    held = arena.take(1, (extents((0, 8)), extents((4, 4))))
     with pytest.raises(LocalProtocolError, match="some of 'window' belong to a room that has not drained"):
-        arena.place(2, (extents((8, 8)), extents((0, 8))))
+        arena.take(2, (extents((8, 8)), extents((0, 8))))
     assert [each.free_slots for each in arena.free] == [24, 12]
     assert arena.drop(held)
     assert arena.drained == [1]
-    assert arena.drop(arena.place(2, (extents((8, 8)), extents((0, 8)))))
+    assert arena.drop(arena.take(2, (extents((8, 8)), extents((0, 8)))))
     assert [each.free_slots for each in arena.free] == [32, 16]

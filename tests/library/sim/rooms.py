@@ -11,7 +11,8 @@ import numpy as np
 
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff import effects as fx
-from pdtransfer.handoff.decode.room_request import PlacedRows, RoomRequest, place
+from pdtransfer.handoff.decode.room_request import RoomRequest, chosen_rows
+from pdtransfer.handoff.effects import ComponentRows
 from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.layout.layout import Component, expand_pages
@@ -274,11 +275,11 @@ class Target(_Part):
         keys = node.core.cache.keys(room.prompt, b"") if room.family else ()
         request = RoomRequest(
             room=room.id, tokens=room.tokens, sources=sources, time_left_s=seconds, growth=room.growth, keys=keys,
-            placed=placed, prefix=self.prefix, whole_group=whole_group,
+            chosen=placed, prefix=self.prefix, whole_group=whole_group,
         )  # fmt: skip
         node.perform(node.core.expect(request, node.clock))
 
-    def _choose(self) -> tuple[PlacedRows, ...] | None:
+    def _choose(self) -> tuple[ComponentRows, ...] | None:
         """What the engine chooses, and that it is not let choose what is nobody's; None without enough of it."""
         node, room, rng = self.node, self.room, self.world.rng
         rows = [component.rows(room.tokens) for component in node.components]
@@ -298,7 +299,7 @@ class Target(_Part):
             asked[component.name] = np.where(np.arange(count) < absent, -1, self.chosen[index])
             held = self.room.words(component, index, (0, self.first_rows[index]), holds(component))
             node.where(component)[places(component)[:, :, self.chosen[index][: self.first_rows[index]]]] = held
-        placed = place(node.components, asked, tokens=room.tokens, prefix=self.prefix)
+        placed = chosen_rows(node.components, asked, tokens=room.tokens, prefix=self.prefix)
         if rng.random() < 0.2:
             self._misuse(asked)
         others = [each for each in node.rooms.values() if each.chosen and not each.drained and each.life == node.life]
@@ -315,13 +316,13 @@ class Target(_Part):
                 changed = own.copy()
                 changed[first] = wrong
                 try:
-                    place(self.node.components, {**asked, component.name: changed}, tokens=self.room.tokens)
+                    chosen_rows(self.node.components, {**asked, component.name: changed}, tokens=self.room.tokens)
                 except LocalProtocolError:
                     self.world.seen["wrong slots refused"] += 1
                 else:
                     self.world.fail(f"room {self.room.id} may have slot {wrong} of {component.name}")
 
-    def _take_twice(self, placed: tuple[PlacedRows, ...], other: Target) -> None:
+    def _take_twice(self, placed: tuple[ComponentRows, ...], other: Target) -> None:
         """Slots of a room that has not drained are refused."""
         arena = self.node.core.arena
         parts = zip(other.chosen, other.first_rows, strict=True)
@@ -331,7 +332,7 @@ class Target(_Part):
         mixed = [taken if len(taken) else own.extents for taken, own in zip(theirs, placed, strict=True)]
         before = [free.free_slots for free in arena.free]
         try:
-            arena.place(self.room.id, tuple(mixed))
+            arena.take(self.room.id, tuple(mixed))
         except LocalProtocolError:
             self.world.seen["slots of another room refused"] += 1
         else:

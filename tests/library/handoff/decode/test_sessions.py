@@ -11,8 +11,9 @@ import pytest
 
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff.decode import waiting_rooms
-from pdtransfer.handoff.decode.room_request import PlacedRows, RoomRequest
+from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.effects import (
+    ComponentRows,
     Fence,
     Forget,
     HangUp,
@@ -1123,12 +1124,18 @@ def test_every_peer_without_a_session_is_being_greeted() -> None:
 # What is given back, and when
 
 
+def first_slots(end: DecodeEnd, *counts: int) -> tuple[ComponentRows, ...]:
+    """Rows from the first on of each component, in its first slots."""
+    components = zip(end.core.arena.components, counts, strict=True)
+    return tuple(ComponentRows(component, 0, extents_of(np.arange(count))) for component, count in components)
+
+
 @pytest.mark.parametrize("way", ["abort", "deadline", "failed", "silence", "goodbye", "reject"])
 def test_slots_that_an_engine_chose_are_given_back_with_their_lease_and_not_with_their_room(way: str) -> None:
     end = DecodeEnd(engine_slots=True)
     session = end.up()
-    placed = tuple(PlacedRows(0, extents_of(np.arange(rows))) for rows in (8, 2))
-    grant = end.granted(1, tokens=8, placed=placed, deadline=end.now + 5.0)
+    chosen = first_slots(end, 8, 2)
+    grant = end.granted(1, tokens=8, chosen=chosen, deadline=end.now + 5.0)
     end.hear(Granted(session, grant.grant))
     match way:
         case "abort":
@@ -1161,8 +1168,8 @@ def test_slots_that_an_engine_chose_are_given_back_with_the_last_of_their_leases
     end = DecodeEnd(engine_slots=True)
     end.up(P, holds=KV)
     end.up(P2, holds=C4)
-    placed = tuple(PlacedRows(0, extents_of(np.arange(rows))) for rows in (8, 2))
-    first, second = sent(end.expect(1, 8, P, P2, placed=placed), Grant)
+    chosen = first_slots(end, 8, 2)
+    first, second = sent(end.expect(1, 8, P, P2, chosen=chosen), Grant)
     end.core.abort(1, end.now)
     assert of(end.hear(Drained(first.session, first.grant)), RoomDrained) == []
     assert of(end.hear(Drained(second.session, second.grant), peer=P2), RoomDrained) == [RoomDrained(1)]

@@ -39,10 +39,10 @@ def drained_with_the_first_proof(patch: Patch) -> None:
     def hasty(self: SlotAllocator, holding: Holding) -> bool:
         before = len(self.drained)
         last = drop(self, holding)
-        if holding.placed_for is not None:
+        if holding.chosen_for is not None:
             del self.drained[before:]
             if holding.claims == 1:
-                self.drained.append(holding.placed_for)
+                self.drained.append(holding.chosen_for)
         return last
 
     patch(SlotAllocator, "drop", hasty)
@@ -87,17 +87,17 @@ def taken_twice(patch: Patch) -> None:
 
 def refused_slots_are_kept(patch: Patch) -> None:
     """Of several components of which one is refused the others stay taken."""
-    place = SlotAllocator.place
+    take = SlotAllocator.take
 
     def leaky(self: SlotAllocator, room: int, extents: tuple[Extents, ...]) -> Holding:
         free = FreeExtents.free
         FreeExtents.free = lambda *_: None
         try:
-            return place(self, room, extents)
+            return take(self, room, extents)
         finally:
             FreeExtents.free = free
 
-    patch(SlotAllocator, "place", leaky)
+    patch(SlotAllocator, "take", leaky)
 
 
 def any_slot_is_taken(patch: Patch) -> None:
@@ -110,7 +110,7 @@ def granted_before_it_is_backed(patch: Patch) -> None:
     covers = SessionRecord.covers
 
     def trusting(self: SessionRecord, holding: Holding, ready: int) -> bool:
-        return holding.placed_for is not None or covers(self, holding, ready)
+        return holding.chosen_for is not None or covers(self, holding, ready)
 
     patch(SessionRecord, "covers", trusting)
 

@@ -38,7 +38,7 @@ def card_of(device: str) -> int | None:
 
 def check_limits(limits: Limits) -> None:
     """Raises ConfigError for a limit outside its bounds, or above the limit that bounds it."""
-    values = {each.name: cast("float", getattr(limits, each.name)) for each in fields(limits)}
+    values = {limit.name: cast("float", getattr(limits, limit.name)) for limit in fields(limits)}
     for name, value in values.items():
         bound(f"limits.{name}", value, *LIMIT_BOUNDS.get(name, LIMIT_MILLISECONDS if "_ms" in name else LIMIT_COUNT))
     for name, value in values.items():

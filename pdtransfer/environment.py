@@ -81,8 +81,8 @@ def _source() -> str:
     checkout = _checkout()
     if checkout is None:
         try:
-            told = distribution("pdtransfer").read_text("direct_url.json") or "{}"
-            url = str(cast("dict[str, object]", json.loads(told)).get("url", ""))
+            document = distribution("pdtransfer").read_text("direct_url.json") or "{}"
+            url = str(cast("dict[str, object]", json.loads(document)).get("url", ""))
         except (PackageNotFoundError, ValueError):
             url = ""
         path = Path(unquote(url.removeprefix("file://")))

@@ -59,7 +59,7 @@ def read(path: Path) -> str:
 def names(directory: Path) -> list[str]:
     """Returns the sorted names in a directory; none where it cannot be read."""
     try:
-        return sorted(each.name for each in directory.iterdir())
+        return sorted(entry.name for entry in directory.iterdir())
     except OSError:
         return []
 
@@ -78,7 +78,7 @@ def sockets(root: Path) -> Iterator[tuple[str, str, int]]:
                 continue
             host, _, port = words[1].partition(":")
             try:
-                packed = b"".join(bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
+                packed = b"".join(bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8))
                 text = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
                 yield words[3], text, int(port, 16)
             except ValueError:

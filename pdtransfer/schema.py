@@ -62,8 +62,8 @@ def options(values: Mapping[str, str], kind: type[Named]) -> Named:
 
 def _field_error(text: str, value: object) -> RemoteProtocolError:
     """Splits msgspec's message into field and text, with the value where it is at hand."""
-    found = _PATH.match(text)
-    text, path = (found[1], found[2]) if found is not None else (text, "")
+    matched = _PATH.match(text)
+    text, path = (matched[1], matched[2]) if matched is not None else (text, "")
     if (missing := _MISSING.match(text)) is not None:
         return RemoteProtocolError(f"{path}.{missing[1]}" if path else missing[1], "missing")
     for step in _STEP.findall(path) if "..." not in path else ():

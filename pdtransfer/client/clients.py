@@ -211,7 +211,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
 
     `components` describe the engine's pools. The bases of their planes are addresses, or offsets in bytes from
     `pool_address`. If a model is spread over several ranks, they hold this rank's layers and heads, and
-    `settings.ranks` is its place. If n ranks hold the same rows of a component, `replicas` maps its name to
+    `settings.ranks` says which. If n ranks hold the same rows of a component, `replicas` maps its name to
     (index of this rank among them, n).
 
     `bind` is the tcp://host:port to listen on, port 0 for any; `endpoint` is where it listens once started.
@@ -271,7 +271,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         """
         if self._group_is_known:
             raise LocalProtocolError("group: it is known already; NodeSettings(group=None) leaves it to set_group")
-        names, endpoints = [each.node for each in members], [each.endpoint for each in members[1:]]
+        names, endpoints = [member.node for member in members], [member.endpoint for member in members[1:]]
         if names[:1] != [self._node_name] or len(names) > PEERS_MAX:
             raise LocalProtocolError(f"group: {names[:8]} are not 1..{PEERS_MAX} ranks with {self._node_name!r} first")
         if not all(endpoints) or len(set(names)) < len(names) or len(set(endpoints)) < len(endpoints):
@@ -320,11 +320,11 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         must not be freed, before RoomDrained. A cell without `after` waits for the event of the cell pushed before it.
         Raises LocalProtocolError for an unknown component and for pages that do not cover the rows.
         """
-        held = self._components.get(component)
-        if held is None:
+        pool = self._components.get(component)
+        if pool is None:
             raise LocalProtocolError(f"component: {component!r} must be one of {sorted(self._components)}")
-        slots = slots_of_rows(pages, held.layout.page_size, rows, skip=skip)
-        cell = Cell(component, rows[0], layers or held.layout.layer_range, slots)
+        slots = slots_of_rows(pages, pool.layout.page_size, rows, skip=skip)
+        cell = Cell(component, rows[0], layers or pool.layout.layer_range, slots)
         self._port.to_loop(lambda: self._node.push(room, cell, after=after))
 
     def finish(self, room: int, *, aux: bytes = b"", after: Event | None = None) -> None:

@@ -156,8 +156,8 @@ class DecodeNode:
 
     def way_of(self, room: int) -> tuple[str, str]:
         """The first prefill rank of the room, by its node, and the transport from it; empty where it is not known."""
-        known = self.core.rooms.get(room)
-        peer = self.core.prefill_peers.peers.get(known.sources[0]) if known is not None else None
+        record = self.core.rooms.get(room)
+        peer = self.core.prefill_peers.peers.get(record.sources[0]) if record is not None else None
         if peer is None or peer.identity is None:
             return "", ""
         return peer.identity.node, self.transport.name_of(peer.session.id) if peer.session is not None else ""
@@ -299,11 +299,13 @@ class DecodeNode:
 
     async def _offer(self, peer: str, session: int) -> None:
         loopback = await on_loopback(peer)
-        known, mine = self.core.prefill_peers.peers.get(peer), self.core.prefill_peers.sessions.get(session)
-        if known is None or known.identity is None or mine is None or mine.state is not SessionState.OFFERING:
+        identity, peers = None, self.core.prefill_peers
+        if (record := peers.sessions.get(session)) is not None and record.state is SessionState.OFFERING:
+            identity = peers.peers[peer].identity if peer in peers.peers else None
+        if identity is None:
             return  # it has ended meanwhile: nothing would ever end what is begun for it
         try:
-            reach = await self.transport.offer(session, peer, known.identity, loopback=loopback)
+            reach = await self.transport.offer(session, peer, identity, loopback=loopback)
         except TransportError as error:
             self._unoffered(session, str(error))
         else:
@@ -337,11 +339,11 @@ class DecodeNode:
                 self._unoffered(session, str(error))
 
     def _keep_line(self, session: int, line: socket.socket) -> None:
-        known = self.core.prefill_peers.sessions.get(session)
-        if known is None or known.state not in (SessionState.REGISTERING, SessionState.UP, SessionState.SLOW):
+        record = self.core.prefill_peers.sessions.get(session)
+        if record is None or record.state not in (SessionState.REGISTERING, SessionState.UP, SessionState.SLOW):
             disconnect(line)
         else:
-            self.bus.attach(known.peer, session, line, greeted=True)
+            self.bus.attach(record.peer, session, line, greeted=True)
 
     def _unoffered(self, session: int, text: str) -> None:
         self._run(self.core.unoffered(session, text, self._clock.now()))

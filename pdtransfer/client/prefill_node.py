@@ -50,7 +50,7 @@ class PrefillNode:
     """One prefill rank. `tell` gets the events for the engine.
 
     Peers that dial it get the layers and heads that `components` hold, and which of them other ranks hold as well
-    (`replicas`). `spans` gets each write, and each launch of a card. `condemned` is called once only the end of this
+    (`replicas`). `spans` gets each write, and each launch on a GPU. `condemned` is called once only the end of this
     process can prove the end of a write.
     """
 
@@ -78,7 +78,7 @@ class PrefillNode:
             spans=spans,
             lost=self._end_writer,
             broken=self._broken,
-            wake_hint=self._report_near,
+            wake_hint=self._wake_hint,
         )
         holds = holds_of(components, settings.ranks, replicas or {})
         identity = settings.identity("prefill", holds, self.transport.taken)
@@ -132,7 +132,7 @@ class PrefillNode:
     def push(self, room: int, cell: Cell, *, after: Event | None = None) -> None:
         """Offers a cell, whose rows are read once `after` has fired, until it is drained.
 
-        Without `after` it waits for the event of the room's cell before it. A wrong cell fails the room. A card waits
+        Without `after` it waits for the event of the room's cell before it. A wrong cell fails the room. A GPU waits
         for CUDA events itself, off the loop.
         """
         gate = self._gates.get(room) if after is None else ReadyGate(after)
@@ -161,18 +161,19 @@ class PrefillNode:
     def way_of(self, room: int) -> tuple[str, str]:
         """The first decode rank that has granted for the room, by its node or the name of its key, and the transport
         to it; empty where there is none."""
-        known = self.core.rooms.get(room)
-        if known is None or not known.grants:
+        record = self.core.rooms.get(room)
+        if record is None or not record.grants:
             return "", ""
-        session = known.grants[0].session
+        session = record.grants[0].session
         return session.peer.partition(":")[2], self.transport.name_of(session.id)
 
     @property
     def idle(self) -> bool:
         """Whether no room is open, no write is in flight, and no living decode rank has yet to acknowledge an end."""
         silent = self._clock.now() - self._silence_s
-        waits = (self.core.peers.get(each.peer) for each in self.core.sessions.values() if each.open and each.grants)
-        return not self.core.rooms and all(peer is None or peer.liveness.last_seen < silent for peer in waits)
+        waiting = {session.peer for session in self.core.sessions.values() if session.open and session.grants}
+        peers = [self.core.peers.get(name) for name in waiting]
+        return not self.core.rooms and all(peer is None or peer.liveness.last_seen < silent for peer in peers)
 
     def _report_gone(self, peer: str, gone: Gone | None) -> None:
         evidence = "" if gone is None else gone.text
@@ -183,8 +184,8 @@ class PrefillNode:
     def allow(self, allowed: AllowList) -> None:
         """Takes another allow-list. A peer that is not on it loses its sessions; nothing more is written for it."""
         for peer in self.bus.allow(allowed):
-            known = self.core.peers.get(peer)
-            self.receive(peer, revoked() if known is None else Goodbye(known.incarnation, REVOKED))
+            record = self.core.peers.get(peer)
+            self.receive(peer, revoked() if record is None else Goodbye(record.incarnation, REVOKED))
 
     async def close(self) -> None:
         """Fails open rooms, sends Goodbye, stops the clock, waits for what is in flight. Then pages may be reused."""
@@ -230,10 +231,10 @@ class PrefillNode:
                 self._end_writer(session)
 
     def _keep_line(self, session: int, line: socket.socket) -> None:
-        if (known := self.core.sessions.get(session)) is None:
+        if (record := self.core.sessions.get(session)) is None:
             disconnect(line)
         else:
-            self.bus.attach(known.peer, session, line, greeted=False)
+            self.bus.attach(record.peer, session, line, greeted=False)
 
     def _broken(self, room: int, error: Exception | str) -> None:
         self.abort(room, Cause.ENGINE, f"its event: {error}")
@@ -253,8 +254,8 @@ class PrefillNode:
                 took_s = (time.monotonic_ns() - landed_ns) / 1e9
                 handed_off(peer.partition(":")[2], self.transport.name_of(session.id), took_s)
 
-    def _report_near(self, order: Write) -> None:
-        self._run(self.core.near(order.session, order.write))
+    def _wake_hint(self, order: Write) -> None:
+        self._run(self.core.wake_hint(order.session, order.write))
 
     def _wrote(self, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
         self.stamp_ns = time.monotonic_ns()
@@ -307,8 +308,8 @@ class PrefillNode:
         try:
             if effect.session in self._fencing:  # its end would be taken for this one's
                 raise TransportError("an earlier session of the same id has not ended yet")
-            known = self.core.sessions.get(effect.session)
-            peer = known.peer if known is not None else ""
+            record = self.core.sessions.get(effect.session)
+            peer = record.peer if record is not None else ""
             bytes_ready = await self.transport.map(effect.session, effect.reach, effect.components, mapped, peer=peer)
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)

@@ -54,7 +54,7 @@ class NodeSettings:
     keys: KeyPair | None = None  # this node's own; they need an allow-list as well
     allowed: AllowList | None = None  # the peers that may connect
     insecure: bool = False  # lets other hosts connect without keys
-    ranks: Ranks = field(default_factory=Ranks)  # this rank's place in its model
+    ranks: Ranks = field(default_factory=Ranks)  # of this rank in its model
     # For the leader of a worker of several ranks: all of them, the leader first. None: set_group names them later.
     group: tuple[Member, ...] | None = ()
     limits: Limits = field(default_factory=Limits)

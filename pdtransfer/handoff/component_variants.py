@@ -15,7 +15,7 @@ def leased(components: Sequence[Component], *, enable_hisparse: bool) -> tuple[b
     """Whether a room of this kind uses each component."""
     repeated_names = _repeated_names(components)
     memory = "dram" if enable_hisparse else "hbm"
-    return tuple(each.name not in repeated_names or each.memory == memory for each in components)
+    return tuple(component.name not in repeated_names or component.memory == memory for component in components)
 
 
 def shares_prefixes(components: Sequence[Component], *, enable_hisparse: bool) -> bool:
@@ -26,17 +26,18 @@ def shares_prefixes(components: Sequence[Component], *, enable_hisparse: bool) -
 def labels(components: Sequence[Component]) -> tuple[str, ...]:
     """Names for people: with the memory, where a name is registered twice."""
     repeated_names = _repeated_names(components)
-    return tuple(f"{each.name} in {each.memory}" if each.name in repeated_names else each.name for each in components)
+    named = [(component.name, component.memory) for component in components]
+    return tuple(f"{name} in {memory}" if name in repeated_names else name for name, memory in named)
 
 
 def repeated(components: Sequence[Component]) -> str:
     """A name that is registered twice in one memory; empty without one."""
-    counts = Counter((each.name, each.memory) for each in components)
+    counts = Counter((component.name, component.memory) for component in components)
     return next((name for (name, _), count in counts.items() if count > 1), "")
 
 
 def _repeated_names(components: Sequence[Component]) -> frozenset[str]:
     memories: dict[str, set[str]] = {}
-    for each in components:
-        memories.setdefault(each.name, set()).add(each.memory)
-    return frozenset(name for name, found in memories.items() if len(found) > 1)
+    for component in components:
+        memories.setdefault(component.name, set()).add(component.memory)
+    return frozenset(name for name, registered in memories.items() if len(registered) > 1)

@@ -28,16 +28,16 @@ def _facts(theirs: Identity, ours: Identity) -> list[str]:
     """A line for each fact that differs; none where one of the two names no facts, or all are equal."""
     if not theirs.facts or not ours.facts:
         return []
-    there, here = ({fact.name: fact.value for fact in each.facts} for each in (theirs, ours))
+    their_facts, our_facts = ({fact.name: fact.value for fact in identity.facts} for identity in (theirs, ours))
     return [
-        _line(name, theirs, there.get(name), ours, here.get(name))
-        for name in dict.fromkeys([*here, *there])
-        if there.get(name) != here.get(name)
+        _line(name, theirs, their_facts.get(name), ours, our_facts.get(name))
+        for name in dict.fromkeys([*our_facts, *their_facts])
+        if their_facts.get(name) != our_facts.get(name)
     ]
 
 
-def _line(name: str, theirs: Identity, there: str | None, ours: Identity, here: str | None) -> str:
-    return f"{name}: {theirs.node} has {_value(there)}, {ours.node} {_value(here)}"[:TEXT_LENGTH_MAX]
+def _line(name: str, theirs: Identity, their_value: str | None, ours: Identity, our_value: str | None) -> str:
+    return f"{name}: {theirs.node} has {_value(their_value)}, {ours.node} {_value(our_value)}"[:TEXT_LENGTH_MAX]
 
 
 def _value(value: str | None) -> str:

@@ -80,7 +80,7 @@ class Liveness:
         if incarnation == self._left:
             return True
         late_ms = self._limits.silence_ms
-        return any(earlier == incarnation and (now - at) * 1e3 < late_ms for earlier, at in self._earlier)
+        return any(earlier == incarnation and (now - when) * 1e3 < late_ms for earlier, when in self._earlier)
 
     def restarted(self, incarnation: int, now: float) -> bool:
         """Takes this incarnation for the current one; returns whether it replaces another."""

@@ -42,9 +42,9 @@ class PrefixCache:
     ) -> None:
         self.arena = arena
         shared = leased(arena.components, enable_hisparse=True)
-        own = [each for each, whole in zip(arena.components, shared, strict=True) if whole]
-        self.block_tokens = block_tokens_of(own, limits.prefix_block_tokens) if enabled else 0
-        spans = [c.tokens_per_row if c.span.kind == "all" and c in own else 0 for c in arena.components]
+        components = [component for component, is_shared in zip(arena.components, shared, strict=True) if is_shared]
+        self.block_tokens = block_tokens_of(components, limits.prefix_block_tokens) if enabled else 0
+        spans = [c.tokens_per_row if c.span.kind == "all" and c in components else 0 for c in arena.components]
         self._rows = tuple(self.block_tokens // tokens_per_row if tokens_per_row else 0 for tokens_per_row in spans)
         self._block_bytes = sum(c.bytes_of(rows) for c, rows in zip(arena.components, self._rows, strict=True))
         self._blocks_max = limits.prefix_blocks_max
@@ -75,12 +75,12 @@ class PrefixCache:
 
     def longest(self, keys: Sequence[bytes]) -> list[Block]:
         """The cached blocks of these keys, up to the first that is missing."""
-        found: list[Block] = []
+        blocks: list[Block] = []
         for key in keys:
             if (block := self._blocks.get(key)) is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     @property
     def free_slots(self) -> list[int]:
@@ -95,18 +95,18 @@ class PrefixCache:
         The first is the second times the smallest free fraction of a component that such rooms use. Where no component
         has a row for each token, they are rooms.
         """
-        own = leased(self.arena.components, enable_hisparse=enable_hisparse)
-        parts = zip(self.arena.components, self.free_slots, self.arena.free, own, strict=True)
-        each = [(c, slots, of.ready) for c, slots, of, whole in parts if whole]
-        total = min([ready * c.tokens_per_row for c, _, ready in each if c.span.kind == "all"] or [each[0][2]])
-        return min([slots * total // max(1, ready) for _, slots, ready in each]), total
+        used = leased(self.arena.components, enable_hisparse=enable_hisparse)
+        parts = zip(self.arena.components, self.free_slots, self.arena.free, used, strict=True)
+        counted = [(c, slots, free.ready) for c, slots, free, is_used in parts if is_used]
+        total = min([ready * c.tokens_per_row for c, _, ready in counted if c.span.kind == "all"] or [counted[0][2]])
+        return min([slots * total // max(1, ready) for _, slots, ready in counted]), total
 
     def tokens_of(self, byte_count: int) -> int:
         """`byte_count` bytes of slots as tokens of rooms without HiSparse, in proportion to all slots."""
-        own = leased(self.arena.components, enable_hisparse=False)
-        each = zip(self.arena.components, self.arena.free, own, strict=True)
-        of = sum([c.bytes_of(free.ready) for c, free, whole in each if whole])
-        return byte_count * self.scarcest(enable_hisparse=False)[1] // max(1, of)
+        used = leased(self.arena.components, enable_hisparse=False)
+        parts = zip(self.arena.components, self.arena.free, used, strict=True)
+        total = sum([c.bytes_of(free.ready) for c, free, is_used in parts if is_used])
+        return byte_count * self.scarcest(enable_hisparse=False)[1] // max(1, total)
 
     def allocate(self, rows: Sequence[int], blocks: list[Block], *, queried: int = 0) -> Holding | None:
         """Leases slots for `rows[i]` rows of component i; `blocks` hold the first of them. None, with nothing changed,
@@ -129,7 +129,7 @@ class PrefixCache:
         self.changes += 1
         if blocks:
             holding.blocks, holding.prefix = blocks, len(blocks) * self.block_tokens
-            holding.extents = tuple(self._extents(blocks, at, own) for at, own in enumerate(holding.own))
+            holding.extents = tuple(self._extents(blocks, index, extents) for index, extents in enumerate(holding.own))
         self.queried_tokens += queried * self.block_tokens
         self.hit_tokens += holding.prefix
         return holding
@@ -201,8 +201,8 @@ class PrefixCache:
         gone = [self._idle.popitem(last=False)[1] for _ in range(count)]
         for block in gone:
             del self._blocks[block.key]
-        for at, free in enumerate(self.arena.free):
-            free.free(_joined(sorted(run for block in gone for run in block.runs[at])))
+        for index, free in enumerate(self.arena.free):
+            free.free(_joined(sorted(run for block in gone for run in block.runs[index])))
         self.evicted_blocks += count
 
     @staticmethod
@@ -234,13 +234,13 @@ def _pieces(extents: Extents, *, first: int, size: int, count: int) -> list[tupl
     """The runs of `count` pieces of `size` slots each, from the slot `first` of `extents` on."""
     if len(extents) == 1 and size:
         start = int(extents[0, 0]) + first
-        return [((at, size),) for at in range(start, start + count * size, size)]
+        return [((slot, size),) for slot in range(start, start + count * size, size)]
     pieces: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    at = 0  # slots assigned so far
+    assigned = 0  # slots assigned so far
     for start, length in cut(extents, first=first, count=count * size).tolist():
         used = 0
         while used < length:
-            taken = min(length - used, size - at % size)
-            pieces[at // size].append((start + used, taken))
-            used, at = used + taken, at + taken
+            taken = min(length - used, size - assigned % size)
+            pieces[assigned // size].append((start + used, taken))
+            used, assigned = used + taken, assigned + taken
     return [tuple(piece) for piece in pieces]

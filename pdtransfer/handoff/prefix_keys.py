@@ -20,7 +20,7 @@ def block_keys(root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int
     """A key for each of the first `blocks_max` full blocks of `prompt`, little-endian u32 token ids."""
     size, view = block_tokens * _ID_BYTES, memoryview(prompt)
     running, keys = sha256(root), list[bytes]()  # one running digest: a new one for each block takes twice as long
-    for at in range(0, min(len(prompt) // size, blocks_max) * size, size):
-        running.update(view[at : at + size])
+    for start in range(0, min(len(prompt) // size, blocks_max) * size, size):
+        running.update(view[start : start + size])
         keys.append(running.digest()[:KEY_BYTES])
     return tuple(keys)

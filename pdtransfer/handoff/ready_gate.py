@@ -40,7 +40,7 @@ class ReadyGate:
         self.broken = ""  # the reason why it never opens
         # A handle is valid as long as its event exists.
         self._events = tuple(event.events) if isinstance(event, AllEvents) else (event,)
-        handles = [int(getattr(each, "cuda_event", 0)) for each in self._events]
+        handles = [int(getattr(event, "cuda_event", 0)) for event in self._events]
         self._handles = handles if all(handles) else []
         self._passed = 0
 
@@ -48,8 +48,8 @@ class ReadyGate:
     def next(self) -> tuple[int, int] | None:
         """The number and the handle of the CUDA event that it waits for; None once it is open, or without CUDA
         events."""
-        at = self._passed
-        return (at, self._handles[at]) if at < len(self._handles) else None
+        number = self._passed
+        return (number, self._handles[number]) if number < len(self._handles) else None
 
     @property
     def nearly(self) -> bool:

@@ -32,8 +32,8 @@ def holds_of(components: Sequence[Component], ranks: Ranks, replicas: Replicas) 
     if stray := sorted(replicas.keys() - set(names)):
         raise LocalProtocolError(f"replicas: {stray} of a rank that holds {names}")
     holds = tuple(
-        Holds(each.name, *each.layout.layer_range, *_heads(each.layout), *replicas.get(each.name, (0, 1)))
-        for each in components
+        Holds(name, *layout.layer_range, *_heads(layout), *replicas.get(name, (0, 1)))
+        for name, layout in [(component.name, component.layout) for component in components]
     )
     if wrong := [*_wrong_ranks(ranks), *_wrong_holds(holds, ranks)]:
         raise LocalProtocolError("; ".join(f"{field}: {text}" for field, text in wrong))
@@ -45,22 +45,22 @@ def wrong_fields(theirs: Identity, ours: Identity, components: Sequence[Componen
     them."""
     wrong = [*_wrong_ranks(theirs.ranks), *_wrong_holds(theirs.holds, theirs.ranks)]
     layouts = {component.name: component.layout for component in components}
-    for index, each in enumerate(theirs.holds):
-        layout = layouts.get(each.component)
+    for index, claim in enumerate(theirs.holds):
+        layout = layouts.get(claim.component)
         if layout is None:
             continue
         bounds: list[tuple[str, Range, Range]] = []
         if ours.ranks.pp_size == 1:  # it holds every layer
-            bounds.append(("layer", (each.layer_first, each.layer_end), layout.layer_range))
+            bounds.append(("layer", (claim.layer_first, claim.layer_end), layout.layer_range))
         if ours.ranks.tp_size == 1:
-            bounds.append(("head", (each.head_first, each.head_end), _heads(layout)))
+            bounds.append(("head", (claim.head_first, claim.head_end), _heads(layout)))
         wrong += [
             (
                 f"holds[{index}].{axis}_end",
-                f"{axis}s {text_of([claimed])} of {each.component!r}, which has {text_of([known])}",
+                f"{axis}s {text_of([claimed])} of {claim.component!r}, which has {text_of([held])}",
             )
-            for axis, claimed, known in bounds
-            if claimed[0] < known[0] or claimed[1] > known[1]
+            for axis, claimed, held in bounds
+            if claimed[0] < held[0] or claimed[1] > held[1]
         ]
     return wrong
 
@@ -72,10 +72,10 @@ def share_of(components: Sequence[Component], holds: Sequence[Holds], tp_rank: i
     """
     if not holds:
         return tuple(components)
-    held = {each.component: each for each in holds}
+    holds_of_name = {holding.component: holding for holding in holds}
     shares: list[Component] = []
     for component in components:
-        theirs = held.get(component.name)
+        theirs = holds_of_name.get(component.name)
         if theirs is None or tp_rank % theirs.replicas != theirs.replica:
             continue
         layers, heads = (theirs.layer_first, theirs.layer_end), (theirs.head_first, theirs.head_end)
@@ -108,12 +108,12 @@ def uncovered(components: Sequence[Component], shares: Mapping[str, Sequence[Com
 
 
 def _uncovered(component: Component, layouts: Mapping[str, Layout], names: list[str]) -> str:
-    kinds = {kind: at for at, kind in enumerate(sorted({plane.kind for plane in component.layout.planes}))}
-    own, theirs = head_keys(component.layout, kinds), [head_keys(layout, kinds) for layout in layouts.values()]
-    cuts = geometry.distinct(np.concatenate([end for keys in (own, *theirs) for end in keys]))
-    held = _held(cuts, *own)
-    sent = np.array([_held(cuts, *keys) for keys in theirs], dtype=np.bool_).reshape(len(theirs), len(cuts) - 1)
-    wrong = held & (sent.sum(axis=0) != 1)
+    kinds = {kind: index for index, kind in enumerate(sorted({plane.kind for plane in component.layout.planes}))}
+    our_keys, their_keys = head_keys(component.layout, kinds), [head_keys(layout, kinds) for layout in layouts.values()]
+    cuts = geometry.distinct(np.concatenate([end for keys in (our_keys, *their_keys) for end in keys]))
+    ours = _held(cuts, *our_keys)
+    sent = np.array([_held(cuts, *keys) for keys in their_keys], dtype=np.bool_).reshape(len(their_keys), len(cuts) - 1)
+    wrong = ours & (sent.sum(axis=0) != 1)
     if not wrong.any():
         return ""
     first = int(wrong.argmax())
@@ -121,9 +121,9 @@ def _uncovered(component: Component, layouts: Mapping[str, Layout], names: list[
     heads: dict[int, list[Range]] = defaultdict(list)  # by layer, of one kind that is sent as the first wrong one is
     for start, end in zip(cuts[:-1][alike].tolist(), cuts[1:][alike].tolist(), strict=True):
         heads[start // _HEADS % (1 << 16)].append((start % _HEADS, (end - 1) % _HEADS + 1))
-    found = next(iter(heads.values()))
-    layers = sorted({layer for layer, same in heads.items() if same == found})
-    where = f"layers {text_of(joined([(layer, layer + 1) for layer in layers]))} heads {text_of(joined(found))}"
+    first_heads = next(iter(heads.values()))
+    layers = sorted({layer for layer, same in heads.items() if same == first_heads})
+    where = f"layers {text_of(joined([(layer, layer + 1) for layer in layers]))} heads {text_of(joined(first_heads))}"
     senders = [name for name, sends in zip(layouts, sent[:, first], strict=True) if sends]
     if senders:
         return f"component {component.name!r} {where}: sent by each of {', '.join(senders)}"
@@ -154,8 +154,8 @@ def facing(source: Layout, target: Layout) -> Layout:
     heads: dict[tuple[str, int], Range] = {}
     for plane in target.planes:
         first, end = heads.get((plane.kind, plane.layer), (plane.head_start, 0))
-        here = min(first, plane.head_start), max(end, plane.head_start + plane.head_count)
-        heads[plane.kind, plane.layer] = here
+        span = min(first, plane.head_start), max(end, plane.head_start + plane.head_count)
+        heads[plane.kind, plane.layer] = span
         layers.add(plane.layer)
     if not heads.keys() <= {(plane.kind, plane.layer) for plane in source.planes}:
         return source
@@ -178,28 +178,28 @@ def _inside(inner: Range, outer: Range) -> bool:
 
 
 def _wrong_ranks(ranks: Ranks) -> list[tuple[str, str]]:
-    places = {
+    axes = {
         "tp": (ranks.tp_rank, ranks.tp_size),
         "pp": (ranks.pp_rank, ranks.pp_size),
         "dp": (ranks.dp_rank, ranks.dp_size),
     }
-    return [(f"ranks.{axis}_rank", f"{rank}, of {size}") for axis, (rank, size) in places.items() if rank >= size]
+    return [(f"ranks.{axis}_rank", f"{rank}, of {size}") for axis, (rank, size) in axes.items() if rank >= size]
 
 
 def _wrong_holds(holds: Sequence[Holds], ranks: Ranks) -> list[tuple[str, str]]:
     wrong: list[tuple[str, str]] = []
     names: set[str] = set()
-    for index, each in enumerate(holds):
+    for index, claim in enumerate(holds):
         where = f"holds[{index}]"
-        if each.component in names:
-            wrong.append((f"{where}.component", f"{each.component!r} a second time"))
-        names.add(each.component)
-        if each.layer_first >= each.layer_end:
-            wrong.append((f"{where}.layer_end", f"layers [{each.layer_first}, {each.layer_end}) are none"))
-        if each.head_first >= each.head_end:
-            wrong.append((f"{where}.head_end", f"heads [{each.head_first}, {each.head_end}) are none"))
-        if each.replica >= each.replicas:
-            wrong.append((f"{where}.replica", f"{each.replica}, of {each.replicas}"))
-        if each.replicas > ranks.tp_size:
-            wrong.append((f"{where}.replicas", f"{each.replicas}, of {ranks.tp_size} tensor-parallel ranks"))
+        if claim.component in names:
+            wrong.append((f"{where}.component", f"{claim.component!r} a second time"))
+        names.add(claim.component)
+        if claim.layer_first >= claim.layer_end:
+            wrong.append((f"{where}.layer_end", f"layers [{claim.layer_first}, {claim.layer_end}) are none"))
+        if claim.head_first >= claim.head_end:
+            wrong.append((f"{where}.head_end", f"heads [{claim.head_first}, {claim.head_end}) are none"))
+        if claim.replica >= claim.replicas:
+            wrong.append((f"{where}.replica", f"{claim.replica}, of {claim.replicas}"))
+        if claim.replicas > ranks.tp_size:
+            wrong.append((f"{where}.replicas", f"{claim.replicas}, of {ranks.tp_size} tensor-parallel ranks"))
     return wrong

@@ -141,7 +141,7 @@ class FreeExtents:
 
     def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Start and count of each free run, ascending."""
-        return np.array(self._starts, np.int64), np.array([self._count_at[each] for each in self._starts], np.int64)
+        return np.array(self._starts, np.int64), np.array([self._count_at[start] for start in self._starts], np.int64)
 
     def _rebuild(self, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """These runs, ascending, are free, and no others."""
@@ -152,14 +152,14 @@ class FreeExtents:
         self._by_size = list(zip(counts[order].tolist(), starts[order].tolist(), strict=True))
 
     def _join(self, start: int, count: int) -> None:
-        place = bisect_left(self._starts, start)
-        if place < len(self._starts):
-            after = self._starts[place]
+        index = bisect_left(self._starts, start)
+        if index < len(self._starts):
+            after = self._starts[index]
             assert start + count <= after, f"slots {start}+{count} are free already"
             if start + count == after:
                 count += self._remove(after)
-        if place:
-            before = self._starts[place - 1]
+        if index:
+            before = self._starts[index - 1]
             before_count = self._count_at[before]
             assert before + before_count <= start, f"slots {start}+{count} are free already"
             if before + before_count == start:
@@ -260,12 +260,12 @@ class SlotAllocator:
         extents: list[Extents] = []
         byte_count = 0
         for free, row_bytes, count in zip(self.free, self._row_bytes, rows, strict=True):
-            got = free.allocate(count)
-            assert got is not None
-            extents.append(got)
+            taken = free.allocate(count)
+            assert taken is not None
+            extents.append(taken)
             byte_count += row_bytes * count
-        own = tuple(extents)
-        return Holding(own, own=own, bytes=byte_count)
+        leased = tuple(extents)
+        return Holding(leased, own=leased, bytes=byte_count)
 
     def take(self, room: int, extents: tuple[Extents, ...]) -> Holding:
         """Takes the slots that the engine chose for a room, with the room's own claim.
@@ -273,13 +273,13 @@ class SlotAllocator:
         Raises LocalProtocolError, with nothing taken, where a slot is taken already: its room has not drained.
         """
         byte_count = 0
-        for index, (free, own) in enumerate(zip(self.free, extents, strict=True)):
-            if len(own) and not free.take(own):
+        for index, (free, wanted) in enumerate(zip(self.free, extents, strict=True)):
+            if len(wanted) and not free.take(wanted):
                 for other, taken in zip(self.free[:index], extents[:index], strict=True):
                     other.free(taken)
                 name = labels(self.components)[index]
                 raise LocalProtocolError(f"slots: some of {name!r} belong to a room that has not drained")
-            byte_count += self._row_bytes[index] * slot_count(own)
+            byte_count += self._row_bytes[index] * slot_count(wanted)
         return Holding(extents, own=extents, bytes=byte_count, chosen_for=room)
 
     def drop(self, holding: Holding) -> bool:
@@ -303,22 +303,22 @@ def aliases(components: Sequence[Component]) -> list[int]:
     """For each component the index of the first one that lies in the same memory: some of their planes begin at the
     same byte. Raises LocalProtocolError where two such components number their slots differently."""
     first_at: dict[int, int] = {}  # by the base of a plane
-    found: list[int] = []
+    firsts: list[int] = []
     for index, component in enumerate(components):
         layout = component.layout
         bases = layout.table[:, 3].tolist()
         met = {first_at[base] for base in bases if base in first_at}
         first = min(met, default=index)
         other = components[first].layout
-        ours, theirs = ((each.slots, each.page_size, set(each.table[:, 4].tolist())) for each in (layout, other))
+        ours, theirs = ((side.slots, side.page_size, set(side.table[:, 4].tolist())) for side in (layout, other))
         if ours != theirs:
             names = f"{components[first].name!r} and {component.name!r}"
             raise LocalProtocolError(f"components: {names} share memory, but not slots, page_size and page_stride")
-        found = [first if each in met else each for each in found]
-        first_at = {base: first if each in met else each for base, each in first_at.items()}
+        firsts = [first if earlier in met else earlier for earlier in firsts]
+        first_at = {base: first if earlier in met else earlier for base, earlier in first_at.items()}
         first_at |= dict.fromkeys(bases, first)
-        found.append(first)
-    return found
+        firsts.append(first)
+    return firsts
 
 
 def check_apart(components: Sequence[Component]) -> None:
@@ -407,11 +407,11 @@ class ExtentSet:
 
     def add_run(self, start: int, count: int) -> bool:
         """As `add`, for one extent."""
-        place = self._gap(start, count)
-        if place is None:
+        index = self._gap(start, count)
+        if index is None:
             return False
-        self._starts.insert(place, start)
-        self._ends.insert(place, start + count)
+        self._starts.insert(index, start)
+        self._ends.insert(index, start + count)
         return True
 
     def overlaps_run(self, start: int, count: int) -> bool:
@@ -422,16 +422,16 @@ class ExtentSet:
         """Removes extents that were added."""
         if len(extents) == 1:
             start, count = extents.item(0), extents.item(1)
-            place = bisect_left(self._starts, start)
-            assert (self._starts[place], self._ends[place]) == (start, start + count), "no such extent"
-            del self._starts[place], self._ends[place]
+            index = bisect_left(self._starts, start)
+            assert (self._starts[index], self._ends[index]) == (start, start + count), "no such extent"
+            del self._starts[index], self._ends[index]
             return
         starts, ends = extents[:, 0], extents[:, 0] + extents[:, 1]
         before = np.array(self._starts), np.array(self._ends)
-        places = np.searchsorted(before[0], starts)
-        assert np.array_equal(before[0][places], starts), "no such extents"
-        assert np.array_equal(before[1][places], ends), "no such extents"
-        self._starts, self._ends = (array("q", np.delete(side, places).tobytes()) for side in before)
+        indices = np.searchsorted(before[0], starts)
+        assert np.array_equal(before[0][indices], starts), "no such extents"
+        assert np.array_equal(before[1][indices], ends), "no such extents"
+        self._starts, self._ends = (array("q", np.delete(side, indices).tobytes()) for side in before)
 
     def clash(self, extents: Extents) -> tuple[tuple[int, int], tuple[int, int]]:
         """Two (start, count) that overlap, of these extents and the set; for error messages."""
@@ -447,8 +447,8 @@ class ExtentSet:
 
     def _gap(self, start: int, count: int) -> int | None:
         """The index at which an extent goes; None if it overlaps another."""
-        place = bisect_right(self._ends, start)
-        return None if place < len(self._starts) and self._starts[place] < start + count else place
+        index = bisect_right(self._ends, start)
+        return None if index < len(self._starts) and self._starts[index] < start + count else index
 
     def _with(self, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
         """All starts and ends, new ones included; None if two overlap, so that starts and ends do not alternate."""

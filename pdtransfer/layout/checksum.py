@@ -27,7 +27,7 @@ _STRIPE = 32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lines:
-    """The places of some heads of a component, and the seeds of their hashes.
+    """Where some heads of a component lie, and the seeds of their hashes.
 
     `table` is read-only int64 (n, 6), ascending by base: base, page_stride, row_stride, heads, bytes of a head, and the
     index in `seeds`, uint64 (heads,), at which those of its heads begin. Where page_size is 1, the strides are equal.
@@ -55,7 +55,7 @@ def lines_of(name: str, layout: Layout, *, layers: tuple[int, int] | None = None
     plane = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(plane)) - np.repeat(np.cumsum(counts) - counts, counts)
     layer, head = layout.table[plane, 0], layout.table[plane, 1] + within
-    kinds = sorted({each.kind for side in (layout, like or layout) for each in side.planes})
+    kinds = sorted({plane.kind for side in (layout, like or layout) for plane in side.planes})
     wanted = np.ones(len(plane), dtype=np.bool_)
     if layers is not None:
         wanted &= (layer >= layers[0]) & (layer < layers[1])
@@ -95,14 +95,14 @@ def hashes(rows: NDArray[np.uint8], seeds: Words) -> Words:
         lanes = [seeds + _P1 + _P2, seeds + _P2, seeds, seeds - _P1]
         stripes = np.ascontiguousarray(rows[:, :whole]).view("<u8").reshape(count, -1, 4)
         for stripe in range(whole // _STRIPE):
-            lanes = [_round(lane, stripes[:, stripe, at]) for at, lane in enumerate(lanes)]
-        found = sum((_rotl(lane, by) for lane, by in zip(lanes, (1, 7, 12, 18), strict=True)), np.zeros_like(seeds))
+            lanes = [_round(lane, stripes[:, stripe, index]) for index, lane in enumerate(lanes)]
+        digest = sum((_rotl(lane, by) for lane, by in zip(lanes, (1, 7, 12, 18), strict=True)), np.zeros_like(seeds))
         for lane in lanes:
-            found = (found ^ _round(np.zeros_like(lane), lane)) * _P1 + _P4
+            digest = (digest ^ _round(np.zeros_like(lane), lane)) * _P1 + _P4
     else:
-        found = seeds + _P5
-    found = found + np.uint64(byte_count)
-    return _finished(found, rows[:, whole:])
+        digest = seeds + _P5
+    digest = digest + np.uint64(byte_count)
+    return _finished(digest, rows[:, whole:])
 
 
 def hash_of(text: bytes, seed: int = 0) -> int:
@@ -118,7 +118,7 @@ def row_seeds(head_seed: int, rows: Int64s) -> Words:
 def _seeds(name: str, kinds: list[str], kind: Int64s, layer: Int64s, head: Int64s) -> Words:
     """The head seeds: XXH64 of layer and head, seeded by that of the kind, seeded by that of the name."""
     of_name = hash_of(name.encode())
-    of_kinds = np.array([hash_of(each.encode(), of_name) for each in kinds], np.uint64)
+    of_kinds = np.array([hash_of(kind_name.encode(), of_name) for kind_name in kinds], np.uint64)
     return _of_words(layer.astype(np.uint64) | (head.astype(np.uint64) << np.uint64(32)), of_kinds[kind])
 
 
@@ -138,17 +138,17 @@ def _of_words(words: Words, seeds: Words) -> Words:
     return _avalanche(_rotl((seeds + _P5 + np.uint64(8)) ^ _round(np.zeros_like(words), words), 27) * _P1 + _P4)
 
 
-def _finished(found: Words, tail: NDArray[np.uint8]) -> Words:
-    at = 0
-    for at in range(8, tail.shape[1] + 1, 8):
-        word = np.ascontiguousarray(tail[:, at - 8 : at]).view("<u8")[:, 0]
-        found = _rotl(found ^ _round(np.zeros_like(word), word), 27) * _P1 + _P4
-    if tail.shape[1] - at >= 4:
-        half = np.ascontiguousarray(tail[:, at : at + 4]).view("<u4")[:, 0].astype(np.uint64)
-        found, at = _rotl(found ^ (half * _P1), 23) * _P2 + _P3, at + 4
-    for byte in range(at, tail.shape[1]):
-        found = _rotl(found ^ (tail[:, byte].astype(np.uint64) * _P5), 11) * _P1
-    return _avalanche(found)
+def _finished(digest: Words, tail: NDArray[np.uint8]) -> Words:
+    end = 0
+    for end in range(8, tail.shape[1] + 1, 8):
+        word = np.ascontiguousarray(tail[:, end - 8 : end]).view("<u8")[:, 0]
+        digest = _rotl(digest ^ _round(np.zeros_like(word), word), 27) * _P1 + _P4
+    if tail.shape[1] - end >= 4:
+        half = np.ascontiguousarray(tail[:, end : end + 4]).view("<u4")[:, 0].astype(np.uint64)
+        digest, end = _rotl(digest ^ (half * _P1), 23) * _P2 + _P3, end + 4
+    for byte in range(end, tail.shape[1]):
+        digest = _rotl(digest ^ (tail[:, byte].astype(np.uint64) * _P5), 11) * _P1
+    return _avalanche(digest)
 
 
 def _rotl(value: Words, by: int) -> Words:
@@ -159,7 +159,7 @@ def _round(lane: Words, word: Words) -> Words:
     return _rotl(lane + word * _P2, 31) * _P1
 
 
-def _avalanche(found: Words) -> Words:
-    found = (found ^ (found >> np.uint64(33))) * _P2
-    found = (found ^ (found >> np.uint64(29))) * _P3
-    return found ^ (found >> np.uint64(32))
+def _avalanche(digest: Words) -> Words:
+    digest = (digest ^ (digest >> np.uint64(33))) * _P2
+    digest = (digest ^ (digest >> np.uint64(29))) * _P3
+    return digest ^ (digest >> np.uint64(32))

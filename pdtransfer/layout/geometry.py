@@ -52,22 +52,23 @@ def check_strides(table: Int64s, page_size: int, slots: int) -> None:
     """Raises ValueError unless strides clear what they step over, all bytes lie below 2**62, and no rows overlap."""
     page_count = slots // page_size
     _, _, _, base, page_stride, row_stride, row_bytes = table.T
-    if page_size > 1 and (at := first_true(row_stride < row_bytes)) is not None:
-        raise ValueError(f"planes[{at}].row_stride: {row_stride[at]} is below row_bytes {row_bytes[at]}")
+    if page_size > 1 and (index := first_true(row_stride < row_bytes)) is not None:
+        raise ValueError(f"planes[{index}].row_stride: {row_stride[index]} is below row_bytes {row_bytes[index]}")
     # Floats find values far beyond int64, where it has wrapped; int64 decides the rest exactly.
     rough = base + (page_count - 1.0) * page_stride + (page_size - 1.0) * row_stride + row_bytes
     ends = ends_of(table, page_size, slots)
-    if (at := first_true((rough > 1.5 * BYTES_MAX) | (ends > BYTES_MAX))) is not None:
-        strides = f"base {base[at]}, page_stride {page_stride[at]}, row_stride {row_stride[at]}"
-        raise ValueError(f"planes[{at}]: {strides} and {slots} slots end beyond byte {BYTES_MAX}")
+    if (index := first_true((rough > 1.5 * BYTES_MAX) | (ends > BYTES_MAX))) is not None:
+        strides = f"base {base[index]}, page_stride {page_stride[index]}, row_stride {row_stride[index]}"
+        raise ValueError(f"planes[{index}]: {strides} and {slots} slots end beyond byte {BYTES_MAX}")
     page_extent = (page_size - 1) * row_stride + row_bytes
-    if page_count > 1 and (at := first_true(page_stride < page_extent)) is not None:
-        raise ValueError(f"planes[{at}].page_stride: {page_stride[at]} is below the {page_extent[at]} bytes of a page")
+    if page_count > 1 and (index := first_true(page_stride < page_extent)) is not None:
+        page = f"the {page_extent[index]} bytes of a page"
+        raise ValueError(f"planes[{index}].page_stride: {page_stride[index]} is below {page}")
     nest = [(np.full_like(base, np.iinfo(np.int64).max), ends - base)]
     nest += [(page_stride, page_extent)] if page_count > 1 else []
     nest += [(row_stride, row_bytes)] if page_size > 1 else []
     if (two := first_overlap(base, nest)) is not None:
-        named = " and ".join(f"planes[{at}].base {base[at]}" for at in two)
+        named = " and ".join(f"planes[{index}].base {base[index]}" for index in two)
         raise ValueError(f"{named}: their rows overlap, or interleave at unequal strides")
 
 
@@ -89,8 +90,8 @@ def first_overlap(starts: Int64s, nest: Sequence[tuple[Int64s, Int64s]]) -> tupl
         origin = np.searchsorted(group, group)
         strides, extents = stride[order], extent[order]
         starts = (starts - starts[origin]) % strides
-        if (at := first_true((strides != strides[origin]) | (starts > strides - extents))) is not None:
-            return int(order[origin[at]]), int(order[at])
+        if (index := first_true((strides != strides[origin]) | (starts > strides - extents))) is not None:
+            return int(order[origin[index]]), int(order[index])
         sort = np.lexsort((starts, group))
         order, group, starts = order[sort], group[sort], starts[sort]
         # Neighbours suffice: one that contains another still does at the next level, and is found at the last.
@@ -98,8 +99,8 @@ def first_overlap(starts: Int64s, nest: Sequence[tuple[Int64s, Int64s]]) -> tupl
         group = np.cumsum(opens) - 1
         if opens.all():
             return None
-    at = int(opens.argmin())
-    return int(order[at - 1]), int(order[at])
+    index = int(opens.argmin())
+    return int(order[index - 1]), int(order[index])
 
 
 def holder_of(points: Int64s, starts: Int64s, ends: Int64s) -> Int64s:
@@ -110,9 +111,9 @@ def holder_of(points: Int64s, starts: Int64s, ends: Int64s) -> Int64s:
     return np.where((before >= 0) & (points < ends[holder]), holder, -1)
 
 
-def first_true(found: NDArray[np.bool_]) -> int | None:
+def first_true(flags: NDArray[np.bool_]) -> int | None:
     """The index of the first True."""
-    return int(found.argmax()) if found.any() else None
+    return int(flags.argmax()) if flags.any() else None
 
 
 def bounds_of(values: NDArray[np.integer[Any]]) -> tuple[int, int]:

@@ -193,8 +193,8 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
         """Raises ValueError, named by `where`, with the plane and both values, unless every row lies in [0,
         byte_count)."""
         if self.end > byte_count:
-            at = int(self.ends.argmax())
-            named = f"planes[{at}] (kind {self.planes[at].kind}, layer {self.planes[at].layer})"
+            index = int(self.ends.argmax())
+            named = f"planes[{index}] (kind {self.planes[index].kind}, layer {self.planes[index].layer})"
             raise ValueError(f"{where}: {named} ends at byte {self.end}, of {byte_count}")
 
     def _of(self, planes: list[Plane], wanted: str) -> Layout:
@@ -226,17 +226,18 @@ def _check_names(layout: Layout) -> None:
 def _check_rows(layout: Layout) -> None:
     head_count, row_bytes = layout.table[:, 2], layout.table[:, 6]
     element = head_count * np.array([DTYPE_BYTES[plane.dtype] for plane in layout.planes])
-    if (at := first_true(row_bytes % element != 0)) is not None:
-        by = f"head_count {head_count[at]} x {layout.planes[at].dtype}, {element[at]} bytes"
-        raise ValueError(f"planes[{at}].row_bytes: {row_bytes[at]} is not a multiple of {by}")
+    if (index := first_true(row_bytes % element != 0)) is not None:
+        by = f"head_count {head_count[index]} x {layout.planes[index].dtype}, {element[index]} bytes"
+        raise ValueError(f"planes[{index}].row_bytes: {row_bytes[index]} is not a multiple of {by}")
 
 
 def _check_heads(layout: Layout) -> None:
-    starts, ends = head_keys(layout, {kind: at for at, kind in enumerate({plane.kind for plane in layout.planes})})
+    kinds = {plane.kind for plane in layout.planes}
+    starts, ends = head_keys(layout, {kind: index for index, kind in enumerate(kinds)})
     order = np.argsort(starts)
-    if (at := first_true(starts[order[1:]] < ends[order[:-1]])) is not None:
-        two = int(order[at]), int(order[at + 1])
-        named, planes = " and ".join(f"planes[{at}]" for at in two), [layout.planes[at] for at in two]
+    if (index := first_true(starts[order[1:]] < ends[order[:-1]])) is not None:
+        two = int(order[index]), int(order[index + 1])
+        named, planes = " and ".join(f"planes[{index}]" for index in two), [layout.planes[index] for index in two]
         heads = " and ".join(f"{plane.head_start}..{plane.head_start + plane.head_count - 1}" for plane in planes)
         raise ValueError(f"{named}: kind {planes[0].kind} layer {planes[0].layer} heads {heads} overlap")
 
@@ -319,8 +320,8 @@ def expand_pages(pages: ArrayLike, page_size: int, tokens: int) -> Int64s:
     limit = _INT64_MAX // page_size
     low, high = bounds_of(indices) if len(indices) else (0, 0)
     if low < 0 or high >= limit:
-        at = first_true((indices < 0) | (indices >= limit))
-        raise LocalProtocolError(f"pages[{at}]: {indices[at]} is not in 0..{limit - 1}")
+        index = first_true((indices < 0) | (indices >= limit))
+        raise LocalProtocolError(f"pages[{index}]: {indices[index]} is not in 0..{limit - 1}")
     slots = indices.astype(np.int64)[:, None] * page_size + np.arange(page_size)
     return slots.reshape(-1)[:tokens]
 
@@ -343,8 +344,8 @@ def slots_of_rows(pages: ArrayLike, page_size: int, rows: tuple[int, int], *, sk
 def check_slots(slots: Int64s, limit: int, field: str) -> None:
     """Raises ValueError, named by `field`, where a slot is outside [0, limit) or repeated; callers know whose fault it
     is."""
-    if (at := first_true((slots < 0) | (slots >= limit))) is not None:
-        raise ValueError(f"{field}: slot {slots[at]} is outside 0..{limit - 1}")
+    if (index := first_true((slots < 0) | (slots >= limit))) is not None:
+        raise ValueError(f"{field}: slot {slots[index]} is outside 0..{limit - 1}")
     ordered = np.sort(slots)
-    if (at := first_true(ordered[1:] == ordered[:-1])) is not None:
-        raise ValueError(f"{field}: slot {ordered[at]} is there twice")
+    if (index := first_true(ordered[1:] == ordered[:-1])) is not None:
+        raise ValueError(f"{field}: slot {ordered[index]} is there twice")

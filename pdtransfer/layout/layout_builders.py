@@ -67,7 +67,7 @@ def host_layout(
     layers, heads = _listed(layers), range(heads) if isinstance(heads, int) else heads
     counts = {"layer": len(layers), "page": _page_count(slots, page_size), "row": page_size, "head": len(heads)}
     axes = _AXES[name]
-    strides = {axis: head_bytes * prod(counts[inner] for inner in axes[at + 1 :]) for at, axis in enumerate(axes)}
+    strides = {axis: head_bytes * prod(counts[inner] for inner in axes[depth + 1 :]) for depth, axis in enumerate(axes)}
     wide = axes[-1] == "head"  # the heads of a row are adjacent
     planes = tuple(
         Plane(
@@ -169,22 +169,24 @@ def strided_layout(
         raise LocalProtocolError(text)
     if not views:
         raise LocalProtocolError("views: must not be empty")
-    found = [_strided(f"views[{layer}, {kind!r}]", view, axes) for (layer, kind), view in views.items()]
-    pages, size = _pages(found[0], page_size)
+    strided = [_strided(f"views[{layer}, {kind!r}]", view, axes) for (layer, kind), view in views.items()]
+    pages, size = _pages(strided[0], page_size)
     planes: list[Plane] = []
-    for (layer, kind), view in zip(views, found, strict=True):
+    for (layer, kind), view in zip(views, strided, strict=True):
         if (other := _pages(view, page_size)) != (pages, size):
-            text = f"{other[0]} pages of {other[1]} slots, {found[0].name} has {pages} of {size}"
+            text = f"{other[0]} pages of {other[1]} slots, {strided[0].name} has {pages} of {size}"
             raise LocalProtocolError(f"{view.name}.shape: {text}")
         base, end = view.address - origin, view.address - origin + view.extent
         if base < 0 or (byte_count is not None and end > byte_count):
             within = "" if byte_count is None else f", of {byte_count}"
             raise LocalProtocolError(f"{view.name}.address: bytes {base}..{end - 1} from {origin:#x} on{within}")
         count = view.counts.get("head", 1)
-        own = range(count) if heads is None else heads
-        if len(own) != count or own.step != 1:
-            raise LocalProtocolError(f"{view.name}.shape: {count} heads, where heads={own}")
-        planes += _planes(view, layer=layer, kind=kind, dtype=_dtype(view, dtype), heads=own, base=base, page_size=size)
+        span = range(count) if heads is None else heads
+        if len(span) != count or span.step != 1:
+            raise LocalProtocolError(f"{view.name}.shape: {count} heads, where heads={span}")
+        planes += _planes(
+            view, layer=layer, kind=kind, dtype=_dtype(view, dtype), heads=span, base=base, page_size=size
+        )
     return Layout(tuple(planes), size, pages * size)
 
 
@@ -246,12 +248,12 @@ def _planes(
             dtype=dtype,
             head_start=head,
             head_count=len(heads) if wide else 1,
-            base=base + at * head_stride,
+            base=base + index * head_stride,
             page_stride=view.strides.get("page", page_size * row_stride),
             row_stride=row_stride,
             row_bytes=row_bytes,
         )
-        for at, head in enumerate(heads[:1] if wide else heads)
+        for index, head in enumerate(heads[:1] if wide else heads)
     ]
 
 

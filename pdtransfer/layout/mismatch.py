@@ -24,7 +24,7 @@ class Held(NamedTuple):
 
 
 Range = tuple[int, int]
-_Places = dict[tuple[str, int], list[Held]]
+_ByLayer = dict[tuple[str, int], list[Held]]
 _Difference = tuple[str, str, str]  # field, source's value, target's value
 
 
@@ -33,21 +33,21 @@ def differences(source: Iterable[Held], target: Iterable[Held]) -> list[str]:
 
     On either side no two items hold the same head of one (kind, layer).
     """
-    places = _by_place(source), _by_place(target)
-    lines = [*_kind_and_layer_lines(*places), *_plane_lines(*places)]
+    sides = _by_layer(source), _by_layer(target)
+    lines = [*_kind_and_layer_lines(*sides), *_plane_lines(*sides)]
     if len(lines) > FIELDS_MAX:
         lines[FIELDS_MAX - 1 :] = [f"and {len(lines) - FIELDS_MAX + 1} more differences"]
     return [line[:_LINE_LENGTH_MAX] for line in lines]
 
 
-def _by_place(held: Iterable[Held]) -> _Places:
-    places: _Places = defaultdict(list)
-    for item in sorted(held):
-        places[item.kind, item.layer].append(item)
-    return places
+def _by_layer(planes: Iterable[Held]) -> _ByLayer:
+    by_layer: _ByLayer = defaultdict(list)
+    for plane in sorted(planes):
+        by_layer[plane.kind, plane.layer].append(plane)
+    return by_layer
 
 
-def _kind_and_layer_lines(source: _Places, target: _Places) -> Iterator[str]:
+def _kind_and_layer_lines(source: _ByLayer, target: _ByLayer) -> Iterator[str]:
     source_layers, target_layers = _layers_by_kind(source), _layers_by_kind(target)
     if source_layers.keys() != target_layers.keys():
         yield _line("kinds", ", ".join(source_layers), ", ".join(target_layers))
@@ -61,18 +61,18 @@ def _kind_and_layer_lines(source: _Places, target: _Places) -> Iterator[str]:
         yield where + _line(*difference)
 
 
-def _layers_by_kind(places: _Places) -> dict[str, list[Range]]:
+def _layers_by_kind(planes: _ByLayer) -> dict[str, list[Range]]:
     layers: dict[str, list[Range]] = defaultdict(list)
-    for kind, layer in places:
+    for kind, layer in planes:
         layers[kind].append((layer, layer + 1))
     return {kind: joined(ranges) for kind, ranges in layers.items()}
 
 
-def _plane_lines(source: _Places, target: _Places) -> Iterator[str]:
+def _plane_lines(source: _ByLayer, target: _ByLayer) -> Iterator[str]:
     layers: dict[tuple[str, _Difference], list[Range]] = defaultdict(list)
-    for (kind, layer), held in source.items():
+    for (kind, layer), planes in source.items():
         if (kind, layer) in target:
-            for difference in _differences_at(held, target[kind, layer]):
+            for difference in _differences_at(planes, target[kind, layer]):
                 layers[kind, difference].append((layer, layer + 1))
     for (kind, difference), ranges in layers.items():
         noun = "layer" if len(ranges) == 1 else "layers"
@@ -82,22 +82,23 @@ def _plane_lines(source: _Places, target: _Places) -> Iterator[str]:
 def _differences_at(source: list[Held], target: list[Held]) -> Iterator[_Difference]:
     """The differences in one (kind, layer), each once."""
     source_heads, target_heads = (
-        joined([(held.head_start, held.head_end) for held in side]) for side in (source, target)
+        joined([(plane.head_start, plane.head_end) for plane in side]) for side in (source, target)
     )
     if source_heads != target_heads:
         yield "heads", text_of(source_heads), text_of(target_heads)
     bytes_field = "row_bytes" if source_heads == target_heads == [(0, 1)] else "head_bytes"
-    found: dict[_Difference, None] = {}
+    differing: dict[_Difference, None] = {}
     ours, theirs = 0, 0
     while ours < len(source) and theirs < len(target):
-        mine, other = source[ours], target[theirs]
-        if max(mine.head_start, other.head_start) < min(mine.head_end, other.head_end):
-            if mine.dtype != other.dtype:
-                found["dtype", mine.dtype, other.dtype] = None
-            if mine.head_bytes != other.head_bytes:
-                found[bytes_field, str(mine.head_bytes), str(other.head_bytes)] = None
-        ours, theirs = ours + (mine.head_end <= other.head_end), theirs + (other.head_end <= mine.head_end)
-    yield from found
+        our_plane, their_plane = source[ours], target[theirs]
+        if max(our_plane.head_start, their_plane.head_start) < min(our_plane.head_end, their_plane.head_end):
+            if our_plane.dtype != their_plane.dtype:
+                differing["dtype", our_plane.dtype, their_plane.dtype] = None
+            if our_plane.head_bytes != their_plane.head_bytes:
+                differing[bytes_field, str(our_plane.head_bytes), str(their_plane.head_bytes)] = None
+        end = min(our_plane.head_end, their_plane.head_end)
+        ours, theirs = ours + (our_plane.head_end == end), theirs + (their_plane.head_end == end)
+    yield from differing
 
 
 def joined(ranges: list[Range]) -> list[Range]:

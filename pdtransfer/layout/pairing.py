@@ -68,14 +68,15 @@ def pair(source: Layout, target: Layout) -> Pairing:
     Both must hold the same (kind, layer, head) set, with equal dtype and bytes a head; page sizes, slots and strides
     are each side's own. Raises LayoutMismatchError, whose `differences` lists every field that differs.
     """
-    kinds = {kind: at for at, kind in enumerate({plane.kind for side in (source, target) for plane in side.planes})}
+    names = {plane.kind for side in (source, target) for plane in side.planes}
+    kinds = {kind: index for index, kind in enumerate(names)}
     source_keys, target_keys = head_keys(source, kinds), head_keys(target, kinds)
     cuts = geometry.distinct(np.concatenate((*source_keys, *target_keys)))
     ours, theirs = geometry.holder_of(cuts[:-1], *source_keys), geometry.holder_of(cuts[:-1], *target_keys)
-    held = ours >= 0
-    if not np.array_equal(held, theirs >= 0):
+    common = ours >= 0
+    if not np.array_equal(common, theirs >= 0):
         raise _mismatch(source, target)
-    ours, theirs, starts = ours[held], theirs[held], cuts[:-1][held]
+    ours, theirs, starts = ours[common], theirs[common], cuts[:-1][common]
     head_bytes = [side.table[:, 6] // side.table[:, 2] for side in (source, target)]
     dtypes = [np.array([plane.dtype for plane in side.planes]) for side in (source, target)]
     if ((head_bytes[0][ours] != head_bytes[1][theirs]) | (dtypes[0][ours] != dtypes[1][theirs])).any():
@@ -86,7 +87,7 @@ def pair(source: Layout, target: Layout) -> Pairing:
     columns = (
         (source.table[ours, 3] + (starts - source_keys[0][ours]) * per_head)[:, None], source_strides[ours],
         (target.table[theirs, 3] + (starts - target_keys[0][theirs]) * per_head)[:, None], target_strides[theirs],
-        ((cuts[1:] - cuts[:-1])[held] * per_head)[:, None],
+        ((cuts[1:] - cuts[:-1])[common] * per_head)[:, None],
     )  # fmt: skip
     table = np.concatenate(columns, axis=1)
     order = np.argsort(table[:, 3], kind="stable")

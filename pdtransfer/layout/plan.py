@@ -163,12 +163,12 @@ def _times(runs: Int64s, pairing: Pairing, planes: NDArray[np.bool_]) -> Int64s:
 
 def _offsets(runs: Int64s, pairing: Pairing, table: Int64s) -> Int64s:
     """The offsets of each run's first row in each of these planes, in source and target: int64 (runs, planes, 2)."""
-    found = np.empty((len(runs), len(table), 2), dtype=np.int64)
+    offsets = np.empty((len(runs), len(table), 2), dtype=np.int64)
     for side, page_size in enumerate((pairing.source_page_size, pairing.target_page_size)):
         base, page_stride, row_stride = table[:, 3 * side : 3 * side + 3].T
         page, row = np.divmod(runs[:, side, None], page_size)
-        found[:, :, side] = base + page * page_stride + row * row_stride
-    return found
+        offsets[:, :, side] = base + page * page_stride + row * row_stride
+    return offsets
 
 
 def pieces_of(runs: Int64s, rows_max: int) -> Iterator[Int64s]:

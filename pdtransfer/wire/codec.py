@@ -122,9 +122,9 @@ def field_error(message_type: type[Message], fields: list[object], text: str) ->
 
     Follows msgspec's path, such as `$[5][0][3]`, through structs and values to `Grant.parts[0].extents`.
     """
-    found = _PATH.search(text)
-    path = [int(index) for index in re.findall(r"\d+", found[1])] if found else []
-    expected = text[: found.start()] if found else text
+    located = _PATH.search(text)
+    path = [int(index) for index in re.findall(r"\d+", located[1])] if located else []
+    expected = text[: located.start()] if located else text
     name, model = message_type.__name__, _model(message_type)
     value = cast("object", fields)
     for index in path:
@@ -197,8 +197,8 @@ def unpack_extents(field: str, data: bytes) -> NDArray[np.int64]:
         raise RemoteProtocolError(field, f"{len(data)} bytes, expected pairs of u32")
     extents = np.frombuffer(data, "<u4").reshape(-1, 2).astype(np.int64)
     if np.count_nonzero(extents[:, 1]) < len(extents):  # much faster than all()
-        place = int(np.argmin(extents[:, 1]))
-        raise RemoteProtocolError(field, f"extent {place} is 0 slots from {extents[place, 0]}, expected at least 1")
+        index = int(np.argmin(extents[:, 1]))
+        raise RemoteProtocolError(field, f"extent {index} is 0 slots from {extents[index, 0]}, expected at least 1")
     return extents
 
 

@@ -47,7 +47,7 @@ def unpack_logprobs(field: str, data: bytes, sampling: Sampling, count: int) -> 
         if wrong.size:
             raise RemoteProtocolError(field, f"a logprob of {wrong.flat[0]}, must be finite and at most 0")
     tops = rows["top"].tolist()
-    return [Logprobs(own, tuple(map(tuple, top))) for own, top in zip(rows["own"].tolist(), tops, strict=True)]
+    return [Logprobs(value, tuple(map(tuple, top))) for value, top in zip(rows["own"].tolist(), tops, strict=True)]
 
 
 def pack_biases(biases: dict[int, float]) -> bytes:

@@ -104,11 +104,11 @@ class _Wire(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Ranks(Struct, array_like=True, frozen=True):
-    """A worker's place in its model's parallel groups; a group of one has rank 0 of size 1."""
+    """A worker's ranks in its model's parallel groups; a group of one has rank 0 of size 1."""
 
-    tp_rank: Count16 = 0  # its place in the tensor-parallel group
+    tp_rank: Count16 = 0  # in the tensor-parallel group
     tp_size: Annotated[int, Meta(ge=1, le=PEERS_MAX)] = 1  # ranks in that group
-    pp_rank: Count16 = 0  # its place in the pipeline
+    pp_rank: Count16 = 0  # in the pipeline
     pp_size: Annotated[int, Meta(ge=1, le=PEERS_MAX)] = 1  # stages of the pipeline
     dp_rank: Count16 = 0  # which data-parallel replica it is
     dp_size: Annotated[int, Meta(ge=1, le=0xFFFF)] = 1  # replicas
@@ -146,7 +146,7 @@ class Identity(Struct, array_like=True, frozen=True):
     node: Name  # its name, for people, and its identity where there are no keys
     role: Literal["prefill", "decode", "router"]  # what it does
     incarnation: Id64  # a random u64 of one process's life
-    ranks: Ranks  # its place in the model's parallel groups
+    ranks: Ranks  # in the model's parallel groups
     model: Annotated[str, Meta(max_length=NAME_LENGTH_MAX)]  # the model's name; empty for a router
     weights: Digest  # digest of the weights; empty for a router
     window: Annotated[int, Meta(ge=1, le=0xFFFF)]  # unended grants a session that this node accepts
@@ -236,7 +236,7 @@ class Registered(_Wire, frozen=True):
 class Part(Struct, array_like=True, frozen=True):
     """One component's share of a grant: rows [first_row, first_row + rows) of the room, in this order of slots."""
 
-    component: Annotated[int, Meta(ge=0, lt=COMPONENTS_MAX)]  # its place in Register
+    component: Annotated[int, Meta(ge=0, lt=COMPONENTS_MAX)]  # its index in Register
     first_row: Count32  # of the room
     rows: Count32  # the counts of all extents together
     extents: Annotated[bytes, Meta(max_length=8 * PART_EXTENTS_MAX)]  # u32 start, count pairs; no count is 0
@@ -514,7 +514,7 @@ class RankJoin(_Wire, frozen=True):
     """A rank joins the leader of its worker; answered by RankMeet once all have, or by Reject."""
 
     kind = Kind.RANK_JOIN
-    ranks: Ranks  # its place
+    ranks: Ranks  # the sender's
     node: Name  # its name
     settings: Annotated[tuple[Setting, ...], Meta(max_length=FIELDS_MAX)]  # must equal the leader's, one for one
     tensors: Address = ""  # where it takes the connections of other ranks, for tensors

@@ -8,7 +8,7 @@ SIZE_MAX = 64  # along one axis
 
 
 def label(ranks: Ranks) -> str:
-    """Returns a rank's place as part of a name."""
+    """Returns a rank's numbers as part of a name."""
     return f"pp{ranks.pp_rank}-tp{ranks.tp_rank}" if ranks.pp_size > 1 else f"tp{ranks.tp_rank}"
 
 
@@ -19,4 +19,4 @@ def place_of(ranks: Ranks) -> int:
 
 def ranks_of(tp_size: int, pp_size: int) -> list[Ranks]:
     """Returns all ranks of a group, by number."""
-    return [Ranks(place % tp_size, tp_size, place // tp_size, pp_size) for place in range(tp_size * pp_size)]
+    return [Ranks(number % tp_size, tp_size, number // tp_size, pp_size) for number in range(tp_size * pp_size)]

@@ -176,20 +176,21 @@ def parts_of(
     """One Part for each of a session's components that has rows to send, without growth. A component of which the room
     has no slots gets no Part. `first_rows`: the row of each component's first slot, by default row 0."""
     parts: list[Part] = []
-    for index, (component, own) in enumerate(zip(components, extents, strict=True)):
+    for index, (component, part_extents) in enumerate(zip(components, extents, strict=True)):
         slots_from = 0 if first_rows is None else first_rows[index]
         first = max(prefix_rows(component, prefix), slots_from)
         rows = component.rows(tokens) - first
-        if rows > 0 and len(own):
-            parts.append(Part(index, first, rows, pack_extents(cut(own, first=first - slots_from, count=rows))))
+        if rows > 0 and len(part_extents):
+            granted = cut(part_extents, first=first - slots_from, count=rows)
+            parts.append(Part(index, first, rows, pack_extents(granted)))
     return tuple(parts)
 
 
 def fits_a_grant(extents: Sequence[Extents], frame_bytes_max: int) -> bool:
     """Whether one Grant can name these extents: the protocol bounds those of a part, the peer the bytes of a frame."""
     frame_bytes = _GRANT_BYTES
-    for each in extents:
-        if len(each) > PART_EXTENTS_MAX:
+    for part_extents in extents:
+        if len(part_extents) > PART_EXTENTS_MAX:
             return False
-        frame_bytes += _PART_BYTES + 8 * len(each)
+        frame_bytes += _PART_BYTES + 8 * len(part_extents)
     return frame_bytes <= frame_bytes_max

@@ -83,12 +83,12 @@ class PrefillPeers:
         """The name of the peer that an endpoint leads to: the endpoint itself, unless it stands for another."""
         if name not in self._spellings:
             return name
-        known, incarnation = self._spellings[name]
-        peer = self.peers.get(known)
+        peer_name, incarnation = self._spellings[name]
+        peer = self.peers.get(peer_name)
         if peer is None or peer.liveness.incarnation != incarnation or peer.liveness.silent(now):
             del self._spellings[name]  # it may lead elsewhere now
             return name
-        return known
+        return peer_name
 
     def dial(self, name: str, now: float) -> PeerRecord | None:
         """The peer of that name, greeted from now on; None where the limit of peers is reached."""
@@ -123,8 +123,8 @@ class PrefillPeers:
     def unusable(self, now: float, trouble: Callable[[str], str]) -> list[tuple[str, str]]:
         """The peers that no room can be expected from, each with the reason. `trouble` tells why a peer cannot be
         reached, empty where it can be."""
-        found = [(name, self._why_not(peer, now, trouble)) for name, peer in self.peers.items()]
-        return [(name, why) for name, why in found if why]
+        reasons = [(name, self._why_not(peer, now, trouble)) for name, peer in self.peers.items()]
+        return [(name, why) for name, why in reasons if why]
 
     def _why_not(self, peer: PeerRecord, now: float, trouble: Callable[[str], str]) -> str:
         if peer.up is None and (why := self._table.refusal(peer.name)):
@@ -142,8 +142,8 @@ class PrefillPeers:
         """The ranks of all these leaders' groups as they are dialled, each leader before the ranks that it leads; None
         while a leader has not named them."""
         groups = [self.group_of(leader, now) for leader in leaders]
-        known = [group for group in groups if group is not None]
-        return tuple(dict.fromkeys(chain.from_iterable(known))) if len(known) == len(groups) else None
+        named = [group for group in groups if group is not None]
+        return tuple(dict.fromkeys(chain.from_iterable(named))) if len(named) == len(groups) else None
 
     def undialled(self, name: str, cause: Cause, text: str, now: float) -> None:
         """The shell cannot dial the peer: its rooms fail, and a later room tries again."""
@@ -221,8 +221,8 @@ class PrefillPeers:
             return
         window = min(theirs.window, self._limits.window)
         share = share_of(self._components, theirs.holds, ours.ranks.tp_rank)
-        own = [(component.name, component.memory) for component in self._components]
-        indices = tuple(own.index((component.name, component.memory)) for component in share)
+        names = [(component.name, component.memory) for component in self._components]
+        indices = tuple(names.index((component.name, component.memory)) for component in share)
         peer.session = SessionRecord(self._mint(), name, share, indices, window, theirs.frame_bytes_max)
         self.sessions[peer.session.id] = peer.session
         self._out(Offer(name, peer.session.id))
@@ -242,8 +242,8 @@ class PrefillPeers:
                 return True
         return False
 
-    def _is_one(self, one: PeerRecord, other: PeerRecord) -> bool:
-        return one.owner == other.owner != "" and self._may_be_one(one.name, other.name)
+    def _is_one(self, first: PeerRecord, second: PeerRecord) -> bool:
+        return first.owner == second.owner != "" and self._may_be_one(first.name, second.name)
 
     def _merge(self, peer: PeerRecord, into: PeerRecord, now: float) -> None:
         if peer.session is not None:
@@ -341,8 +341,8 @@ class PrefillPeers:
         refused = session is not None and session.state in _OPENING and message.reason != "unknown_session"
         if message.session == 0 or refused:
             # "refused": the two do not fit. All else is no verdict: other prefills may be tried, and this one again.
-            known = (Cause.TRANSFER.value, Cause.REFUSED.value)
-            cause = Cause(message.reason) if message.reason in known else Cause.PEER_LOST
+            verdicts = (Cause.TRANSFER.value, Cause.REFUSED.value)
+            cause = Cause(message.reason) if message.reason in verdicts else Cause.PEER_LOST
             self._refuse(peer, cause, text, now)
         elif session is not None:
             self.condemn(session, Cause.PEER_LOST, text, now)

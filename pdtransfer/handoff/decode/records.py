@@ -74,7 +74,7 @@ class SessionRecord:
     def covers(self, holding: Holding, arena_ready: int) -> bool:
         """Whether the writer and this node are both ready where the rows of its components go.
 
-        `arena_ready`: so many of the arena's first bytes this node has ready; its card may reach no others. Slots of
+        `arena_ready`: so many of the arena's first bytes this node has ready; its GPU may reach no others. Slots of
         HBM may be leased before the arena's range for them is ready.
         """
         assert self.reach is not None
@@ -147,8 +147,8 @@ class RoomRecord:
         """The slots of each component by name, one a row, growth included. A room has slots of one component of each
         name."""
         assert self.holding is not None
-        each = zip(components, self.holding.extents, self.demand.rows, strict=True)
-        return {component.name: slots_of(extents, count=rows) for component, extents, rows in each if rows}
+        parts = zip(components, self.holding.extents, self.demand.rows, strict=True)
+        return {component.name: slots_of(extents, count=rows) for component, extents, rows in parts if rows}
 
     def uses(self, session: SessionRecord) -> bool:
         """Whether the room fails when the session does."""

@@ -98,8 +98,8 @@ class DecodeSessions:
 
     def may_dial_ahead(self, peer: str, now: float) -> bool:
         """Whether `dial` leaves enough sessions for the peers that rooms name: half of them are kept for those."""
-        known, most = self.prefill_peers.peers, min(AHEAD_MAX, self._limits.sessions_max // 2)
-        return not self.draining and (self.prefill_peers.resolve(peer, now) in known or len(known) < most)
+        peers, most = self.prefill_peers.peers, min(AHEAD_MAX, self._limits.sessions_max // 2)
+        return not self.draining and (self.prefill_peers.resolve(peer, now) in peers or len(peers) < most)
 
     def expect(self, request: RoomRequest, now: float) -> list[DecodeEffect]:
         """Leases the slots of a room and grants them to its sources.
@@ -239,8 +239,8 @@ class DecodeSessions:
                 case ("lease", int(session_id), number):
                     self.leases.repeat(self.prefill_peers.sessions[session_id].leases[number], now)
                 case _:
-                    known = self.prefill_peers.tick(key, now)
-                    assert known, key
+                    handled = self.prefill_peers.tick(key, now)
+                    assert handled, key
         return self._effects(now)
 
     def receive(self, name: str, message: Message, now: float) -> list[DecodeEffect]:
@@ -304,7 +304,7 @@ class DecodeSessions:
         room.aux = room.aux or message.aux
         if wrong := self.post_landing.landed(room, lease, message.checksum):
             return wrong
-        if all(each is lease or each.state is Lease.ENDED for each in room.leases):
+        if all(other is lease or other.state is Lease.ENDED for other in room.leases):
             if room.post_landing_count:
                 room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.LAND)
             else:
@@ -405,7 +405,7 @@ class DecodeSessions:
             room.prefix = room.prefix or holding.prefix
             sessions = list(room.reserved.values())
             room.unreserve()
-            if not all(fits_a_grant(each.extents_of(holding), each.frame_bytes_max) for each in sessions):
+            if not all(fits_a_grant(session.extents_of(holding), session.frame_bytes_max) for session in sessions):
                 text = f"extents: {[len(each) for each in holding.extents]} are more than a Grant can name"
                 self._fail(room, Cause.FULL, text, now)
                 continue

@@ -139,7 +139,7 @@ class WindowSlots:
             room.reserved[source] = session
             if len(room.reserved) == len(room.sources):
                 del self._incomplete[room.id]
-                gap = self._coverage.gap(room.reserved[each] for each in room.sources)
+                gap = self._coverage.gap(room.reserved[name] for name in room.sources)
                 if gap:
                     self._gaps[room.id] = room, gap
                 else:

@@ -209,15 +209,15 @@ class DecodePeers:
             self.close(session, Cause.PEER_RESTARTED, f"{peer.name} is a new process", now)
 
     def _register(self, peer: DecodePeer, message: Register, now: float) -> None:
-        known = self.sessions.get(message.session)
-        if message.session == 0 or (known is not None and known.peer != peer.name):
+        session = self.sessions.get(message.session)
+        if message.session == 0 or (session is not None and session.peer != peer.name):
             raise RemoteProtocolError("Register.session", f"{message.session:#x} is no session of {peer.name}'s")
-        if message.session in peer.ended or (known is not None and not known.open):
+        if message.session in peer.ended or (session is not None and not session.open):
             self._out(Send(peer.name, Reject(message.session, "unknown_session", ())))  # The message is late.
-        elif known is not None:
-            check_repeated("Register", known.register, message, begun="the session")
-            if known.state is WriterState.UP:
-                self._out(Send(peer.name, Registered(known.id, known.bytes_ready, known.hbm_direct)))
+        elif session is not None:
+            check_repeated("Register", session.register, message, begun="the session")
+            if session.state is WriterState.UP:
+                self._out(Send(peer.name, Registered(session.id, session.bytes_ready, session.hbm_direct)))
         else:
             self._open(peer, message, now)
 

@@ -170,7 +170,7 @@ class PrefillSessions:
 
     def mapped(self, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> list[PrefillEffect]:
         """Answers Map, and reports more later: the arena's first `bytes_ready` bytes are ready. `hbm_direct` is the
-        same each time: rows of HBM components go to the memory of the card that Reach names."""
+        same each time: rows of HBM components go to the memory of the GPU that Reach names."""
         self.decode_peers.mapped(session_id, bytes_ready, hbm_direct=hbm_direct)
         return self._effects()
 
@@ -179,7 +179,7 @@ class PrefillSessions:
         self.decode_peers.unmappable(session_id, text, now)
         return self._effects()
 
-    def near(self, session_id: int, write: int) -> list[PrefillEffect]:
+    def wake_hint(self, session_id: int, write: int) -> list[PrefillEffect]:
         """A write that the end of its grant may wait for is about to end: repeats Granted. That wakes the threads and
         processes that carry messages before the end is sent."""
         session = self.sessions.get(session_id)
@@ -246,8 +246,8 @@ class PrefillSessions:
                 case ("end", int(session_id), number):
                     self._grant_ends.send_end(self.sessions[session_id].grants[number], now)
                 case _:
-                    known = self.decode_peers.tick(key, now)
-                    assert known, key
+                    handled = self.decode_peers.tick(key, now)
+                    assert handled, key
         return self._effects()
 
     def receive(self, name: str, message: Message, now: float) -> list[PrefillEffect]:
@@ -312,9 +312,9 @@ class PrefillSessions:
     def _withdraw_ungranted(self, room_id: int, peer: str, detail: str, now: float) -> None:
         """A decode node gives up a room that it has granted nothing for. The engine may know its request by a room that
         it opens only when asked."""
-        known = room_id in self._withdrawn
+        withdrawn_already = room_id in self._withdrawn
         self._withdraw(room_id, peer, detail, now)
-        if not known and room_id in self._withdrawn:
+        if not withdrawn_already and room_id in self._withdrawn:
             self._out.append(RoomAsked(room_id, 0, 0))
 
     def _withdraw(self, room_id: int, peer: str, detail: str, now: float) -> None:
@@ -340,7 +340,7 @@ class PrefillSessions:
         elif not room.admits(peer):
             text = f"room: {room.id:016x} is for {sorted(room.peers or ())}, not for {peer}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
-        elif any(each.session is grant.session for each in room.grants):
+        elif any(other.session is grant.session for other in room.grants):
             text = f"grants: a second one of session {grant.session.id:#x} for room {room.id:016x}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
         elif room.leased:
@@ -367,11 +367,11 @@ class PrefillSessions:
             self._fail_grant(grant, Cause.ENGINE, text, now)
             return
         self._grant_ends.land(grant, room.aux, now)
-        if room.leased and all(each.state is WriterGrantState.LANDED for each in room.grants):
+        if room.leased and all(other.state is WriterGrantState.LANDED for other in room.grants):
             room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.LAND)
             room.detail = "the room has landed already"
             self._timers.clear(("room", room.id, 0))
-            self._out.append(RoomLanded(room.id, sum(each.kv_bytes for each in room.grants)))
+            self._out.append(RoomLanded(room.id, sum(granted.kv_bytes for granted in room.grants)))
             self._drain_if_quiet(room)
 
     def _fail_grant(self, grant: WriterGrant, cause: Cause, detail: str, now: float) -> None:

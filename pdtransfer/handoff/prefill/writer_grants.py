@@ -43,21 +43,21 @@ def check_repeated(
 ) -> None:
     """Raises RemoteProtocolError that names a field in which a repeated message differs from the first: any but the
     `changing` ones. `begun` is what the first one has begun."""
-    for each in first.__struct_fields__:
-        was, now = getattr(first, each), getattr(repeated, each)
-        if was == now or each in changing:
+    for field_name in first.__struct_fields__:
+        was, now = getattr(first, field_name), getattr(repeated, field_name)
+        if was == now or field_name in changing:
             continue
-        field = f"{name}.{each}"
+        field = f"{name}.{field_name}"
         if isinstance(was, tuple):
             counts = len(cast("tuple[object, ...]", now)), len(cast("tuple[object, ...]", was))
             text = f"{counts[0]} that are not the {counts[1]} which {begun} began with"
         elif isinstance(was, Struct):
             check_repeated(field, was, now, begun=begun)
             continue
+        elif field_name in _SECRETS:
+            text = f"another one than {begun} began with"
         else:
-            text = (
-                f"another one than {begun} began with" if each in _SECRETS else f"{now!r}, {begun} began with {was!r}"
-            )
+            text = f"{now!r}, {begun} began with {was!r}"
         raise RemoteProtocolError(field, text)
 
 
@@ -170,8 +170,8 @@ class WriterSession:
         """The first `bytes_ready` bytes of the arena may be granted; with `hbm_direct`, all slots of HBM too."""
         self.bytes_ready, self.hbm_direct = bytes_ready, hbm_direct
         self.slots_ready = tuple(
-            each.layout.slots if hbm_direct and each.memory == "hbm" else slots_below(each.layout, bytes_ready)
-            for each in self.components
+            layout.slots if hbm_direct and memory == "hbm" else slots_below(layout, bytes_ready)
+            for layout, memory in [(component.layout, component.memory) for component in self.components]
         )
 
     def known_end(self, number: int) -> bool:
@@ -227,8 +227,9 @@ class WriterSession:
             raise RemoteProtocolError(f"{field_name}.component", f"{part.component} a second time")
         component = self.components[part.component]
         tokens, rows_total = message.tokens, component.rows(message.tokens)
-        if part.first_row < (held := prefix_rows(component, message.prefix)):
-            text = f"{part.first_row}, decode holds {held} rows of {component.name} for a prefix of {message.prefix}"
+        if part.first_row < (rows_held := prefix_rows(component, message.prefix)):
+            prefix = f"a prefix of {message.prefix}"
+            text = f"{part.first_row}, decode holds {rows_held} rows of {component.name} for {prefix}"
             raise RemoteProtocolError(f"{field_name}.first_row", text)
         if part.rows < 1 or part.first_row + part.rows > rows_total:
             text = f"rows {part.first_row}+{part.rows}, {component.name} has {rows_total} for {tokens} tokens"

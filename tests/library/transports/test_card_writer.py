@@ -567,7 +567,7 @@ async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
     monkeypatch: pytest.MonkeyPatch, arena: ArenaMemory, directory: Path
 ) -> None:
     node, sent = PrefillNode(settings("p"), (), lambda _: None), list[object]()
-    monkeypatch.setattr(node.core, "near", lambda *of: [Send("d", Granted(*of))])
+    monkeypatch.setattr(node.core, "wake_hint", lambda *of: [Send("d", Granted(*of))])
     monkeypatch.setattr(node.bus, "send", lambda *given: sent.append(given))
     both, writer = Pair(arena, directory), node.transport._make["shm"]()
     writer._wake_hint(both.write(EVERY[:9], EVERY[:9], grant=1))

@@ -275,16 +275,16 @@ def test_decode_hears_of_a_grant_again_while_a_write_of_it_is_near_and_its_end_i
     end = PrefillEnd()
     end.up()
     first, second = writing(end)
-    assert end.core.near(S, first.write) == end.core.near(S, second.write) == [Send(D, Granted(S, 1))]
+    assert end.core.wake_hint(S, first.write) == end.core.wake_hint(S, second.write) == [Send(D, Granted(S, 1))]
     end.wrote(first)
-    assert end.core.near(S, first.write) == [], "it has ended"
-    assert end.core.near(S + 1, second.write) == []
+    assert end.core.wake_hint(S, first.write) == [], "it has ended"
+    assert end.core.wake_hint(S + 1, second.write) == []
     end.hear(Abort(S, 1))
-    assert end.core.near(S, second.write) == [], "only its proof is waited for"
+    assert end.core.wake_hint(S, second.write) == [], "only its proof is waited for"
     end.wrote(second)
     (third, _) = writing(end, 2, 2, at=16)
     end.hear(Goodbye(1, "over"))
-    assert end.core.near(S, third.write) == []
+    assert end.core.wake_hint(S, third.write) == []
 
 
 def test_ends_repeat_until_released() -> None:

@@ -18,7 +18,7 @@ TIMEOUT_S = 600.0
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 def test_any_value_of_any_field_of_a_bootstrap_servers_answers_fails_its_requests_alone() -> None:
     ran = subprocess.run(
-        [PYTHON, "-m", "tests.support.sglang_answers"], cwd=REPO, env=os.environ | ENVIRONMENT, capture_output=True,
+        [PYTHON, "-m", "tests.engines.sglang_answers"], cwd=REPO, env=os.environ | ENVIRONMENT, capture_output=True,
         text=True, timeout=TIMEOUT_S, check=True,
     )  # fmt: skip
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]

@@ -13,7 +13,7 @@ from tests.support.sglang_engine import ENVIRONMENT, PYTHON
 
 @pytest.mark.timeout(900)
 def test_a_request_lands_in_sglangs_host_pool_and_is_loaded_by_sglang() -> None:
-    asked = [PYTHON, "-m", "tests.support.sglang_host_pool"]
+    asked = [PYTHON, "-m", "tests.engines.sglang_host_pool"]
     ended = subprocess.run(
         asked, cwd=REPO, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=800, check=False
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sglang_bridge import Bridge, prefill_server
+from tests.engines.sglang_bridge import Bridge, prefill_server
 from tests.support.sglang_engine import RefusedError
 from tests.support.vllm_engine import Checkpoints, VllmEngine, prompts
 from tests.support.vllm_pair import VllmPair, settles, transfer

@@ -23,7 +23,7 @@ from pdtransfer.serve.router.fleet.admin import read_token
 from pdtransfer.serve.router.front.api_keys import ApiKeys
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
-from tests.support.manifests import (
+from tests.house.manifests import (
     COMPONENTS,
     KUBERNETES,
     NODES,

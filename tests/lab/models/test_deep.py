@@ -16,7 +16,7 @@ from pdtransfer.layout.layout import expand_pages
 from pdtransfer.serve.engine_api import Computed, HiSparse, Prefilled
 from pdtransfer.serve.engines.shell.prefill import LastRow, _Picking
 from pdtransfer.wire import Ranks
-from tests.support.deep_model import OPTIONS, SMALL, kv_of, model_of, near, textbook
+from tests.lab.models.deep_model import OPTIONS, SMALL, kv_of, model_of, near, textbook
 from tests.support.engine_pair import Decode, Prefill, config, copy_rows, heads_of, places, prompts, request
 
 

@@ -12,8 +12,8 @@ from pdtransfer_lab.models.deep import create
 
 from pdtransfer.kernels import driver
 from pdtransfer.serve.tracing.spans import Timeline
+from tests.lab.models.deep_model import OPTIONS, kv_of, model_of, near, textbook
 from tests.support.client_pair import Expected, client_pair, slots_of_pages
-from tests.support.deep_model import OPTIONS, kv_of, model_of, near, textbook
 from tests.support.engine_pair import config, heads_of, places, prompts, request
 from tests.support.late_producer import STALE, layer_bytes
 from tests.support.layout_tensors import mla

@@ -23,7 +23,7 @@ from pdtransfer_lab.models.steps import PositionTables, reach
 from pdtransfer.hisparse.capture import Captures
 from pdtransfer.limits import Limits
 from pdtransfer.serve.engine_api import HiSparse
-from tests.support.deep_model import OPTIONS, TOP, model_of
+from tests.lab.models.deep_model import OPTIONS, TOP, model_of
 from tests.support.engine_pair import Decode, Prefill, prompts, request
 
 LENGTHS = (5, 60, 200, 250, 253, 256, 511)  # three of them come to a further block of keys while they are decoded

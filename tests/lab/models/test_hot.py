@@ -14,8 +14,8 @@ from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.limits import Limits
 from pdtransfer.serve.engine_api import Broken, Finished, HiSparse
 from pdtransfer.serve.tracing.spans import Timeline
+from tests.lab.models.hot_requests import HOT, LENGTHS, SPARSE, TOKENS, hisparse, sparse_requests
 from tests.support.engine_pair import Decode, Prefill, config, heads_of, places, prompts, request
-from tests.support.hot_requests import HOT, LENGTHS, SPARSE, TOKENS, hisparse, sparse_requests
 from tests.support.planted_staging import stage
 
 

@@ -23,9 +23,9 @@ from pdtransfer.kernels import driver
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.engine_api import CardMemory
 from pdtransfer.serve.tracing.spans import Timeline
-from tests.support.deep_model import OPTIONS, TOP
+from tests.lab.models.deep_model import OPTIONS, TOP
+from tests.lab.models.hot_requests import SPARSE, hisparse, sparse_requests
 from tests.support.engine_pair import Decode, Prefill, config, prompts, request
-from tests.support.hot_requests import SPARSE, hisparse, sparse_requests
 
 if driver.count() == 0:
     pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)

@@ -10,9 +10,9 @@ from pdtransfer_lab.models.factory import create, generate_many
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.serve.engine_api import Broken, Finished
 from pdtransfer.wire import Ranks
+from tests.lab.models.hot_requests import HOT, SPARSE, hisparse
 from tests.support.engine_group import Threads, carry, prefills, together
 from tests.support.engine_pair import Decode, config, prompts, request
-from tests.support.hot_requests import HOT, SPARSE, hisparse
 
 LENGTHS = (1, 30, 44, 48, 49, 100, 300)
 TOKENS = 8

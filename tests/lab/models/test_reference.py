@@ -17,7 +17,7 @@ from pdtransfer_lab.models.factory import create, generate, generate_many
 from pdtransfer.errors import ConfigError
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.wire import Sampling
-from tests.support.engine_cuts import are_the_same, otherwise
+from tests.lab.models.engine_cuts import are_the_same, otherwise
 from tests.support.engine_pair import SMALL, Decode, Prefill, config, copy_rows, heads_of, places, prompts, request
 
 LENGTHS = (1, 1, 2, 63, 64, 65, 100, 255, 256, 257, 300, 511, 513)

@@ -18,7 +18,7 @@ from pdtransfer_lab.models.steps import AllResident, Own, StepPart, _readings
 from pdtransfer.layout.layout_builders import DSA_INDEX_PARTS, HOST_LAYOUTS, item_layout
 from pdtransfer.serve.engine_api import Finished
 from pdtransfer.wire import Sampling
-from tests.support.engine_cuts import are_the_same, otherwise
+from tests.lab.models.engine_cuts import are_the_same, otherwise
 from tests.support.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 300, 513)

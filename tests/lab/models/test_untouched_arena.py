@@ -10,9 +10,9 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 from pdtransfer_lab.models.factory import create
 
 from pdtransfer.hisparse.hot_requests import HotRequests
+from tests.lab.models.hot_requests import HOT, SPARSE, hisparse
 from tests.support.engine_pair import Decode, Prefill, config, request
 from tests.support.engine_pair import prompts as prompts_of
-from tests.support.hot_requests import HOT, SPARSE, hisparse
 from tests.support.page_table import WatchedMemory, touched_at_picks
 
 LONG, SHORT = 4 * HOT, HOT - 10

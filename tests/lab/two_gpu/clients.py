@@ -26,8 +26,8 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.serve.engine_api import HBM_ALIGNMENT
+from tests.lab.two_gpu.hbm_prefill import INDEX, KV, PAGE, SLOTS, named, pool_of
 from tests.support.client_pair import Expected, settings, slots_of_pages
-from tests.support.hbm_prefill import INDEX, KV, PAGE, SLOTS, named, pool_of
 from tests.support.internals import core_of
 from tests.support.layout_tensors import CANARY
 from tests.support.paths import REPO
@@ -122,7 +122,7 @@ def two(devices: tuple[str, str], **options: Any) -> Iterator[Two]:
     fill(hbm)
     own = [named(kv, "kv"), named(index, "index", memory="hbm", base=base)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.hbm_prefill", devices[0]], cwd=REPO,
+        [sys.executable, "-m", "tests.lab.two_gpu.hbm_prefill", devices[0]], cwd=REPO,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
     )  # fmt: skip

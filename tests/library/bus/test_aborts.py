@@ -18,8 +18,8 @@ import pytest
 import zmq
 
 from pdtransfer.wire import Ping, Pong, decode, encode
+from tests.library.bus.zmtp import PING, Zmtp, frame
 from tests.support.bus_peers import Raw, context, hello, pair
-from tests.support.zmtp import PING, Zmtp, frame
 
 __all__ = ["context"]  # a fixture
 BEFORE = {"RCVHWM": 256, "HEARTBEAT_IVL": 200, "HEARTBEAT_TIMEOUT": 60_000}  # socket options before the fix
@@ -52,7 +52,7 @@ class Doomed:
 def doomed(**settings: Any) -> Iterator[Doomed]:
     given = {"options": {}, "named": [], "dials": "", "stands_still": True} | settings
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.doomed_bus", json.dumps(given)],
+        [sys.executable, "-m", "tests.library.bus.doomed_bus", json.dumps(given)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -20,10 +20,10 @@ from pdtransfer.bus.keys import AllowList
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Grant, Granted, Hello, Message, Part, Ping, Pong, Reject, decode, encode
+from tests.library.bus.zmtp import Zmtp, frame
 from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, pair
 from tests.support.internals import connections_of, dialled_by, route_of
 from tests.support.waiting import on_loop, until
-from tests.support.zmtp import Zmtp, frame
 
 __all__ = ["context"]  # a fixture
 

@@ -1,5 +1,5 @@
 """Fixtures of the clients' tests."""
 
-from tests.support import copy_gate
+from tests.library.client import copy_gate
 
 gate = copy_gate.gate

@@ -28,9 +28,9 @@ from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldE
 from pdtransfer.handoff.effects import RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
 from pdtransfer.transports.options import WriterOptions
+from tests.library.client.copy_gate import Gate
 from tests.support.bus_peers import pair as keys
 from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
-from tests.support.copy_gate import Gate
 from tests.support.fake_card import FakeCard
 from tests.support.internals import core_of, lines_of, node_of
 from tests.support.layout_tensors import Pool, mha, mla

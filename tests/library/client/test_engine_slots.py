@@ -20,8 +20,8 @@ from pdtransfer.errors import Cause, ConfigError, LocalProtocolError, RoomFailed
 from pdtransfer.handoff.effects import RoomAsked, RoomDrained, RoomFailed, RoomLeased, RoomReady
 from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases, extents_of, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
+from tests.library.client.copy_gate import Gate
 from tests.support.client_pair import Expected, Late, Pair, client_pair, slots_of_pages
-from tests.support.copy_gate import Gate
 from tests.support.waiting import on_loop
 
 TOKENS = 40

@@ -16,8 +16,8 @@ from pdtransfer.errors import Cause, WorldError
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.options import WriterOptions
+from tests.library.handoff.decode.hbm_pair import in_hbm
 from tests.support.client_pair import Expected, Pair, component, settings, slots_of_pages
-from tests.support.hbm_pair import in_hbm
 from tests.support.layout_tensors import CANARY, Pool, mla
 
 TOKENS = 40

@@ -37,6 +37,7 @@ from pdtransfer.wire import (
     encode,
     pack_extents,
 )
+from tests.library.handoff.siege import Siege
 from tests.library.sim.pools import components
 from tests.support.session_ends import (
     ARENA_BYTES,
@@ -58,7 +59,6 @@ from tests.support.session_ends import (
     refusal,
     sent,
 )
-from tests.support.siege import Siege
 
 HONEST, HOSTILE = 0xA0, 0xB0  # their sessions
 ARENA = components(SLOTS, 1, page_first=True)

@@ -10,7 +10,7 @@ import pytest
 from pdtransfer.errors import CapacityError, LocalProtocolError
 from pdtransfer.hisparse.coordinator import Capacity, Coordinator, Placement
 from pdtransfer.hisparse.states import SPARSE_REQUEST, SparseRequest, SparseRequestEvent
-from tests.support.hisparse_events import Switch, host
+from tests.library.hisparse.hisparse_events import Switch, host
 
 R = SparseRequest
 CAPACITY = Capacity(rows=2, logical_tokens=100, device_slots=20, hot=8, top_k=4)

@@ -13,8 +13,8 @@ from pdtransfer.errors import WorldError
 from pdtransfer.hisparse.coordinator import Capacity, Coordinator, Placement
 from pdtransfer.hisparse.scheduler import Scheduler, SparseTurn
 from pdtransfer.limits import Limits
+from tests.library.hisparse.hisparse_events import Switch, host
 from tests.support.effort import some
-from tests.support.hisparse_events import Switch, host
 
 CAPACITY = Capacity(rows=3, logical_tokens=60, device_slots=20, hot=6, top_k=4)
 LIMITS = Limits(hisparse_queue_max=64, hisparse_wait_steps=2, hisparse_quantum_steps=3)

@@ -16,8 +16,8 @@ from pdtransfer.hisparse.coordinator import Capacity, Coordinator
 from pdtransfer.hisparse.scheduler import POLICIES, Scheduler
 from pdtransfer.hisparse.states import SPARSE_REQUEST_ENDS, SparseRequest
 from pdtransfer.limits import Limits
+from tests.library.hisparse.hisparse_events import Switch, host
 from tests.support.effort import some
-from tests.support.hisparse_events import Switch, host
 
 R = SparseRequest
 LIVE = (R.RESERVED, R.WAITING, R.RUNNING, R.RETRACTED)

@@ -12,7 +12,7 @@ from pdtransfer.hisparse.coordinator import Capacity, Coordinator
 from pdtransfer.hisparse.scheduler import POLICIES, Policy, Scheduler, SparseTurn
 from pdtransfer.hisparse.states import SparseRequest
 from pdtransfer.limits import Limits
-from tests.support.hisparse_events import Switch, host
+from tests.library.hisparse.hisparse_events import Switch, host
 
 LIMITS = Limits(hisparse_queue_max=4, hisparse_wait_steps=2, hisparse_quantum_steps=3)
 CAPACITY = Capacity(rows=2, logical_tokens=1_000, device_slots=100, hot=8)

@@ -16,8 +16,8 @@ import torch
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.hisparse.hot_pool import HotPool
 from pdtransfer.kernels.pools import Pool
+from tests.library.kernels.hot_world import LAYOUTS, MODELS, World, world
 from tests.support.effort import some
-from tests.support.hot_world import LAYOUTS, MODELS, World, world
 from tests.support.layout_tensors import mla
 from tests.support.planted_staging import stage
 

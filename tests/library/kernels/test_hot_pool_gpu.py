@@ -16,7 +16,7 @@ import torch
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.hisparse.hot_pool import HotPool
 from pdtransfer.kernels import driver
-from tests.support.hot_world import LAYOUTS, MODELS, World, world
+from tests.library.kernels.hot_world import LAYOUTS, MODELS, World, world
 
 if driver.count() == 0:
     pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)

@@ -14,7 +14,7 @@ import torch
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.kernels.arguments import SetMlaArgument
 from pdtransfer.kernels.set_mla import argument_of, set_mla_kv_buffer, shape_of
-from tests.support.mla_rows import PARTS, SLOTS, as_bytes, by_indexing, case
+from tests.library.kernels.mla_rows import PARTS, SLOTS, as_bytes, by_indexing, case
 
 
 def on_host(lib: ctypes.CDLL, given: list[Any], skip: int | None = None) -> None:

@@ -18,8 +18,8 @@ from pdtransfer.kernels.kv_copy import PlannedCopy, kv_copy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.set_mla import argument_of, launch, set_mla_kv_buffer
 from pdtransfer.layout.layout import Layout, Plane
-from tests.support import mla_rows
-from tests.support.swap_plans import plan_for
+from tests.library.kernels import mla_rows
+from tests.library.kernels.swap_plans import plan_for
 
 if driver.count() == 0:
     pytest.skip("no GPU here, or no driver and bindings for it", allow_module_level=True)

@@ -16,10 +16,10 @@ from pdtransfer.hisparse.swap import HotBuffers, SwapArgument, SwapCounts, SwapP
 from pdtransfer.kernels.kv_copy import Side, kv_copy, launch_of
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.layout.layout import Layout, Plane
+from tests.library.kernels.swap_plans import plan_for
 from tests.support.effort import some
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.layout_tensors import mla
-from tests.support.swap_plans import plan_for
 
 PROPERTY = settings(max_examples=some(80), deadline=None, suppress_health_check=list(HealthCheck))
 LENGTH = 200

@@ -26,8 +26,8 @@ from pdtransfer.transports import registry, select
 from pdtransfer.transports.base import Wrote
 from pdtransfer.transports.mooncake import MooncakeTransport
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
+from tests.library.transports.fake_transport import FakeArena, FakeWriter
 from tests.support.client_pair import component, settings
-from tests.support.fake_transport import FakeArena, FakeWriter
 from tests.support.layout_tensors import Pool, mla
 from tests.support.session_ends import identity
 from tests.support.waiting import until

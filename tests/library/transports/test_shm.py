@@ -38,7 +38,7 @@ from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.transports.shm.writer import ShmWriter
 from pdtransfer.wire import Reach
-from tests.support.fake_transport import unheard
+from tests.library.transports.fake_transport import unheard
 from tests.support.internals import sessions_of
 from tests.support.processes import deliver, forked_descriptors, no_descriptors, open_files
 from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first

@@ -28,7 +28,7 @@ from pdtransfer.transports.mooncake.writer import MooncakeWriter
 from pdtransfer.transports.options import Network, WriterOptions
 from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.transports.shm.writer import ShmWriter
-from tests.support.fake_transport import FakeArena, FakeWriter
+from tests.library.transports.fake_transport import FakeArena, FakeWriter
 from tests.support.waiting import on_loop, until
 
 SLOTS, ROW, SESSION = 32, 48, 5

@@ -11,7 +11,7 @@ import pytest
 
 from pdtransfer.errors import ConfigError
 from pdtransfer.serve.firewall import Firewall, FirewallMode, firewall_for, table, why_no_table
-from tests.support.guarded_ports import ADMITTED, OTHER, OWN6, PEER, PEER6, STRANGER, STRANGER6
+from tests.serve.firewall.guarded_ports import ADMITTED, OTHER, OWN6, PEER, PEER6, STRANGER, STRANGER6
 from tests.support.networks import APART, why_not_apart
 
 TRIAL = "nft -f -"
@@ -22,7 +22,7 @@ ALL = [PEER, OTHER, STRANGER, ADMITTED, "127.0.0.1", PEER6, STRANGER6]
 def test_guarded_ports_admit_their_peer_alone_for_as_long_as_they_are_guarded() -> None:
     if why := why_not_apart(TRIAL, "nft", text=OWNED):
         pytest.skip(why)
-    command = [*APART, sys.executable, "-m", "tests.support.guarded_ports"]
+    command = [*APART, sys.executable, "-m", "tests.serve.firewall.guarded_ports"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
     seen = json.loads(ran.stdout)

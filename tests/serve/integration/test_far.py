@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.transports.mooncake.settings import why_not
+from tests.serve.integration.far import CASES, DECODES, PREFILLS
 from tests.support import networks
-from tests.support.far import CASES, DECODES, PREFILLS
 from tests.support.paths import REPO
 
 
@@ -21,7 +21,7 @@ from tests.support.paths import REPO
 @pytest.mark.skipif(bool(why := why_not() or networks.why_not()), reason=why)
 def test_daemons_that_are_killed_cut_off_or_left_without_engines_lose_no_request_that_another_can_take() -> None:
     with tempfile.TemporaryDirectory(prefix="pdt-") as files:  # short, for the sockets in it
-        command = [sys.executable, "-m", "tests.support.far", files]
+        command = [sys.executable, "-m", "tests.serve.integration.far", files]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, cwd=REPO)
         logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
     assert ran.returncode == 0, ran.stderr + logs

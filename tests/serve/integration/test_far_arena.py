@@ -19,7 +19,7 @@ def test_engines_that_die_and_links_that_are_cut_fail_their_room_alone_and_the_n
     """Takes half a minute: engines and peers are silent for seconds before anybody gives them up."""
     if why := why_not() or why_not_apart(VETH):
         pytest.skip(why)
-    command = [*APART, sys.executable, "-m", "tests.support.far_arena", str(tmp_path / "s")]
+    command = [*APART, sys.executable, "-m", "tests.serve.integration.far_arena", str(tmp_path / "s")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)

@@ -22,7 +22,7 @@ def test_only_the_host_of_a_session_reaches_its_engines_and_only_while_the_sessi
     if why := why_not() or why_not_apart(f"{VETH} && nft -f -", "nft", "nsenter", text=OWNED):
         pytest.skip(why)
     with tempfile.TemporaryDirectory(prefix="pdt-") as files:  # short, for the sockets in it
-        command = [*APART, sys.executable, "-m", "tests.support.guarded_decode", files]
+        command = [*APART, sys.executable, "-m", "tests.serve.integration.guarded_decode", files]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False, cwd=REPO)
         logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
     assert ran.returncode == 0, ran.stderr + logs

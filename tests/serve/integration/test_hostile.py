@@ -41,8 +41,7 @@ from pdtransfer.wire import (
     Welcome,
     encode,
 )
-from tests.support.fleets import LIMITS, SLOTS, Running, Site, decode_config, running
-from tests.support.hostile_peers import (
+from tests.serve.integration.hostile_peers import (
     JUNK,
     Canaries,
     FakeDecode,
@@ -53,6 +52,7 @@ from tests.support.hostile_peers import (
     extents,
     identity,
 )
+from tests.support.fleets import LIMITS, SLOTS, Running, Site, decode_config, running
 from tests.support.processes import open_files
 from tests.support.waiting import PATIENCE_S, until
 

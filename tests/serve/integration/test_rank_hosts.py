@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.serve.integration.rank_hosts import served
 from tests.support.networks import APART, VETH, why_not_apart
 from tests.support.paths import REPO
-from tests.support.rank_hosts import served
 
 
 @pytest.mark.timeout(300)
@@ -26,7 +26,7 @@ def test_ranks_at_another_address_find_their_leaders_and_write_to_their_own_deco
 def test_ranks_in_another_network_namespace_serve_with_keys_of_their_own(tmp_path: Path) -> None:
     if why := why_not_apart(VETH, "nsenter"):
         pytest.skip(why)
-    command = [*APART, sys.executable, "-m", "tests.support.rank_hosts", str(tmp_path)]
+    command = [*APART, sys.executable, "-m", "tests.serve.integration.rank_hosts", str(tmp_path)]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=240, check=False,
         cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)},

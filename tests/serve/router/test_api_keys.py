@@ -27,7 +27,7 @@ from pdtransfer.serve.router.front.key_limits import ApiKey, KeyLimitError
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequests
-from tests.support.client_keys import A, B, C, bearer, written
+from tests.serve.router.client_keys import A, B, C, bearer, written
 from tests.support.waiting import on_loop, until
 
 

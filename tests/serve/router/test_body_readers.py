@@ -24,7 +24,7 @@ from pdtransfer.serve.router.front.body_readers import BodyReaders, ReadingProce
 from pdtransfer.serve.router.front.json_bodies import BadRequestError
 from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import unpack_ids
-from tests.support.router_site import site
+from tests.serve.router.router_site import site
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import server_site
 from tests.support.waiting import on_loop, until

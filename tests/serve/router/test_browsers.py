@@ -17,8 +17,8 @@ from pdtransfer.serve.process.http import Health, HttpListener, application
 from pdtransfer.serve.router.fleet.admin import AdminApi
 from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.settings.router import RouterConfig
-from tests.support.client_keys import A, bearer, written
-from tests.support.router_site import Site, site
+from tests.serve.router.client_keys import A, bearer, written
+from tests.serve.router.router_site import Site, site
 from tests.support.vllm_servers import ServerSite, server_site
 from tests.support.waiting import on_loop, run_on_loop
 

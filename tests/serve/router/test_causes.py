@@ -14,7 +14,7 @@ from pdtransfer.serve.router.backends.daemons import worker_pool
 from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Fail, Refusal, WorkerChanged
 from pdtransfer.serve.router.fleet.worker import Worker, obstacle
 from pdtransfer.wire import Begin, Goodbye, Hello, Reject, Unusable, Welcome
-from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
+from tests.serve.router.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS, identity
 
 FOUND_S = (LIMITS.silence_ms + 2 * LIMITS.resend_ms_max) / 1e3 + 1.0  # decode should have found a prefill by then

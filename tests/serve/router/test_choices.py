@@ -17,8 +17,8 @@ from pdtransfer.serve.router.backends.daemons.completions import parse
 from pdtransfer.serve.router.backends.daemons.router_effects import Finish, Refusal
 from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import End, Logprobs, unpack_ids
+from tests.serve.router.router_site import LIMITS, Site, site
 from tests.support.openai_types import checked_answer
-from tests.support.router_site import LIMITS, Site, site
 from tests.support.waiting import run_on_loop, until
 
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,7 @@ import pytest
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.tracing.ended_request import EndedRequest, TraceContext
-from tests.support.router_site import LIMITS, Site, site
+from tests.serve.router.router_site import LIMITS, Site, site
 from tests.support.waiting import run_on_loop, until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

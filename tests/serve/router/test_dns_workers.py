@@ -16,7 +16,7 @@ from pdtransfer.serve.router.fleet.dns_workers import Answered, DnsName, DnsReso
 from pdtransfer.serve.router.fleet.fleet_changes import FleetChanges
 from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.settings.router import RouterConfig
-from tests.support.router_site import Site, Worker, site
+from tests.serve.router.router_site import Site, Worker, site
 from tests.support.waiting import on_loop, until
 
 KEYS = {"prefill-0": "p" * 40, "decode-0": "d" * 40}
@@ -209,7 +209,7 @@ async def test_a_resolver_asks_again_within_bounds_and_tells_no_answer_from_no_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("dns")
-    from tests.support.dns_server import name_server
+    from tests.serve.router.dns_server import name_server
 
     monkeypatch.setattr(dns_workers, "ASK_S", 2.0)
     async with name_server() as server:
@@ -240,7 +240,7 @@ async def test_a_resolver_asks_again_within_bounds_and_tells_no_answer_from_no_w
 @on_loop
 async def test_a_router_finds_its_workers_by_srv_records_and_proves_their_keys(tmp_path: Path) -> None:
     pytest.importorskip("dns")
-    from tests.support.dns_server import name_server
+    from tests.serve.router.dns_server import name_server
 
     async with name_server() as server:
         server.records = {("_pd._tcp.fleet.test", "SRV"): ["0 0 7201 decode-0.fleet.test."]}

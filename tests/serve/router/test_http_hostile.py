@@ -15,8 +15,8 @@ from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.serve.process import connection_limit, http
 from pdtransfer.serve.process.http import Health, HttpListener, application
 from pdtransfer.serve.router.front import openai_http
+from tests.serve.router.router_site import site
 from tests.support.processes import forked_descriptors
-from tests.support.router_site import site
 from tests.support.waiting import on_loop, run_on_loop, until
 
 GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -36,7 +36,7 @@ from pdtransfer.serve.router.fleet.status import WorkerStatus
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import Begin, End, Ended, Goodbye, Hello, Load, Ping, Pong, Tokens, Welcome, pack_ids
-from tests.support.router_site import Site, Worker, site
+from tests.serve.router.router_site import Site, Worker, site
 from tests.support.routing_world import LIMITS, identity, request
 from tests.support.waiting import on_loop, until
 

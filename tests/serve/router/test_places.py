@@ -15,8 +15,8 @@ from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.serve.router.front import openai_http
 from pdtransfer.serve.router.front.api_keys import ApiKeys
 from pdtransfer.serve.router.front.key_limits import ApiKey, KeyLimitError
-from tests.support.client_keys import A, bearer, written
-from tests.support.router_site import LIMITS, Site, site
+from tests.serve.router.client_keys import A, bearer, written
+from tests.serve.router.router_site import LIMITS, Site, site
 from tests.support.vllm_servers import ServerSite, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
 

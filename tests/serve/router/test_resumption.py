@@ -13,8 +13,8 @@ from pdtransfer.errors import Cause
 from pdtransfer.limits import PROMPT_BYTES_MAX, RESUMPTIONS_MAX
 from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish, Retry
 from pdtransfer.wire import Begin, Cancel, End, Logprobs, Sampling, Tokens, pack_ids, unpack_ids
-from tests.support.router_site import Site, site
-from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
+from tests.serve.router.router_site import Site, site
+from tests.serve.router.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS
 from tests.support.waiting import run_on_loop, until
 

@@ -26,7 +26,7 @@ from pdtransfer.serve.router.front.json_bodies import BadRequestError
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import End, Goodbye, Reject, Sampling, Tokens, pack_biases, unpack_ids
-from tests.support.router_site import LIMITS, LOAD, site
+from tests.serve.router.router_site import LIMITS, LOAD, site
 from tests.support.waiting import PATIENCE_S, run_on_loop, until
 
 

@@ -34,7 +34,7 @@ from pdtransfer.wire import (
     Welcome,
     pack_ids,
 )
-from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
+from tests.serve.router.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS, Faults, Net, World, identity, request
 
 GENTLE = Limits(resend_ms=50, resend_ms_max=400, ping_ms=200, silence_ms=30_000, room_deadline_ms=60_000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, WorkerChanged
 from pdtransfer.wire import Begin, Pong
-from tests.support.routing_bench import P2, Bench, D, P
+from tests.serve.router.routing_bench import P2, Bench, D, P
 
 LIMITS = Limits()
 SLOW_S = LIMITS.slow_ms / 1e3 + LIMITS.ping_ms / 1e3

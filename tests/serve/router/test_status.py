@@ -25,7 +25,7 @@ from pdtransfer.serve.router.front.recent_requests import FAILURES_MAX, RATE_S, 
 from pdtransfer.serve.router.front.status_http import SHARED_S
 from pdtransfer.serve.tracing.ended_request import EndedRequest
 from pdtransfer.wire import Goodbye, Load, Pong, Tally, Welcome, WorkerFigures
-from tests.support.router_site import site
+from tests.serve.router.router_site import site
 from tests.support.routing_world import LIMITS, identity
 from tests.support.waiting import on_loop, until
 

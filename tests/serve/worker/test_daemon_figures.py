@@ -9,7 +9,7 @@ from pdtransfer.errors import Cause
 from pdtransfer.serve.engine_api import Finished, HotFigures, Token
 from pdtransfer.serve.worker.engine_thread import Generate
 from pdtransfer.wire import Begin, Cancel, Ping, Pong, Sampling, Tally, WorkerFigures, pack_ids
-from tests.support.daemon_pair import TOKENS, Heard, decode, prefill
+from tests.serve.worker.daemon_pair import TOKENS, Heard, decode, prefill
 from tests.support.waiting import on_loop, until
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are

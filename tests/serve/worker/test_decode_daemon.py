@@ -12,7 +12,7 @@ from pdtransfer.limits import Limits
 from pdtransfer.serve.engine_api import HotFigures
 from pdtransfer.serve.worker.daemon_metrics import DecodeMetrics
 from pdtransfer.wire import Begin, Sampling, pack_ids
-from tests.support.daemon_pair import decode
+from tests.serve.worker.daemon_pair import decode
 from tests.support.waiting import on_loop, until
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are

@@ -13,7 +13,7 @@ from pdtransfer.serve.worker import engine_thread
 from pdtransfer.serve.worker.engine_thread import Quit
 from pdtransfer.wire import Cancel as CancelRoom
 from pdtransfer.wire import Load
-from tests.support.daemon_pair import TOKENS, decode, prefill
+from tests.serve.worker.daemon_pair import TOKENS, decode, prefill
 from tests.support.waiting import on_loop, until
 
 ROOM = 7

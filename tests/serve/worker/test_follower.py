@@ -16,7 +16,7 @@ from pdtransfer.serve.settings.worker import PrefillConfig
 from pdtransfer.serve.tracing.timeline import Journeys
 from pdtransfer.serve.worker.daemon import create_engine
 from pdtransfer.serve.worker.engine_thread import Free, Order, follower_steps
-from pdtransfer.serve.worker.prefill_rank import PrefillRank, PrefillRoom
+from pdtransfer.serve.worker.prefill_rank import PrefillRank, PrefillRankRoom
 from pdtransfer.serve.worker.router_link import request_of
 from pdtransfer.wire import (
     Begin,
@@ -30,7 +30,7 @@ from pdtransfer.wire import (
     StepOrder,
     StepOrders,
 )
-from tests.support.daemon_pair import OPTIONS, follower
+from tests.serve.worker.daemon_pair import OPTIONS, follower
 from tests.support.waiting import on_loop, until
 
 
@@ -86,7 +86,7 @@ class Reports:
     def failed(self, *_: Any) -> None:
         pass
 
-    def drained(self, room: PrefillRoom) -> None:
+    def drained(self, room: PrefillRankRoom) -> None:
         self.over.append(room.local_id)
 
 

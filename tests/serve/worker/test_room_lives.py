@@ -14,7 +14,7 @@ from pdtransfer.serve.worker.engine_thread import Drop, Dropped, Free, Generate,
 from pdtransfer.serve.worker.group.leader import JoinedRank
 from pdtransfer.wire import Cancel as CancelRoom
 from pdtransfer.wire import RankFailed, RankReady, RankRoom, Ranks, StepOrder, StepOrders
-from tests.support.daemon_pair import TOKENS, decode, follower, prefill
+from tests.serve.worker.daemon_pair import TOKENS, decode, follower, prefill
 from tests.support.waiting import on_loop, until
 
 ROOM = 7

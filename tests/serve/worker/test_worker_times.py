@@ -17,7 +17,7 @@ from prometheus_client.exposition import generate_latest
 from pdtransfer.serve.worker import engine_thread
 from pdtransfer.serve.worker.engine_thread import Quit
 from pdtransfer.serve.worker.worker_times import DecodeTimes
-from tests.support.daemon_pair import decode, prefill
+from tests.serve.worker.daemon_pair import decode, prefill
 
 ROOM = 7
 

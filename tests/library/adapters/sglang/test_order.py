@@ -27,7 +27,7 @@ from pdtransfer.adapters.sglang.labels import Uses
 from pdtransfer.adapters.sglang.pools import KVPools
 from pdtransfer.adapters.sglang.prefill import SendingSide
 from pdtransfer.wire import Ranks
-from tests.support.sglang_ranks import AUX, HEADS, Pool, described_of
+from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, Pool, described_of
 
 
 class ScriptedClient:

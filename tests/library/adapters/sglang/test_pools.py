@@ -15,7 +15,7 @@ from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, HeadCounts, KVPools, k
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.wire import Ranks
-from tests.support.sglang_ranks import HEADS, ITEM, LAYERS, SLOTS, STATES, WIDTH, Pool, model_of
+from tests.library.adapters.sglang.sglang_ranks import HEADS, ITEM, LAYERS, SLOTS, STATES, WIDTH, Pool, model_of
 
 
 def made_of(pool: Pool, model: HeadCounts | None = None, **changed: Any) -> KVPools:

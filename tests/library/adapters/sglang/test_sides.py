@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer import KVPoll
-from tests.support.sglang_ranks import AUX, HEADS, LAYERS, WIDTH, Rank, World, rows, slots_of, world
+from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, LAYERS, WIDTH, Rank, World, rows, slots_of, world
 from tests.support.waiting import wait_for
 
 

@@ -14,9 +14,9 @@ from pdtransfer.handoff.effects import Lift, Offer, RoomFailed, RoomReady, StopL
 from pdtransfer.layout.checksum import CHECKSUM_BYTES
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Drained, Grant, Registered, Reject
+from tests.library.handoff.decode.hbm_pair import expected, hbm_pair
 from tests.library.sim.pools import LAYERS, ROW
 from tests.support.client_pair import slots_of_pages
-from tests.support.hbm_pair import expected, hbm_pair
 from tests.support.internals import core_of, node_of
 from tests.support.layout_tensors import CANARY
 from tests.support.session_ends import (

@@ -12,8 +12,7 @@ from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.handoff.effects import Outcome
 from pdtransfer.transports.mooncake import ring, writer
 from pdtransfer.transports.mooncake.settings import why_not
-from tests.support.fake_card import FakeCard, Held
-from tests.support.far_pair import (
+from tests.library.transports.mooncake.far_pair import (
     CASES,
     LARGE,
     SESSION,
@@ -24,6 +23,7 @@ from tests.support.far_pair import (
     lands_exactly,
     stops_in_the_middle,
 )
+from tests.support.fake_card import FakeCard, Held
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import Model
 from tests.support.waiting import on_loop, until

@@ -18,7 +18,7 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
 from pdtransfer.transports.card_launcher import PoolCard
 from pdtransfer.transports.mooncake.settings import why_not
-from tests.support.far_pair import (
+from tests.library.transports.mooncake.far_pair import (
     CASES,
     LARGE,
     SESSION,

@@ -42,8 +42,8 @@ from pdtransfer.transports.mooncake.ring import SLOT_BYTES, SLOTS, SendRing
 from pdtransfer.transports.mooncake.settings import why_not
 from pdtransfer.transports.mooncake.writer import MooncakeWriter, targets_of
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
+from tests.library.transports.fake_transport import unheard
 from tests.support.client_pair import LIMITS, component, settings
-from tests.support.fake_transport import unheard
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import CANARY, Pool, bytes_written, mla
 from tests.support.paths import REPO

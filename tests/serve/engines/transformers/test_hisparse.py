@@ -22,12 +22,12 @@ from pdtransfer.serve.engines.transformers.factory import generate_many
 from pdtransfer.serve.engines.transformers.steps import DecodeSteps
 from pdtransfer.serve.sampling import tokens_digest
 from pdtransfer.wire import Sampling
+from tests.serve.engines.transformers.checkpoint_ranks import generated_by_ranks, workers
+from tests.serve.engines.transformers.replays import Replays
 from tests.support import checkpoints
-from tests.support.checkpoint_ranks import generated_by_ranks, workers
 from tests.support.checkpoints import TOP_K, Handoff, generated, prompts, request
 from tests.support.fleets import LIMITS, Answer, Running, Site, running
 from tests.support.page_table import WatchedMemory, touched_at_picks
-from tests.support.replays import Replays
 
 HOT = TOP_K + 8
 TOKENS = 16

@@ -15,8 +15,8 @@ from pdtransfer.errors import ConfigError
 from pdtransfer.serve.engine_api import Alone, EngineDescription
 from pdtransfer.serve.engines.transformers import create
 from pdtransfer.wire import Ranks
+from tests.serve.engines.transformers.checkpoint_ranks import generated_by_ranks, workers
 from tests.support import checkpoints
-from tests.support.checkpoint_ranks import generated_by_ranks, workers
 from tests.support.checkpoints import FAMILIES, generated, prompts, request
 
 TOKENS = 12

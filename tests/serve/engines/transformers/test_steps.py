@@ -19,8 +19,8 @@ from pdtransfer.serve.engines.transformers import steps
 from pdtransfer.serve.engines.transformers.checkpoint import ModelOptions, load
 from pdtransfer.serve.engines.transformers.layers import describe
 from pdtransfer.serve.engines.transformers.paged import PagedModel
+from tests.serve.engines.transformers.replays import Replays
 from tests.support import checkpoints
-from tests.support.replays import Replays
 
 SLOTS = 1_024
 

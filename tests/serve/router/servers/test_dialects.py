@@ -12,8 +12,8 @@ from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from pdtransfer.serve.router.backends.servers.server_request import ServerRequest
 from pdtransfer.serve.router.front.json_bodies import BadRequestError
 from pdtransfer.serve.settings.router import HTTP_ENGINES
+from tests.serve.router.servers.relayed import relayed
 from tests.support.json_values import spoiled
-from tests.support.relayed import relayed
 
 VLLM, SGLANG = DIALECTS["vllm"], DIALECTS["sglang"]
 TRANSFER = bytes(range(240, 256))

@@ -23,7 +23,7 @@ from pdtransfer.serve.router.backends.servers.exchange import AttemptFailedError
 from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
 from pdtransfer.serve.router.fleet.server import Server
 from pdtransfer.serve.router.policy.placement import Pair
-from tests.support.relayed import relayed
+from tests.serve.router.servers.relayed import relayed
 from tests.support.vllm_servers import LIMITS, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
 

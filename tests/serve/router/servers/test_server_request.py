@@ -7,7 +7,7 @@ import pytest
 from pdtransfer.limits import BODY_FIELDS_MAX
 from pdtransfer.serve.router.backends.servers.server_request import ServerRequest
 from pdtransfer.serve.router.front.json_bodies import BadRequestError
-from tests.support.relayed import relayed
+from tests.serve.router.servers.relayed import relayed
 
 
 def parsed(*, block_tokens: int = 16, **fields: object) -> ServerRequest:

@@ -1,6 +1,6 @@
 """KV that crosses between two hosts, as two network namespaces, over Mooncake's TCP; and every fault that is to be had.
 
-`python -m tests.support.far_arena FILES` is decode's host, run in a namespace of its own; it starts prefill's
+`python -m tests.serve.integration.far_arena FILES` is decode's host, run in a namespace of its own; it starts prefill's
 (two_hosts), and prints what became of rooms, by fault, as a line of JSON.
 """
 

@@ -1,7 +1,7 @@
 """Groups whose ranks are on two hosts: the leaders and a router here, the other ranks there.
 
-`python -m tests.support.rank_hosts LOGS` has two hosts that are network namespaces: it runs in one of its own, and
-makes the other; every node has a key.
+`python -m tests.serve.integration.rank_hosts LOGS` has two hosts that are network namespaces: it runs in one of its
+own, and makes the other; every node has a key.
 """
 
 from __future__ import annotations

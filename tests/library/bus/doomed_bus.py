@@ -1,5 +1,6 @@
-"""A process with a bus, for what would abort it. `python -m tests.support.doomed_bus SETTINGS` talks in lines of JSON.
+"""A process with a bus, for what would abort it.
 
+`python -m tests.library.bus.doomed_bus SETTINGS` reads and writes lines of JSON.
 It stands still at the first Hello, until all of that connection's bytes are read, and again until ZMQ has on_event the
 connection's end: what happens between is in ZMQ's own thread alone, whatever else the machine does.
 """

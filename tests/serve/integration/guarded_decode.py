@@ -1,7 +1,7 @@
 """A prefill and a decode on two hosts, decode behind its own firewall; who reaches its engines' ports, and when.
 
-`python -m tests.support.guarded_decode FILES` is prefill's host, with the router, in a network namespace of its own,
-and makes decode's. It prints what it has seen as a line of JSON.
+`python -m tests.serve.integration.guarded_decode FILES` is prefill's host, with the router, in a network namespace of
+its own, and makes decode's. It prints what it has seen as a line of JSON.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whole daemons on five hosts, KV between them over Mooncake alone, and what befalls them while requests are under way.
 
-`python -m tests.support.far FILES` has each daemon in a network namespace of its own, asks on the router's, and
-prints for each fault how many requests were answered as by a single process, and how many were told why not.
+`python -m tests.serve.integration.far FILES` has each daemon in a network namespace of its own, asks on the router's,
+and prints for each fault how many requests were answered as by a single process, and how many were told why not.
 """
 
 from __future__ import annotations

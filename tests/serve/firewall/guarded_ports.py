@@ -1,7 +1,7 @@
 """A firewall's table at work on plain listeners, in a network namespace of its own.
 
-`python -m tests.support.guarded_ports` prints what reached what as a line of JSON. All hosts are addresses of this
-namespace's loopback interface: rules know addresses alone.
+`python -m tests.serve.firewall.guarded_ports` prints what reached what as a line of JSON. All hosts are addresses of
+this namespace's loopback interface: rules know addresses alone.
 """
 
 from __future__ import annotations

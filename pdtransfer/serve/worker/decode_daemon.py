@@ -25,7 +25,7 @@ from ..settings.worker import DecodeConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import FIRST_TOKEN, LANDING, SLOTS, Journeys
 from .daemon_figures import DaemonTotals
-from .decode_rank import DecodeRank, DecodeRoom
+from .decode_rank import DecodeRank, DecodeRankRoom
 from .ended_rooms import WorkerFacts
 from .engine_thread import Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
@@ -114,10 +114,10 @@ class DecodeDaemon:
 
     # Reports of this process's rank
 
-    def ready(self, room: DecodeRoom, kv_bytes: int, prefix: int) -> None:
+    def ready(self, room: DecodeRankRoom, kv_bytes: int, prefix: int) -> None:
         self._ready(room, 0, kv_bytes, prefix)
 
-    def failed(self, room: DecodeRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def failed(self, room: DecodeRankRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         self._fail(room, cause, detail, retry_ms)
 
     def tokens(self, made: Iterable[Token]) -> None:
@@ -143,7 +143,7 @@ class DecodeDaemon:
             except LocalProtocolError as error:  # more tokens than the request asked for
                 self._fail(room, Cause.ENGINE, str(error))
 
-    def closed(self, room: DecodeRoom, reason: str, detail: str, finished: Finished | None) -> None:
+    def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:
         if room.dropped is not None:
             reason, detail, finished = room.dropped[0].value, room.dropped[1], None
         end = End(
@@ -234,7 +234,7 @@ class DecodeDaemon:
 
     # Steps of a room
 
-    def _ready(self, room: DecodeRoom, place: int, kv_bytes: int, prefix: int) -> None:
+    def _ready(self, room: DecodeRankRoom, place: int, kv_bytes: int, prefix: int) -> None:
         """The room is ready on one rank; it generates once it is ready on all."""
         room.ranks_ready.add(place)
         room.kv_bytes += kv_bytes
@@ -246,7 +246,7 @@ class DecodeDaemon:
             assert room.landing is not None, "this rank is one of them"
             self.port.to_engine(self.rank.generate(room.local_id, room.landing.aux))
 
-    def _fail(self, room: DecodeRoom | None, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def _fail(self, room: DecodeRankRoom | None, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """Fails a room before it generates, on every rank, with the first cause. Its slots are the engine's until
         Dropped."""
         if room is None:
@@ -259,7 +259,7 @@ class DecodeDaemon:
         self.group.abort(room.local_id, cause, detail)
         self.rank.abort(room.local_id, cause, detail)
 
-    def _end(self, room: DecodeRoom, end: End) -> None:
+    def _end(self, room: DecodeRankRoom, end: End) -> None:
         """Ends the room once for its router, though its slots may be held for longer."""
         if not room.ended:
             room.ended = True

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class DecodeRoom:
+class DecodeRankRoom:
     """A room that is expected, or generates. What all ranks together have of it is the leader's to know."""
 
     begin: Begin
@@ -62,16 +62,16 @@ class DecodeRoom:
 class DecodeReports(Protocol):
     """Receives what happens to a rank's rooms."""
 
-    def ready(self, room: DecodeRoom, kv_bytes: int, prefix: int) -> None:
+    def ready(self, room: DecodeRankRoom, kv_bytes: int, prefix: int) -> None:
         """The room is in this rank's arena; `prefix` tokens of its prompt were cached there."""
 
-    def failed(self, room: DecodeRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def failed(self, room: DecodeRankRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """The node gave the room up and has forgotten it."""
 
     def tokens(self, made: Iterable[Token]) -> None:
         """The tokens of one step, of several rooms."""
 
-    def closed(self, room: DecodeRoom, reason: str, detail: str, finished: Finished | None) -> None:
+    def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:
         """The engine ended the room: its slots are free, and it is forgotten."""
 
 
@@ -117,8 +117,8 @@ class DecodeRank:
         figures = (lambda: engine.figures) if config.enable_hisparse else None
         self.metrics = DecodeMetrics(self.node, registry, figures)
         self.thread = DecodeThread(engine, port, self.on_outcomes, steps)
-        self.rooms: dict[int, DecodeRoom] = {}  # by local id
-        self.by_id: dict[int, DecodeRoom] = {}  # by room id
+        self.rooms: dict[int, DecodeRankRoom] = {}  # by local id
+        self.by_id: dict[int, DecodeRankRoom] = {}  # by room id
 
     @property
     def idle(self) -> bool:
@@ -127,7 +127,7 @@ class DecodeRank:
 
     def start(self, begin: Begin, request: Request) -> None:
         """Expects the room; no other room here has its id."""
-        room = DecodeRoom(begin, request)
+        room = DecodeRankRoom(begin, request)
         if room.local_id in self.rooms:
             raise RemoteProtocolError("RankRoom.local_id", f"{room.local_id} is known here")
         self.rooms[room.local_id] = self.by_id[room.room_id] = room
@@ -144,7 +144,7 @@ class DecodeRank:
             )
         )
 
-    def abort(self, local_id: int, cause: Cause, detail: str) -> DecodeRoom | None:
+    def abort(self, local_id: int, cause: Cause, detail: str) -> DecodeRankRoom | None:
         """Forgets a room that failed on some rank and never generates; returns it if it was known here."""
         room = self._forget(local_id)
         if room is not None and room.landing is not None:
@@ -202,7 +202,7 @@ class DecodeRank:
         self._reports.closed(room, reason, detail, finished)
         self.journeys.forget(room.room_id)
 
-    def _forget(self, local_id: int) -> DecodeRoom | None:
+    def _forget(self, local_id: int) -> DecodeRankRoom | None:
         room = self.rooms.pop(local_id, None)
         if room is not None:
             del self.by_id[room.room_id]

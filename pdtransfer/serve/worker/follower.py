@@ -25,10 +25,10 @@ from ...wire import (
     StepOrders,
 )
 from ..engine_api import Finished, Token
-from .decode_rank import DecodeRank, DecodeRoom
+from .decode_rank import DecodeRank, DecodeRankRoom
 from .engine_thread import Order
 from .group.follower import GroupFollower
-from .prefill_rank import PrefillRank, PrefillRoom
+from .prefill_rank import PrefillRank, PrefillRankRoom
 from .router_link import request_of
 
 
@@ -75,34 +75,34 @@ class Follower:
 
     # Reports of this rank
 
-    def ready(self, room: DecodeRoom, kv_bytes: int, prefix: int) -> None:
+    def ready(self, room: DecodeRankRoom, kv_bytes: int, prefix: int) -> None:
         self.rank.journeys.reached(room.room_id, "landing", "READY", byte_count=kv_bytes)
         self._send(RankReady, room.local_id, kv_bytes, prefix)
 
-    def computed(self, room: PrefillRoom, aux: bytes | None) -> None:
+    def computed(self, room: PrefillRankRoom, aux: bytes | None) -> None:
         assert isinstance(self.rank, PrefillRank)
         if aux is not None:
             self._send(RankPicked, room.local_id, aux)
         self.rank.finish(room.local_id, b"")
 
-    def landed(self, room: PrefillRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+    def landed(self, room: PrefillRankRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
         self._ended("done")
         self._send(RankLanded, room.local_id, kv_bytes, copy_us, stamp_ns, clock_digest())
 
-    def drained(self, room: PrefillRoom) -> None:
+    def drained(self, room: PrefillRankRoom) -> None:
         self._send(RankDrained, room.local_id)
 
-    def failed(self, room: PrefillRoom | DecodeRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def failed(self, room: PrefillRankRoom | DecodeRankRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         self._failed(room.local_id, cause, detail, retry_ms)
 
-    def engine_failed(self, room: PrefillRoom, cause: Cause, detail: str) -> None:
+    def engine_failed(self, room: PrefillRankRoom, cause: Cause, detail: str) -> None:
         if cause is not Cause.REFUSED:  # the leader's engine refuses it as well
             self._send(RankFailed, room.local_id, cause.value, detail[:TEXT_LENGTH_MAX])
 
     def tokens(self, made: Iterable[Token]) -> None:
         """The leader's engine generates the same tokens."""
 
-    def closed(self, room: DecodeRoom, reason: str, detail: str, finished: Finished | None) -> None:  # noqa: ARG002
+    def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:  # noqa: ARG002
         self._ended(reason)
 
     def _failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:

@@ -25,7 +25,7 @@ from .daemon_figures import DaemonTotals
 from .ended_rooms import WorkerFacts
 from .engine_thread import Compute, Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
-from .prefill_rank import PrefillRank, PrefillRoom
+from .prefill_rank import PrefillRank, PrefillRankRoom
 from .router_link import RouterLink, failure
 from .service import Service
 
@@ -93,20 +93,20 @@ class PrefillDaemon:
 
     # Reports of this process's rank
 
-    def computed(self, room: PrefillRoom, aux: bytes | None) -> None:
+    def computed(self, room: PrefillRankRoom, aux: bytes | None) -> None:
         room.computed = True
         self._finish(room, aux)
 
-    def landed(self, room: PrefillRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+    def landed(self, room: PrefillRankRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
         self._landed(room, 0, kv_bytes, copy_us, stamp_ns, clock_digest())
 
-    def failed(self, room: PrefillRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def failed(self, room: PrefillRankRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         self._fail(room, cause, detail, retry_ms)
 
-    def engine_failed(self, room: PrefillRoom, cause: Cause, detail: str) -> None:
+    def engine_failed(self, room: PrefillRankRoom, cause: Cause, detail: str) -> None:
         self._fail(room, cause, detail)
 
-    def drained(self, room: PrefillRoom) -> None:
+    def drained(self, room: PrefillRankRoom) -> None:
         self._drained(room, 0)
 
     # Reports of the other ranks
@@ -161,14 +161,16 @@ class PrefillDaemon:
 
     # Steps of a room
 
-    def _finish(self, room: PrefillRoom, aux: bytes | None) -> None:
+    def _finish(self, room: PrefillRankRoom, aux: bytes | None) -> None:
         """In a pipeline, the last stage picks the token; this rank sends it once both stages are done."""
         room.aux = room.aux if aux is None else aux
         if room.computed and room.aux is not None:
             self._journeys.computed(room.room_id, here=aux is not None)
             self.rank.finish(room.local_id, room.aux)
 
-    def _landed(self, room: PrefillRoom, place: int, kv_bytes: int, copy_us: int, stamp_ns: int, clock: bytes) -> None:
+    def _landed(
+        self, room: PrefillRankRoom, place: int, kv_bytes: int, copy_us: int, stamp_ns: int, clock: bytes
+    ) -> None:
         """The room has landed on one rank; it has landed once it has on all."""
         # The later of two stamps can be told where their clocks are the same.
         room.clock = clock if not room.landed or room.clock == clock else b""
@@ -187,7 +189,7 @@ class PrefillDaemon:
             )  # fmt: skip
             self.desk.end(room.begin, end)
 
-    def _fail(self, room: PrefillRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def _fail(self, room: PrefillRankRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """Fails the room on every rank, with the first cause."""
         if room.ended:
             return
@@ -197,7 +199,7 @@ class PrefillDaemon:
         self.group.abort(room.local_id, cause, detail)
         self.rank.abort(room.local_id, cause, detail)
 
-    def _drained(self, room: PrefillRoom, place: int) -> None:
+    def _drained(self, room: PrefillRankRoom, place: int) -> None:
         room.drained.add(place)
         if len(room.drained) == self.group.size:
             self._tokens -= len(room.request.prompt)

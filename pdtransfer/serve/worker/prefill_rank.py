@@ -25,7 +25,7 @@ from .worker_times import PrefillTimes
 
 
 @dataclass(slots=True, eq=False)
-class PrefillRoom:
+class PrefillRankRoom:
     """A room that is computed, or will be. What all ranks together have of it is the leader's to know; sets hold ranks
     by their numbers in the group."""
 
@@ -57,19 +57,19 @@ class PrefillRoom:
 class PrefillReports(Protocol):
     """Receives what happens to a rank's rooms."""
 
-    def computed(self, room: PrefillRoom, aux: bytes | None) -> None:
+    def computed(self, room: PrefillRankRoom, aux: bytes | None) -> None:
         """The engine has computed the prompt. `aux`: on the rank that picks the first token. `finish` must follow."""
 
-    def landed(self, room: PrefillRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+    def landed(self, room: PrefillRankRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
         """All bytes that this rank had to write are written."""
 
-    def failed(self, room: PrefillRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def failed(self, room: PrefillRankRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """The node gave the room up."""
 
-    def engine_failed(self, room: PrefillRoom, cause: Cause, detail: str) -> None:
+    def engine_failed(self, room: PrefillRankRoom, cause: Cause, detail: str) -> None:
         """The engine refuses the room, or failed on it."""
 
-    def drained(self, room: PrefillRoom) -> None:
+    def drained(self, room: PrefillRankRoom) -> None:
         """Nothing reads this rank's pages of the room any more. Always comes, and comes last."""
 
 
@@ -119,17 +119,17 @@ class PrefillRank:
         )
         self.metrics = PrefillMetrics(self.node, registry)
         self.thread = PrefillThread(engine, port, self.on_outcomes, steps)
-        self.rooms: dict[int, PrefillRoom] = {}  # by local id, until Free
-        self.by_id: dict[int, PrefillRoom] = {}  # by room id; here, one that is over gives its place to the next
+        self.rooms: dict[int, PrefillRankRoom] = {}  # by local id, until Free
+        self.by_id: dict[int, PrefillRankRoom] = {}  # by room id; here, one that is over gives its place to the next
 
     @property
     def idle(self) -> bool:
         """Whether no peer waits for a message of this rank."""
         return self.node.idle
 
-    def start(self, begin: Begin, request: Request) -> PrefillRoom:
+    def start(self, begin: Begin, request: Request) -> PrefillRankRoom:
         """Opens the room. The leader starts no other room of this id before this one has drained on all ranks."""
-        room, earlier = PrefillRoom(begin, request), self.by_id.get(begin.room)
+        room, earlier = PrefillRankRoom(begin, request), self.by_id.get(begin.room)
         if (earlier is not None and not earlier.over) or room.local_id in self.rooms:
             raise RemoteProtocolError("RankRoom.begin.room", f"{room.room_id:016x} is open here")
         self.rooms[room.local_id] = self.by_id[room.room_id] = room
@@ -196,7 +196,7 @@ class PrefillRank:
                 case Refused(detail=detail):
                     self._reports.engine_failed(room, Cause.REFUSED, detail)
 
-    def _open(self, local_id: int) -> PrefillRoom | None:
+    def _open(self, local_id: int) -> PrefillRankRoom | None:
         """The room, unless it has drained."""
         room = self.rooms.get(local_id)
         return None if room is None or room.over else room

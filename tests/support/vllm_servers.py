@@ -248,6 +248,19 @@ class ServerSite:
         """What the router knows of it."""
         return next(each for each in self.backend.pool.all if each.url == fake.url)
 
+    async def leaves_unnoticed(self, fake: FakeVllm) -> None:
+        """The server is gone, and no look at its health says so before a request meets it."""
+        looked_at: set[str] = set()
+
+        async def look(server: Any) -> str:
+            looked_at.add(server.url)
+            await asyncio.Event().wait()
+            return ""
+
+        self.backend.upstream.probe = look
+        await until(lambda: fake.url in looked_at, "the look before this one has ended")
+        await fake.close()
+
 
 @asynccontextmanager
 async def server_site(

@@ -184,9 +184,7 @@ def test_a_prefill_that_has_answered_is_told_where_decode_does_not_take_its_kv(h
             prefill, decode = it.prefill[0], it.decode[0]
             decode.gate.clear()
             if how == "refuses":
-                it.backend.upstream.probe = lambda _: asyncio.Event().wait()
-                await asyncio.sleep(0.1)
-                await decode.close()
+                await it.leaves_unnoticed(decode)
             elif how in {"400", "500"}:
                 decode.status, decode.answer = int(how), {"error": {"message": "no", "code": int(how)}}
             task = asyncio.create_task(it.post())
@@ -304,9 +302,7 @@ def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, s
             bad, good = it.prefill
             it.server(good).unfinished += 1  # so that the bad one is asked first
             if how == "refuses":
-                it.backend.upstream.probe = lambda _: asyncio.Event().wait()  # nobody notices before the request
-                await asyncio.sleep(0.1)
-                await bad.close()
+                await it.leaves_unnoticed(bad)
             elif how == "dies":
                 bad.dies = "early"
             elif how == "late":
@@ -343,9 +339,7 @@ def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream:
             bad, good = it.decode
             it.server(good).unfinished += 1
             if how == "refuses":
-                it.backend.upstream.probe = lambda _: asyncio.Event().wait()
-                await asyncio.sleep(0.1)
-                await bad.close()
+                await it.leaves_unnoticed(bad)
             elif how == "dies":
                 bad.dies = "early"
             elif how in {"500", "429"}:

@@ -11,8 +11,8 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -286,21 +286,51 @@ async def _lead(
         daemon = DecodeDaemon(config, settings, engine, *given)
         if arena.bytes_ready < arena.needed:
             backing = asyncio.get_running_loop().create_task(_back(arena, daemon, shared.died))
-    try:
-        await _live(config, shared, daemon)
-    finally:
-        if backing is not None:
-            backing.cancel()
-        daemon.desk.ticker.stop()
-        await daemon.node.close()
+    async with _opened(config, shared, daemon.rank, port, group) as (thread, endpoint):
+        try:
+            if endpoint:
+                shared.daemon = daemon
+                _say_ready(config, shared, endpoint, group.described())
+            await _live(config, shared, daemon)
+            if not shared.died.is_set():
+                await asyncio.to_thread(thread.join, JOIN_S)
+        finally:
+            if backing is not None:
+                backing.cancel()
+            daemon.desk.ticker.stop()
 
 
-async def _serving(config: Config, shared: Shared, rank: PrefillRank | DecodeRank) -> tuple[threading.Thread, str]:
-    """Waits until the engine has warmed up or died on its thread; returns the endpoint that the node listens on."""
+@asynccontextmanager
+async def _opened(
+    config: Config,
+    shared: Shared,
+    rank: PrefillRank | DecodeRank,
+    port: ThreadQueues[Any],
+    group: GroupLeader | GroupFollower,
+) -> AsyncGenerator[tuple[threading.Thread, str]]:
+    """A leader or a follower whose engine has warmed up on this thread, and whose node listens at this endpoint, which
+    is empty where the engine has died. The node is closed when the context is left."""
     loop, warm = asyncio.get_running_loop(), asyncio.Event()
-    thread = engine_thread.start(rank.thread, lambda _: _call(loop, shared.died.set), lambda: _call(loop, warm.set))
-    await _first(warm, shared.died)
-    return thread, "" if shared.died.is_set() else _endpoint(config, rank.node.bus.listen(shared.reserved))
+    port.attach(loop)
+    if config.allowed is not None:
+        reload_on_hangup(lambda: _reload(config, rank, group))
+    try:
+        thread = engine_thread.start(rank.thread, lambda _: _call(loop, shared.died.set), lambda: _call(loop, warm.set))
+        await _first(warm, shared.died)
+        yield thread, "" if shared.died.is_set() else _endpoint(config, rank.node.bus.listen(shared.reserved))
+    finally:
+        await rank.node.close()
+
+
+def _reload(config: Config, rank: PrefillRank | DecodeRank, group: GroupLeader | GroupFollower) -> None:
+    """Reads the allow-list again, if there is one."""
+
+    def allow(allowed: AllowList) -> None:
+        rank.node.allow(allowed)
+        group.allow(allowed)
+
+    if config.allowed is not None:
+        reload(config.allowed, allow)
 
 
 def _say_ready(config: Config, shared: Shared, endpoint: str, others: list[dict[str, str]] | None) -> None:
@@ -314,19 +344,8 @@ def _say_ready(config: Config, shared: Shared, endpoint: str, others: list[dict[
 
 
 async def _live(config: Config, shared: Shared, daemon: Daemon) -> None:
+    """Serves, drains, and takes leave of the routers."""
     stop, died, group = shared.stop, shared.died, daemon.group
-    daemon.port.attach(asyncio.get_running_loop())
-
-    def allow(allowed: AllowList) -> None:
-        daemon.node.allow(allowed)
-        group.allow(allowed)
-
-    if (path := config.allowed) is not None:
-        reload_on_hangup(lambda: reload(path, allow))
-    thread, endpoint = await _serving(config, shared, daemon.rank)
-    if endpoint:
-        group.asked, shared.daemon = stop.asked.set, daemon
-        _say_ready(config, shared, endpoint, group.described())
     await _first(stop.asked, died, group.lost)
     daemon.node.core.drain()
     while not (daemon.idle or stop.hurried.is_set() or died.is_set() or group.lost.is_set()):
@@ -343,25 +362,14 @@ async def _live(config: Config, shared: Shared, daemon: Daemon) -> None:
     cause = Cause.ENGINE if died.is_set() else Cause.SHUTDOWN
     daemon.desk.run(daemon.desk.service.goodbye(cause.value))
     daemon.port.to_engine(Quit())
-    if not died.is_set():
-        await asyncio.to_thread(thread.join, JOIN_S)
 
 
 async def _follow(
     config: Config, shared: Shared, settings: NodeSettings, engine: Any, arena: ArenaMemory | None, group: GroupFollower
 ) -> None:
     """Follows the leader's orders until the leader ends the group, or is lost."""
-
-    def allow(allowed: AllowList) -> None:
-        rank.node.allow(allowed)
-        group.allow(allowed)
-
-    def reload_all() -> None:
-        if config.allowed is not None:
-            reload(config.allowed, allow)
-
     port = ThreadQueues[list[Order]]()
-    follower, steps = Follower(group, port, reload_all), follower_steps(port)
+    follower, steps = Follower(group, port, lambda: _reload(config, rank, group)), follower_steps(port)
     given = (port, steps, follower, shared.registry, shared.journeys)
     if isinstance(config, PrefillConfig):
         rank = PrefillRank(config, settings, engine, *given, condemned=shared.died.set)
@@ -369,11 +377,7 @@ async def _follow(
         assert arena is not None
         rank = DecodeRank(config, settings, engine, arena, *given)
     follower.rank, group.take = rank, follower.take
-    try:
-        port.attach(asyncio.get_running_loop())
-        if config.allowed is not None:
-            reload_on_hangup(reload_all)
-        thread, endpoint = await _serving(config, shared, rank)
+    async with _opened(config, shared, rank, port, group) as (thread, endpoint):
         if endpoint:
             group.bound(endpoint, shared.http)
             _say_ready(config, shared, endpoint, None)
@@ -388,8 +392,6 @@ async def _follow(
         else:
             log.error("the leader is lost: %s", group.why or "this rank ends before it")
             shared.died.set()
-    finally:
-        await rank.node.close()
 
 
 async def _idle(rank: PrefillRank | DecodeRank) -> None:

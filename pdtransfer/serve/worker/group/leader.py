@@ -75,12 +75,12 @@ class GroupLeader:
     """The followers of this process. `reported` takes reports about rooms, and raises RemoteProtocolError for invalid
     ones. `asked` is called when a follower was asked to end."""
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
+    def __init__(self, ranks: Ranks | None = None, asked: Callable[[], None] = lambda: None) -> None:
         self.ranks = ranks or Ranks()
         self.size = self.ranks.tp_size * self.ranks.pp_size
         self.followers: dict[str, JoinedRank] = {}  # by the bus's peer name
         self.reported: Callable[[JoinedRank, RankReport], None] = _unexpected
-        self.asked: Callable[[], None] = lambda: None
+        self._asked = asked
         self.lost = asyncio.Event()  # set when the group cannot go on
         self.why = ""
         self._settings: tuple[Setting, ...] = ()
@@ -211,7 +211,7 @@ class GroupLeader:
                 follower.bound = message
                 self._changed.set()
             case Goodbye() if follower is not None:
-                self.asked()
+                self._asked()
             case RankReady() | RankLanded() | RankDrained() | RankFailed() | RankPicked() if follower is not None:
                 self.reported(follower, message)
             case _:

@@ -154,7 +154,7 @@ async def leading(
 
     Raises WorldError for a rank that does not come, StoppedError when `stop` comes first.
     """
-    group = GroupLeader(config.ranks)
+    group = GroupLeader(config.ranks, stop.set)
     if sockets is None:
         yield group
         return

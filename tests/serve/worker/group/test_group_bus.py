@@ -55,7 +55,8 @@ class Leader(GroupLeader):
     """Listens, and keeps what it is told."""
 
     def __init__(self, tp_size: int = 2) -> None:
-        super().__init__(Ranks(0, tp_size))
+        self.ended = asyncio.Event()  # a follower was asked to end
+        super().__init__(Ranks(0, tp_size), self.ended.set)
         self.reports: list[Message] = []
         self.reported = lambda rank, report: self.reports.append(report)
 
@@ -151,14 +152,12 @@ async def test_all_that_a_leader_says_comes_once_and_in_order_and_so_do_reports(
 
 @on_loop
 async def test_a_group_that_has_nothing_to_say_stays_and_either_end_says_goodbye() -> None:
-    asked = asyncio.Event()
     async with Pair() as (leader, follower):
         await asyncio.sleep(CALM.silence_ms / 1e3 + 0.5)
         assert not leader.lost.is_set()
         assert not follower.lost.is_set()
-        leader.asked = asked.set
         follower.ask()
-        await asked.wait()
+        await leader.ended.wait()
         await leader.close()
         await follower.over.wait()
         await asyncio.sleep(4 * CALM.ping_ms / 1e3)  # the leader's end of the connection is gone

@@ -30,7 +30,7 @@ def match(name: str, value: str, pattern: str, expected: str) -> None:
         raise ConfigError(f"{name} = {value!r}: must be {expected}")
 
 
-def card_of(device: str) -> int | None:
+def device_index(device: str) -> int | None:
     """Returns the GPU's index in a device name, None for cpu. Raises ConfigError."""
     match("device", device, r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")
     return None if device == "cpu" else int(device.partition(":")[2] or 0)

@@ -35,7 +35,7 @@ from ..handoff.effects import (
 from ..handoff.events import Event
 from ..handoff.sharing import Replicas
 from ..layout.deepseek_v4 import deepseek_v4
-from ..layout.engine_pools import CardMemory
+from ..layout.engine_pools import GpuMemory
 from ..layout.layout import Component, Layout, Plane, Span
 from ..layout.layout_builders import (
     C4_PARTS,
@@ -73,7 +73,6 @@ __all__ = [
     "AsyncPrefill",
     "BusLimits",
     "CapacityError",
-    "CardMemory",
     "Cause",
     "Component",
     "ConfigError",
@@ -82,6 +81,7 @@ __all__ = [
     "DecodeRoomHandle",
     "Endpoint",
     "Event",
+    "GpuMemory",
     "Hbm",
     "KVPoll",
     "KeyPair",

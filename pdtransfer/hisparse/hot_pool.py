@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import LocalProtocolError
-from ..kernels.card import CudaEvent, card
+from ..kernels.gpu import CudaEvent, gpu_at
 from ..kernels.kv_copy import PlannedCopy, kv_copy
 from ..kernels.pool_hooks import Fired, LayerFence
 from ..kernels.pools import Pool
@@ -184,7 +184,7 @@ class HotPool:
         """Fires when all work queued so far is done. After a replayed graph, call it behind the replay."""
         if self.device.card is None:
             return Fired()
-        event = CudaEvent(card(self.device.card))
+        event = CudaEvent(gpu_at(self.device.card))
         event.record(self._stream)
         return event
 

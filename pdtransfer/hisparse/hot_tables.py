@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import LocalProtocolError
-from ..kernels.card import CudaEvent, card, words
+from ..kernels.gpu import CudaEvent, gpu_at, words
 from ..layout.geometry import Int64s
 from .swap import HotBuffers, address_of
 
@@ -48,7 +48,7 @@ class HotTables:
         if ordinal is None:
             self._input: NDArray[np.int32] = np.empty((rows, width), np.int32)
         else:
-            gpu = card(ordinal)
+            gpu = gpu_at(ordinal)
             gpu.load("hot_row", "hot_row")  # compile now, so that the first request need not wait
             address, self._device_address = gpu.pinned(4 * rows * width)
             self._input = words(address, rows * width).view(np.int32).reshape(rows, width)
@@ -140,7 +140,7 @@ class HotRows:
     ) -> None:  # fmt: skip
         self.host_slots, self.hot_slots, self.own_slots = host_slots, hot_slots, own_slots
         self.held, self.order, self.refused = held, order, refused
-        self._card = card(held.device.index) if getattr(held, "is_cuda", False) else None
+        self._gpu = gpu_at(held.device.index) if getattr(held, "is_cuda", False) else None
         groups, rows, hot = held.shape
         self.argument = HotRowArgument(
             host_slots=address_of("host_slots", host_slots), hot_slots=address_of("hot_slots", hot_slots),
@@ -158,13 +158,13 @@ class HotRows:
         of host memory that must not change until the launch has ended. With `direct`, position p is in place p;
         otherwise the buffer is empty.
         """
-        if self._card is None:
+        if self._gpu is None:
             self._assign_on_cpu(row, source, host_count, places, own, direct)
             return
         argument = self.argument
         argument.row, argument.sent, argument.host_count, argument.places = row, source, host_count, places
         argument.own, argument.direct = own, direct
-        self._card.launch("hot_row", argument, blocks=_ROW_BLOCKS, threads=_ROW_THREADS, stream=stream)
+        self._gpu.launch("hot_row", argument, blocks=_ROW_BLOCKS, threads=_ROW_THREADS, stream=stream)
 
     def _assign_on_cpu(self, row: int, source: Any, host_count: int, places: int, own: int, direct: bool) -> None:
         self.host_slots[row, :host_count] = source[:host_count]
@@ -210,7 +210,7 @@ def newest_slots(
     elif requests:
         argument = newest_argument_of(hot, own_slots, positions, rows, device, host, refused, spare, real)
         blocks = -(-requests // _NEWEST_THREADS)
-        card(positions.device.index).launch("newest", argument, blocks=blocks, threads=_NEWEST_THREADS, stream=stream)
+        gpu_at(positions.device.index).launch("newest", argument, blocks=blocks, threads=_NEWEST_THREADS, stream=stream)
 
 
 def newest_argument_of(

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import LocalProtocolError
 from ..kernels.arguments import CopyArgument
-from ..kernels.card import Card, card
+from ..kernels.gpu import Gpu, gpu_at
 from ..kernels.kv_copy import PlannedCopy
 from ..layout.geometry import Int64s
 
@@ -114,7 +114,7 @@ def swap_plan(
         argument = argument_of(hot, positions, lengths, rows, plan, real, totals)
         if bring is not None:
             argument.bring = bring.argument
-        launch(card(positions.device.index), argument, stream)
+        launch(gpu_at(positions.device.index), argument, stream)
 
 
 def argument_of(
@@ -174,7 +174,7 @@ def shape_of(argument: SwapArgument) -> SwapLaunch:
     raise AssertionError(f"hot: {argument.hot}, top: {argument.top}")
 
 
-def launch(gpu: Card, argument: SwapArgument, stream: int) -> None:
+def launch(gpu: Gpu, argument: SwapArgument, stream: int) -> None:
     """Queues the launch."""
     function, threads, shared_bytes = shape_of(argument)
     gpu.launch(

@@ -16,7 +16,7 @@ from ..layout.plan import plan
 from . import copy as host_copy
 from .arguments import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
 from .cancel import CancelWord
-from .card import Card, card
+from .gpu import Gpu, gpu_at
 from .pools import PageSlots, PinnedCancel, Pool, Progress, Slots, State
 from .staging import Staging
 
@@ -289,7 +289,7 @@ def _prepare_launch(
 ) -> Callable[[], None]:  # fmt: skip
     target, source = copy.target, copy.source
     assert target.card is not None
-    gpu = card(target.card)
+    gpu = gpu_at(target.card)
     launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, known=isinstance(count, int))
     argument = launch.argument
     argument.count_at = 0 if isinstance(count, int) else _count_address(count)
@@ -320,7 +320,7 @@ def _prepare_launch(
     return queue
 
 
-def blocks_of(gpu: Card, target: Pool, source: Pool, pairs: Int64s) -> int:
+def blocks_of(gpu: Gpu, target: Pool, source: Pool, pairs: Int64s) -> int:
     """The default number of multiprocessors for a copy between these pools."""
     if target.host:
         return BLOCKS_PUSH if int(pairs[:, 6].max()) >= NARROW_BYTES else BLOCKS_PUSH_NARROW
@@ -340,7 +340,7 @@ def _listed(launch: Launch) -> list[tuple[np.ndarray[Any, Any], SlotsArgument]]:
     return [(entries, argument) for entries, argument in sides if entries is not None and len(entries)]
 
 
-def _stage(gpu: Card, launch: Launch, staging: Staging) -> bool:
+def _stage(gpu: Gpu, launch: Launch, staging: Staging) -> bool:
     """Stages the listed slots. Returns False if there are none."""
     if not (listed := _listed(launch)):
         return False
@@ -352,7 +352,7 @@ def _stage(gpu: Card, launch: Launch, staging: Staging) -> bool:
     return True
 
 
-def _upload(gpu: Card, launch: Launch, stream: int) -> int:
+def _upload(gpu: Gpu, launch: Launch, stream: int) -> int:
     """Queues an upload of the listed slots. Returns its device address, or 0 if there are none."""
     if not (listed := _listed(launch)):
         return 0
@@ -453,32 +453,32 @@ class PlannedCopy:
     def __init__(self, target: Pool, source: Pool, target_slots: Any, source_slots: Any, *, counts: Any = None) -> None:
         self._pools, self._slots, self._counts = (target, source), (target_slots, source_slots), counts
         self._key: object = None
-        self._card = None if target.card is None else card(target.card)
-        if self._card is None:
+        self._gpu = None if target.card is None else gpu_at(target.card)
+        if self._gpu is None:
             if source.card is not None:
                 raise LocalProtocolError(f"pools: the target is of no GPU, the source of GPU {source.card}")
             return
         copy = check_copy(target, source, target_slots, source_slots, len(target_slots) if counts is None else counts)
         launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, known=False)
         self._argument = launch.argument
-        self._argument.pairs = self._card.tables.acquire(launch.key, launch.pairs)
+        self._argument.pairs = self._gpu.tables.acquire(launch.key, launch.pairs)
         self._key = launch.key
         if counts is not None:
             self._argument.count_at = int(counts.__cuda_array_interface__["data"][0])
-        self._blocks = blocks_of(self._card, target, source, launch.pairs)
+        self._blocks = blocks_of(self._gpu, target, source, launch.pairs)
 
     @property
     def argument(self) -> CopyArgument:
         """The kernel's argument, on a GPU. Its pairs stay until `close`."""
-        assert self._card is not None
+        assert self._gpu is not None
         return self._argument
 
     def queue(self, rows: int, *, stream: int = 0) -> None:
         """Queues the copy of `rows` rows, or of `counts` rows if that is less. Without a GPU it copies at once."""
-        if self._card is not None:
+        if self._gpu is not None:
             self._argument.count = rows
             if rows:
-                self._card.launch("kv_copy", self._argument, blocks=self._blocks, threads=THREADS, stream=stream)
+                self._gpu.launch("kv_copy", self._argument, blocks=self._blocks, threads=THREADS, stream=stream)
             return
         count = rows if self._counts is None else min(rows, int(self._counts[0]))
         targets, sources = (each[:count] for each in self._slots)
@@ -487,6 +487,6 @@ class PlannedCopy:
 
     def close(self) -> None:
         """Releases the uploaded pairs. No launch may be running. Idempotent."""
-        if self._card is not None and self._key is not None:
-            self._card.tables.release(self._key)
+        if self._gpu is not None and self._key is not None:
+            self._gpu.tables.release(self._key)
             self._key = None

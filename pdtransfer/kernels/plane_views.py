@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..layout.layout import Plane
-from .pools import CardArray
+from .pools import GpuArray
 
 
 def device_tensor(address: int, byte_count: int, device: torch.device) -> Tensor:
     """Memory at a device address as a flat float32 tensor. The caller keeps the memory alive."""
-    return torch.as_tensor(CardArray(address, byte_count // 4, "<f4"), device=device)
+    return torch.as_tensor(GpuArray(address, byte_count // 4, "<f4"), device=device)
 
 
 def steps_of(plane: Plane) -> tuple[int, int]:

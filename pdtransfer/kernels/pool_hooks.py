@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from .card import Card, CudaEvent, card
+from .gpu import CudaEvent, Gpu, gpu_at
 from .kv_copy import CheckedCopy, check_copy, kv_copy
-from .pools import CardArray, Pool, Slots
+from .pools import GpuArray, Pool, Slots
 from .push import Backend, push
 
 _POOLS_MAX = 64  # an engine has a few
@@ -64,7 +64,7 @@ def load_to_device_per_layer(
         for (_, target), source in parts:
             kv_copy(target, source, device_slots, host_slots, count)
         return dict.fromkeys(_by_layer(device), Fired())
-    gpu, events = card(device.card), dict[int, LayerFence]()
+    gpu, events = gpu_at(device.card), dict[int, LayerFence]()
     known = copy.known
     uploaded = None if not count or not known else _UploadedSlots(gpu, copy, stream)
     target_slots, source_slots = (device_slots, host_slots) if uploaded is None else (uploaded.target, uploaded.source)
@@ -90,7 +90,7 @@ def backup_from_device_all_layer(
 
     The device's rows must stay until the event has fired. Arguments and errors are push's.
     """
-    event = None if device.card is None else CudaEvent(card(device.card))  # before anything is queued
+    event = None if device.card is None else CudaEvent(gpu_at(device.card))  # before anything is queued
     push(host, device, host_slots, device_slots, count, backend=backend, stream=stream)
     if event is None:
         return Fired()
@@ -107,8 +107,8 @@ def _by_layer(pool: Pool) -> dict[int, Pool]:
 class _UploadedSlots:
     """Both sides' slots in the GPU's memory, uploaded once for all layers."""
 
-    def __init__(self, gpu: Card, copy: CheckedCopy, stream: int) -> None:
+    def __init__(self, gpu: Gpu, copy: CheckedCopy, stream: int) -> None:
         target, source = copy.target_slots, copy.source_slots
         self.address = gpu.upload_new(np.concatenate((target, source)), stream)
-        self.target = CardArray(self.address, len(target))
-        self.source = CardArray(self.address + target.nbytes, len(source))
+        self.target = GpuArray(self.address, len(target))
+        self.source = GpuArray(self.address + target.nbytes, len(source))

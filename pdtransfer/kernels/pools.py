@@ -44,7 +44,7 @@ Slots: TypeAlias = "NDArray[np.int64] | NDArray[np.int32] | range | PageSlots | 
 __cuda_array_interface__) that only the kernel reads, or PageSlots of one of these."""
 
 
-class CardArray:
+class GpuArray:
     """Memory at an address of a GPU, or one that a GPU sees there, as torch and the kernels take it: elements of
     `typestr`, as numpy spells it. The caller keeps the memory."""
 
@@ -75,9 +75,9 @@ class Progress:
         if ordinal is None:
             self._words, self.address, self.tally = np.zeros(4, np.uint32), 0, 0
             return
-        from .card import card, words
+        from .gpu import gpu_at, words
 
-        gpu = card(ordinal)
+        gpu = gpu_at(ordinal)
         host, self.address = gpu.pinned(16)
         self._words = words(host, 4)
         self.tally = gpu.allocate(16)
@@ -111,10 +111,10 @@ class PinnedCancel(CancelWord):
     __slots__ = ("device_address",)
 
     def __init__(self, ordinal: int) -> None:
-        from .card import card
+        from .gpu import gpu_at
 
         super().__init__()
-        self.address, self.device_address = card(ordinal).pinned(4)
+        self.address, self.device_address = gpu_at(ordinal).pinned(4)
         self._word = ctypes.c_uint32.from_address(self.address)
 
     def clear(self) -> None:

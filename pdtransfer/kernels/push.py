@@ -11,7 +11,7 @@ from ..errors import LocalProtocolError
 from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
 from .cancel import CancelWord
-from .card import card
+from .gpu import gpu_at
 from .kv_copy import CheckedCopy, by_pages, check_copy
 from .kv_copy import prepare as prepare_launch
 from .pools import Pool, Progress, Slots
@@ -180,7 +180,7 @@ def _carry(
         return
     if progress is not None and not progress.address:
         raise LocalProtocolError("progress: a GPU can't see these words: make them for that GPU")
-    with borrowed(card(target.card)) as ring, ExitStack() as tables:
+    with borrowed(gpu_at(target.card)) as ring, ExitStack() as tables:
         if not isinstance(work, Plan):
             works = ring_works(ring, copy, work, ring.stage(listing(work, copy)), tables, stream)
         elif strided:

@@ -28,10 +28,10 @@ class RegisteredMemory:
     border of two. Not thread-safe.
     """
 
-    __slots__ = ("_card", "_chunks", "address", "byte_count", "bytes_ready", "device_address")
+    __slots__ = ("_chunks", "_gpu", "address", "byte_count", "bytes_ready", "device_address")
 
-    def __init__(self, card: Registrar, address: int, byte_count: int) -> None:
-        self._card, self.address, self.byte_count = card, address, byte_count
+    def __init__(self, gpu: Registrar, address: int, byte_count: int) -> None:
+        self._gpu, self.address, self.byte_count = gpu, address, byte_count
         self._chunks: list[int] = []
         self.bytes_ready = self.device_address = 0
 
@@ -47,7 +47,7 @@ class RegisteredMemory:
                 break
             address = self.address + self.bytes_ready
             try:
-                device_address = self._card.host_register(address, size)
+                device_address = self._gpu.host_register(address, size)
             except WorldError as error:
                 done = f"{self.bytes_ready} of {self.byte_count} bytes of host memory are registered"
                 raise WorldError(f"{done}, the next {size} are refused: {error}") from None
@@ -68,7 +68,7 @@ class RegisteredMemory:
         refused, text = list[int](), ""
         while self._chunks:
             try:
-                self._card.host_unregister(self._chunks[-1])
+                self._gpu.host_unregister(self._chunks[-1])
             except WorldError as error:
                 refused.append(self._chunks[-1])
                 text = text or str(error)

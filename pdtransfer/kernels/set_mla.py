@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import LocalProtocolError
 from .arguments import SetMlaArgument
-from .card import Card, card
+from .gpu import Gpu, gpu_at
 
 _ONE_HELD_ROWS, _FEW_ROWS = 1_024, 128  # rows up to which a thread takes one unit; and two rows a block, not four
 _HELD = (4_096, 2), (1 << 31, 4)  # more rows: up to, loads in flight for each thread
@@ -43,7 +43,7 @@ def set_mla_kv_buffer(
     if not buffer.is_cuda:
         _on_cpu(buffer, loc, nope, rope, skip_index)
         return
-    gpu = card(buffer.device.index)
+    gpu = gpu_at(buffer.device.index)
     if stream is None and gpu.capability < _BULK_CAPABILITY:
         from .set_mla_triton import scatter
 
@@ -90,7 +90,7 @@ def _stride(tensor: Any) -> int:
     return int(tensor.stride(0)) * int(tensor.element_size())
 
 
-def launch(gpu: Card, argument: SetMlaArgument, stream: int, *, bulk: bool = True) -> None:
+def launch(gpu: Gpu, argument: SetMlaArgument, stream: int, *, bulk: bool = True) -> None:
     """Queues the launch, with bulk copies if possible. Benchmarks disable `bulk`."""
     shape = shape_of(argument, bulk=bulk, capability=gpu.capability)
     gpu.launch(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arguments import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
-from .card import Card
+from .gpu import Gpu
 
 _BYTES_MIN = 64 << 10
 _PIECE_BYTES = 2_048  # of a list, for one warp of kv_copy
@@ -30,7 +30,7 @@ class Staging:
     argument: CopyArgument = field(default_factory=CopyArgument)  # of the launch that copies the list
     _host: int = 0
 
-    def put(self, gpu: Card, content: NDArray[np.int32]) -> None:
+    def put(self, gpu: Gpu, content: NDArray[np.int32]) -> None:
         """Stages a new list and prepares `argument`. Waits until the previous list is no longer read."""
         if self.byte_count < content.nbytes:
             byte_count = max(_BYTES_MIN, 1 << content.nbytes.bit_length())

@@ -46,8 +46,8 @@ class _Table:
 class DeviceTables:
     """Uploaded tables by key. Any thread may call it; it does not wait for other work on the GPU."""
 
-    def __init__(self, card: TableMemory, *, most: int = TABLES_MAX) -> None:
-        self._card, self._most = card, most
+    def __init__(self, gpu: TableMemory, *, most: int = TABLES_MAX) -> None:
+        self._gpu, self._most = gpu, most
         self._lock = threading.Lock()
         self._tables: dict[object, _Table] = {}  # the most recently used table is last
         self._events: list[Any] = []  # of evicted tables, for reuse
@@ -61,10 +61,10 @@ class DeviceTables:
             table = self._tables.pop(key, None)
             if table is None:
                 self._evict()
-                stream = self._card.side_stream
-                table = _Table(self._card.allocate(content.nbytes, stream))
-                self._card.upload(table.address, content, stream)
-                self._card.synchronise(stream)
+                stream = self._gpu.side_stream
+                table = _Table(self._gpu.allocate(content.nbytes, stream))
+                self._gpu.upload(table.address, content, stream)
+                self._gpu.synchronise(stream)
             table.users += 1
             self._tables[key] = table
             return table.address
@@ -79,8 +79,8 @@ class DeviceTables:
             if stream is not None:
                 event = table.launched.get(stream)
                 if event is None:
-                    event = table.launched[stream] = self._events.pop() if self._events else self._card.event()
-                self._card.record(event, stream)
+                    event = table.launched[stream] = self._events.pop() if self._events else self._gpu.event()
+                self._gpu.record(event, stream)
             table.users -= 1
 
     def _evict(self) -> None:
@@ -89,12 +89,12 @@ class DeviceTables:
             for key in list(islice((key for key, table in self._tables.items() if self._is_unused(table)), over)):
                 table = self._tables.pop(key)
                 self._events += table.launched.values()
-                self._card.free(table.address, self._card.side_stream)
+                self._gpu.free(table.address, self._gpu.side_stream)
 
     def _is_unused(self, table: _Table) -> bool:
         """Whether no launch reads the table now or later. A captured graph may repeat a launch; its event cannot be
         queried, and its table stays."""
         try:
-            return not table.users and all(self._card.passed(event) for event in table.launched.values())
+            return not table.users and all(self._gpu.passed(event) for event in table.launched.values())
         except WorldError:
             return False

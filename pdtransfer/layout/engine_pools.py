@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardMemory:
+class GpuMemory:
     """A pool in the memory of GPU `card` of this host, at the GPU's `address`; it lives as long as its engine."""
 
     card: int

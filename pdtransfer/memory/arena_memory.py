@@ -22,14 +22,14 @@ _F_ADD_SEALS = 1033  # fcntl's own name for it comes with Python 3.13
 class ArenaMemory:
     """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
 
-    __slots__ = ("_backing", "_use", "bytes_ready", "card", "fd", "hbm", "huge", "mapping", "needed")
+    __slots__ = ("_backing", "_use", "bytes_ready", "fd", "gpu", "hbm", "huge", "mapping", "needed")
 
     def __init__(self, fd: int, mapping: Mapping, *, huge: bool, needed: int) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
         self.needed = needed  # so many of its first bytes are backed by `prefault`
         self._backing = threading.Lock()
         self._use: Literal["", "served", "exported"] = ""
-        self.card: Registrar | None = None  # a GPU that has to access it
+        self.gpu: Registrar | None = None  # a GPU that has to access it
         self.hbm: Hbm | None = None  # where its HBM components are, unless that is here
         self.bytes_ready = 0  # prefaulted, and reached by the GPU if there is one, from 0
 
@@ -103,7 +103,7 @@ class ArenaMemory:
 
     def prefault(self, progress: Progress | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
         """As Mapping.prefault, of what is needed, from where the last call stopped. `bytes_ready` grows with what is
-        backed, and accessible to `card`. From any thread: a call that meets another one waits for it.
+        backed, and accessible to `gpu`. From any thread: a call that meets another one waits for it.
 
         Raises WorldError also if available memory runs out on the way, before the kernel kills a process for it, and if
         the GPU refuses.
@@ -119,8 +119,8 @@ class ArenaMemory:
             return stop()
 
         def ready(byte_count: int) -> None:
-            if self.card is not None:
-                byte_count = self.mapping.register(self.card, byte_count, rest=byte_count == needed)
+            if self.gpu is not None:
+                byte_count = self.mapping.register(self.gpu, byte_count, rest=byte_count == needed)
             if byte_count > self.bytes_ready:
                 self.bytes_ready = byte_count
                 if progress is not None:

@@ -14,9 +14,9 @@ from typing import Literal
 import msgspec
 
 from ..errors import TransportError, WorldError
-from ..kernels import card as cards
 from ..kernels import driver
-from ..layout.engine_pools import CardMemory
+from ..kernels import gpu as gpus
+from ..layout.engine_pools import GpuMemory
 from .mapping import Mapping, map_received
 
 _UUID_BYTES = 16
@@ -49,17 +49,17 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             raise TransportError(f"handle of exported memory: {error}") from None
         whole = handle.kind == "memfd" or (len(handle.card), len(handle.handle)) == (
             _UUID_BYTES,
-            cards.IPC_HANDLE_BYTES,
+            gpus.IPC_HANDLE_BYTES,
         )
         if not whole or handle.byte_count < 1 or handle.offset < 0:
             raise TransportError(f"handle of exported memory: {handle}")
         return handle
 
 
-def export(memory: CardMemory) -> Handle:
+def export(memory: GpuMemory) -> Handle:
     """Names a card's memory to other processes. Raises WorldError for memory that has no handle, as that of an
     allocator which maps it piece by piece (torch with expandable_segments)."""
-    here = cards.card(memory.card)
+    here = gpus.gpu_at(memory.card)
     base = here.range_of(memory.address)[0]
     return Handle("card", memory.byte_count, memory.address - base, here.uuid, here.ipc_handle(base))
 
@@ -92,7 +92,7 @@ class Opened:
         self.address = base + handle.offset
         self._close = lambda: _release(here, handle.handle)
         try:
-            _, whole = cards.card(here).range_of(base)
+            _, whole = gpus.gpu_at(here).range_of(base)
         except WorldError as error:
             self.close()
             raise TransportError(f"exported memory: {error}") from None
@@ -130,7 +130,7 @@ def _take(ordinal: int, handle: bytes) -> int:
         address, users = _opened.get((ordinal, handle), (0, 0))
         if not users:
             try:
-                address = cards.card(ordinal).ipc_open(handle, _PEER_ACCESS)
+                address = gpus.gpu_at(ordinal).ipc_open(handle, _PEER_ACCESS)
             except WorldError as error:
                 raise TransportError(f"exported memory: {error}") from None
         _opened[ordinal, handle] = address, users + 1
@@ -143,4 +143,4 @@ def _release(ordinal: int, handle: bytes) -> None:
         if users > 1:
             _opened[ordinal, handle] = address, users - 1
         else:
-            cards.card(ordinal).ipc_close(address)
+            gpus.gpu_at(ordinal).ipc_close(address)

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable
 
 from ..errors import PDTransferError, WorldError
-from ..kernels.card import card as card_of
+from ..kernels.gpu import gpu_at
 from ..kernels.pools import Pool
-from ..layout.engine_pools import CardMemory
+from ..layout.engine_pools import GpuMemory
 from ..layout.layout import Layout
 from . import cuda_ipc, mapping
 
@@ -35,11 +35,11 @@ class Hbm:
     @classmethod
     def of_card(cls, card: int, *, base: int, byte_count: int) -> Hbm:
         """Zeroed memory of a card, by its CUDA ordinal. Raises WorldError if the card has too little."""
-        here = card_of(card)
+        here = gpu_at(card)
         address = here.allocate(byte_count)
         here.clear(address, byte_count)
         try:
-            handle = cuda_ipc.export(CardMemory(card=card, address=address, byte_count=byte_count)).packed
+            handle = cuda_ipc.export(GpuMemory(card=card, address=address, byte_count=byte_count)).packed
         except PDTransferError as error:
             log.warning("HBM components: no other process can write them, so rows are copied up: %s", error)
             handle = b""
@@ -64,10 +64,10 @@ class Hbm:
         return Pool(layout=layout, address=self.address - self.base, card=self.card)
 
     @property
-    def engine_memory(self) -> CardMemory:
+    def engine_memory(self) -> GpuMemory:
         """The card's memory as an engine takes it."""
         assert self.card is not None
-        return CardMemory(card=self.card, address=self.address, byte_count=self.byte_count)
+        return GpuMemory(card=self.card, address=self.address, byte_count=self.byte_count)
 
     def close(self) -> None:
         """Frees it, unless another process may still write it: then it stays until this process ends. Idempotent.

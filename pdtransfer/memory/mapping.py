@@ -100,13 +100,13 @@ class Mapping:
                         f"{left.what}: {left.bytes} bytes"
                     )
 
-    def register(self, card: Registrar, end: int, *, rest: bool = False) -> int:
+    def register(self, gpu: Registrar, end: int, *, rest: bool = False) -> int:
         """Lets a GPU, the same one in each call, access the chunks that end below `end`; these must be backed. With
         `rest` no more follows at once, and all below `end` is registered. Returns the number of first bytes that it can
         access by now. Raises WorldError if the GPU refuses more.
         """
         if self.registered is None:
-            self.registered = RegisteredMemory(card, self.address, self.byte_count)
+            self.registered = RegisteredMemory(gpu, self.address, self.byte_count)
         return self.registered.grow(end, rest=rest)
 
     def bind(self, node: int) -> bool:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..handoff.events import Event, Spans
 from ..hisparse.settings import HiSparse, HotFigures
-from ..layout.engine_pools import CardMemory, SharedMemory
+from ..layout.engine_pools import GpuMemory, SharedMemory
 from ..layout.layout import Component
 from ..wire import Logprobs, Ranks, Sampling
 
@@ -214,7 +214,7 @@ class PrefillEngine(Protocol):
     def card(self) -> EngineDescription: ...
 
     @property
-    def pool(self) -> memoryview | SharedMemory | CardMemory:
+    def pool(self) -> memoryview | SharedMemory | GpuMemory:
         """The pool's memory: bytes of this process, a memfd if other processes may map it, or a card's memory.
         Component bases are offsets into it."""
         ...
@@ -256,7 +256,7 @@ class DecodeEngine(Protocol):
     @property
     def card(self) -> EngineDescription: ...
 
-    def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
+    def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | GpuMemory | None = None) -> None:
         """Takes the arena: `card.memory_bytes` bytes of this process. Called once, before the first admit. For an
         engine whose config names a card, `device_address` is the arena's address on that card.
 

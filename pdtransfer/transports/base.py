@@ -18,7 +18,7 @@ from ..wire import Reach
 from .options import ArenaOptions, Network, WriterOptions
 
 if TYPE_CHECKING:
-    from .card_launcher import WriterCard
+    from .gpu_launcher import WriterGpu
 
 Wrote = Callable[[Write, Outcome, str, int], None]
 """Called once for each write, on the loop's thread and never from within write(). The text says why a write did not
@@ -142,14 +142,14 @@ class Transport(Protocol):
         components: Components,
         options: WriterOptions,
         *,
-        card: WriterCard | None,
+        gpu: WriterGpu | None,
         wrote: Wrote,
         lost: LostWriter,
         wake_hint: WakeHint,
     ) -> WriterTransport:
         """Makes the prefill side, on the loop's thread, for a pool that stays mapped until after close.
 
-        `card` is that of `options`. `wrote` gets the end of each write. `lost` is called for a session that can write
+        `gpu` is that of `options`. `wrote` gets the end of each write. `lost` is called for a session that can write
         no more, and is to be fenced.
         """
         ...

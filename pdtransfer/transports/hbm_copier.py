@@ -13,7 +13,7 @@ from ..errors import TransportError
 from ..handoff.effects import Lift
 from ..handoff.slot_allocator import slots_of
 from ..kernels.cancel import CancelWord
-from ..kernels.card import CudaEvent, card
+from ..kernels.gpu import CudaEvent, gpu_at
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
 from ..layout.geometry import Int64s
@@ -107,7 +107,7 @@ class HbmCopier:
         if self._hbm.card is None:
             kv_copy(part.target, part.source, slots, slots, len(slots))
             return 0
-        here = card(self._hbm.card)
+        here = gpu_at(self._hbm.card)
         if self._queue is None:
             self._queue = here.stream(), CudaEvent(here)
         (stream, copied), failure = self._queue, None

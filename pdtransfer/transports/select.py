@@ -25,9 +25,9 @@ from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
 from .base import ArenaTransport, Ready, WakeHint, WriterTransport, Wrote
-from .card_launcher import PoolCard
 from .copier import CANCELLED
 from .device_events import EventQueue
+from .gpu_launcher import PoolGpu
 from .options import ArenaOptions, WriterOptions
 from .registry import TRANSPORTS
 from .shm.handover import host
@@ -209,13 +209,13 @@ class PrefillTransports:
         asked it: its writes are held back until they are cancelled, or have failed; `wake_hint` as WakeHint says."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
-        card = self._card = None if options.card is None else PoolCard(options.card, spans)
+        gpu = self._gpu = None if options.card is None else PoolGpu(options.card, spans)
         self._make = {
             name: partial(
                 TRANSPORTS[name].writer,
                 components,
                 options,
-                card=card,
+                gpu=gpu,
                 wrote=self._on_wrote,
                 lost=lost,
                 wake_hint=wake_hint,
@@ -233,11 +233,11 @@ class PrefillTransports:
         """Compiles and loads what the first session would have to wait for. Slow: call it outside the event loop, and
         before the engine computes. What fails here fails again for the session that needs it, with the reason."""
         checksum_copy.native()
-        if self._card is None:
+        if self._gpu is None:
             native()
             return
         try:
-            self._card.prepare()
+            self._gpu.prepare()
         except WorldError as error:
             log.warning("the GPU cannot copy rows: %s", error)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.layout.layout import Layout, Plane
@@ -55,7 +55,7 @@ def main() -> None:
         print("mapped", flush=True)
         obey({"push half": lambda: started(copy_for_ever, mapping.view[: mapping.byte_count // 2])})
         return
-    here = cards.card(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    here = gpus.gpu_at(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     mapping.register(here, mapping.byte_count)
     assert mapping.registered is not None
     layout = flat(mapping.byte_count)

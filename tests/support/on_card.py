@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.kernels.pools import Progress, State
 from pdtransfer.memory.arena_memory import ArenaMemory
 from tests.support.layout_tensors import Model, mha, mla
@@ -22,9 +22,9 @@ class OnCard:
     """The bytes of some memory of this process in the GPU's, or in an arena that is registered with it."""
 
     def __init__(self, *, host: bool) -> None:
-        self.host, self.card = host, cards.card(0)
+        self.host, self.card = host, gpus.gpu_at(0)
         self._arena: ArenaMemory | None = None
-        self._registered: cards.Registered | None = None
+        self._registered: gpus.Registered | None = None
         self._tensor = torch.empty(0)
 
     def put(self, content: np.ndarray[Any, Any]) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.transports.card_launcher import WriterCard
+from pdtransfer.transports.gpu_launcher import WriterGpu
 from pdtransfer.transports.options import WriterOptions
 from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.transports.shm.writer import ShmWriter
@@ -120,7 +120,7 @@ class Pair:
     """An arena's owner and a writer on one loop, and what the arena must hold in the end."""
 
     def __init__(
-        self, arena: ArenaMemory, directory: Path, *, threads: int = 2, card: WriterCard | None = None, address: int = 0
+        self, arena: ArenaMemory, directory: Path, *, threads: int = 2, card: WriterGpu | None = None, address: int = 0
     ) -> None:
         self.pool, self.arena = Pool(), arena
         self.owner = ShmArena(arena, directory=directory)
@@ -129,7 +129,7 @@ class Pair:
             (self.pool.component,),
             WriterOptions(pool_address=address or self.pool.address, copy_threads=threads),
             self._wrote,
-            card=card,
+            gpu=card,
             wake_hint=lambda order: self.hinted.append(order.write),
         )
         self.target = page_first()

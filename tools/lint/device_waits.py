@@ -29,66 +29,66 @@ DEVICE_WIDE = {
     "cuIpcCloseMemHandle": "nobody says that it does not",
     "cuModuleLoadData": "code is copied to the GPU, which may wait",
     # GPU's own, by what they call
-    "Card.finish": "cuCtxSynchronize",
-    "Card.free": "cuMemFree, without a stream",
-    "Card.allocate": "cuMemAlloc, without a stream",
-    "Card.synchronise": "of stream 0: for all that torch has queued there",
-    "Card.pinned": "cuMemHostAlloc",
-    "Card.host_register": "cuMemHostRegister",
-    "Card.host_unregister": "cuMemHostUnregister",
-    "Card.ipc_open": "cuIpcOpenMemHandle",
-    "Card.ipc_close": "cuIpcCloseMemHandle",
+    "Gpu.finish": "cuCtxSynchronize",
+    "Gpu.free": "cuMemFree, without a stream",
+    "Gpu.allocate": "cuMemAlloc, without a stream",
+    "Gpu.synchronise": "of stream 0: for all that torch has queued there",
+    "Gpu.pinned": "cuMemHostAlloc",
+    "Gpu.host_register": "cuMemHostRegister",
+    "Gpu.host_unregister": "cuMemHostUnregister",
+    "Gpu.ipc_open": "cuIpcOpenMemHandle",
+    "Gpu.ipc_close": "cuIpcCloseMemHandle",
 }
-_CARDS = {"gpu", "here", "card", "_card", "_here"}  # what a GPU is called
+_GPUS = {"gpu", "here", "gpu_at", "_gpu", "_here"}  # what a GPU is called
 _SHELL = "a GPU's own, for those below"
 _START = "before anybody is served"
 _GROWS = "the first time, and each time that twice as much is needed"
 _APART = "a session comes or goes: in a thread beside the writer's loop, or at a start or an end"
 MAY_WAIT_FOR_A_WHOLE_DEVICE = {
-    ("kernels.card.Card.finish", "cuCtxSynchronize"): _SHELL,
-    ("kernels.card.Card.allocate", "cuMemAlloc"): _SHELL,
-    ("kernels.card.Card.free", "cuMemFree"): _SHELL,
-    ("kernels.card.Card._pinned", "cuMemHostAlloc"): _SHELL,
-    ("kernels.card.Card.host_register", "cuMemHostRegister"): _SHELL,
-    ("kernels.card.Card.host_register", "cuMemHostUnregister"): "where it has failed",
-    ("kernels.card.Card.host_unregister", "cuMemHostUnregister"): _SHELL,
-    ("kernels.card.Card.ipc_open", "cuIpcOpenMemHandle"): _SHELL,
-    ("kernels.card.Card.ipc_close", "cuIpcCloseMemHandle"): _SHELL,
-    ("kernels.card.Card.load", "cuModuleLoadData"): "a kernel's first use, of most before anybody is served",
+    ("kernels.gpu.Gpu.finish", "cuCtxSynchronize"): _SHELL,
+    ("kernels.gpu.Gpu.allocate", "cuMemAlloc"): _SHELL,
+    ("kernels.gpu.Gpu.free", "cuMemFree"): _SHELL,
+    ("kernels.gpu.Gpu._pinned", "cuMemHostAlloc"): _SHELL,
+    ("kernels.gpu.Gpu.host_register", "cuMemHostRegister"): _SHELL,
+    ("kernels.gpu.Gpu.host_register", "cuMemHostUnregister"): "where it has failed",
+    ("kernels.gpu.Gpu.host_unregister", "cuMemHostUnregister"): _SHELL,
+    ("kernels.gpu.Gpu.ipc_open", "cuIpcOpenMemHandle"): _SHELL,
+    ("kernels.gpu.Gpu.ipc_close", "cuIpcCloseMemHandle"): _SHELL,
+    ("kernels.gpu.Gpu.load", "cuModuleLoadData"): "a kernel's first use, of most before anybody is served",
     (
-        "transports.card_launcher.CardLauncher.drain",
-        "Card.finish",
+        "transports.gpu_launcher.GpuLauncher.drain",
+        "Gpu.finish",
     ): "a launch of which nobody knows any more if it was made",
-    ("transports.card_launcher.CardLauncher.try_out", "Card.allocate"): _START,
-    ("transports.card_launcher.CardLauncher.try_out", "Card.free"): _START,
+    ("transports.gpu_launcher.GpuLauncher.try_out", "Gpu.allocate"): _START,
+    ("transports.gpu_launcher.GpuLauncher.try_out", "Gpu.free"): _START,
     ("adapters.kit.cache_memory.made_in_one_piece", "empty_cache"): _START,
-    ("memory.hbm.Hbm.of_card", "Card.allocate"): _START,
-    ("memory.hbm.Hbm.of_card", "Card.free"): "at the end",
-    ("hisparse.hot_tables.HotTables.__init__", "Card.pinned"): _START,
-    ("kernels.pools.Progress.__init__", "Card.allocate"): _START,
-    ("kernels.pools.Progress.__init__", "Card.pinned"): _START,
-    ("kernels.pools.PinnedCancel.__init__", "Card.pinned"): "one in a thousand pins memory; words are used again",
-    ("kernels.ring.lanes.StagingRing.slots", "Card.allocate"): "a ring's first use",
-    ("kernels.staging.Staging.put", "Card.allocate"): _GROWS,
-    ("kernels.staging.Staging.put", "Card.pinned"): _GROWS,
-    ("transports.card_launcher.CardLauncher.fetch", "Card.pinned"): _GROWS,
-    ("transports.card_launcher.PoolCard.host_register", "Card.host_register"): _APART,
-    ("transports.card_launcher.PoolCard.host_unregister", "Card.host_unregister"): _APART,
-    ("kernels.registered.RegisteredMemory.grow", "Card.host_register"): _APART,
-    ("kernels.registered.RegisteredMemory.close", "Card.host_unregister"): _APART,
-    ("memory.cuda_ipc._take", "Card.ipc_open"): _APART,
-    ("memory.cuda_ipc._release", "Card.ipc_close"): _APART,
+    ("memory.hbm.Hbm.of_card", "Gpu.allocate"): _START,
+    ("memory.hbm.Hbm.of_card", "Gpu.free"): "at the end",
+    ("hisparse.hot_tables.HotTables.__init__", "Gpu.pinned"): _START,
+    ("kernels.pools.Progress.__init__", "Gpu.allocate"): _START,
+    ("kernels.pools.Progress.__init__", "Gpu.pinned"): _START,
+    ("kernels.pools.PinnedCancel.__init__", "Gpu.pinned"): "one in a thousand pins memory; words are used again",
+    ("kernels.ring.lanes.StagingRing.slots", "Gpu.allocate"): "a ring's first use",
+    ("kernels.staging.Staging.put", "Gpu.allocate"): _GROWS,
+    ("kernels.staging.Staging.put", "Gpu.pinned"): _GROWS,
+    ("transports.gpu_launcher.GpuLauncher.fetch", "Gpu.pinned"): _GROWS,
+    ("transports.gpu_launcher.PoolGpu.host_register", "Gpu.host_register"): _APART,
+    ("transports.gpu_launcher.PoolGpu.host_unregister", "Gpu.host_unregister"): _APART,
+    ("kernels.registered.RegisteredMemory.grow", "Gpu.host_register"): _APART,
+    ("kernels.registered.RegisteredMemory.close", "Gpu.host_unregister"): _APART,
+    ("memory.cuda_ipc._take", "Gpu.ipc_open"): _APART,
+    ("memory.cuda_ipc._release", "Gpu.ipc_close"): _APART,
 }
 
 # A wait for one stream inside the driver, which may hold up who asks it for an event; others sleep until theirs fires.
 WAITS_FOR_A_STREAM = {
     "kernels.tables.DeviceTables.acquire": "for an upload of some KiB, on a stream of its own",
-    "kernels.card.Card.upload_new": "for its own upload, on a stream of its own",
-    "kernels.card.Card.clear": "at the start",
+    "kernels.gpu.Gpu.upload_new": "for its own upload, on a stream of its own",
+    "kernels.gpu.Gpu.clear": "at the start",
     "kernels.pool_hooks.load_to_device_per_layer": "where a launch has failed",
     "kernels.ring.lanes.StagingRing.run": "where a launch has failed",
-    "transports.card_launcher.CardLauncher.fetch": "where every byte is read back to be summed",
-    "transports.card_launcher.CardLauncher.try_out": "at the start",
+    "transports.gpu_launcher.GpuLauncher.fetch": "where every byte is read back to be summed",
+    "transports.gpu_launcher.GpuLauncher.try_out": "at the start",
 }
 
 # Copies from and to pageable memory, inside of which torch waits for the stream, and whoever asks the driver meanwhile
@@ -146,11 +146,11 @@ def _called(call: ast.Call, called: ast.Attribute) -> str:
     if owner == "cuda" or called.attr.startswith("cu"):
         return called.attr
     streams = [*call.args[1:], *(keyword.value for keyword in call.keywords if keyword.arg == "stream")]
-    if owner not in _CARDS or (called.attr in ("free", "allocate") and streams):
+    if owner not in _GPUS or (called.attr in ("free", "allocate") and streams):
         return ""
     if called.attr == "synchronise" and ast.unparse(call.args[0]) != "0":
         return ""
-    return f"Card.{called.attr}"
+    return f"Gpu.{called.attr}"
 
 
 def waits_for_a_stream(node: ast.AST) -> str:

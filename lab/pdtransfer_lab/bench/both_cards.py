@@ -14,12 +14,12 @@ import numpy as np
 
 from pdtransfer.errors import PDTransferError, WorldError
 from pdtransfer.handoff.effects import Outcome, Write
-from pdtransfer.kernels.card import card
+from pdtransfer.kernels.gpu import gpu_at
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.process.setup import prepare
-from pdtransfer.transports.card_launcher import PoolCard
-from pdtransfer.transports.card_writer import CardWrite, CardWriter
+from pdtransfer.transports.gpu_launcher import PoolGpu
+from pdtransfer.transports.gpu_writer import GpuWrite, GpuWriter
 
 from .models import PAGE_SIZE, latent_layout
 from .processes import Failure, answer, begun
@@ -81,7 +81,7 @@ class _Pushing:
     """A pool, an arena and a writer's thread; they last as long as the process."""
 
     def __init__(self, ordinal: int) -> None:
-        here = card(ordinal)
+        here = gpu_at(ordinal)
         near = latent_layout("layer_first", slots=_SLOTS, page_size=PAGE_SIZE)
         far = latent_layout("page_first", slots=_TOKENS, page_size=1)
         arena = ArenaMemory.create(far.end)
@@ -93,10 +93,10 @@ class _Pushing:
         self._target = Pool(layout=far, address=self._held[1].device_address, card=ordinal, host=True)
         pages = np.random.default_rng(ordinal).permutation(_SLOTS // PAGE_SIZE)[: _TOKENS // PAGE_SIZE]
         self._slots = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel().astype(np.int64)
-        writer = PoolCard(ordinal)
+        writer = PoolGpu(ordinal)
         writer.prepare()
         self._left, self._over, self._text = 0, threading.Event(), ""
-        self._pusher = CardWriter(writer.launcher, self._ended)
+        self._pusher = GpuWriter(writer.launcher, self._ended)
         self.rate(0.0)
 
     def rate(self, start_s: float) -> float:
@@ -113,14 +113,14 @@ class _Pushing:
             raise WorldError(f"a push ended otherwise: {self._text or 'not at all'}")
         return _WRITES * _TOKENS * self._target.layout.row_bytes / (time.monotonic() - begin_s) / 1e9
 
-    def _write(self, number: int) -> CardWrite:
+    def _write(self, number: int) -> GpuWrite:
         order = Write(
             session=1, grant=1, room=1, write=number, component=0, layers=self._target.layout.layer_range,
             source_slots=self._slots, target_slots=np.arange(_TOKENS, dtype=np.int64),
         )  # fmt: skip
-        return CardWrite(order=order, source=self._source, target=self._target)
+        return GpuWrite(order=order, source=self._source, target=self._target)
 
-    def _ended(self, push: CardWrite) -> None:
+    def _ended(self, push: GpuWrite) -> None:
         """In the writer's thread."""
         if push.outcome is not Outcome.LANDED:
             self._text = push.text or push.outcome.name

@@ -21,8 +21,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from pdtransfer.hisparse.coordinator import Capacity, Coordinator
 from pdtransfer.hisparse.hot_pool import HotPool
-from pdtransfer.kernels.card import Card, card
 from pdtransfer.kernels.driver import count
+from pdtransfer.kernels.gpu import Gpu, gpu_at
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS, host_layout
@@ -104,7 +104,7 @@ def measure(size: Size | None = None) -> Figures:
     on_card = count() > 0
     size = size or (ON_CARD if on_card else ON_CPU)
     with ExitStack() as held:
-        batch = HotBatch(size, card(0) if on_card else None, held)
+        batch = HotBatch(size, gpu_at(0) if on_card else None, held)
         figures = batch.sizes() | batch.admission()
         batch.fill()
         figures["resident_us"] = 1e6 * batch.resident_seconds()
@@ -124,10 +124,10 @@ def _nothing() -> None:
 class HotBatch:
     """A batch in host memory, its hot pool, and clocks."""
 
-    def __init__(self, size: Size, here: Card | None, held: ExitStack) -> None:
+    def __init__(self, size: Size, here: Gpu | None, held: ExitStack) -> None:
         import torch
 
-        self.size, self._card = size, here
+        self.size, self._gpu = size, here
         self._where = torch.device("cpu") if here is None else torch.device("cuda", 0)
         if here is None:
             torch.set_num_threads(1)  # several wait for one another where others are busy
@@ -170,7 +170,7 @@ class HotBatch:
         resident_bytes = size.tokens * size.row_bytes
         index_bytes = size.tokens * INDEX_BYTES * len(size.groups)
         return {
-            "where": "the CPU" if self._card is None else self._card.architecture,
+            "where": "the CPU" if self._gpu is None else self._gpu.architecture,
             "requests": size.requests, "tokens": size.tokens, "layers": size.layers, "plans": len(size.groups),
             "top": size.top, "hot": size.hot, "host_layout": size.layout,
             "host_gib": size.requests * resident_bytes / (1 << 30), **self._arena_figures,
@@ -260,10 +260,10 @@ class HotBatch:
             ask()
             self._swap()
         before = self.pool.counters()
-        figures = self._split(ask) if self._card is None else {}
-        swap_us = 0.0 if self._card is None else 1e6 * self._seconds(self._swap, prepare=ask)
+        figures = self._split(ask) if self._gpu is None else {}
+        swap_us = 0.0 if self._gpu is None else 1e6 * self._seconds(self._swap, prepare=ask)
         after = self.pool.counters()
-        if self._card is not None:
+        if self._gpu is not None:
             figures |= self._split_on_card(ask, swap_us)
         missed, asked = after.misses - before.misses, after.hits - before.hits + after.misses - before.misses
         ran = asked / (size.requests * size.top * len(size.groups))
@@ -343,7 +343,7 @@ class HotBatch:
 
     def _seconds(self, work: Callable[[], None], *, prepare: Callable[[], None]) -> float:
         """The median of the steps'; on a GPU of a graph's replays, after one that is not counted."""
-        if self._card is None:
+        if self._gpu is None:
             return median(_timed(prepare, work) for _ in range(self.size.steps))
         torch = self._torch
         prepare()
@@ -368,11 +368,11 @@ class HotBatch:
         """So many bytes from the start of the host memory, by the copy engine, or by the CPU."""
         host, target = self.pool.host.address, self._buffer
         byte_count = min(byte_count, target.numel(), self.pool.host.layout.end)
-        if self._card is None:
+        if self._gpu is None:
             return median(
                 _timed(_nothing, lambda: ctypes.memmove(target.data_ptr(), host, byte_count)) for _ in range(5)
             )
-        here, torch, times = self._card, self._torch, list[float]()
+        here, torch, times = self._gpu, self._torch, list[float]()
         for _ in range(4):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -385,7 +385,7 @@ class HotBatch:
         return median(times[1:])
 
     def _wait(self) -> None:
-        if self._card is not None:
+        if self._gpu is not None:
             self._torch.cuda.synchronize()
 
 
@@ -404,7 +404,7 @@ def _mark(arena: ArenaMemory, plane: Plane, slots: int, layer: int) -> None:
         words[:] = values
 
 
-def _backed(arena: ArenaMemory, here: Card | None) -> tuple[int, Figures]:
+def _backed(arena: ArenaMemory, here: Gpu | None) -> tuple[int, Figures]:
     """Has several threads back it with memory; where the device sees it, and what that took."""
     start = time.perf_counter()
     threads = min(16, len(os.sched_getaffinity(0)))

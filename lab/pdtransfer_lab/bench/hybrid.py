@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from pdtransfer.errors import LocalProtocolError, WorldError
 from pdtransfer.kernels import copy as host_copy
-from pdtransfer.kernels.card import Card, card
 from pdtransfer.kernels.driver import count as card_count
+from pdtransfer.kernels.gpu import Gpu, gpu_at
 from pdtransfer.kernels.kv_copy import check_copy, pairing_of
 from pdtransfer.kernels.kv_copy import prepare as prepare_rows
 from pdtransfer.kernels.pools import Pool
@@ -139,7 +139,7 @@ def measure(*, runs: int = _RUNS, tokens: Sequence[int] = ()) -> Figures:
     on_card = card_count() > 0
     sizes = tuple(tokens) or (TOKENS if on_card else _TOKENS_ON_CPU)
     ratios = RATIOS if on_card else _RATIOS_ON_CPU
-    figures: Figures = {"sizes": " ".join(map(str, sizes)), "on": card(0).architecture if on_card else "the CPU"}
+    figures: Figures = {"sizes": " ".join(map(str, sizes)), "on": gpu_at(0).architecture if on_card else "the CPU"}
     for size in sizes:
         rooms = {shape: _moves(shape, ratios, size) for shape in SHAPES}
         sides = [[getattr(each, side) for moves in rooms.values() for each in moves] for side in ("pool", "arena")]
@@ -325,8 +325,8 @@ class _CpuClock:
 class _CardClock:
     card = 0
 
-    def __init__(self, here: Card, pool_bytes: int, arena: ArenaMemory, arena_address: int) -> None:
-        self._card, self.stream = here, here.stream()
+    def __init__(self, here: Gpu, pool_bytes: int, arena: ArenaMemory, arena_address: int) -> None:
+        self._gpu, self.stream = here, here.stream()
         self.pool_address, self._pool_bytes = here.allocate(pool_bytes), pool_bytes
         # Not a view of the mapping: an error keeps it alive, and then the arena could not be closed.
         self.arena = np.ctypeslib.as_array((ctypes.c_uint8 * arena.byte_count).from_address(arena.mapping.address))
@@ -334,33 +334,33 @@ class _CardClock:
         self._events = [here.call("cuEventCreate", 0) for _ in range(2)]
 
     def put(self, content: Bytes) -> None:
-        self._card.upload(self.pool_address, content, self.stream)
-        self._card.synchronise(self.stream)
+        self._gpu.upload(self.pool_address, content, self.stream)
+        self._gpu.synchronise(self.stream)
 
     def get(self) -> Bytes:
         content = np.empty(self._pool_bytes, np.uint8)
-        self._card.enter()
-        self._card.call("cuMemcpyDtoH", content.ctypes.data, self.pool_address, self._pool_bytes)
+        self._gpu.enter()
+        self._gpu.call("cuMemcpyDtoH", content.ctypes.data, self.pool_address, self._pool_bytes)
         return content
 
     def seconds(self, work: Work) -> float:
         start, end = self._events
-        self._card.finish()
-        self._card.call("cuEventRecord", start, self.stream)
+        self._gpu.finish()
+        self._gpu.call("cuEventRecord", start, self.stream)
         for each in work:
             each()
-        self._card.enter()
-        self._card.call("cuEventRecord", end, self.stream)
-        self._card.call("cuEventSynchronize", end)
-        return float(self._card.call("cuEventElapsedTime", start, end)) / 1e3
+        self._gpu.enter()
+        self._gpu.call("cuEventRecord", end, self.stream)
+        self._gpu.call("cuEventSynchronize", end)
+        return float(self._gpu.call("cuEventElapsedTime", start, end)) / 1e3
 
     def plain(self, target: int, source: int, byte_count: int) -> None:
         for at in range(0, byte_count, CHUNK_BYTES):
-            self._card.copy(target + at, source + at, min(CHUNK_BYTES, byte_count - at), self.stream)
+            self._gpu.copy(target + at, source + at, min(CHUNK_BYTES, byte_count - at), self.stream)
 
     def close(self) -> None:
-        self._card.finish()
-        self._card.free(self.pool_address)
+        self._gpu.finish()
+        self._gpu.free(self.pool_address)
 
 
 @contextmanager
@@ -368,7 +368,7 @@ def _clock(pool_bytes: int, arena_bytes: int, *, on_card: bool) -> Generator[Clo
     if not on_card:
         yield _CpuClock(pool_bytes, arena_bytes)
         return
-    here, arena = card(0), ArenaMemory.create(arena_bytes)
+    here, arena = gpu_at(0), ArenaMemory.create(arena_bytes)
     try:
         arena.prefault()
         registered = here.register(arena.mapping.address, arena.byte_count)

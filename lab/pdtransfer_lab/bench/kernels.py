@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pdtransfer.kernels.card import Card, card
+from pdtransfer.kernels.gpu import Gpu, gpu_at
 from pdtransfer.kernels.kv_copy import kv_copy
-from pdtransfer.kernels.pools import CardArray, Pool
+from pdtransfer.kernels.pools import GpuArray, Pool
 from pdtransfer.layout.layout import Layout, Plane
 
 from .models import PAGE_SIZE, latent_layout
@@ -59,7 +59,7 @@ LINES = (
 class _Bench(NamedTuple):
     """What every part takes: a GPU, its pool, an arena, and the arena as the GPU sees it."""
 
-    card: Card
+    card: Gpu
     replays: Replays
     pool: int
     arena: int
@@ -75,7 +75,7 @@ def measure(*, runs: int = _RUNS) -> Figures:
     of as many) / (time of the launch). The matmul is bfloat16, 8,192 cubed, alone and beside pushes. WorldError where
     there is no GPU.
     """
-    here = card(0)
+    here = gpu_at(0)
     with ExitStack() as held:
         arena, pool = (held.enter_context(made(here, 2 * _GIB)) for made in (registered, filled))
         rng = np.random.default_rng(0)
@@ -105,8 +105,8 @@ def _push(bench: _Bench, row: int, planes: int, tokens: int, runs: int) -> tuple
         bench,
         Pool(layout=target, address=bench.arena, card=0, host=True),
         Pool(layout=source, address=bench.pool, card=0),
-        CardArray(bench.slots(tokens, _SLOTS), tokens),
-        [CardArray(bench.slots(tokens, _SLOTS), tokens)],
+        GpuArray(bench.slots(tokens, _SLOTS), tokens),
+        [GpuArray(bench.slots(tokens, _SLOTS), tokens)],
         tokens,
         runs,
     )
@@ -121,7 +121,7 @@ def _gather(bench: _Bench, row: int, rows: int, runs: int) -> tuple[Seconds, Sec
         Pool(layout=target, address=bench.pool, card=0),
         Pool(layout=source, address=bench.arena, card=0, host=True),
         range(rows),
-        [CardArray(bench.slots(rows, held), rows) for _ in range(_TURN_BYTES // (rows * row))],
+        [GpuArray(bench.slots(rows, held), rows) for _ in range(_TURN_BYTES // (rows * row))],
         rows,
         runs,
     )
@@ -169,7 +169,7 @@ def _matmul_share(bench: _Bench) -> float:
     source, target = (_layout(name, 1_152, 61) for name in ("layer_first", "page_first"))
     arena = Pool(layout=target, address=bench.arena, card=0, host=True)
     pool = Pool(layout=source, address=bench.pool, card=0)
-    ours, theirs = (CardArray(bench.slots(_SLOTS, _SLOTS), _SLOTS) for _ in range(2))
+    ours, theirs = (GpuArray(bench.slots(_SLOTS, _SLOTS), _SLOTS) for _ in range(2))
 
     def matmuls(beside: bool) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

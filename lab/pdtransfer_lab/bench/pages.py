@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from pdtransfer import kernels
-from pdtransfer.kernels.card import Card, card
 from pdtransfer.kernels.driver import count
+from pdtransfer.kernels.gpu import Gpu, gpu_at
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.layout.geometry import Int64s
@@ -68,7 +68,7 @@ def measure(*, gib: float = 1.0, repeats: int = _REPEATS) -> Figures:
     """
     byte_count = int(gib * (1 << 30))
     figures: Figures = {"gib": gib}
-    here = card(0) if count() else None
+    here = gpu_at(0) if count() else None
     with ExitStack() as held:
         arenas: dict[str, ArenaMemory] = {}
         for name, pages in KINDS.items():
@@ -138,7 +138,7 @@ def _seen(mapping: Mapping) -> str:
     return "2 MiB, transparent" if huge else "4 KiB"
 
 
-def _on_card(here: Card, arena: ArenaMemory, gib: float, repeats: int) -> Figures:
+def _on_card(here: Gpu, arena: ArenaMemory, gib: float, repeats: int) -> Figures:
     start = perf_counter()
     registered = here.register(arena.mapping.address, arena.byte_count)
     figures: Figures = {"register_ms": 1e3 * (perf_counter() - start) / gib}

@@ -35,13 +35,13 @@ from pdtransfer.handoff.effects import (
 )
 from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.kernels import numpy_copy
-from pdtransfer.kernels.card import card
-from pdtransfer.kernels.pools import CardArray
+from pdtransfer.kernels.gpu import gpu_at
+from pdtransfer.kernels.pools import GpuArray
 from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.layout import Layout, expand_pages
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
-from pdtransfer.serve.engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
+from pdtransfer.serve.engine_api import Broken, Finished, GpuMemory, Prefilled, Request, SharedMemory
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.tracing.spans import TimedSpan, Timeline
 from pdtransfer.serve.worker import engine_thread
@@ -124,18 +124,18 @@ def add_rows(
         if card is None:
             rows = numpy_copy.gather(address, where, slots, (layout.slots, layout.page_size), plane.row_bytes)
         else:
-            rows = _gather_from_card(address, where, slots, layout, plane.row_bytes, card)
+            rows = _gather_from_gpu(address, where, slots, layout, plane.row_bytes, card)
         key = component, plane.layer, plane.kind, plane.head_start
         sums[key] = crc32(np.ascontiguousarray(rows).data, sums.get(key, 0))
 
 
-def _gather_from_card(address: int, where: list[int], slots: Int64s, layout: Layout, width: int, card: int) -> Any:
+def _gather_from_gpu(address: int, where: list[int], slots: Int64s, layout: Layout, width: int, card: int) -> Any:
     """As numpy_copy.gather."""
     import torch
 
     device, (base, *strides) = torch.device("cuda", card), where
     shape = layout.slots // layout.page_size, layout.page_size, width
-    plane = torch.as_tensor(CardArray(address, layout.end, "|u1"), device=device).as_strided(shape, (*strides, 1), base)
+    plane = torch.as_tensor(GpuArray(address, layout.end, "|u1"), device=device).as_strided(shape, (*strides, 1), base)
     at = torch.as_tensor(slots, device=device)
     return plane[at // layout.page_size, at % layout.page_size].cpu().numpy()
 
@@ -153,7 +153,7 @@ def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) 
                 ctypes.memmove(arena.mapping.address, source, byte_count)
                 return time.perf_counter() - start
         else:
-            here = card(on)
+            here = gpu_at(on)
             target, stream = held.enter_context(registered(here, max(byte_counts))), here.stream()
             start, end = (here.call("cuEventCreate", 0) for _ in range(2))
 
@@ -209,10 +209,8 @@ class PrefillSide(_Side):
         pool, pool_fd = engine.pool, -1
         if isinstance(pool, SharedMemory):
             pool, pool_fd = pool.view, pool.fd
-        self._on_card = pool.card if isinstance(pool, CardMemory) else None
-        self._address = (
-            pool.address if isinstance(pool, CardMemory) else np.frombuffer(pool, dtype=np.uint8).ctypes.data
-        )
+        self._on_card = pool.card if isinstance(pool, GpuMemory) else None
+        self._address = pool.address if isinstance(pool, GpuMemory) else np.frombuffer(pool, dtype=np.uint8).ctypes.data
         self.node = PrefillNode(
             _settings(config, engine), engine.card.components, self._on_event,
             writer=WriterOptions(
@@ -416,7 +414,7 @@ def _arena(config: DecodeConfig, engine: Any) -> ArenaMemory:
     """As a daemon's, ready as a whole; it lasts as long as the process."""
     arena = ArenaMemory.create(engine.card.arena_bytes, huge_pages=config.huge_pages, name=config.node)
     if config.card is not None:
-        arena.card = here = card(config.card)
+        arena.gpu = here = gpu_at(config.card)
         if (node := here.numa_node) is not None:
             arena.mapping.bind(node)
         if engine.card.hbm_bytes:

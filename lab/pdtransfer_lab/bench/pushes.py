@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from pdtransfer.kernels.card import Card, card
+from pdtransfer.kernels.gpu import Gpu, gpu_at
 from pdtransfer.kernels.pools import Pool, Progress, State
 from pdtransfer.kernels.push import Backend, push
 from pdtransfer.layout.layout import Layout, Plane
@@ -61,7 +61,7 @@ LINES = (
 class _Clock:
     """Times what is queued to two streams in turn, so that one push is planned and begun while another ends."""
 
-    def __init__(self, here: Card) -> None:
+    def __init__(self, here: Gpu) -> None:
         self._here, self.streams = here, [here.stream(), here.stream()]
         self._start, self._end, self._between = (here.call("cuEventCreate", 0) for _ in range(3))
 
@@ -101,7 +101,7 @@ def measure() -> Figures:
     page_first arena in a registered memfd. `direct` has one plane, at random places on both sides. Matmuls are bfloat16
     from torch, each share the median of three with and without pushes of 288 MB beside them. WorldError without a GPU.
     """
-    here = card(0)
+    here = gpu_at(0)
     with ExitStack() as held:
         host, memory = (held.enter_context(made(here, 2 * _GIB)) for made in (registered, filled))
         clock, figures = _Clock(here), Figures()
@@ -121,7 +121,7 @@ def measure() -> Figures:
         return figures
 
 
-def _in_runs(figures: Figures, clock: _Clock, here: Card, pool: Pool, arena: Pool, tokens: int) -> None:
+def _in_runs(figures: Figures, clock: _Clock, here: Gpu, pool: Pool, arena: Pool, tokens: int) -> None:
     anywhere = np.random.default_rng(tokens).permutation(_SLOTS)[:tokens]
     byte_count = tokens * _LAYERS * _ROW
     count = max(4, _TURN_BYTES // byte_count)
@@ -138,7 +138,7 @@ def _in_runs(figures: Figures, clock: _Clock, here: Card, pool: Pool, arena: Poo
             figures[f"{way}_{backend}_{tokens}_alone"] = reference[1] / clock.alone(carry)
 
 
-def _scattered(figures: Figures, clock: _Clock, here: Card, memory: int, host: int, run: int) -> None:
+def _scattered(figures: Figures, clock: _Clock, here: Gpu, memory: int, host: int, run: int) -> None:
     rows, rng = (72 << 20) // run, np.random.default_rng(run)
     layout = Layout((Plane(0, "latent", "uint8", 0, 1, 0, run, run, run),), 1, _GIB // run)
     target, source = Pool(layout=layout, address=host, card=0, host=True), Pool(layout=layout, address=memory, card=0)
@@ -153,7 +153,7 @@ def _scattered(figures: Figures, clock: _Clock, here: Card, memory: int, host: i
         figures[f"{backend}_{run}"] = reference / clock.seconds(carry, 4)
 
 
-def _dma(here: Card, target: int, source: int, byte_count: int) -> Callable[[int], None]:
+def _dma(here: Gpu, target: int, source: int, byte_count: int) -> Callable[[int], None]:
     def copy(stream: int) -> None:
         for at in range(0, byte_count, _CHUNK_BYTES):
             here.copy(target + at, source + at, min(_CHUNK_BYTES, byte_count - at), stream)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pdtransfer.kernels.card import Card
+from pdtransfer.kernels.gpu import Gpu
 from pdtransfer.memory.arena_memory import ArenaMemory
 
 
@@ -24,8 +24,8 @@ class Seconds(NamedTuple):
 class Replays:
     """A stream of a GPU, and what it takes there to do some work many times over."""
 
-    def __init__(self, card: Card) -> None:
-        self._card = card
+    def __init__(self, card: Gpu) -> None:
+        self._gpu = card
         card.enter()
         self.stream = int(card.call("cuStreamCreate", 1))
         self._events = [card.call("cuEventCreate", 0) for _ in range(2)]
@@ -47,13 +47,13 @@ class Replays:
             for at in range(len(works))[:: 1 if run % 2 == 0 else -1]:
                 times[at].append(self._once(replays[at]) / nodes)
         for replay in replays:
-            self._card.call("cuGraphExecDestroy", replay)
+            self._gpu.call("cuGraphExecDestroy", replay)
         return [Seconds(median(each), min(each), max(each)) for each in times]
 
     def _captured(self, work: Callable[[int], object], nodes: int) -> Any:
         """A graph of `nodes` launches, ready to be replayed."""
-        call, driver = self._card.call, self._card.driver
-        self._card.enter()
+        call, driver = self._gpu.call, self._gpu.driver
+        self._gpu.enter()
         work(self.stream)  # what is compiled, loaded and uploaded once
         call("cuStreamSynchronize", self.stream)
         call("cuStreamBeginCapture", self.stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
@@ -70,15 +70,15 @@ class Replays:
 
     def _once(self, replay: Any) -> float:
         start, end = self._events
-        self._card.call("cuEventRecord", start, self.stream)
-        self._card.call("cuGraphLaunch", replay, self.stream)
-        self._card.call("cuEventRecord", end, self.stream)
-        self._card.call("cuEventSynchronize", end)
-        return float(self._card.call("cuEventElapsedTime", start, end)) / 1e3
+        self._gpu.call("cuEventRecord", start, self.stream)
+        self._gpu.call("cuGraphLaunch", replay, self.stream)
+        self._gpu.call("cuEventRecord", end, self.stream)
+        self._gpu.call("cuEventSynchronize", end)
+        return float(self._gpu.call("cuEventElapsedTime", start, end)) / 1e3
 
 
 @contextmanager
-def registered(here: Card, byte_count: int) -> Generator[int]:
+def registered(here: Gpu, byte_count: int) -> Generator[int]:
     """The address at which the GPU sees an arena of this many bytes, which is backed."""
     arena = ArenaMemory.create(byte_count)
     try:
@@ -93,7 +93,7 @@ def registered(here: Card, byte_count: int) -> Generator[int]:
 
 
 @contextmanager
-def filled(here: Card, byte_count: int) -> Generator[int]:
+def filled(here: Gpu, byte_count: int) -> Generator[int]:
     """The address of this many random bytes in the GPU's memory: copies of zeros may be faster."""
     address = here.allocate(byte_count)
     try:

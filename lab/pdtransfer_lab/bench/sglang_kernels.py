@@ -16,9 +16,9 @@ from numpy.typing import ArrayLike
 from pdtransfer.errors import WorldError
 from pdtransfer.hisparse.hot_tables import kernel_view
 from pdtransfer.hisparse.swap import HotBuffers, SwapPlan, swap_plan
-from pdtransfer.kernels.card import Card, card
+from pdtransfer.kernels.gpu import Gpu, gpu_at
 from pdtransfer.kernels.kv_copy import PlannedCopy, kv_copy
-from pdtransfer.kernels.pools import CardArray, PageSlots, PinnedCancel, Pool
+from pdtransfer.kernels.pools import GpuArray, PageSlots, PinnedCancel, Pool
 from pdtransfer.kernels.set_mla import set_mla_kv_buffer
 from pdtransfer.layout.layout import Layout, Plane
 
@@ -171,7 +171,7 @@ def measure(*, runs: int = _RUNS, progress: Callable[[str], None] = _silent) -> 
     scatters rows of 1,024 + 128 bytes. `share` is the time of one contiguous copy of the same bytes to ours.
     """
     opponents = Opponents.find()
-    here = card(0)
+    here = gpu_at(0)
     if here.capability < _CAPABILITY:
         raise WorldError(f"--beside sglang: GPU 0 is {here.architecture}, and its kernels need sm_90")
     import torch
@@ -180,7 +180,7 @@ def measure(*, runs: int = _RUNS, progress: Callable[[str], None] = _silent) -> 
     figures: Figures = {"card": here.architecture, "sglang": opponents.version}
     with ExitStack() as held:
         address = held.enter_context(registered(here, _ARENA_BYTES))
-        arena: Any = torch.as_tensor(CardArray(address, _ARENA_BYTES, "|u1"), device=where)
+        arena: Any = torch.as_tensor(GpuArray(address, _ARENA_BYTES, "|u1"), device=where)
         build(opponents, arena, where)
         progress("SGLang's kernels are compiled")
         for comparison in _comparisons(opponents, here, arena, where):
@@ -198,7 +198,7 @@ def lines(figures: Figures) -> tuple[Line, ...]:
     return head, *(line(name, what, figures) for name, what in rows)
 
 
-def _comparisons(opponents: Opponents, here: Card, arena: Any, where: Any) -> Iterable[Comparison]:
+def _comparisons(opponents: Opponents, here: Gpu, arena: Any, where: Any) -> Iterable[Comparison]:
     copies = Copies(opponents, CopySize(), arena, where, cancel=PinnedCancel(0))
     for case in (*PUSHES, *LOADS):
         yield copies.comparison(case, here)
@@ -260,7 +260,7 @@ class Copies:
         self._pool: Any = torch.empty(byte_count // 8, dtype=torch.int64, device=where)
         self._arena = arena[:byte_count].view(torch.int64)
 
-    def comparison(self, case: CopyCase, here: Card | None = None) -> Comparison:
+    def comparison(self, case: CopyCase, here: Gpu | None = None) -> Comparison:
         """The first turn's bytes are checked, with everything around them. `here` has a copy engine to set beside."""
         import torch
 
@@ -569,7 +569,7 @@ def _scatter_text(rows: int) -> str:
 
 
 def scatter_comparison(
-    opponents: Opponents, rows: int, where: Any, here: Card | None = None, slots: int = 200_000
+    opponents: Opponents, rows: int, where: Any, here: Gpu | None = None, slots: int = 200_000
 ) -> Comparison:
     """Into two buffers in turn, from several sets of rows. `here` can copy within its memory, to set beside."""
     import torch

@@ -18,8 +18,8 @@ from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.client.settings import NodeSettings
 from pdtransfer.errors import PDTransferError, WorldError
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLeased
-from pdtransfer.kernels.card import card
 from pdtransfer.kernels.driver import count
+from pdtransfer.kernels.gpu import gpu_at
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.mapping import allocate
@@ -81,7 +81,7 @@ def measure(*, tokens: int = 4_096, rooms: int = 96, at_once: int = 4) -> Figure
             ours.send(None)  # every room is released: the other side may end
             figures = _answer(ours)
     return {
-        "where": "the CPU" if not count() else card(0).architecture, "tokens": tokens, "rooms": rooms,
+        "where": "the CPU" if not count() else gpu_at(0).architecture, "tokens": tokens, "rooms": rooms,
         "at_once": at_once, "room_mib": room_bytes / (1 << 20), "gb_s": rooms * room_bytes / scheduler.seconds / 1e9,
     } | _figures("prefill", figures) | _figures("decode", turns)  # fmt: skip
 
@@ -154,7 +154,7 @@ def _prefill(pipe: Connection, source: Component, tokens: int, rooms: int, at_on
         pool = None if on_card else allocate(source.layout.end)
         if pool is not None:
             pool.array[:] = 7
-        address = card(0).allocate(source.layout.end) if pool is None else pool.address
+        address = gpu_at(0).allocate(source.layout.end) if pool is None else pool.address
         writer = WriterOptions(pool_address=address, card=0 if on_card else None)
         with PrefillClient(_settings("prefill"), (source,), writer=writer) as client:
             pipe.send(client.endpoint)
@@ -196,7 +196,7 @@ def _arena(target: Component, held: ExitStack) -> ArenaMemory:
     arena = ArenaMemory.create(target.layout.end)
     held.callback(arena.close)
     if count():
-        arena.card = card(0)
+        arena.gpu = gpu_at(0)
     arena.prefault()
     return arena
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pdtransfer.hisparse.swap import HotBuffers, SwapPlan, swap_plan
-from pdtransfer.kernels.card import Card, card
+from pdtransfer.kernels.gpu import Gpu, gpu_at
 from pdtransfer.kernels.kv_copy import PlannedCopy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.set_mla import argument_of, launch
@@ -62,7 +62,7 @@ def measure(*, runs: int = _RUNS) -> Figures:
     request, K 2,048 of 20,000 tokens, hot 4,096, and copies what is missing, a row of one plane, from an arena of 3 GiB
     where each request's tokens lie one after another. Steps differ in a fifth, or in two, of their positions.
     """
-    here = card(0)
+    here = gpu_at(0)
     replays = Replays(here)
     figures: Figures = {}
     for rows, _ in SCATTERS:
@@ -79,7 +79,7 @@ def measure(*, runs: int = _RUNS) -> Figures:
     return figures
 
 
-def _scatter(figures: Figures, here: Card, replays: Replays, rows: int, runs: int) -> None:
+def _scatter(figures: Figures, here: Gpu, replays: Replays, rows: int, runs: int) -> None:
     import torch
 
     def drawn(count: int, width: int) -> Any:

@@ -15,7 +15,7 @@ from pdtransfer.hisparse.hot_requests import HotRequests
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.stream import DeviceSpans, Download
 from pdtransfer.layout.geometry import Int64s
-from pdtransfer.serve.engine_api import CardMemory, EngineConfig, Request
+from pdtransfer.serve.engine_api import EngineConfig, GpuMemory, Request
 from pdtransfer.serve.engines.shell.decode import Generating, StepResult, hot_capacity
 from pdtransfer.serve.engines.shell.first_token import FirstToken
 from pdtransfer.serve.engines.shell.torch_memory import arena_tensors
@@ -58,7 +58,7 @@ class ReferenceDecode:
     def computing(self) -> AbstractContextManager[object]:
         return computing(self._model)
 
-    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | CardMemory | None) -> None:
+    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | GpuMemory | None) -> None:
         memories = arena_tensors(
             self.facts.description, self._model.device, arena, device_address=device_address, hbm=hbm
         )

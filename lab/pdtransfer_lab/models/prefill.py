@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdtransfer.kernels.stream import DeviceSpans, Download, upload
-from pdtransfer.serve.engine_api import CardMemory, EngineConfig, Request, SharedMemory
+from pdtransfer.serve.engine_api import EngineConfig, GpuMemory, Request, SharedMemory
 from pdtransfer.serve.engines.shell.prefill import LastRow, Prompt, Report, Slots, layer_groups
 from pdtransfer.serve.engines.shell.torch_memory import TensorPool
 
@@ -69,7 +69,7 @@ class ReferencePrefill:
         self.spans = DeviceSpans(config.spans, model.device)
 
     @property
-    def pool(self) -> SharedMemory | CardMemory:
+    def pool(self) -> SharedMemory | GpuMemory:
         return self._pool.memory
 
     def computing(self) -> AbstractContextManager[object]:

@@ -17,8 +17,8 @@ from typing import Literal, TypeVar
 import torch
 
 from ...errors import ConfigError, WorldError
-from ...kernels.card import card as card_of
-from ...layout.engine_pools import CardMemory
+from ...kernels.gpu import gpu_at
+from ...layout.engine_pools import GpuMemory
 from ...memory import cuda_ipc
 from ...memory.arena_memory import ArenaMemory
 from ...memory.hbm import Hbm
@@ -149,7 +149,7 @@ def _arena(extent: Extent, *, beside: int = 0, name: str) -> ArenaMemory:
         base=beside, byte_count=byte_count, address=extent.first, card=extent.card, handle=handle, free=lambda: None
     )
     if extent.card is not None:
-        arena.card = card_of(extent.card)
+        arena.gpu = gpu_at(extent.card)
     arena.prefault()
     return arena
 
@@ -183,11 +183,11 @@ def made_in_one_piece(
 def exported(extent: Extent, card: int) -> bytes:
     """The handle by which processes of this host write a card's memory; empty, with the reason in the log, where they
     cannot."""
-    here, byte_count = card_of(card), extent.end - extent.first
+    here, byte_count = gpu_at(card), extent.end - extent.first
     try:
         base, whole = here.range_of(extent.first)
         if extent.first - base + byte_count <= whole:
-            return cuda_ipc.export(CardMemory(card=card, address=extent.first, byte_count=byte_count)).packed
+            return cuda_ipc.export(GpuMemory(card=card, address=extent.first, byte_count=byte_count)).packed
         why = f"it lies in several allocations, the first has {whole} bytes"
     except WorldError as error:
         why = str(error)

@@ -23,7 +23,7 @@ from ...layout.geometry import Int64s
 from .. import UnusableError, library_at, load_library
 from ..arguments import THREADS, CopyArgument
 from ..cancel import CancelWord
-from ..card import POLL_SECONDS, Card
+from ..gpu import POLL_SECONDS, Gpu
 from ..pools import Progress, State
 from ..staging import Staging
 
@@ -51,8 +51,8 @@ class Works(NamedTuple):
 class StagingRing:
     """A ring for one thread at a time. The slots' memory is allocated at first use and never freed."""
 
-    def __init__(self, gpu: Card, *, count: int | None = None, slot_bytes: int | None = None) -> None:
-        self.card, self.slot_bytes, self.count = gpu, slot_bytes or SLOT_BYTES, count or SLOTS
+    def __init__(self, gpu: Gpu, *, count: int | None = None, slot_bytes: int | None = None) -> None:
+        self.gpu, self.slot_bytes, self.count = gpu, slot_bytes or SLOT_BYTES, count or SLOTS
         self._rows, self._runs = gpu.stream(), gpu.stream()  # of kernels, of the copy engine
         events = max(EVENTS, self.count) // self.count * self.count
         self._halves, self._wholes = ([gpu.event() for _ in range(events)] for _ in range(2))
@@ -66,7 +66,7 @@ class StagingRing:
     def slots(self) -> list[int]:
         """The device address of each slot."""
         if not self._slots:
-            start = self.card.allocate(self.slot_bytes * self.count)
+            start = self.gpu.allocate(self.slot_bytes * self.count)
             self._slots = [start + at * self.slot_bytes for at in range(self.count)]
         return self._slots
 
@@ -74,8 +74,8 @@ class StagingRing:
         """Stages `content` for the next works that are run with the result."""
         staging = self._stagings.pop(0)
         self._stagings.append(staging)
-        self.card.enter()
-        staging.put(self.card, content)
+        self.gpu.enter()
+        staging.put(self.gpu, content)
         return staging
 
     def run(self, works: Works, *, stream: int, cancel: CancelWord | None, progress: Progress | None) -> None:
@@ -85,7 +85,7 @@ class StagingRing:
         driver refuses, this raises WorldError after all queued work has ended; if that cannot be established either,
         `progress` stays RUNNING, and targets may still be written.
         """
-        gpu, ticket = self.card, progress.begin() if progress is not None else 0
+        gpu, ticket = self.gpu, progress.begin() if progress is not None else 0
         works = _within_registrations(works, gpu)
         joins = works.staged.event if works.staged else self._joins[0], self._joins[1]
         try:
@@ -105,7 +105,7 @@ class StagingRing:
     def _queue_in_c(
         self, queue: Callable[..., None], works: Works, cancel: CancelWord | None, stream: int, joins: tuple[Any, Any]
     ) -> State:  # fmt: skip
-        gpu, calls = self.card, self.card.calls()
+        gpu, calls = self.gpu, self.gpu.calls()
         columns = np.ascontiguousarray(works.runs.T)
         strides = None if works.strides is None else np.ascontiguousarray(works.strides.T)
         pitches = (0, 0, 0) if strides is None else [each.ctypes.data for each in strides]
@@ -134,7 +134,7 @@ class StagingRing:
         return State.CANCELLED if argument.cancelled else State.COMPLETE
 
     def _queue_in_python(self, works: Works, cancel: CancelWord | None, stream: int, joins: tuple[Any, Any]) -> State:
-        gpu, streams, staged = self.card, (self._rows, self._runs), works.staged
+        gpu, streams, staged = self.gpu, (self._rows, self._runs), works.staged
         gpu.enter()
         gpu.record(self._fork, stream)
         if staged is not None:
@@ -148,7 +148,7 @@ class StagingRing:
         return state
 
     def _queue_works(self, works: Works, cancel: CancelWord | None) -> State:
-        gpu, events = self.card, len(self._wholes)
+        gpu, events = self.gpu, len(self._wholes)
         first, second = (self._runs, self._rows) if works.fetch else (self._rows, self._runs)
         for work in works.table.tolist():
             turn = self.turn
@@ -171,13 +171,13 @@ class StagingRing:
         index, blocks, first, end = work
         if stream == self._runs:
             strides = None if works.strides is None else works.strides[first:end]
-            _copy_runs(self.card, works.runs[first:end], strides, stream)
+            _copy_runs(self.gpu, works.runs[first:end], strides, stream)
         elif index >= 0:
             argument = CopyArgument.from_buffer_copy(works.arguments[index].tobytes())
-            self.card.launch("kv_copy", argument, blocks=blocks, threads=THREADS, stream=stream)
+            self.gpu.launch("kv_copy", argument, blocks=blocks, threads=THREADS, stream=stream)
 
 
-def _copy_runs(gpu: Card, runs: Int64s, strides: Int64s | None, stream: int) -> None:
+def _copy_runs(gpu: Gpu, runs: Int64s, strides: Int64s | None, stream: int) -> None:
     """Queues each run in a transfer of its own; both arrays as in Works."""
     if strides is None:
         for source, target, byte_count in runs.tolist():
@@ -187,7 +187,7 @@ def _copy_runs(gpu: Card, runs: Int64s, strides: Int64s | None, stream: int) -> 
         gpu.copy_rows(target, source, byte_count, pitches=(pitch_out, pitch_in), rows=rows, stream=stream)
 
 
-def _within_registrations(works: Works, gpu: Card) -> Works:
+def _within_registrations(works: Works, gpu: Gpu) -> Works:
     """Splits the runs so that none crosses the border of a registration."""
     if not len(gpu.borders):
         return works
@@ -302,7 +302,7 @@ class _AwaitArgument(ctypes.Structure):
 
 
 def wait_any(
-    gpu: Card, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int = NEVER_NS
+    gpu: Gpu, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int = NEVER_NS
 ) -> tuple[int, str]:
     """Sleeps, without the GIL, until an event has passed, `called` is not 0, or CLOCK_MONOTONIC reaches `until_ns`.
 
@@ -322,7 +322,7 @@ def wait_any(
 
 
 def _wait_in_python(
-    gpu: Card, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int
+    gpu: Gpu, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int
 ) -> tuple[int, str]:  # fmt: skip
     while called is None or not called.value:
         for at, event in enumerate(events):
@@ -363,7 +363,7 @@ def _open(path: Path) -> NativeLanes:
 
 
 @contextmanager
-def borrowed(gpu: Card) -> Generator[StagingRing]:
+def borrowed(gpu: Gpu) -> Generator[StagingRing]:
     """A ring that no other thread uses meanwhile. Its pending work runs before new work."""
     with _lock:
         idle = _idle.setdefault(gpu, [])
@@ -377,4 +377,4 @@ def borrowed(gpu: Card) -> Generator[StagingRing]:
 
 
 _lock = threading.Lock()
-_idle: dict[Card, list[StagingRing]] = {}
+_idle: dict[Gpu, list[StagingRing]] = {}

@@ -19,7 +19,7 @@ from ...layout.plan import Plan, plan
 from .. import copy as host_copy
 from ..arguments import BLOCKS_PUSH, CopyArgument, SlotsArgument
 from ..cancel import CancelWord
-from ..card import Card
+from ..gpu import Gpu
 from ..kv_copy import (
     BLOCKS_FETCH,
     CheckedCopy,
@@ -87,10 +87,10 @@ def ring_works(
     shape, chunks, slots = rows.shape, rows.chunks, tuple(ring.slots)
     near, far = (copy.target, copy.source) if shape.fetch else (copy.source, copy.target)
     ring_tables = _tables(shape, near.address, slots)
-    template = (_cached_template if rows.regular else _template)(ring_tables, chunks, ring.card.multiprocessors)
+    template = (_cached_template if rows.regular else _template)(ring_tables, chunks, ring.gpu.multiprocessors)
     slot = (ring.turn + template.order) % len(slots)
     arguments, table, runs = template.arguments.copy(), template.table, chunks.runs.copy()
-    pairs = _acquire(ring.card, ring_tables, ring_tables.pairs, tables, stream) + slot * ring_tables.slot_bytes
+    pairs = _acquire(ring.gpu, ring_tables, ring_tables.pairs, tables, stream) + slot * ring_tables.slot_bytes
     arguments["pairs"] += pairs.astype(np.uint64)
     arguments["target" if shape.fetch else "source"]["entries"] += staged.address
     runs[:, 0] += np.array(slots)[slot[template.chunk_of_run]]
@@ -107,7 +107,7 @@ def ring_works(
     return Works(arguments, table, runs, fetch=shape.fetch, staged=staged)
 
 
-def _acquire(gpu: Card, key: object, pairs: Int64s, tables: ExitStack, stream: int) -> int:
+def _acquire(gpu: Gpu, key: object, pairs: Int64s, tables: ExitStack, stream: int) -> int:
     address = gpu.tables.acquire(key, pairs)
     tables.callback(gpu.tables.release, key, stream)
     return address
@@ -123,7 +123,7 @@ def _rest(
         Side(None, 0, 1, False, 1, count, limit, True) for limit in (pairing.target_slots, pairing.source_slots)
     )
     launch = launch_of(copy.target, copy.source, target_side, source_side, count)
-    launch.argument.pairs = _acquire(ring.card, launch.key, launch.pairs, tables, stream)
+    launch.argument.pairs = _acquire(ring.gpu, launch.key, launch.pairs, tables, stream)
     first = np.arange(0, count, step)
     arguments = np.repeat(_array(launch.argument), len(first))
     arguments["count"] = np.minimum(step, count - first)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ...bounds import bound, card_of, match, power_of_two
+from ...bounds import bound, device_index, match, power_of_two
 from ...errors import ConfigError
 from ...wire import Ranks
 from ...wire.ranks import SIZE_MAX, ranks_of
@@ -57,7 +57,7 @@ class DemoConfig:
     json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
-        card_of(self.device)
+        device_index(self.device)
         from ...transports.registry import check_name
 
         check_name(self.transport)
@@ -93,7 +93,7 @@ class DemoConfig:
     def cards(self) -> set[int | None]:
         """The cards of all ranks; None stands for the CPU."""
         return {
-            card_of(device_of(device, ranks))
+            device_index(device_of(device, ranks))
             for _, device, own in self._workers
             for ranks in ranks_of(own.tp_size, own.pp_size)
         }

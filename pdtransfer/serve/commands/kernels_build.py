@@ -8,15 +8,15 @@ from time import perf_counter
 
 from ...errors import WorldError
 from ...kernels import UnusableError, checksum_copy, native, private_directory
-from ...kernels.card import card
 from ...kernels.compiled import KERNELS, compiler, machine_code
 from ...kernels.driver import count
+from ...kernels.gpu import gpu_at
 from ...kernels.ring import lanes
 
 
 def run(architectures: Sequence[str], *, json: bool) -> int:
     """Compiles, prints the results and returns 0. Raises WorldError without a compiler or a usable cache."""
-    names = list(architectures) or sorted({card(ordinal).architecture for ordinal in range(count())})
+    names = list(architectures) or sorted({gpu_at(ordinal).architecture for ordinal in range(count())})
     if not names:
         raise WorldError("this host has no GPU: name an architecture with --arch, such as sm_90")
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from cyclopts import Parameter
 
-from ...bounds import bound, card_of, match, port_range, power_of_two
+from ...bounds import bound, device_index, match, port_range, power_of_two
 from ...bus.keys import is_loopback
 from ...environment import socket_directory
 from ...errors import ConfigError
@@ -129,7 +129,7 @@ class WorkerConfig(NodeConfig):
     @property
     def card(self) -> int | None:
         """The index of the card that this rank computes on, None for cpu."""
-        return card_of(self.own_device)
+        return device_index(self.own_device)
 
     @property
     def grouped(self) -> bool:

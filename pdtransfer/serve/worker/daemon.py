@@ -25,7 +25,7 @@ from ...client.settings import NodeSettings
 from ...client.thread_queues import ThreadQueues
 from ...errors import Cause, ConfigError, PDTransferError, WorldError, missing_extra
 from ...kernels import native
-from ...kernels.card import card
+from ...kernels.gpu import gpu_at
 from ...limits import LOAD_MS
 from ...memory.arena_memory import ArenaMemory
 from ...memory.hbm import Hbm
@@ -137,7 +137,7 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -
         needed=engine.card.hbm_base if in_hbm else None,
     )
     if config.card is not None:
-        arena.card = here = card(config.card)
+        arena.gpu = here = gpu_at(config.card)
         if (node := here.numa_node) is not None and not arena.mapping.bind(node):
             log.info("arena: the kernel cannot bind memory to NUMA node %d: it may lie on any node", node)
         if engine.card.hbm_bytes:
@@ -152,7 +152,7 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -
     except WorldError:
         arena.close()
         raise
-    if arena.card is not None and not arena.bytes_ready:
+    if arena.gpu is not None and not arena.bytes_ready:
         raise meeting.StoppedError
     attach(engine, arena)
     return arena

@@ -16,7 +16,7 @@ from ...errors import Cause, RemoteProtocolError
 from ...handoff.effects import PrefillEvent, RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased
 from ...transports.options import WriterOptions
 from ...wire import Begin, StepOrder
-from ..engine_api import Broken, CardMemory, Prefilled, PrefillEngine, Request, SharedMemory
+from ..engine_api import Broken, GpuMemory, Prefilled, PrefillEngine, Request, SharedMemory
 from ..settings.worker import PrefillConfig
 from ..tracing.timeline import Journeys
 from .daemon_metrics import PrefillMetrics
@@ -98,7 +98,7 @@ class PrefillRank:
         pool, fd = engine.pool, -1
         if isinstance(pool, SharedMemory):
             pool, fd = pool.view, pool.fd
-        on_card = isinstance(pool, CardMemory)
+        on_card = isinstance(pool, GpuMemory)
         self.node = PrefillNode(
             settings,
             engine.card.components,

@@ -16,7 +16,7 @@ from ..options import ArenaOptions, Network, WriterOptions
 from .settings import check_host, why_not
 
 if TYPE_CHECKING:
-    from ..card_launcher import WriterCard
+    from ..gpu_launcher import WriterGpu
 
 
 class MooncakeTransport:
@@ -41,7 +41,7 @@ class MooncakeTransport:
         components: Components,
         options: WriterOptions,
         *,
-        card: WriterCard | None,
+        gpu: WriterGpu | None,
         wrote: Wrote,
         lost: LostWriter,
         wake_hint: WakeHint,
@@ -49,7 +49,7 @@ class MooncakeTransport:
         from .writer import MooncakeWriter
 
         del wake_hint  # its writes wait for no gate
-        return MooncakeWriter(components, options, wrote, card=card, lost=lost)
+        return MooncakeWriter(components, options, wrote, gpu=gpu, lost=lost)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
         from .probes import probes

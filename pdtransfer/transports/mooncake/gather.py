@@ -21,9 +21,9 @@ from ...layout.checksum import Lines, runs_of
 from ...layout.geometry import Int64s
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
-from ..card_launcher import WriterCard
-from ..card_writer import CardWrite, CardWriter, Staged
 from ..copier import CANCELLED, Copier, CopyWork, attempt
+from ..gpu_launcher import WriterGpu
+from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from .ring import Cut, Piece, SendRing, cut
 
 _STAGED_MAX = 64
@@ -39,7 +39,7 @@ class Gather:
     piece: Piece
     slot: int
     ring: SendRing
-    work: CopyWork[Write] | CardWrite = field(init=False)  # a gatherer makes it
+    work: CopyWork[Write] | GpuWrite = field(init=False)  # a gatherer makes it
     runs: Int64s = field(default_factory=lambda: np.empty((0, 3), np.int64))
 
 
@@ -178,16 +178,16 @@ class LaunchGatherer:
     """
 
     def __init__(
-        self, card: WriterCard, pool_address: int, components: dict[str, Component], over: Callable[[Gather], None]
+        self, gpu: WriterGpu, pool_address: int, components: dict[str, Component], over: Callable[[Gather], None]
     ) -> None:
-        self._card, self._pool_address, self._components, self._over = card, pool_address, components, over
-        self._card_writer = CardWriter(card.launcher, self._ended, card.spans)
-        self._gathers: dict[CardWrite, Gather] = {}  # that have not ended
+        self._gpu, self._pool_address, self._components, self._over = gpu, pool_address, components, over
+        self._gpu_writer = GpuWriter(gpu.launcher, self._ended, gpu.spans)
+        self._gathers: dict[GpuWrite, Gather] = {}  # that have not ended
 
     def prepare(self, ring: SendRing) -> None:
-        self._card.prepare()
+        self._gpu.prepare()
         checksum_copy.native()
-        ring.register(self._card)
+        ring.register(self._gpu)
 
     def cut(self, pairing: Pairing) -> Cut:
         return cut(pairing, paged=True)
@@ -196,8 +196,8 @@ class LaunchGatherer:
         job, piece = gather.job, gather.piece
         source, ring = job.cut.layouts(piece)
         first = gather.slot * piece.room
-        card = self._card.ordinal
-        write = gather.work = CardWrite(
+        card = self._gpu.ordinal
+        write = gather.work = GpuWrite(
             order=structs.replace(
                 job.order,
                 source_slots=job.order.source_slots[piece.first : piece.end],
@@ -209,12 +209,12 @@ class LaunchGatherer:
             staged=None if piece.low or not job.order.verify else self._staged(job.order, job.theirs),
         )
         self._gathers[write] = gather
-        self._card_writer.add(write)
+        self._gpu_writer.add(write)
 
     def close(self) -> None:
-        self._card_writer.close()
+        self._gpu_writer.close()
 
-    def _ended(self, write: CardWrite) -> None:
+    def _ended(self, write: GpuWrite) -> None:
         """In the thread that launches."""
         gather = self._gathers.pop(write)
         if write.outcome is Outcome.LANDED:
@@ -228,7 +228,7 @@ class LaunchGatherer:
     def _staged(self, order: Write, theirs: Component) -> Staged:
         """For all planes of the rows: the piece with the first planes sums all of them."""
         ours = self._components[theirs.name]
-        return _staged(ours, theirs, order.layers, self._pool_address, self._card.ordinal)
+        return _staged(ours, theirs, order.layers, self._pool_address, self._gpu.ordinal)
 
 
 @lru_cache(_STAGED_MAX)

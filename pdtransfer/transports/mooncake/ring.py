@@ -46,9 +46,9 @@ class SendRing:
         )
         self.free = list(range(SLOTS))
 
-    def register(self, card: Registrar) -> None:
+    def register(self, gpu: Registrar) -> None:
         """Backs it, and registers it with a GPU until close; not on the loop. Raises WorldError."""
-        self._memory.card = card
+        self._memory.gpu = gpu
         self._memory.prefault()
 
     @property

@@ -22,9 +22,9 @@ from ...layout.pairing import Pairing
 from ...threads import in_thread
 from ...wire import Reach
 from ..base import Ready, Wrote
-from ..card_launcher import WriterCard
 from ..component_match import Planes, lines_for, paired
 from ..copier import CANCELLED
+from ..gpu_launcher import WriterGpu
 from ..loop_mailbox import LoopMailbox
 from ..options import WriterOptions
 from ..turns import Turns
@@ -106,7 +106,7 @@ class MooncakeSession:
 class MooncakeWriter:
     """A WriterTransport. Make it on the loop's thread.
 
-    `components` are the pool's own. The pool lies in this process's memory, or in that of `card`, and stays until after
+    `components` are the pool's own. The pool lies in this process's memory, or in that of `gpu`, and stays until after
     close. `lost` is called for a session whose process has died by itself: it writes no more, and is to be fenced.
     """
 
@@ -116,7 +116,7 @@ class MooncakeWriter:
         options: WriterOptions,
         wrote: Wrote,
         *,
-        card: WriterCard | None = None,
+        gpu: WriterGpu | None = None,
         lost: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._components = {component.name: component for component in components}
@@ -128,8 +128,8 @@ class MooncakeWriter:
         )  # else what is read has to be registered
         self._gatherer: Gatherer = (
             CopyGatherer(options.pool_address, options.copy_threads, self._reports.post)
-            if card is None
-            else LaunchGatherer(card, options.pool_address, self._components, self._reports.post)
+            if gpu is None
+            else LaunchGatherer(gpu, options.pool_address, self._components, self._reports.post)
         )
         self._sessions: dict[int, MooncakeSession] = {}
         self._ending: set[MooncakeSession] = set()  # unmapped, but not gone

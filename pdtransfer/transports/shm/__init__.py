@@ -16,7 +16,7 @@ from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, 
 from ..options import ArenaOptions, Network, WriterOptions
 
 if TYPE_CHECKING:
-    from ..card_launcher import WriterCard
+    from ..gpu_launcher import WriterGpu
 
 
 class ShmTransport:
@@ -43,7 +43,7 @@ class ShmTransport:
         components: Components,
         options: WriterOptions,
         *,
-        card: WriterCard | None,
+        gpu: WriterGpu | None,
         wrote: Wrote,
         lost: LostWriter,
         wake_hint: WakeHint,
@@ -51,7 +51,7 @@ class ShmTransport:
         from .writer import ShmWriter
 
         del lost  # this process is the only writer
-        return ShmWriter(components, options, wrote, card=card, wake_hint=wake_hint)
+        return ShmWriter(components, options, wrote, gpu=gpu, wake_hint=wake_hint)
 
     def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
         del ports

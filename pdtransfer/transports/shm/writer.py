@@ -26,10 +26,10 @@ from ...memory.mapping import Mapping, enter_backed, map_received
 from ...threads import in_pool, in_thread
 from ...wire import Reach
 from ..base import Ready, WakeHint, Wrote
-from ..card_launcher import Exported, WriterCard
-from ..card_writer import CardWrite, CardWriter, Staged
 from ..component_match import Planes, lines_for, paired
 from ..copier import Copier, CopyWork, copy_job
+from ..gpu_launcher import Exported, WriterGpu
+from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from ..loop_mailbox import LoopMailbox
 from ..options import WriterOptions
 from .handover import receive
@@ -119,7 +119,7 @@ class _Attached:
 class ShmWriter:
     """A WriterTransport. Make it on the loop's thread.
 
-    `components` are the pool's own, and meet a session's components by name. With a `card` their addresses are the
+    `components` are the pool's own, and meet a session's components by name. With a `gpu` their addresses are the
     GPU's, and it writes: a mapped arena is registered with it, and is ready only then.
     """
 
@@ -129,24 +129,24 @@ class ShmWriter:
         options: WriterOptions,
         wrote: Wrote,
         *,
-        card: WriterCard | None = None,
+        gpu: WriterGpu | None = None,
         uids: frozenset[int] | None = None,
         wake_hint: WakeHint = lambda _: None,
     ) -> None:
         self._components, self._wrote = {component.name: component for component in components}, wrote
         self._pool_address, self._uids, self._keep_line = options.pool_address, uids, options.network.keep_line
         self._loop = asyncio.get_running_loop()
-        self._reports: LoopMailbox[CopyWork[Write] | CardWrite] = LoopMailbox(self._ended)
-        self._card = card
-        self._hints: LoopMailbox[CardWrite] = LoopMailbox(self._report_hint)
+        self._reports: LoopMailbox[CopyWork[Write] | GpuWrite] = LoopMailbox(self._ended)
+        self._gpu = gpu
+        self._hints: LoopMailbox[GpuWrite] = LoopMailbox(self._report_hint)
         self._wake_hint = wake_hint
-        self._card_writer = (
-            None if card is None else CardWriter(card.launcher, self._reports.post, card.spans, self._hints.post)
+        self._gpu_writer = (
+            None if gpu is None else GpuWriter(gpu.launcher, self._reports.post, gpu.spans, self._hints.post)
         )
-        self._copier: Copier[Write] = Copier(0 if card else options.copy_threads, self._reports.post)
+        self._copier: Copier[Write] = Copier(0 if gpu else options.copy_threads, self._reports.post)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._sessions: dict[int, _Session] = {}
-        self._jobs: dict[tuple[int, int], set[CopyWork[Write] | CardWrite]] = {}  # by session and grant
+        self._jobs: dict[tuple[int, int], set[CopyWork[Write] | GpuWrite]] = {}  # by session and grant
         self._inline_bytes = 0  # copied in this turn of the loop
         self._small: deque[CopyWork[Write]] = deque()  # writes for the next turns of the loop
         self._closing = False
@@ -219,10 +219,10 @@ class ShmWriter:
             mapping = map_received(fd, reach.arena_bytes)
             undo.callback(mapping.close)
             checksum_copy.native()
-            if self._card is None:
+            if self._gpu is None:
                 kernels.native()
             else:
-                self._card.prepare()
+                self._gpu.prepare()
             hbm = self._opened(reach) if any(each.memory == "hbm" for each in components) else None
             if hbm is not None:
                 undo.callback(hbm.close)
@@ -235,10 +235,10 @@ class ShmWriter:
     def _opened(self, reach: Reach) -> Exported | None:
         """In a worker thread, under the arena's lock: the memory of HBM components. None where our GPU does not reach
         it: then their rows land in the arena, and decode copies them up."""
-        if self._card is None or not reach.hbm_handle:
+        if self._gpu is None or not reach.hbm_handle:
             return None
         try:
-            hbm = self._card.open(reach.hbm_handle)
+            hbm = self._gpu.open(reach.hbm_handle)
         except (TransportError, WorldError) as error:
             log.info("rows of HBM components land in the arena at %s: %s", reach.address, error)
             return None
@@ -257,9 +257,9 @@ class ShmWriter:
         """In a worker thread: enters one more piece; returns how much is ready then, and how much its owner backs."""
         mapping, needed = reached.mapping, reached.needed
         entered, backed = enter_backed(mapping, fd, first, _ENTER_BYTES, backed, end=needed)
-        if self._card is None or not needed:  # without rows to land it is mapped for its lock alone
+        if self._gpu is None or not needed:  # without rows to land it is mapped for its lock alone
             return entered, backed
-        return mapping.register(self._card, entered, rest=entered == needed), backed
+        return mapping.register(self._gpu, entered, rest=entered == needed), backed
 
     def unmap(self, session: int) -> None:
         """Drops the mapping, and with it the lock, once the session's writes have been reported; idempotent."""
@@ -284,7 +284,7 @@ class ShmWriter:
 
     def waits(self, gate: ReadyGate) -> bool:
         """A GPU waits for its own events."""
-        return self._card_writer is not None and gate.next is not None
+        return self._gpu_writer is not None and gate.next is not None
 
     def write(self, order: Write) -> None:
         """Copies a small write on the loop, in this turn or a later one, and a larger one in copy threads, in turn with
@@ -294,10 +294,10 @@ class ShmWriter:
             self._loop.call_soon(self._wrote, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
             return
         mapped.writes += 1
-        if self._card_writer is not None:
-            write = self._card_write(mapped, mapped.reached, order)
+        if self._gpu_writer is not None:
+            write = self._gpu_write(mapped, mapped.reached, order)
             self._jobs.setdefault(write.turn, set()).add(write)
-            self._card_writer.add(write)
+            self._gpu_writer.add(write)
             return
         job = copy_job(
             order,
@@ -314,14 +314,14 @@ class ShmWriter:
         else:
             self._small.append(job)
 
-    def _card_write(self, mapped: _Session, reached: _WritableArena, order: Write) -> CardWrite:
+    def _gpu_write(self, mapped: _Session, reached: _WritableArena, order: Write) -> GpuWrite:
         key = order.component, order.layers
         if (pools := mapped.pools.get(key)) is None:
-            assert self._card is not None
+            assert self._gpu is not None
             theirs = mapped.components[order.component]
             target = theirs.layout.layers(*order.layers)
             source = facing(self._components[theirs.name].layout, target)
-            card, host = self._card.ordinal, theirs.memory != "hbm" or reached.hbm is None
+            card, host = self._gpu.ordinal, theirs.memory != "hbm" or reached.hbm is None
             if host:
                 assert reached.mapping.registered is not None
                 there = reached.mapping.registered.device_address
@@ -334,7 +334,7 @@ class ShmWriter:
             )
         source, target = pools
         staged = Staged.of(mapped.components[order.component].name, source) if order.verify else None
-        return CardWrite(order=order, source=source, target=target, staged=staged)
+        return GpuWrite(order=order, source=source, target=target, staged=staged)
 
     def _has_turn(self, job: CopyWork[Write]) -> bool:
         return self._inline_bytes + job.byte_count <= _INLINE_BYTES_TURN
@@ -351,7 +351,7 @@ class ShmWriter:
         while self._small and self._has_turn(self._small[0]):
             self._carry(self._small.popleft())
 
-    def _ended(self, job: CopyWork[Write] | CardWrite) -> None:
+    def _ended(self, job: CopyWork[Write] | GpuWrite) -> None:
         """On the loop."""
         jobs = self._jobs[job.turn]
         jobs.remove(job)
@@ -365,7 +365,7 @@ class ShmWriter:
         finally:
             self._leave(job.order.session, mapped)
 
-    def _report_hint(self, write: CardWrite) -> None:
+    def _report_hint(self, write: GpuWrite) -> None:
         """On the loop; the write may have ended meanwhile."""
         if write in self._jobs.get(write.turn, ()):
             self._wake_hint(write.order)
@@ -390,8 +390,8 @@ class ShmWriter:
         await in_thread(self._join)
 
     def _join(self) -> None:
-        if self._card_writer is not None:
-            self._card_writer.close()
+        if self._gpu_writer is not None:
+            self._gpu_writer.close()
         self._copier.close()
         self._apart.shutdown()
 

@@ -19,10 +19,10 @@ from pdtransfer.kernels import push as pushing
 from pdtransfer.kernels.ring import lanes
 from tests.support import kernels_host
 from tests.support.bench_output import printed
-from tests.support.card_on_host import CardOnHost
+from tests.support.gpu_on_host import GpuOnHost
 
 
-class BenchCard(CardOnHost):
+class BenchCard(GpuOnHost):
     """A GPU of this process that also has timers, and memory to look into."""
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -51,8 +51,8 @@ def played(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     made: Any = BenchCard(kernels_host.library(tmp_path_factory.getbasetemp()))
     made.driver, made.architecture = Mock(), "sm_0"
     for module in (kv_copy, pushing, hybrid):
-        monkeypatch.setattr(module, "card", lambda _: made)
-    monkeypatch.setattr("pdtransfer.kernels.card.card", lambda _: made)
+        monkeypatch.setattr(module, "gpu_at", lambda _: made)
+    monkeypatch.setattr("pdtransfer.kernels.gpu.gpu_at", lambda _: made)
     monkeypatch.setattr(hybrid, "card_count", lambda: 1)
     monkeypatch.setattr(hybrid, "RATIOS", (0, 4, 128))
     monkeypatch.setattr(lanes, "native", lambda: lanes.NativeLanes("none", None))

@@ -218,7 +218,7 @@ def test_a_row_whose_bytes_differ_is_not_timed(wrong: str) -> None:
     assert (row.figure, row.beside.format(**figures)) == ("-", f"not timed: {wrong}: other bytes")
 
 
-class CardOfOneClock:
+class GpuOfOneClock:
     """A driver whose graphs are the lists of what was queued while it captured."""
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class CardOfOneClock:
 
 
 def test_replays_take_turns_and_each_leads_as_often_as_it_follows() -> None:
-    here: Any = CardOfOneClock()
+    here: Any = GpuOfOneClock()
     works = [lambda _, name=name: here.queued.append(name) for name in "abc"]
     times = Replays(here).in_turn(works, nodes=4, runs=2)
     assert "".join(here.replayed) == "abc" + "abc" + "cba"  # the first are not counted
@@ -259,7 +259,7 @@ def test_replays_take_turns_and_each_leads_as_often_as_it_follows() -> None:
 
 
 def test_a_launch_that_fails_in_a_capture_ends_the_capture() -> None:
-    here: Any = CardOfOneClock()
+    here: Any = GpuOfOneClock()
     calls: list[int] = []
 
     def work(_: int) -> None:

@@ -18,10 +18,10 @@ from pdtransfer_lab.models.decode import ReferenceDecode
 from pdtransfer_lab.models.factory import create
 
 from pdtransfer.hisparse import capture
-from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.serve.engine_api import CardMemory
+from pdtransfer.serve.engine_api import GpuMemory
 from pdtransfer.serve.tracing.spans import Timeline
 from tests.lab.models.deep_model import OPTIONS, TOP
 from tests.lab.models.hot_requests import SPARSE, hisparse, sparse_requests
@@ -44,7 +44,7 @@ def decode_of(
         arena = ArenaMemory.create(engine.card.memory_bytes)
         held.callback(arena.close)
         arena.prefault()
-        arena.mapping.register(cards.card(0), arena.byte_count)
+        arena.mapping.register(gpus.gpu_at(0), arena.byte_count)
         memory, hbm = arena.mapping.array.view(np.float32), np.full(engine.card.hbm_bytes // 4, np.nan, np.float32)
         random = np.random.default_rng(0)
         free = [list(random.permutation(each.layout.slots)) for each in engine.card.components]
@@ -52,7 +52,7 @@ def decode_of(
         for one in rooms:
             decode.land(one, source)
         there = torch.from_numpy(hbm).cuda()
-        on_card = CardMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes) if len(hbm) else None
+        on_card = GpuMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes) if len(hbm) else None
         registered = arena.mapping.registered
         assert registered is not None
         engine.attach(

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdtransfer.bounds import card_of
+from pdtransfer.bounds import device_index
 from pdtransfer.client.clients import DecodeClient
 from pdtransfer.handoff.effects import RoomFailed, RoomReady
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.serve.engine_api import HBM_ALIGNMENT
@@ -108,12 +108,12 @@ class Two:
 @contextmanager
 def two(devices: tuple[str, str], **options: Any) -> Iterator[Two]:
     """Prefill's pool on the first device, decode's HBM, and the GPU that its arena is registered with, the second."""
-    ours = card_of(devices[1])
+    ours = device_index(devices[1])
     kv, index = pool_of(KV, name="page_first", page_size=1), pool_of(INDEX, name="page_first")
     base = -(-len(kv.memory) // HBM_ALIGNMENT) * HBM_ALIGNMENT
     arena = ArenaMemory.create(base + len(index.memory), huge_pages="never")
     if ours is not None:
-        arena.card = cards.card(ours)
+        arena.gpu = gpus.gpu_at(ours)
     arena.prefault()
     arena.mapping.array[:] = CANARY
     place = {"base": base, "byte_count": len(index.memory)}

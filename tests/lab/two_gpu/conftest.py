@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
-from pdtransfer.bounds import card_of
+from pdtransfer.bounds import device_index
 from pdtransfer.kernels import driver
 from tests.lab.two_gpu.matrix import Case
 
@@ -18,7 +18,7 @@ def marks(devices: Devices) -> list[pytest.MarkDecorator]:
     """What picks the tests on them, and skips them where they are not."""
     if devices == CPU:
         return []
-    needed = 1 + max(card_of(each) or 0 for each in devices)
+    needed = 1 + max(device_index(each) or 0 for each in devices)
     why = f"needs {needed} GPUs, {driver.count()} are here"
     return [
         pytest.mark.gpu if needed == 1 else pytest.mark.two_gpu,

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import torch
 
-from pdtransfer.bounds import card_of
+from pdtransfer.bounds import device_index
 from pdtransfer.client.clients import PrefillClient
 from pdtransfer.handoff.effects import RoomDrained, RoomLeased
 from pdtransfer.layout.layout import Component
@@ -57,7 +57,7 @@ def main() -> None:
     if whole.is_cuda:
         torch.cuda.synchronize(device)
     own = [named(kv, "kv"), named(index, "index", base=len(kv.memory))]
-    writer = WriterOptions(pool_address=whole.data_ptr(), card=card_of(device))
+    writer = WriterOptions(pool_address=whole.data_ptr(), card=device_index(device))
     with PrefillClient(settings("p"), own, writer=writer) as client:
         print(client.endpoint, flush=True)
         while True:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdtransfer.bounds import card_of
-from pdtransfer.kernels import card as cards
+from pdtransfer.bounds import device_index
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.shm.arena import ShmArena
@@ -31,10 +31,10 @@ LOOKS = 30  # at a lock that a child holds
 @pytest.fixture
 def arena(devices: tuple[str, str]) -> Iterator[ArenaMemory]:
     """Registered with decode's GPU, and that GPU's HBM beside it, if it is one; canaries in both."""
-    ours = card_of(devices[1])
+    ours = device_index(devices[1])
     made = ArenaMemory.create(ARENA_BYTES, huge_pages="never")
     if ours is not None:
-        made.card = cards.card(ours)
+        made.gpu = gpus.gpu_at(ours)
     made.prefault()
     if ours is not None:
         made.hbm = Hbm.of_card(ours, base=ARENA_BYTES, byte_count=HBM_BYTES)
@@ -70,7 +70,7 @@ async def test_slots_of_a_killed_writer_are_quiet_only_after_the_last_write_and_
     if memory == "hbm" and arena.hbm is None:
         pytest.skip("without a GPU no other process reaches what stands for HBM")
     owner = ShmArena(arena, directory=tmp_path / "s")
-    async with CardProcess(await owner.offer(WRITER), card=card_of(devices[0])) as process:
+    async with CardProcess(await owner.offer(WRITER), card=device_index(devices[0])) as process:
         child = await process.child("fork") if forked else 0
         process.say("push half" if memory == "arena" else "hbm")
         if memory == "hbm":

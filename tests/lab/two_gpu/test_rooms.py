@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.bounds import card_of
+from pdtransfer.bounds import device_index
 from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from tests.lab.two_gpu.clients import Landed, Two, holds, two
 from tests.support.internals import node_of, sessions_of
@@ -24,7 +24,7 @@ LARGE = 8_000
 @contextmanager
 def both(devices: tuple[str, str], direct: bool) -> Iterator[Two]:
     """Two clients, the writer of which reaches HBM or not."""
-    if direct and card_of(devices[1]) is None:
+    if direct and device_index(devices[1]) is None:
         pytest.skip("without a GPU no other process reaches what stands for HBM")
     with two(devices, prefix_cache=False) as it:
         assert it.arena.hbm is not None

@@ -26,7 +26,7 @@ SIZE = 1 << 16
 UUID, IPC = b"u" * 16, b"h" * 64
 
 
-class Card:
+class Gpu:
     """A GPU with one allocation, which may have no handle."""
 
     uuid = UUID
@@ -51,9 +51,9 @@ class Card:
         return IPC
 
 
-def with_card(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
-    monkeypatch.setattr(cache_memory, "card_of", lambda _: card)
-    monkeypatch.setattr(cuda_ipc.cards, "card", lambda _: card)
+def with_card(monkeypatch: pytest.MonkeyPatch, card: Gpu) -> None:
+    monkeypatch.setattr(cache_memory, "gpu_at", lambda _: card)
+    monkeypatch.setattr(cuda_ipc.gpus, "gpu_at", lambda _: card)
 
 
 def extent_of(tensor: torch.Tensor, card: int | None = None) -> Extent:
@@ -158,7 +158,7 @@ def test_a_cache_in_too_many_places_is_refused() -> None:
 
 
 def test_a_cache_on_a_card_is_named_to_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_card(monkeypatch, Card(1 << 40, 4 * SIZE))
+    with_card(monkeypatch, Gpu(1 << 40, 4 * SIZE))
     handle = cuda_ipc.Handle.unpack(exported(Extent((1 << 40) + SIZE, (1 << 40) + 3 * SIZE, 0), 0))
     assert (handle.kind, handle.card, handle.handle) == ("card", UUID, IPC)
     assert (handle.offset, handle.byte_count) == (SIZE, 2 * SIZE)
@@ -166,7 +166,7 @@ def test_a_cache_on_a_card_is_named_to_writers(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_cache_that_writers_reach_takes_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any size, also more than the host has: the arena stands for it, and is a page for its lock."""
-    with_card(monkeypatch, Card(1 << 40, 1 << 42))
+    with_card(monkeypatch, Gpu(1 << 40, 1 << 42))
     made = CacheMemory([1 << 42])
     target = made.target(Extent(1 << 40, 5 << 40, 0))
     assert (target.memory, target.copied_up) == ("hbm", False)
@@ -178,12 +178,12 @@ def test_a_cache_that_writers_reach_takes_no_memory_of_the_host(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("card", "text"),
     [
-        (Card(1 << 40, 4 * SIZE, refuses=True), "cuIpcGetMemHandle: invalid argument"),
-        (Card(1 << 40, SIZE), "it lies in several allocations, the first has 65536 bytes"),
+        (Gpu(1 << 40, 4 * SIZE, refuses=True), "cuIpcGetMemHandle: invalid argument"),
+        (Gpu(1 << 40, SIZE), "it lies in several allocations, the first has 65536 bytes"),
     ],
 )
 def test_a_cache_that_a_card_cannot_share_has_its_reason(
-    card: Card, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    card: Gpu, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_card(monkeypatch, card)
     with caplog.at_level(logging.WARNING):

@@ -31,7 +31,7 @@ from pdtransfer.transports.options import WriterOptions
 from tests.library.client.copy_gate import Gate
 from tests.support.bus_peers import pair as keys
 from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
-from tests.support.fake_card import FakeCard
+from tests.support.fake_gpu import FakeGpu
 from tests.support.internals import core_of, lines_of, node_of
 from tests.support.layout_tensors import Pool, mha, mla
 from tests.support.processes import open_files
@@ -1088,13 +1088,13 @@ def test_what_copies_rows_is_compiled_and_loaded_before_a_prefill_client_has_sta
 ) -> None:
     """In the first session it would hold up the engine. A GPU that cannot copy is named."""
 
-    class Broken(FakeCard):
+    class Broken(FakeGpu):
         def prepare(self) -> None:
             super().prepare()
             raise WorldError("no compiler")
 
-    for card in (FakeCard(), Broken()):
-        monkeypatch.setattr("pdtransfer.transports.select.PoolCard", lambda *_, card=card: card)
+    for card in (FakeGpu(), Broken()):
+        monkeypatch.setattr("pdtransfer.transports.select.PoolGpu", lambda *_, card=card: card)
         pool = Pool(name="layer_first", model=mla(layers=range(1)), page_size=16, slots=64)
         with PrefillClient(settings("p"), [component(pool)], writer=WriterOptions(card=0)):
             assert card.prepared == 1

@@ -15,8 +15,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import PageSlots, PinnedCancel, Pool, Progress, State
 from pdtransfer.kernels.tables import DeviceTables
@@ -172,7 +172,7 @@ def test_cancel_ends_a_launch_early_and_nothing_is_written_after_that() -> None:
 
 
 def test_kinds_of_copies_come_and_go_while_the_models_stream_and_another_are_held() -> None:
-    here = cards.card(0)
+    here = gpus.gpu_at(0)
     (gate, there), other, ours = here.pinned(4), here.stream(), here.stream()
     tables, memory = DeviceTables(here, most=4), here.allocate(64)
     tables.acquire("held", np.arange(8))  # what is made at the first use is there
@@ -193,7 +193,7 @@ def test_kinds_of_copies_come_and_go_while_the_models_stream_and_another_are_hel
     thread.start()
     thread.join(30)
     waits = thread.is_alive()
-    cards.words(gate, 1)[0] = 1
+    gpus.words(gate, 1)[0] = 1
     thread.join()
     for stream in (0, other):
         here.synchronise(stream)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldError
-from pdtransfer.kernels import UnusableError, card, compiled, driver, native, source_directory
+from pdtransfer.kernels import UnusableError, compiled, driver, gpu, native, source_directory
 from pdtransfer.kernels.arguments import CopyArgument, SlotsArgument
 from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.kv_copy import kv_copy, lanes_of
@@ -344,7 +344,7 @@ def _none() -> compiled.Compiler:
 @pytest.mark.skipif(driver.count() > 0, reason="this host has a GPU")
 def test_without_a_card_there_is_a_clear_line_and_no_crash() -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
-    for ask in (lambda: Progress(0), lambda: PinnedCancel(0), lambda: card.card(0)):
+    for ask in (lambda: Progress(0), lambda: PinnedCancel(0), lambda: gpu.gpu_at(0)):
         with pytest.raises(WorldError, match="no CUDA"):
             ask()
     with pytest.raises(WorldError, match="no CUDA"):

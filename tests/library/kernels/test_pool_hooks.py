@@ -22,7 +22,7 @@ from pdtransfer.memory import cuda_ipc
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.shm.arena import ShmArena
 from tests.support import kernels_host
-from tests.support.card_on_host import CardOnHost
+from tests.support.gpu_on_host import GpuOnHost
 from tests.support.layout_tensors import CANARY, mha, mla
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.paths import REPO
@@ -59,9 +59,9 @@ def test_layers_are_copied_in_their_order(monkeypatch: pytest.MonkeyPatch) -> No
 def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_hears_of_it(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
+    here = GpuOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
     for module in (pool_hooks, kv_copies):
-        monkeypatch.setattr(module, "card", lambda _: here)
+        monkeypatch.setattr(module, "gpu_at", lambda _: here)
     monkeypatch.setattr(pool_hooks, "CudaEvent", lambda _: Mock())
     launch = here.launch
 
@@ -89,9 +89,9 @@ def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_hears_of_it(
 def test_slots_of_any_number_are_queued_behind_what_the_stream_has_to_do(
     rows: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
+    here = GpuOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
     for module in (pool_hooks, kv_copies):
-        monkeypatch.setattr(module, "card", lambda _: here)
+        monkeypatch.setattr(module, "gpu_at", lambda _: here)
     monkeypatch.setattr(pool_hooks, "CudaEvent", lambda _: Mock())
     model, stream, computed = mla(layers=range(2)), here.stream(), False
     host, device = (Tensors(name="layer_first", model=model, page_size=16, slots=5_008) for _ in range(2))
@@ -211,7 +211,7 @@ def test_memory_of_a_card_that_is_not_seen_here_is_opened_for_one_that_is(monkey
         def range_of(self, address: int) -> tuple[int, int]:
             return address, 4_096
 
-    monkeypatch.setattr(cuda_ipc.cards, "card", lambda ordinal: {0: Seen()}[ordinal])
+    monkeypatch.setattr(cuda_ipc.gpus, "gpu_at", lambda ordinal: {0: Seen()}[ordinal])
     handle = cuda_ipc.Handle("card", 1_024, 256, b"\xee" * 16, b"h" * 64)
     opened = cuda_ipc.Opened(handle, on=0)
     assert (opened.card, opened.address, opened.byte_count) == (0, (1 << 20) + 256, 1_024)

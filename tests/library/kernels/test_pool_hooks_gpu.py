@@ -13,12 +13,12 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.kernels.pool_hooks import backup_from_device_all_layer, load_to_device_per_layer
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.memory import cuda_ipc
-from pdtransfer.serve.engine_api import CardMemory
+from pdtransfer.serve.engine_api import GpuMemory
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.layout_tensors import mha, mla
 from tests.support.paths import REPO
@@ -35,7 +35,7 @@ SLOTS = 4_096
 def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool) -> None:
     from pdtransfer.memory.arena_memory import ArenaMemory
 
-    here, sides = cards.card(0), []
+    here, sides = gpus.gpu_at(0), []
     for name, content in (("page_first", True), ("layer_first", False), ("page_first", False)):
         tensors = Tensors(name=name, model=model, page_size=16, slots=SLOTS)
         if content:
@@ -43,7 +43,7 @@ def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool)
         sides.append(tensors)
     arenas = [ArenaMemory.create(len(sides[at].memory)) for at in (0, 2)]
     for arena, tensors in zip(arenas, (sides[0], sides[2]), strict=True):
-        arena.card = here
+        arena.gpu = here
         arena.prefault()
         arena.mapping.array[: len(tensors.memory)] = tensors.memory
     device = torch.from_numpy(sides[1].memory).cuda()
@@ -72,15 +72,15 @@ def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool)
 OTHER = """
 import sys
 import numpy as np
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.memory.cuda_ipc import Handle, Opened
 handle = Handle.unpack(bytes.fromhex(sys.argv[1]))
 opened, again = Opened(handle), Opened(handle)
-here = cards.card(opened.card)
+here = gpus.gpu_at(opened.card)
 there, seen = here.pinned(opened.byte_count)
 here.copy(seen, opened.address, opened.byte_count, 0)
 here.synchronise(0)
-words = cards.words(there, opened.byte_count // 4)
+words = gpus.words(there, opened.byte_count // 4)
 print(int(words.sum()))
 words[:] = 7
 here.copy(again.address, seen, opened.byte_count, 0)
@@ -92,7 +92,7 @@ again.close()
 
 @pytest.mark.parametrize("by", ["torch", "driver"])
 def test_another_process_reads_and_writes_a_cards_memory(by: str) -> None:
-    here, keep = cards.card(0), torch.zeros(1_000, dtype=torch.int32, device="cuda")  # what comes behind has an offset
+    here, keep = gpus.gpu_at(0), torch.zeros(1_000, dtype=torch.int32, device="cuda")  # what comes behind has an offset
     tensor = torch.arange(1_000, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     address = tensor.data_ptr()
@@ -100,7 +100,7 @@ def test_another_process_reads_and_writes_a_cards_memory(by: str) -> None:
         address = here.allocate(4_000)
         here.copy(address, tensor.data_ptr(), 4_000, 0)
         here.synchronise(0)
-    handle = cuda_ipc.export(CardMemory(card=0, address=address, byte_count=4_000))
+    handle = cuda_ipc.export(GpuMemory(card=0, address=address, byte_count=4_000))
     assert by == "driver" or handle.offset, "a place in what torch has allocated at once"
     said = subprocess.run(
         [sys.executable, "-c", OTHER, handle.packed.hex()], capture_output=True, text=True, check=False, cwd=REPO,
@@ -110,5 +110,5 @@ def test_another_process_reads_and_writes_a_cards_memory(by: str) -> None:
     back, seen = here.pinned(4_000)
     here.copy(seen, address, 4_000, 0)
     here.synchronise(0)
-    assert (cards.words(back, 1_000) == 7).all()
+    assert (gpus.words(back, 1_000) == 7).all()
     assert not keep.any()

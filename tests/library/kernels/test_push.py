@@ -25,8 +25,8 @@ from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.pools import Progress, State
 from pdtransfer.kernels.push import PushLoad, choose, push
 from pdtransfer.kernels.ring import blocks, lanes
-from tests.support.card_on_host import CardOnHost
 from tests.support.effort import some
+from tests.support.gpu_on_host import GpuOnHost
 from tests.support.layout_tensors import CANARY, c4, dsa_index, mha, mla
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.slot_copies import copies, filled, pool_of, slots_of, wanted
@@ -50,7 +50,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(params=["c", "python"])
-def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> CardOnHost:
+def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> GpuOnHost:
     """GPU 0, whose work C queues, or Python."""
     if request.param == "python":
         monkeypatch.setattr(lanes, "native", lambda: lanes.NativeLanes("none", None))
@@ -59,11 +59,11 @@ def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     return carded(lib, monkeypatch, 0)
 
 
-def carded(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int) -> CardOnHost:
-    made = CardOnHost(lib, seed)
+def carded(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int) -> GpuOnHost:
+    made = GpuOnHost(lib, seed)
     for module in (kv_copy, pushing):
-        monkeypatch.setattr(module, "card", lambda _: made)
-    monkeypatch.setattr("pdtransfer.kernels.card.card", lambda _: made)
+        monkeypatch.setattr(module, "gpu_at", lambda _: made)
+    monkeypatch.setattr("pdtransfer.kernels.gpu.gpu_at", lambda _: made)
     return made
 
 
@@ -124,7 +124,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 @pytest.mark.parametrize(("near", "far"), [(a, b) for a in LAYOUTS[:3] for b in LAYOUTS])
 @pytest.mark.parametrize("model", [mha(), mla(), dsa_index(), c4()], ids=["mha", "mla", "dsa", "c4"])
 def test_long_runs_of_every_layout_go_through_the_ring(
-    here: CardOnHost, model: Any, near: str, far: str, fetch: bool, monkeypatch: pytest.MonkeyPatch
+    here: GpuOnHost, model: Any, near: str, far: str, fetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if model.page_align is not None and far == "page_head":
         pytest.skip("pages that keep their parts apart have no heads")
@@ -150,7 +150,7 @@ def test_long_runs_of_every_layout_go_through_the_ring(
     assert carried == whole * pairing.row_bytes, "the copy engine has all but what lies in parts of pages"
 
 
-def test_a_run_is_one_transfer_a_chunk(here: CardOnHost) -> None:
+def test_a_run_is_one_transfer_a_chunk(here: GpuOnHost) -> None:
     source, target = (
         filled("layer_first", mla(), 4, 64, content=True),
         filled("page_first", mla(), 4, 64, content=False),
@@ -162,7 +162,7 @@ def test_a_run_is_one_transfer_a_chunk(here: CardOnHost) -> None:
 
 
 @pytest.mark.parametrize("backend", ["direct", "strided", "ring"])
-def test_no_transfer_crosses_two_registrations(here: CardOnHost, backend: str) -> None:
+def test_no_transfer_crosses_two_registrations(here: GpuOnHost, backend: str) -> None:
     source, target = (
         filled("layer_first", mla(), 4, 64, content=True),
         filled("page_first", mla(), 4, 64, content=False),
@@ -219,7 +219,7 @@ def test_runs_are_cut_at_borders_of_either_side_and_nowhere_else() -> None:
 @pytest.mark.parametrize("backend", ["direct", "ring"])
 @pytest.mark.parametrize("card", [None, 0])
 def test_what_is_cancelled_before_it_starts_writes_nothing_and_says_so(
-    here: CardOnHost, backend: str, card: int | None
+    here: GpuOnHost, backend: str, card: int | None
 ) -> None:
     source, target = (
         filled("layer_first", mla(), 4, 64, content=True),
@@ -236,7 +236,7 @@ def test_what_is_cancelled_before_it_starts_writes_nothing_and_says_so(
 
 @pytest.mark.parametrize("backend", ["direct", "ring"])
 def test_cancel_stops_what_the_lanes_have_not_begun_and_the_end_comes_after_what_they_have(
-    here: CardOnHost, monkeypatch: pytest.MonkeyPatch, backend: str
+    here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     source, target = (
         filled("layer_first", mla(), 4, 64, content=True),
@@ -264,7 +264,7 @@ def test_cancel_stops_what_the_lanes_have_not_begun_and_the_end_comes_after_what
     assert np.array_equal(target.memory, after)
 
 
-def test_no_more_works_are_pending_than_may_be(here: CardOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_works_are_pending_than_may_be(here: GpuOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = (
         filled("layer_first", mla(), 4, 64, content=True),
         filled("page_first", mla(), 4, 64, content=False),
@@ -282,7 +282,7 @@ def test_no_more_works_are_pending_than_may_be(here: CardOnHost, monkeypatch: py
 
 @pytest.mark.parametrize("seed", range(6))
 def test_pushes_of_several_streams_share_a_ring_and_none_reads_what_another_put_there(
-    here: CardOnHost, monkeypatch: pytest.MonkeyPatch, seed: int
+    here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(here, "_random", random.Random(seed))
     source, target = (
@@ -310,7 +310,7 @@ def target_after(target: Tensors, memory: Any) -> Tensors:
     return made
 
 
-def test_uploads_are_not_overwritten_before_the_card_has_them(here: CardOnHost) -> None:
+def test_uploads_are_not_overwritten_before_the_card_has_them(here: GpuOnHost) -> None:
     source, target = (
         filled("layer_first", mla(), 4, 64, content=True),
         filled("page_first", mla(), 4, 64, content=False),
@@ -326,7 +326,7 @@ def test_uploads_are_not_overwritten_before_the_card_has_them(here: CardOnHost) 
 
 
 @pytest.mark.parametrize("backend", ["kernel", "ring"])
-def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: CardOnHost, backend: str) -> None:
+def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: GpuOnHost, backend: str) -> None:
     """There is place for two; nobody waits for the GPU before the last copy is queued."""
     kinds = [
         tuple(filled(name, mha(), 4, 64, content=not at) for at, name in enumerate(("layer_first", far)))
@@ -351,7 +351,7 @@ def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: Card
 
 @pytest.mark.parametrize("what", ["launch", "copy"])
 def test_where_the_card_refuses_nothing_is_pending_once_the_caller_hears_of_it(
-    here: CardOnHost, monkeypatch: pytest.MonkeyPatch, what: str
+    here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     source, target = (
         filled("layer_first", mla(), 4, 64, content=True),
@@ -387,7 +387,7 @@ class Known:
 
 
 @pytest.mark.parametrize("backend", ["direct", "ring"])
-def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: CardOnHost, backend: str) -> None:
+def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: GpuOnHost, backend: str) -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match="use kernel"):
         pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, card=0, backend=backend)
@@ -398,7 +398,7 @@ def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: CardOnHost, b
     assert here.launches == 1
 
 
-def test_a_ring_says_why_it_cannot(here: CardOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_says_why_it_cannot(here: GpuOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 5_000)
     source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match="no rows of the target lie in runs that are long enough"):
@@ -409,14 +409,14 @@ def test_a_ring_says_why_it_cannot(here: CardOnHost, monkeypatch: pytest.MonkeyP
     assert not here.launches
 
 
-def test_progress_of_this_process_is_refused_for_a_card(here: CardOnHost) -> None:
+def test_progress_of_this_process_is_refused_for_a_card(here: GpuOnHost) -> None:
     source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match="a GPU can't see these words"):
         pushed(source, target, range(8), range(8), 8, fetch=False, card=0, backend="direct", progress=Progress())
     assert not here.copies
 
 
-def test_rows_of_the_host_may_be_fetched_more_than_once(here: CardOnHost) -> None:
+def test_rows_of_the_host_may_be_fetched_more_than_once(here: GpuOnHost) -> None:
     source, target = filled("page_first", mla(), 4, 8, content=True), filled("layer_first", mla(), 4, 8, content=False)
     slots = np.array([5, 5, 7, 8, 0, 0, 1, 1, 8])
     right = wanted(source, target, slots, np.arange(9) + 3)
@@ -426,7 +426,7 @@ def test_rows_of_the_host_may_be_fetched_more_than_once(here: CardOnHost) -> Non
 
 
 @pytest.mark.parametrize("slots", [[0, 0, 2, 3], [4, 5, 6, 6]])
-def test_a_row_that_is_fetched_twice_is_not_taken_for_the_next(here: CardOnHost, slots: list[int]) -> None:
+def test_a_row_that_is_fetched_twice_is_not_taken_for_the_next(here: GpuOnHost, slots: list[int]) -> None:
     source, target = filled("page_first", mla(), 4, 8, content=True), filled("layer_first", mla(), 4, 8, content=False)
     right = wanted(source, target, slots, np.arange(4))
     pushed(source, target, range(4), np.array(slots), 4, fetch=True, card=0, backend="ring")
@@ -440,7 +440,7 @@ def test_a_row_that_is_fetched_twice_is_not_taken_for_the_next(here: CardOnHost,
 @pytest.mark.parametrize("fetch", [False, True])
 @pytest.mark.parametrize(("first", "rows", "launches"), [(0, 64, 1), (0, 70, 2), (5, 60, 2), (5, 11, 2)])
 def test_whole_pages_with_narrow_rows_go_by_pages_and_the_rows_beside_them_one_by_one(
-    here: CardOnHost, fetch: bool, first: int, rows: int, launches: int
+    here: GpuOnHost, fetch: bool, first: int, rows: int, launches: int
 ) -> None:
     """Scales are rows of 8 bytes: of the pages that lie anywhere, each is a piece of each kind."""
     source, target = filled("layer_first", c4(), 8, 16, content=True), filled("page_first", c4(), 8, 16, content=False)
@@ -473,7 +473,7 @@ def _sides(source: Tensors, target: Tensors, fetch: bool) -> Any:
         (mla(), 8, np.arange(64)),  # rows that are wide enough
     ],
 )
-def test_other_rows_go_one_by_one(here: CardOnHost, model: Any, target_page: int, slots: Any) -> None:
+def test_other_rows_go_one_by_one(here: GpuOnHost, model: Any, target_page: int, slots: Any) -> None:
     source = filled("layer_first", model, 8, 16, content=True)
     target = filled("page_first", model, target_page, 128 // target_page, content=False)
     assert kv_copy.by_pages(kv_copy.check_copy(*_sides(source, target, False), slots, np.arange(64), 64)) is None
@@ -513,7 +513,7 @@ def test_the_choice_goes_by_bytes_and_runs(load: PushLoad, backend: str) -> None
     ],
 )
 def test_auto_carries_by_what_was_chosen(
-    here: CardOnHost, monkeypatch: pytest.MonkeyPatch, source_name: str, slots: Any, chosen: str
+    here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, source_name: str, slots: Any, chosen: str
 ) -> None:
     monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 30_000)
     for name, value in (("PLANNED_BYTES_MIN", 0), ("RING_BYTES_MIN", 0), ("DIRECT_RUN_BYTES_MIN", 200_000)):
@@ -529,7 +529,7 @@ def test_auto_carries_by_what_was_chosen(
     ] == chosen
 
 
-def test_whoever_waits_for_several_events_hears_of_the_first_that_fires_or_is_called(here: CardOnHost) -> None:
+def test_whoever_waits_for_several_events_hears_of_the_first_that_fires_or_is_called(here: GpuOnHost) -> None:
     called = ctypes.c_uint32()
     events, streams = [here.event() for _ in range(3)], [here.stream() for _ in range(3)]
     for event, stream in zip(events, streams, strict=True):

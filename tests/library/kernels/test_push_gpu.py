@@ -16,8 +16,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 import torch
 
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.kernels.pools import PinnedCancel, Pool, Progress, State
 from pdtransfer.kernels.push import Backend, push
 from pdtransfer.kernels.ring import blocks
@@ -119,7 +119,7 @@ def test_threads_push_at_once_each_to_its_own_rows(places: tuple[OnCard, OnCard]
     anywhere = np.random.default_rng(0).permutation(1_024)
 
     def some(thread: int) -> None:
-        progress, stream = Progress(0), cards.card(0).stream()
+        progress, stream = Progress(0), gpus.gpu_at(0).stream()
         for turn in range(4):
             rows = np.arange(256 * thread + 64 * turn, 256 * thread + 64 * turn + 64)
             slots = (anywhere[rows], rows) if places[0].host else (rows, anywhere[rows])
@@ -144,7 +144,7 @@ def test_cancel_stops_what_was_not_begun_and_nothing_is_written_after_the_end(ba
         Pool(layout=layout, address=place.put(memory), card=0, host=place.host)
         for place, memory in ((source, content), (target, np.zeros(rows * row, np.uint8)))
     ]
-    stream = cards.card(0).stream()
+    stream = gpus.gpu_at(0).stream()
     how: dict[str, Any] = {"backend": backend, "progress": progress, "cancel": cancel, "stream": stream}
     pushing = threading.Thread(target=lambda: push(pools[1], pools[0], range(rows), range(rows), rows, **how))
     try:

@@ -12,7 +12,7 @@ from pdtransfer.kernels import registered
 from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.mapping import map_received
-from tests.support.fake_card import FakeRegistrar, mapped
+from tests.support.fake_gpu import FakeRegistrar, mapped
 
 MIB = 1 << 20
 
@@ -32,7 +32,7 @@ def arena() -> Iterator[ArenaMemory]:
 
 def test_what_is_ready_is_backed_and_registered(arena: ArenaMemory) -> None:
     card, said = FakeRegistrar(), list[int]()
-    arena.card = card
+    arena.gpu = card
     assert arena.prefault(said.append)
     assert said == [2 * MIB, 4 * MIB, 5 * MIB]
     assert arena.bytes_ready == arena.byte_count
@@ -43,7 +43,7 @@ def test_what_is_ready_is_backed_and_registered(arena: ArenaMemory) -> None:
 
 def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: ArenaMemory) -> None:
     card, said = FakeRegistrar(), list[int]()
-    arena.card = card
+    arena.gpu = card
     assert not arena.prefault(said.append, lambda: arena.bytes_ready > 0)
     assert said == [arena.bytes_ready] == [2 * MIB]
     assert arena.prefault(said.append)
@@ -52,7 +52,7 @@ def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: ArenaMe
 
 def test_what_is_needed_first_is_registered_to_its_end_and_the_rest_behind_it() -> None:
     arena, card, said = ArenaMemory.create(8 * MIB, huge_pages="never", needed=3 * MIB), FakeRegistrar(), list[int]()
-    arena.card = card
+    arena.gpu = card
     assert arena.prefault(said.append)
     assert said == [2 * MIB, 3 * MIB]
     arena.need_all()
@@ -66,7 +66,7 @@ def test_what_is_needed_first_is_registered_to_its_end_and_the_rest_behind_it() 
 @pytest.mark.parametrize("refused", [0, 1, 2])
 def test_a_refusal_in_the_middle_leaves_what_was_ready_and_is_let_go_in_the_end(refused: int) -> None:
     arena, card = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar(refused=refused)
-    arena.card = card
+    arena.gpu = card
     with pytest.raises(WorldError, match=rf"{2 * MIB * refused} of {5 * MIB} bytes.*CUDA_ERROR_OUT_OF_MEMORY"):
         arena.prefault()
     assert arena.bytes_ready == 2 * MIB * refused
@@ -77,7 +77,7 @@ def test_a_refusal_in_the_middle_leaves_what_was_ready_and_is_let_go_in_the_end(
 
 def test_chunks_are_let_go_last_first_before_the_arena_is_unmapped(arena: ArenaMemory) -> None:
     card = FakeRegistrar()  # asserts that they are mapped
-    arena.card = card
+    arena.gpu = card
     arena.prefault()
     arena.close()
     arena.close()
@@ -87,7 +87,7 @@ def test_chunks_are_let_go_last_first_before_the_arena_is_unmapped(arena: ArenaM
 
 def test_what_a_card_does_not_let_go_of_stays_mapped() -> None:
     arena, card = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar()
-    arena.card = card
+    arena.gpu = card
     arena.prefault()
     address, card.keeps = arena.mapping.address, True
     with pytest.raises(WorldError, match=r"3 chunks of host memory stay registered.*ILLEGAL_ADDRESS"):

@@ -12,8 +12,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 import torch
 
 from pdtransfer.hisparse.swap import HotBuffers, SwapPlan, swap_plan
-from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.kernels.kv_copy import PlannedCopy, kv_copy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.set_mla import argument_of, launch, set_mla_kv_buffer
@@ -39,7 +39,7 @@ def test_rows_land_side_by_side_in_their_slots(
         there = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda") for each in given]
         for to, of in zip(there, given, strict=True):
             to.copy_(of)
-        launch(cards.card(0), argument_of(*there, None), torch.cuda.current_stream().cuda_stream, bulk=bulk)
+        launch(gpus.gpu_at(0), argument_of(*there, None), torch.cuda.current_stream().cuda_stream, bulk=bulk)
         assert torch.equal(mla_rows.as_bytes(there[0]).cpu(), mla_rows.by_indexing(given))
 
 
@@ -50,7 +50,7 @@ def test_rows_land_side_by_side_in_their_slots(
 def test_triton_scatters_the_same_on_older_cards(
     parts: tuple[int, int], rows: int, dtype: torch.dtype, loc_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cards.card(0), "capability", (8, 0))
+    monkeypatch.setattr(gpus.gpu_at(0), "capability", (8, 0))
     for gap in (0, 1, 8):
         given = mla_rows.case(rows, parts, dtype, loc_dtype, gap)
         there = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda") for each in given]
@@ -64,7 +64,7 @@ def test_triton_scatters_the_same_on_older_cards(
 def test_rows_to_skip_or_outside_the_buffer_are_left_out(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cards.card(0), "capability", capability)
+    monkeypatch.setattr(gpus.gpu_at(0), "capability", capability)
     given = mla_rows.case(6, (512, 64), torch.bfloat16, torch.int64)
     given[1] = torch.tensor([5, -1, 9, mla_rows.SLOTS, 1 << 40, 0])
     there = [each.cuda() for each in given]

@@ -17,7 +17,7 @@ from pdtransfer.layout.layout import Component, Span
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports import hbm_copier
 from tests.support import kernels_host
-from tests.support.card_on_host import CardOnHost
+from tests.support.gpu_on_host import GpuOnHost
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.layout_tensors import mla
 from tests.support.slot_copies import filled, wanted
@@ -28,10 +28,10 @@ SLOTS = [*range(8, 48), *range(70, 73)]
 
 @pytest.fixture
 def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
-    made: Any = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
+    made: Any = GpuOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
     made.driver = Mock()
     for module in (kv_copy, hbm_copier):
-        monkeypatch.setattr(module, "card", lambda _: made)
+        monkeypatch.setattr(module, "gpu_at", lambda _: made)
     synchronise = made.synchronise
 
     def watched(stream: int) -> None:
@@ -66,20 +66,20 @@ def pools() -> tuple[Tensors, Tensors]:
     return first, second
 
 
-def test_rows_are_there_once_it_is_said_and_the_thread_has_asked_for_that(here: CardOnHost) -> None:
+def test_rows_are_there_once_it_is_said_and_the_thread_has_asked_for_that(here: GpuOnHost) -> None:
     source, target = pools()
     right = wanted(source, target, SLOTS, SLOTS)
     assert lifted(source, target) == [""]
     assert np.array_equal(target.memory, right)
 
 
-def test_a_copy_that_the_card_refuses_is_said_once_nothing_is_under_way(here: CardOnHost) -> None:
+def test_a_copy_that_the_card_refuses_is_said_once_nothing_is_under_way(here: GpuOnHost) -> None:
     here.refuses = "launch"
     assert [text.endswith("refused") for text in lifted(*pools())] == [True]
 
 
 def test_where_the_card_cannot_say_whether_a_copy_has_ended_nobody_says_that_it_has(
-    here: CardOnHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lost(_: int) -> None:
         raise WorldError("GPU 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS")

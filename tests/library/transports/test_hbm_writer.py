@@ -18,7 +18,7 @@ from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.transports.shm.arena import ShmArena
-from tests.support.fake_card import FakeCard, FakeExported
+from tests.support.fake_gpu import FakeExported, FakeGpu
 from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component, page_first
 from tests.support.waiting import on_loop, until
 
@@ -47,7 +47,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 class HbmPair(Pair):
     """Its one component is in HBM; `hbm` is what the other memory must hold."""
 
-    def __init__(self, arena: ArenaMemory, directory: Path, card: FakeCard, *, hbm_direct: bool = True) -> None:
+    def __init__(self, arena: ArenaMemory, directory: Path, card: FakeGpu, *, hbm_direct: bool = True) -> None:
         super().__init__(arena, directory, card=card)
         self.owner._hbm_direct = hbm_direct
         card.is_locked = lambda: not self.owner.quiet(WRITER)
@@ -66,8 +66,8 @@ class HbmPair(Pair):
         return np.ctypeslib.as_array((ctypes.c_uint8 * SIZE).from_address(self.arena.hbm.address))
 
 
-def exporting(arena: ArenaMemory) -> FakeCard:
-    card = FakeCard()
+def exporting(arena: ArenaMemory) -> FakeGpu:
+    card = FakeGpu()
     assert arena.hbm is not None
     card.exported[HANDLE] = FakeExported(card, arena.hbm.address, arena.hbm.byte_count)
     return card
@@ -98,7 +98,7 @@ async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(
 async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    both = HbmPair(arena, directory, FakeCard())
+    both = HbmPair(arena, directory, FakeGpu())
     await both.map()
     assert not both.writer.hbm_direct(WRITER)
     await wrote(both)

@@ -231,7 +231,7 @@ def test_cards_are_named_with_their_compiler(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cards, "count", lambda: 0)
     assert cards.cards(ROOT).state == "ok"
     monkeypatch.setattr(cards, "count", lambda: 2)
-    monkeypatch.setattr(cards, "card", lambda ordinal: SimpleNamespace(architecture="sm_90"))
+    monkeypatch.setattr(cards, "gpu_at", lambda ordinal: SimpleNamespace(architecture="sm_90"))
     monkeypatch.setattr(cards, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
     assert cards.cards(ROOT) == probes.ok("2 x sm_90, NVRTC 13.0")
 
@@ -265,7 +265,7 @@ def test_kernels_that_a_first_transfer_would_wait_for_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cards, "count", lambda: 2)
-    monkeypatch.setattr(cards, "card", lambda ordinal: SimpleNamespace(architecture="sm_90"))
+    monkeypatch.setattr(cards, "gpu_at", lambda ordinal: SimpleNamespace(architecture="sm_90"))
     monkeypatch.setenv("PDTRANSFER_CACHE", str(tmp_path))
     assert cards.kernels(ROOT).state == "warn"
     assert "kv_copy for sm_90" in cards.kernels(ROOT).found

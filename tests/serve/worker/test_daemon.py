@@ -14,10 +14,10 @@ from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import TOKENS_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.serve.engine_api import HBM_ALIGNMENT, CardMemory, EngineConfig, EngineDescription, HiSparse
+from pdtransfer.serve.engine_api import HBM_ALIGNMENT, EngineConfig, EngineDescription, GpuMemory, HiSparse
 from pdtransfer.serve.settings.worker import DecodeConfig
 from pdtransfer.serve.worker import daemon
-from tests.support.fake_card import FakeRegistrar
+from tests.support.fake_gpu import FakeRegistrar
 
 MIB = 1 << 20
 
@@ -28,16 +28,16 @@ class Engine:
     def __init__(self, hbm_bytes: int = 0) -> None:
         self.card = EngineDescription(model="m", weights=b"w", components=(), memory_bytes=4 * MIB, hbm_bytes=hbm_bytes)
         self.attached: list[tuple[int, int]] = []
-        self.hbm: memoryview | CardMemory | None = None
+        self.hbm: memoryview | GpuMemory | None = None
 
-    def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
+    def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | GpuMemory | None = None) -> None:
         self.hbm = hbm
         self.attached.append((arena.nbytes, device_address))
 
 
 def started(monkeypatch: pytest.MonkeyPatch, card: FakeRegistrar, engine: Engine, device: str) -> ArenaMemory:
     card.numa_node = None  # type: ignore[attr-defined]
-    monkeypatch.setattr(daemon, "card", lambda number: card if number == 3 else None)
+    monkeypatch.setattr(daemon, "gpu_at", lambda number: card if number == 3 else None)
     stop = SimpleNamespace(asked=asyncio.Event())
     return asyncio.run(daemon._arena(DecodeConfig(device=device, huge_pages="never"), engine, stop))  # type: ignore[arg-type]
 

@@ -17,10 +17,10 @@ from pdtransfer import Component, Span, allocate, host_layout
 from pdtransfer.kernels.stream import DeviceSpans
 from pdtransfer.layout.geometry import Int64s
 from pdtransfer.serve.engine_api import (
-    CardMemory,
     DecodeEngine,
     EngineConfig,
     EngineDescription,
+    GpuMemory,
     PrefillEngine,
     Request,
 )
@@ -96,7 +96,7 @@ class PacedDecode(_Paced):
         self._step_s = float(config.options.get("step_ms", 40)) / 1e3
         self._request_s = float(config.options.get("request_ms", 2)) / 1e3
 
-    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | CardMemory | None) -> None:
+    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | GpuMemory | None) -> None:
         """Reads nothing of it."""
 
     def begin(self, request: Request, slots: dict[str, Int64s], first: FirstToken) -> None:

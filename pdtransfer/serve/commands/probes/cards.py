@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ....environment import pip_install
 from ....kernels import UnusableError
-from ....kernels.card import card
 from ....kernels.compiled import KERNELS, compiler, is_cached
 from ....kernels.driver import count
+from ....kernels.gpu import gpu_at
 from ....probe import Seen, missing, names, ok, read, warn, within
 
 _PCI = "/sys/bus/pci/devices"
@@ -44,7 +44,7 @@ def kernels(_root: Path) -> Seen:
 
 
 def _architectures(number: int) -> list[str]:
-    return sorted({card(ordinal).architecture for ordinal in range(number)})
+    return sorted({gpu_at(ordinal).architecture for ordinal in range(number)})
 
 
 def links(root: Path) -> Seen:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ....errors import CapacityError, ConfigError
 from ....kernels.stream import DeviceSpans, span_of
-from ....layout.engine_pools import CardMemory
+from ....layout.engine_pools import GpuMemory
 from ....layout.geometry import Int64s
 from ....layout.layout import Component, check_slots
 from ...engine_api import Broken, EngineConfig, EngineDescription, Finished, HotFigures, Request, Token
@@ -80,7 +80,7 @@ class DecodeModel(Protocol[State]):
         """Prepares the calling thread to compute."""
         ...
 
-    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | CardMemory | None) -> None:
+    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | GpuMemory | None) -> None:
         """Takes the memory, as DecodeEngine. The arena's size is right."""
         ...
 
@@ -127,7 +127,7 @@ class DecodeShell(Generic[State]):
         with self.model.computing():
             self._warm_up()
 
-    def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
+    def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | GpuMemory | None = None) -> None:
         """Takes the arena."""
         size = self.card.memory_bytes
         if size and (arena.nbytes < size or arena.readonly):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ....handoff.events import Event
 from ....kernels.stream import DeviceSpans, Download
-from ....layout.engine_pools import CardMemory, SharedMemory
+from ....layout.engine_pools import GpuMemory, SharedMemory
 from ....layout.geometry import Int64s
 from ....layout.layout import Component
 from ....memory.free_pages import FreePages
@@ -62,7 +62,7 @@ class PrefillModel(Protocol[State]):
     def facts(self) -> ModelFacts: ...
 
     @property
-    def pool(self) -> memoryview | SharedMemory | CardMemory: ...
+    def pool(self) -> memoryview | SharedMemory | GpuMemory: ...
 
     @property
     def spans(self) -> DeviceSpans: ...
@@ -118,7 +118,7 @@ class PrefillShell(Generic[State]):
         self.report: Callable[[list[Outcome]], None] | None = None
 
     @property
-    def pool(self) -> memoryview | SharedMemory | CardMemory:
+    def pool(self) -> memoryview | SharedMemory | GpuMemory:
         """The pool's memory."""
         return self.model.pool
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....handoff.events import Event
 from ....kernels.plane_views import device_tensor
 from ....kernels.stream import wait_event
-from ....layout.engine_pools import CardMemory, SharedMemory
+from ....layout.engine_pools import GpuMemory, SharedMemory
 from ....memory.shared_pool import shared_memory
 from ...engine_api import EngineDescription
 
@@ -24,7 +24,7 @@ class TensorPool:
         if device.type == "cuda":
             self.bytes = torch.zeros(byte_count, dtype=torch.uint8, device=device)
             torch.cuda.current_stream(device).synchronize()  # other streams read it
-            self.memory: SharedMemory | CardMemory = CardMemory(
+            self.memory: SharedMemory | GpuMemory = GpuMemory(
                 card=self.bytes.get_device(), address=self.bytes.data_ptr(), byte_count=byte_count
             )
         else:  # torch.zeros would touch every page of the pool
@@ -46,7 +46,7 @@ class TensorPool:
 
 def arena_tensors(
     description: EngineDescription, device: torch.device, arena: memoryview, *, device_address: int,
-    hbm: memoryview | CardMemory | None,
+    hbm: memoryview | GpuMemory | None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """What DecodeEngine.attach gets, by memory: uint8, of the device. Raises ValueError for memory of another device.
 
@@ -61,9 +61,9 @@ def arena_tensors(
         tensors["dram"] = torch.frombuffer(arena, dtype=torch.uint8, count=description.memory_bytes)
     if not description.hbm_bytes:
         return tensors
-    if hbm is None or isinstance(hbm, CardMemory) != (device.type == "cuda"):
+    if hbm is None or isinstance(hbm, GpuMemory) != (device.type == "cuda"):
         raise ValueError(f"hbm: {type(hbm).__name__}, the engine computes on {device}")
-    if isinstance(hbm, CardMemory):
+    if isinstance(hbm, GpuMemory):
         tensors["hbm"] = device_tensor(hbm.address, description.hbm_bytes, device).view(torch.uint8)
     else:
         tensors["hbm"] = torch.frombuffer(hbm, dtype=torch.uint8, count=description.hbm_bytes)

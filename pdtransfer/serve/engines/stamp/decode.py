@@ -12,7 +12,7 @@ import numpy as np
 from ....kernels.stream import DeviceSpans
 from ....layout.geometry import Int64s
 from ....layout.layout import Component
-from ...engine_api import CardMemory, EngineConfig, Request
+from ...engine_api import EngineConfig, GpuMemory, Request
 from ...sampling import DIGEST_BYTES
 from ..shell.decode import Generating, StepResult, hot_capacity
 from ..shell.first_token import FirstToken
@@ -68,8 +68,8 @@ class StampDecode:
     def computing(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | CardMemory | None) -> None:
-        if device_address or isinstance(hbm, CardMemory):
+    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | GpuMemory | None) -> None:
+        if device_address or isinstance(hbm, GpuMemory):
             raise ValueError("hbm: memory of a GPU, the stamp engine runs on cpu alone")
         memories = {"dram": arena} | ({} if hbm is None else {"hbm": hbm})
         for component in self.facts.description.components:

@@ -17,7 +17,7 @@ from ....hisparse.hot_requests import HotRequests, HotShape, pool_slots
 from ....kernels.pools import Pool
 from ....kernels.stream import DeviceSpans, Download, upload
 from ....layout.geometry import Int64s
-from ...engine_api import CardMemory, EngineConfig, EngineDescription, Request
+from ...engine_api import EngineConfig, EngineDescription, GpuMemory, Request
 from ...sampling import DIGEST_BYTES, is_argmax
 from ..shell.decode import Generating, StepResult, hot_capacity
 from ..shell.facts import NOT_FINITE
@@ -65,7 +65,7 @@ class CheckpointDecode:
         """On the thread that is about to compute."""
         return self._checkpoint.computing()
 
-    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | CardMemory | None) -> None:
+    def attach(self, arena: memoryview, *, device_address: int, hbm: memoryview | GpuMemory | None) -> None:
         """Takes the arena, or the GPU's memory where that has the KV, or both with HiSparse."""
         memories = arena_tensors(
             self.facts.description, self._checkpoint.device, arena, device_address=device_address, hbm=hbm

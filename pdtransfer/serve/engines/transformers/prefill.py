@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.stream import DeviceSpans, Download, upload
-from ...engine_api import CardMemory, EngineConfig, Request, SharedMemory
+from ...engine_api import EngineConfig, GpuMemory, Request, SharedMemory
 from ..shell.prefill import LastRow, Prompt, Report, Slots, layer_groups
 from ..shell.torch_memory import TensorPool
 from .checkpoint import Checkpoint, ModelOptions
@@ -44,7 +44,7 @@ class CheckpointPrefill:
         self.spans = DeviceSpans(config.spans, checkpoint.device)
 
     @property
-    def pool(self) -> SharedMemory | CardMemory:
+    def pool(self) -> SharedMemory | GpuMemory:
         """The pool's memory."""
         return self._pool.memory
 

@@ -16,7 +16,7 @@ from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.transports.card_launcher import WriterCard
+from pdtransfer.transports.gpu_launcher import WriterGpu
 from pdtransfer.transports.mooncake.arena import MooncakeArena
 from pdtransfer.transports.mooncake.writer import MooncakeWriter
 from pdtransfer.transports.options import Network, WriterOptions
@@ -94,7 +94,7 @@ class FarPair:
 
 @asynccontextmanager
 async def far_pair(
-    card: WriterCard,
+    card: WriterGpu,
     address_of: Callable[[Pool], int] = lambda pool: pool.memory.ctypes.data,
     *,
     model: Model | None = None,
@@ -113,7 +113,7 @@ async def far_pair(
         ended[order.grant], checksums[order.grant] = (outcome, text), checksum
 
     writer = MooncakeWriter(
-        (component(ours),), WriterOptions(pool_address=address_of(ours)), wrote, card=card, lost=lost.append
+        (component(ours),), WriterOptions(pool_address=address_of(ours)), wrote, gpu=card, lost=lost.append
     )  # fmt: skip
     owner = MooncakeArena(memory, Network())
     try:

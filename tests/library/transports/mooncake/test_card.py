@@ -23,7 +23,7 @@ from tests.library.transports.mooncake.far_pair import (
     lands_exactly,
     stops_in_the_middle,
 )
-from tests.support.fake_card import FakeCard, Held
+from tests.support.fake_gpu import FakeGpu, Held
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import Model
 from tests.support.waiting import on_loop, until
@@ -38,13 +38,13 @@ EVERY, FEW = np.arange(LARGE), np.arange(64)
 async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_has_them(
     model: Model, layout: str
 ) -> None:
-    async with far_pair(FakeCard(), model=model, layout=layout, slots=SLOTS) as it:
+    async with far_pair(FakeGpu(), model=model, layout=layout, slots=SLOTS) as it:
         await lands_exactly(it)
 
 
 @on_loop
 async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_gathered() -> None:
-    card, seen = FakeCard(), list[int]()
+    card, seen = FakeGpu(), list[int]()
     async with far_pair(card) as it:
         first, later = Held(), Held()
         waits = iter((first, lambda: None, later))
@@ -67,7 +67,7 @@ async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_ga
 
 @on_loop
 async def test_a_write_that_is_cancelled_between_launches_ends_as_failed_and_others_land() -> None:
-    card = FakeCard()
+    card = FakeGpu()
     async with far_pair(card) as it:
         gate = Held()
         card.waiting = lambda: gate() if len(card.launched) > 5 else None
@@ -83,7 +83,7 @@ async def test_a_write_that_is_cancelled_between_launches_ends_as_failed_and_oth
 
 @on_loop
 async def test_what_is_queued_of_a_cancelled_write_is_not_launched() -> None:
-    card, gate = FakeCard(), Held()
+    card, gate = FakeGpu(), Held()
     async with far_pair(card) as it:
         card.waiting = gate
         await it.map()
@@ -98,7 +98,7 @@ async def test_what_is_queued_of_a_cancelled_write_is_not_launched() -> None:
 
 @on_loop
 async def test_a_launch_that_is_refused_fails_its_write_alone() -> None:
-    card = FakeCard()
+    card = FakeGpu()
     async with far_pair(card) as it:
         await it.map()
 
@@ -117,7 +117,7 @@ async def test_a_launch_that_is_refused_fails_its_write_alone() -> None:
 
 @on_loop
 async def test_a_target_that_no_plan_reaches_fails_its_write_alone() -> None:
-    async with far_pair(FakeCard()) as it:
+    async with far_pair(FakeGpu()) as it:
         await it.map()
         it.write(1, FEW, FEW + it.wanted.slots)
         outcome, text = await it.ends(1)
@@ -132,7 +132,7 @@ async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writer, "_lost", kept := list[ring.SendRing]())
-    card = FakeCard()
+    card = FakeGpu()
     async with far_pair(card) as it:
         await it.map()
 
@@ -152,7 +152,7 @@ async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_th
 
 @on_loop
 async def test_an_engine_that_is_killed_in_mid_transfer_leaves_nothing_registered_and_the_next_session_lands() -> None:
-    card = FakeCard()
+    card = FakeGpu()
     async with far_pair(card) as it:
         await dies_while_it_sends(it)
         assert it.lost == [SESSION]
@@ -164,7 +164,7 @@ async def test_an_engine_that_is_killed_in_mid_transfer_leaves_nothing_registere
 
 @on_loop
 async def test_a_ring_that_cannot_be_registered_maps_nothing_and_leaves_no_process() -> None:
-    card = FakeCard()
+    card = FakeGpu()
     card.refused = 0
     async with far_pair(card) as it:
         with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
@@ -176,7 +176,7 @@ async def test_a_ring_that_cannot_be_registered_maps_nothing_and_leaves_no_proce
 
 @on_loop
 async def test_a_session_that_ends_while_its_ring_is_registered_has_no_engine() -> None:
-    card, gate = FakeCard(), Held()
+    card, gate = FakeGpu(), Held()
     async with far_pair(card) as it:
         card.prepare = gate
         mapping = asyncio.ensure_future(it.map())

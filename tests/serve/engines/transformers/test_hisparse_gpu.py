@@ -14,11 +14,11 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import torch
 
-from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
+from pdtransfer.kernels import gpu as gpus
 from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.serve.engine_api import CardMemory, HiSparse
+from pdtransfer.serve.engine_api import GpuMemory, HiSparse
 from pdtransfer.serve.engines.transformers import create, steps
 from tests.support import checkpoints
 from tests.support.checkpoints import TOP_K, Handoff, prompts, request
@@ -40,7 +40,7 @@ def landed(directory: Path, hot: HiSparse, rooms: list[Any], **options: str) -> 
     )
     arena = ArenaMemory.create(decode.card.memory_bytes)
     arena.prefault()
-    arena.mapping.register(cards.card(0), arena.byte_count)
+    arena.mapping.register(gpus.gpu_at(0), arena.byte_count)
     memory = arena.mapping.array[: decode.card.memory_bytes]
     memory[:] = 0xFF
     hbm = np.full(decode.card.hbm_bytes, 0xFF, np.uint8)
@@ -52,7 +52,7 @@ def landed(directory: Path, hot: HiSparse, rooms: list[Any], **options: str) -> 
     there = torch.from_numpy(hbm).cuda()
     registered = arena.mapping.registered
     assert registered is not None
-    on_card = CardMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes)
+    on_card = GpuMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes)
     view = arena.mapping.view[: decode.card.memory_bytes]
     decode.attach(view, device_address=registered.device_address, hbm=on_card)
     try:

@@ -22,11 +22,11 @@ from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.tracing.spans import Timeline
-from pdtransfer.transports import card_writer
+from pdtransfer.transports import gpu_writer
 from pdtransfer.wire import Granted
 from tests.support import client_pair
 from tests.support.client_pair import settings
-from tests.support.fake_card import FakeCard, FakeLauncher, Held
+from tests.support.fake_gpu import FakeGpu, FakeLauncher, Held
 from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component
 from tests.support.waiting import on_loop, until
 
@@ -36,13 +36,13 @@ EVERY = np.arange(SLOTS)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card_writer, "PIECE_BYTES", PIECE_ROWS * LAYERS * ROW)
+    monkeypatch.setattr(gpu_writer, "PIECE_BYTES", PIECE_ROWS * LAYERS * ROW)
     monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)
 
 
 @on_loop
 async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     assert await both.map() == arena.byte_count
     assert sum(card.registered.values()) == arena.byte_count
@@ -64,7 +64,7 @@ async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: A
 
 @on_loop
 async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: ArenaMemory, directory: Path) -> None:
-    card, gate = FakeCard(), Held()
+    card, gate = FakeGpu(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
     card.waiting = gate
@@ -89,7 +89,7 @@ class CudaEvent:
         raise AssertionError("on the loop, or with the GIL")
 
 
-async def waits(card: FakeCard) -> None:
+async def waits(card: FakeGpu) -> None:
     """Until the writer's thread sleeps until a gate opens, with nothing else to do."""
     card.asleep.clear()
     await until(card.asleep.is_set)
@@ -99,7 +99,7 @@ async def waits(card: FakeCard) -> None:
 async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_it(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
     gates = ReadyGate(CudaEvent(1)), ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
@@ -128,7 +128,7 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
 async def test_a_write_whose_event_fires_has_its_turn_while_another_grant_has_much_to_launch(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
     card.waiting = lambda: card.fired.add(1) if len(card.launched) == 3 else None
@@ -152,7 +152,7 @@ class AskedEvent(CudaEvent):
 async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepared(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card, gate, prepare = FakeCard(), ReadyGate(AskedEvent(1)), FakeLauncher.prepare
+    card, gate, prepare = FakeGpu(), ReadyGate(AskedEvent(1)), FakeLauncher.prepare
     both = Pair(arena, directory, card=card)
     await both.map()
     both.write(EVERY[100:109], EVERY[100:109], grant=1, after=ReadyGate(CudaEvent(2)))
@@ -176,7 +176,7 @@ async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepar
 async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_another_took_its_place(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
@@ -198,7 +198,7 @@ async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_anoth
 async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_nothing_that_is_late(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
 
@@ -233,8 +233,8 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
 async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it_has_landed(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(card_writer, "HINT_NS", 1)
-    card, held = FakeCard(), Held()
+    monkeypatch.setattr(gpu_writer, "HINT_NS", 1)
+    card, held = FakeGpu(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))  # nobody waits for it
@@ -255,7 +255,7 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
     await until(lambda: len(both.ended) == 3)
     said = list(both.hinted)
     assert set(said) == {3}
-    assert len(said) <= card_writer.HINTS_MAX
+    assert len(said) <= gpu_writer.HINTS_MAX
     await until(lambda: not both.writer._hints._posted)
     assert both.hinted == said, "it has landed"
     assert both.right
@@ -266,9 +266,9 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
 async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it_is_near(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(card_writer, "HINT_NS", 1)
-    monkeypatch.setattr(card_writer, "HINTS_MAX", 3)
-    card = FakeCard()
+    monkeypatch.setattr(gpu_writer, "HINT_NS", 1)
+    monkeypatch.setattr(gpu_writer, "HINTS_MAX", 3)
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
     both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1)), urgent=True)
@@ -286,7 +286,7 @@ async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it
 async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
     both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
@@ -306,7 +306,7 @@ async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launche
 async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_for(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card, drained = FakeCard(), list[int]()
+    card, drained = FakeGpu(), list[int]()
     card.draining = lambda: drained.append(1)
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -333,9 +333,9 @@ class BrokenEvent:
 
 @pytest.mark.parametrize("event", [BrokenEvent(), CudaEvent(9)])
 def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: pytest.MonkeyPatch, event: Any) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     card.broken_events[9] = "GPU 5: CUDA_ERROR_ILLEGAL_ADDRESS"
-    monkeypatch.setattr("pdtransfer.transports.select.PoolCard", lambda *_: card)
+    monkeypatch.setattr("pdtransfer.transports.select.PoolGpu", lambda *_: card)
     monkeypatch.setattr(
         client_pair,
         "PrefillClient",
@@ -355,7 +355,7 @@ def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: p
 async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_before(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card, gate = FakeCard(), Held()
+    card, gate = FakeGpu(), Held()
     card.spans, card.waiting = Timeline("prefill"), gate
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -381,7 +381,7 @@ async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_b
 
 @on_loop
 async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMemory, directory: Path) -> None:
-    card, gate = FakeCard(), Held()
+    card, gate = FakeGpu(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
     card.waiting = gate
@@ -405,7 +405,7 @@ async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMe
 
 @on_loop
 async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory, directory: Path) -> None:
-    card, drained = FakeCard(), list[int]()
+    card, drained = FakeGpu(), list[int]()
     both = Pair(arena, directory, card=card)
     await both.map()
 
@@ -423,7 +423,7 @@ async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory
 
 @on_loop
 async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
     card.left_out = 2
@@ -437,7 +437,7 @@ async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: Ar
 async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
 
@@ -464,7 +464,7 @@ async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked
 
 @on_loop
 async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     card.refused = 1
     both = Pair(arena, directory, card=card)
     before = len(os.listdir("/proc/self/fd"))
@@ -484,7 +484,7 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(mappings, "CHUNK_BYTES", 1 << 20)
     made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
-    card, told = FakeCard(), list[int]()
+    card, told = FakeGpu(), list[int]()
     both = Pair(made, directory, card=card)
     made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
     reach = await both.owner.offer(WRITER)
@@ -501,7 +501,7 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
 async def test_a_card_that_cannot_be_used_fails_writes(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    card = FakeCard()
+    card = FakeGpu()
 
     def launcher() -> None:
         raise kind("GPU 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
@@ -517,7 +517,7 @@ async def test_a_card_that_cannot_be_used_fails_writes(
 
 @on_loop
 async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
     source, target = np.random.default_rng(1).permutation(SLOTS)[:1_000], EVERY[:1_000]
@@ -534,7 +534,7 @@ async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, d
 
 @on_loop
 async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
 
@@ -552,7 +552,7 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory
 async def test_a_launch_that_never_said_its_end_is_unknown(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = FakeCard()
+    card = FakeGpu()
     both = Pair(arena, directory, card=card)
     await both.map()
     monkeypatch.setattr(FakeLauncher, "ended", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))

@@ -27,7 +27,7 @@ _WORDS_BYTES = 64  # a cache line of the CPU: the words of two launches never sh
 IPC_HANDLE_BYTES = 64
 
 
-class Card:
+class Gpu:
     """GPU `ordinal`. Any thread may call any method. A method waits for the GPU only if its docstring says so."""
 
     def __init__(self, ordinal: int, cache: Path | None = None) -> None:
@@ -384,18 +384,18 @@ class Card:
 
 
 @cache
-def card(ordinal: int) -> Card:
+def gpu_at(ordinal: int) -> Gpu:
     """This process's only GPU for `ordinal`. Raises WorldError if the GPU does not exist."""
-    return Card(ordinal)
+    return Gpu(ordinal)
 
 
 class CudaEvent:
     """A point in a stream. An event that was never recorded counts as passed."""
 
-    __slots__ = ("_card", "_handle")
+    __slots__ = ("_gpu", "_handle")
 
-    def __init__(self, gpu: Card) -> None:
-        self._card, self._handle = gpu, gpu.event()
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._handle = gpu, gpu.event()
 
     @property
     def cuda_event(self) -> int:
@@ -404,24 +404,24 @@ class CudaEvent:
 
     def record(self, stream: int) -> None:
         """Moves the event behind the work queued on `stream` so far."""
-        self._card.record(self._handle, stream)
+        self._gpu.record(self._handle, stream)
 
     def query(self) -> bool:
         """Whether the GPU has passed the event; returns at once. Raises WorldError if work before it failed."""
-        return self._card.passed(self._handle)
+        return self._gpu.passed(self._handle)
 
     def wait(self) -> None:
         """Sleeps until the GPU has passed the event. Raises WorldError if work before it failed."""
-        self._card.reach(self._handle)
+        self._gpu.reach(self._handle)
 
     def hold(self, stream: int) -> None:
         """Makes later work on `stream` wait for the event, on the GPU."""
-        self._card.enter()
-        self._card.follow(stream, self._handle)
+        self._gpu.enter()
+        self._gpu.follow(stream, self._handle)
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
-            self._card.driver.cuEventDestroy(self._handle)  # fails only if the context is gone
+            self._gpu.driver.cuEventDestroy(self._handle)  # fails only if the context is gone
 
 
 def words(address: int, count: int) -> NDArray[np.uint32]:

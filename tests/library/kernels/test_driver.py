@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from pdtransfer.kernels.card import Card
+from pdtransfer.kernels.gpu import Gpu
 
 
-class Pinning(Card):
+class Pinning(Gpu):
     """One that only pins, from address 0 on."""
 
     def __init__(self) -> None:

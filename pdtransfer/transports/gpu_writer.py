@@ -29,8 +29,8 @@ from ..kernels.ring.lanes import NEVER_NS
 from ..layout.checksum import MASK, Lines, lines_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout, Plane
-from .card_launcher import IN_FLIGHT_MAX, Launcher
 from .copier import CANCELLED
+from .gpu_launcher import IN_FLIGHT_MAX, Launcher
 from .turns import Turns
 
 PIECE_BYTES = 16 << 20  # of one launch: some 0.3 ms of the bus
@@ -60,7 +60,7 @@ class Staged:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class CardWrite:
+class GpuWrite:
     """One write from a pool of a GPU to registered memory. `outcome` and `text` are final once it has ended."""
 
     order: Write
@@ -70,7 +70,7 @@ class CardWrite:
     outcome: Outcome = Outcome.LANDED
     text: str = ""
     checksum: int = 0
-    # For the CardWriter alone:
+    # For the GpuWriter alone:
     rows_taken: int = 0
     running: int = 0
     spare: bool = False
@@ -131,7 +131,7 @@ class CardWrite:
 class _Launch:
     """Rows [first, end) of a write, as launch `slot`: prepared, then queued."""
 
-    write: CardWrite
+    write: GpuWrite
     slot: int
     first: int
     end: int
@@ -139,7 +139,7 @@ class _Launch:
     begun_s: float = 0.0  # when it was queued; 0 without spans
 
 
-class CardWriter:
+class GpuWriter:
     """One thread that launches and waits. It calls `ended` with each write, and makes its launcher by `launcher`.
 
     `spans` gets each launch. `wake_hint` gets an urgent write that waited for its rows, repeatedly: while it waits for
@@ -149,15 +149,15 @@ class CardWriter:
     def __init__(
         self,
         launcher: Callable[[], Launcher],
-        ended: Callable[[CardWrite], None],
+        ended: Callable[[GpuWrite], None],
         spans: Spans | None = None,
-        wake_hint: Callable[[CardWrite], None] = lambda _: None,
+        wake_hint: Callable[[GpuWrite], None] = lambda _: None,
     ) -> None:
         self._make, self._ended, self._spans, self._wake_hint = launcher, ended, spans, wake_hint
         self._hint_ns = 0  # when the next hint is due
         self._landed_s = 0.0  # when the latest launch had ended
         self._changed = threading.Condition()
-        self._turns: Turns[CardWrite] = Turns()
+        self._turns: Turns[GpuWrite] = Turns()
         self._closing = False
         self._launcher: Launcher | None = None
         self._prepared: _Launch | None = None  # it only waits for its gate
@@ -165,7 +165,7 @@ class CardWriter:
         self._thread = threading.Thread(target=self._work, name="pdtransfer-push", daemon=True)
         self._thread.start()
 
-    def add(self, write: CardWrite) -> None:
+    def add(self, write: GpuWrite) -> None:
         """Queues a write behind those of its own grant."""
         with self._changed:
             assert not self._closing
@@ -216,7 +216,7 @@ class CardWriter:
                 self._changed.wait()
             return bool(self._turns)
 
-    def _next(self) -> CardWrite | None:
+    def _next(self) -> GpuWrite | None:
         """The write whose turn it is; None where every one waits for a gate."""
         with self._changed:
             if self._broken:
@@ -227,7 +227,7 @@ class CardWriter:
             self._turns.put_back(queue)
             return queue.items[0]
 
-    def _gated(self) -> list[CardWrite]:
+    def _gated(self) -> list[GpuWrite]:
         """The first writes of the grants that wait for a gate, the earliest first."""
         with self._changed:
             return [write for write in self._turns.heads if write.gate is not None]
@@ -238,7 +238,7 @@ class CardWriter:
             return 1 - flying[-1].slot
         return 0 if self._prepared is None else self._prepared.slot
 
-    def _launch(self, launcher: Launcher | None, write: CardWrite, slot: int) -> _Launch | None:
+    def _launch(self, launcher: Launcher | None, write: GpuWrite, slot: int) -> _Launch | None:
         """Launches the next rows of a write; None where none of them are in flight."""
         end, begun_s = write.piece_end, 0.0 if self._spans is None else time.monotonic()
         try:
@@ -264,7 +264,7 @@ class CardWriter:
             self._end(launcher, write)
         return launch
 
-    def _prepare(self, launcher: Launcher | None, write: CardWrite, slot: int) -> _Launch | None:
+    def _prepare(self, launcher: Launcher | None, write: GpuWrite, slot: int) -> _Launch | None:
         """The launch of the next rows of a write; None where they have no bytes. Raises where no more are launched."""
         if launcher is None or self._broken:
             raise WorldError(self._broken)
@@ -286,7 +286,7 @@ class CardWriter:
         queue = launcher.prepare(slot, write.target, write.source, ours, theirs, rows, word, spare=write.spare)
         return _Launch(write=write, slot=slot, first=first, end=end, queue=queue)
 
-    def _prepare_ahead(self, launcher: Launcher, write: CardWrite, slot: int) -> bool:
+    def _prepare_ahead(self, launcher: Launcher, write: GpuWrite, slot: int) -> bool:
         """Prepares the first rows of a write that waits for its gate; False where it need not wait."""
         if self._prepared is not None and self._prepared.write is write and self._prepared.slot == slot:
             return True
@@ -311,7 +311,7 @@ class CardWriter:
             return Outcome.UNKNOWN
         return Outcome.FAILED
 
-    def _refuse(self, launcher: Launcher | None, write: CardWrite, outcome: Outcome, text: str) -> None:
+    def _refuse(self, launcher: Launcher | None, write: GpuWrite, outcome: Outcome, text: str) -> None:
         """Launches no more of a write: it has failed once all that was queued of it has ended."""
         with self._changed:
             write.fail(outcome, text)
@@ -320,7 +320,7 @@ class CardWriter:
         if over:
             self._end(launcher, write)
 
-    def _wait(self, launcher: Launcher, flying: deque[_Launch], gated: list[CardWrite]) -> None:
+    def _wait(self, launcher: Launcher, flying: deque[_Launch], gated: list[GpuWrite]) -> None:
         """Until the oldest launch has ended, or a gate has opened, or there is something else to do."""
         gates = [gate for write in gated if (gate := write.gate) is not None]
         if len(gates) < len(gated):
@@ -340,7 +340,7 @@ class CardWriter:
             self._report_span(self._spans, launch)
         self._landed(launcher, launch, *self._outcome_of(launcher, launch))
 
-    def _report_hint(self, flying: deque[_Launch], gated: list[CardWrite]) -> int:
+    def _report_hint(self, flying: deque[_Launch], gated: list[GpuWrite]) -> int:
         """Gives a hint of a write that may land soon, if a hint is due; returns when the next one is."""
         for write in (*(launch.write for launch in flying), *gated[:1]):
             gate = write.order.after
@@ -403,7 +403,7 @@ class CardWriter:
             return Outcome.FAILED, str(error) or type(error).__name__
         return Outcome.LANDED, ""
 
-    def _end(self, launcher: Launcher | None, write: CardWrite) -> None:
+    def _end(self, launcher: Launcher | None, write: GpuWrite) -> None:
         with write.lock:
             word, write.word = write.word, None
         if word is not None and launcher is not None and write.outcome is not Outcome.UNKNOWN:

@@ -12,12 +12,12 @@ import numpy as np
 
 from pdtransfer.errors import WorldError
 from pdtransfer.kernels.arguments import CopyArgument
-from pdtransfer.kernels.card import Card, words
 from pdtransfer.kernels.driver import Calls
+from pdtransfer.kernels.gpu import Gpu, words
 from pdtransfer.kernels.tables import DeviceTables
 
 
-class CardOnHost(Card):
+class GpuOnHost(Gpu):
     """What the kernels' shells need of a GPU, with addresses of this process. Queued work is done when somebody waits,
     a step of some stream at a time; what is never waited for is done by `finish`."""
 

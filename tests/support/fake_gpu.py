@@ -60,7 +60,7 @@ def mapped(address: int, byte_count: int) -> bool:
 class FakeLauncher:
     """Launches that copy on the CPU, when they are waited for or drained; `shift` as the registrar's."""
 
-    def __init__(self, card: FakeCard) -> None:
+    def __init__(self, card: FakeGpu) -> None:
         self.card = card
         self.queued: dict[int, tuple[Pool, Pool, Slots, Slots, int, CancelWord]] = {}
         self.drained: dict[int, State] = {}  # and not waited for yet
@@ -155,7 +155,7 @@ class FakeLauncher:
 class FakeExported:
     """Memory of this process, as what another one has exported."""
 
-    def __init__(self, card: FakeCard, address: int, byte_count: int) -> None:
+    def __init__(self, card: FakeGpu, address: int, byte_count: int) -> None:
         self.card, self.address, self.byte_count, self.keeps = card, address, byte_count, False
 
     def close(self) -> None:
@@ -165,8 +165,8 @@ class FakeExported:
             raise WorldError("GPU 5: cuIpcCloseMemHandle: CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
-class FakeCard(FakeRegistrar):
-    """A WriterCard on the CPU. What is called `...ing` is a test's to replace: it happens in the middle of things."""
+class FakeGpu(FakeRegistrar):
+    """A WriterGpu on the CPU. What is called `...ing` is a test's to replace: it happens in the middle of things."""
 
     ordinal = 5
 

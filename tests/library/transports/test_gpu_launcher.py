@@ -14,8 +14,8 @@ from pdtransfer.kernels import kv_copy
 from pdtransfer.kernels import push as pushing
 from pdtransfer.kernels.pools import State
 from pdtransfer.kernels.ring import blocks, lanes
-from pdtransfer.transports import card_launcher
-from tests.support.card_on_host import CardOnHost
+from pdtransfer.transports import gpu_launcher
+from tests.support.gpu_on_host import GpuOnHost
 from tests.support.layout_tensors import mla
 from tests.support.slot_copies import filled, pool_of, wanted
 
@@ -24,17 +24,17 @@ ROW = 3 * 1_152
 
 @pytest.fixture(params=range(4))
 def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    made: Any = CardOnHost(lib, request.param)
+    made: Any = GpuOnHost(lib, request.param)
     made.driver = Mock()
     for module in (kv_copy, pushing):
-        monkeypatch.setattr(module, "card", lambda _: made)
-        monkeypatch.setattr("pdtransfer.kernels.card.card", lambda _: made)
+        monkeypatch.setattr(module, "gpu_at", lambda _: made)
+        monkeypatch.setattr("pdtransfer.kernels.gpu.gpu_at", lambda _: made)
     for module in (lanes, pushing):
         monkeypatch.setattr(module, "SLOT_BYTES", 6_000)
     for name in ("PLANNED_BYTES_MIN", "RING_BYTES_MIN"):
         monkeypatch.setattr(pushing, name, 0)
     monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 4 * ROW)
-    monkeypatch.setattr(card_launcher, "RUN_BYTES_MIN", 4 * ROW)
+    monkeypatch.setattr(gpu_launcher, "RUN_BYTES_MIN", 4 * ROW)
     yield made
     lanes._idle.clear()
 
@@ -50,7 +50,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
         filled(name, mla(), 4, 64, content=name == "layer_first") for name in ("layer_first", "page_first")
     )
     order = np.random.default_rng(0).permutation(128)
-    made = card_launcher.CardLauncher(here)
+    made = gpu_launcher.GpuLauncher(here)
     ours = [128 * place + (order if place in scattered else np.arange(128)) for place in range(2)]
     theirs = [128 * place + order[::-1] for place in range(2)]
     right = wanted(source, target, np.concatenate(theirs), np.concatenate(ours))
@@ -68,7 +68,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
 
 def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(here: Any) -> None:
     here._random.random = lambda: 1.0  # C's asking says what is so
-    made, gate = card_launcher.CardLauncher(here), ReadyGate(Mock(spec=["cuda_event"], cuda_event=here.event()))
+    made, gate = gpu_launcher.GpuLauncher(here), ReadyGate(Mock(spec=["cuda_event"], cuda_event=here.event()))
     assert not made.wait(0, [gate], lanes.NEVER_NS)
     assert gate.opened_ns
     assert made.wait(0, [], lanes.NEVER_NS)
@@ -85,4 +85,4 @@ def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(
     ],
 )
 def test_a_ring_is_looked_into_where_target_slots_lie_in_runs(slots: Any, byte_count: int, is_so: bool) -> None:
-    assert card_launcher.in_runs(slots, byte_count) is is_so
+    assert gpu_launcher.in_runs(slots, byte_count) is is_so

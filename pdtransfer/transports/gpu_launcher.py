@@ -15,7 +15,7 @@ from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
 from ..kernels import push as pushing
 from ..kernels.cancel import CancelWord
-from ..kernels.card import Card, CudaEvent, card
+from ..kernels.gpu import CudaEvent, Gpu, gpu_at
 from ..kernels.kv_copy import check_copy, kv_copy, prepare
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
 from ..kernels.registered import Registrar
@@ -78,15 +78,15 @@ class Launcher(Protocol):
         ...
 
 
-class CardLauncher:
+class GpuLauncher:
     """A Launcher: streams of a GPU, and the events and progress words of its launches.
 
     A copy that a ring may carry has a stream for each slot, so that it gathers while the launch before drains. The
     launches of the copy kernel share one stream: two at once would hold twice the multiprocessors.
     """
 
-    def __init__(self, here: Card) -> None:
-        self._card, self._streams = here, [here.stream() for _ in range(IN_FLIGHT_MAX)]
+    def __init__(self, here: Gpu) -> None:
+        self._gpu, self._streams = here, [here.stream() for _ in range(IN_FLIGHT_MAX)]
         self._events = [CudaEvent(here) for _ in range(IN_FLIGHT_MAX)]
         self._progress = [Progress(here.ordinal) for _ in range(IN_FLIGHT_MAX)]
         self._stagings = [Staging(here.event()) for _ in range(IN_FLIGHT_MAX)]
@@ -95,7 +95,7 @@ class CardLauncher:
         self._fetched = (0, 0, 0)  # bytes that fetch may use, their address here and on the GPU
 
     def word(self) -> CancelWord:
-        return self._words.pop() if self._words else PinnedCancel(self._card.ordinal)
+        return self._words.pop() if self._words else PinnedCancel(self._gpu.ordinal)
 
     def reuse(self, word: CancelWord) -> None:
         assert isinstance(word, PinnedCancel)
@@ -107,7 +107,7 @@ class CardLauncher:
         cancel: CancelWord, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
         progress, staging, stream = self._progress[slot], self._stagings[slot], self._streams[0]
-        self._card.enter()
+        self._gpu.enter()
         if not target.host:  # a GPU's memory: there is no bus to fill, and the model needs the multiprocessors
             queue = prepare(
                 check_copy(target, source, target_slots, source_slots, rows), rows,
@@ -133,7 +133,7 @@ class CardLauncher:
         flying = [] if slot is None else [self._events[slot].cuda_event]
         asked = [(gate, found) for gate in gates if (found := gate.next) is not None]
         # Gates first: where launches end as fast as they are made, a gate would never be reported.
-        at, failed = lanes.wait_any(self._card, [*(event for _, (_, event) in asked), *flying], self._called, until_ns)
+        at, failed = lanes.wait_any(self._gpu, [*(event for _, (_, event) in asked), *flying], self._called, until_ns)
         self._called.value = 0
         if 0 <= at < len(asked):
             gate, (number, _) = asked[at]
@@ -146,7 +146,7 @@ class CardLauncher:
 
     def look(self, gate: ReadyGate) -> None:
         while (found := gate.next) is not None and not gate.broken:
-            at, failed = lanes.wait_any(self._card, [found[1]], None)
+            at, failed = lanes.wait_any(self._gpu, [found[1]], None)
             if at < 0:
                 return
             _update(gate, found[0], failed)
@@ -159,28 +159,28 @@ class CardLauncher:
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
         if self._fetched[0] < layout.end:
-            self._fetched = (layout.end, *self._card.pinned(layout.end))
+            self._fetched = (layout.end, *self._gpu.pinned(layout.end))
         _, here, there = self._fetched
-        target = Pool(layout=layout, address=there, card=self._card.ordinal, host=True)
+        target = Pool(layout=layout, address=there, card=self._gpu.ordinal, host=True)
         kv_copy(target, source, range(rows), slots, rows, stream=self._streams[0])
-        self._card.synchronise(self._streams[0])
+        self._gpu.synchronise(self._streams[0])
         return here
 
     def drain(self) -> None:
-        self._card.finish()  # a ring's own streams as well
+        self._gpu.finish()  # a ring's own streams as well
 
     def try_out(self) -> None:
         """Copies a row within the GPU and waits for it: compiles and loads what a launch needs. Raises WorldError where
         no launch is possible."""
         layout = Layout((Plane(0, "kv", "uint8", 0, 1, 0, 256, 256, 256),), 1, 1)
-        addresses = [self._card.allocate(layout.end) for _ in range(2)]
-        source, target = (Pool(layout=layout, address=address, card=self._card.ordinal) for address in addresses)
+        addresses = [self._gpu.allocate(layout.end) for _ in range(2)]
+        source, target = (Pool(layout=layout, address=address, card=self._gpu.ordinal) for address in addresses)
         word = self.word()
         self.prepare(0, target, source, range(1), range(1), 1, word, spare=False)()
-        self._card.synchronise(self._streams[0])
+        self._gpu.synchronise(self._streams[0])
         self.reuse(word)
         for address in addresses:
-            self._card.free(address)
+            self._gpu.free(address)
 
 
 def _update(gate: ReadyGate, number: int, failed: str) -> None:
@@ -210,7 +210,7 @@ class Exported(Protocol):
         ...
 
 
-class WriterCard(Registrar, Protocol):
+class WriterGpu(Registrar, Protocol):
     """The GPU of a writer. Called in worker threads; nothing here waits for what the GPU computes."""
 
     @property
@@ -234,19 +234,19 @@ class WriterCard(Registrar, Protocol):
         ...
 
 
-class PoolCard:
-    """GPU `ordinal` of this host, a WriterCard. Raises WorldError where it does not exist."""
+class PoolGpu:
+    """GPU `ordinal` of this host, a WriterGpu. Raises WorldError where it does not exist."""
 
     def __init__(self, ordinal: int, spans: Spans | None = None) -> None:
-        self.ordinal, self._card, self.spans = ordinal, card(ordinal), spans
+        self.ordinal, self._gpu, self.spans = ordinal, gpu_at(ordinal), spans
         self._lock, self._prepared = threading.Lock(), False
-        self._spare: list[CardLauncher] = []  # that has carried a copy, and is not taken yet
+        self._spare: list[GpuLauncher] = []  # that has carried a copy, and is not taken yet
 
     def host_register(self, address: int, byte_count: int) -> int:
-        return self._card.host_register(address, byte_count)
+        return self._gpu.host_register(address, byte_count)
 
     def host_unregister(self, address: int) -> None:
-        self._card.host_unregister(address)
+        self._gpu.host_unregister(address)
 
     def open(self, handle: bytes) -> Exported:
         return Opened(Handle.unpack(handle), on=self.ordinal)
@@ -256,10 +256,10 @@ class PoolCard:
             if self._prepared:
                 return
             lanes.native()
-            self._spare.append(launcher := CardLauncher(self._card))
+            self._spare.append(launcher := GpuLauncher(self._gpu))
             launcher.try_out()
             self._prepared = True
 
     def launcher(self) -> Launcher:
         with self._lock:
-            return self._spare.pop() if self._spare else CardLauncher(self._card)
+            return self._spare.pop() if self._spare else GpuLauncher(self._gpu)

@@ -12,6 +12,7 @@ import zmq
 
 from pdtransfer.bus import BusLimits
 from pdtransfer.bus.sockets import NOBLOCK, NOBLOCK_MORE, Drain
+from pdtransfer.client.settings import Others
 from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.effects import DecodeEvent, PrefillEvent, RoomFailed, RoomLeased
 from pdtransfer.wire import Grant, Message, Part, encode
@@ -145,7 +146,7 @@ class FaultyDecodeRank(rank.DecodeProcess):
 
     def __init__(self, *arguments: Any) -> None:
         """The last argument is whether decode verifies."""
-        super().__init__(*arguments[:-1], others=self._on_message, verify=arguments[-1])
+        super().__init__(*arguments[:-1], others=Others(self._on_message), verify=arguments[-1])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._echoes: Drain | None = None
         self._trips_ns: list[int] = []

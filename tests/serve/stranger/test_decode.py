@@ -8,9 +8,9 @@ import pytest
 
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.serve.stranger import cast, model
-from tests.serve.stranger.lone_daemons import TRANSPORTS, complete, lone_daemons
 from tests.support.engines.plain import text
 from tests.support.fleets import LIMITS, free_address, prefill_config
+from tests.support.lone_daemons import TRANSPORTS, complete, lone_daemons
 from tests.support.waiting import wait_for
 
 PROMPTS = ["x", "a prompt of some length", "z" * 150]

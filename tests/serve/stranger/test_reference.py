@@ -20,10 +20,10 @@ from pdtransfer.serve.settings.node import REFERENCE
 from pdtransfer.wire import Sampling
 from tests.serve.stranger import cast, shm
 from tests.serve.stranger.decode import Decode
-from tests.serve.stranger.lone_daemons import lone_daemons
 from tests.serve.stranger.peer import Fields
 from tests.serve.stranger.router import Router
 from tests.support.fleets import SLOTS, decode_config, prefill_config, prompts
+from tests.support.lone_daemons import lone_daemons
 
 OPTIONS = {"layers": "2", "top_k": "16", "index_share": "1"}
 OPTION = tuple(f"{name}={value}" for name, value in OPTIONS.items())

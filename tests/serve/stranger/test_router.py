@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.serve.stranger import model
-from tests.serve.stranger.lone_daemons import TRANSPORTS, lone_daemons
 from tests.serve.stranger.router import Router
 from tests.support.engines.plain import text
 from tests.support.fleets import decode_config, prefill_config
+from tests.support.lone_daemons import TRANSPORTS, lone_daemons
 
 ENGINE = {"engine": "tests.support.engines.plain:create"}
 

@@ -16,11 +16,11 @@ import zmq
 from examples.engine import WRONG
 from tests.serve.stranger import cast, messages, model, shm
 from tests.serve.stranger.decode import Decode
-from tests.serve.stranger.lone_daemons import lone_daemons
 from tests.serve.stranger.peer import Fields, Peer
 from tests.serve.stranger.router import Router
 from tests.support.engines.plain import text
 from tests.support.fleets import decode_config, prefill_config
+from tests.support.lone_daemons import lone_daemons
 from tests.support.waiting import wait_for
 
 PROMPT = "what is asked here"

@@ -165,7 +165,7 @@ class Coordinator:
         if known is not None:
             if known.state in SPARSE_REQUEST_ENDS or known.total != tokens + growth:
                 was = f"{known.state.value}, with {known.total} tokens in all"
-                raise LocalProtocolError(f"request {request} is {was}: it is no new one with {tokens + growth}")
+                raise LocalProtocolError(f"request {request} is {was}: it cannot begin again with {tokens + growth}")
             return True
         self.capacity.check(tokens=tokens, growth=growth)
         if tokens + growth > self.logical_free:

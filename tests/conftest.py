@@ -18,7 +18,8 @@ from hypothesis import settings
 
 if not __debug__:
     # Under -O only asserts that pytest has rewritten are checked: those of test modules, and now of what helps them.
-    pytest.register_assert_rewrite("tests.support", "tests.library.sim")
+    folders = [folder.name for folder in Path(__file__).parent.iterdir() if folder.is_dir()]
+    pytest.register_assert_rewrite(*(f"tests.{folder}" for folder in folders))
 
 from tests.support.effort import (
     CASES_MAX,

@@ -108,8 +108,8 @@ class DecodeNode:
         )
         self._quarantined, self._since = quarantined, dict[LeaseEntry, tuple[str, str, float]]()
         self._offers: set[asyncio.Task[None]] = set()
-        self._arena = arena
-        self._backing: asyncio.Task[None] | None = None  # the arena's range for HBM components, where a writer needs it
+        self._arena, self._backs_late = arena, arena.needed < arena.byte_count  # its range for HBM components
+        self._backing: asyncio.Task[None] | None = None  # of that range, from the first writer on that needs it
         self._closing = False
         self._verifier = Verifier(arena.mapping.address, self._verified) if verify else None
         self._lifter = HbmCopier(arena, arena.hbm, self._lifted) if arena.hbm is not None else None
@@ -313,8 +313,7 @@ class DecodeNode:
 
     def _back_for(self, session: int) -> None:
         """Backs the arena's range for HBM components once the first writer has reported that it cannot reach them."""
-        lands_here = self._lands_here(session)
-        if lands_here and self._backing is None and self._arena.needed < self._arena.byte_count:
+        if self._backs_late and self._backing is None and self._lands_here(session):
             self._arena.need_all()
             self._backing = asyncio.get_running_loop().create_task(self._back())
 
@@ -323,7 +322,8 @@ class DecodeNode:
         return known is not None and not known.hbm_direct and any(each.memory == "hbm" for each in known.components)
 
     async def _back(self) -> None:
-        """A writer that waits for memory which this host does not have gets the reason."""
+        """A writer that waits for memory which this host does not have gets the reason; the next one has it tried
+        again."""
         log.info("arena: a writer does not reach the GPU: %d bytes of host memory are backed", self._arena.byte_count)
         loop = asyncio.get_running_loop()
 

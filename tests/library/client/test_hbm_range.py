@@ -82,6 +82,7 @@ def test_rooms_of_a_writer_that_the_host_has_no_memory_for_fail_with_the_reason(
     def full(*_: object) -> None:
         raise WorldError("prefault: 9 bytes are to be backed, a cgroup is 4 bytes")
 
+    prefault = ArenaMemory.prefault
     monkeypatch.setattr(ArenaMemory, "prefault", full)
     with far_pair(arena, target) as pair:
         pair.expect(1, TOKENS)
@@ -89,3 +90,5 @@ def test_rooms_of_a_writer_that_the_host_has_no_memory_for_fail_with_the_reason(
         failed = pair.failed(1)
         assert failed.cause is Cause.TRANSFER
         assert "9 bytes are to be backed, a cgroup is 4 bytes" in failed.detail
+        monkeypatch.setattr(ArenaMemory, "prefault", prefault)  # the host has memory again
+        pair.serves_again([pair.prefill.endpoint])

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import WorldError
 from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
+from ..kernels import checksum_copy, native
 from ..kernels import push as pushing
 from ..kernels.cancel import CancelWord
 from ..kernels.gpu import CudaEvent, Gpu, gpu_at
@@ -240,7 +241,7 @@ class PoolGpu:
     def __init__(self, ordinal: int, spans: Spans | None = None) -> None:
         self.ordinal, self._gpu, self.spans = ordinal, gpu_at(ordinal), spans
         self._lock, self._prepared = threading.Lock(), False
-        self._spare: list[GpuLauncher] = []  # that has carried a copy, and is not taken yet
+        self._spare: GpuLauncher | None = None  # it has carried a copy, and is not taken yet
 
     def host_register(self, address: int, byte_count: int) -> int:
         return self._gpu.host_register(address, byte_count)
@@ -255,11 +256,23 @@ class PoolGpu:
         with self._lock:
             if self._prepared:
                 return
+            self._gpu.load("kv_copy", "kv_copy")  # may compile; where it cannot, no launcher has been made
             lanes.native()
-            self._spare.append(launcher := GpuLauncher(self._gpu))
+            launcher = GpuLauncher(self._gpu)
             launcher.try_out()
-            self._prepared = True
+            self._spare, self._prepared = launcher, True
 
     def launcher(self) -> Launcher:
         with self._lock:
-            return self._spare.pop() if self._spare else GpuLauncher(self._gpu)
+            spare, self._spare = self._spare, None
+        return spare or GpuLauncher(self._gpu)
+
+
+def prepare_copies(gpu: WriterGpu | None) -> None:
+    """Compiles and loads, once a process, what copies and sums rows: of a pool in this process's memory, or of this
+    GPU's. Slow at first: call it outside the event loop. Raises WorldError where the GPU can carry no launch."""
+    checksum_copy.native()
+    if gpu is None:
+        native()
+    else:
+        gpu.prepare()

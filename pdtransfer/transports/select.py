@@ -20,14 +20,13 @@ from ..errors import ConfigError, TransportError, WorldError
 from ..handoff.effects import Outcome, Write
 from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
-from ..kernels import checksum_copy, native
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
 from .base import ArenaTransport, Ready, WakeHint, WriterTransport, Wrote
 from .copier import CANCELLED
 from .device_events import EventQueue
-from .gpu_launcher import PoolGpu
+from .gpu_launcher import PoolGpu, prepare_copies
 from .options import ArenaOptions, WriterOptions
 from .registry import TRANSPORTS
 from .shm.handover import host
@@ -230,14 +229,10 @@ class PrefillTransports:
         self._wrote, self._broken = wrote, broken
 
     def prepare(self) -> None:
-        """Compiles and loads what the first session would have to wait for. Slow: call it outside the event loop, and
-        before the engine computes. What fails here fails again for the session that needs it, with the reason."""
-        checksum_copy.native()
-        if self._gpu is None:
-            native()
-            return
+        """As prepare_copies, before the engine computes: the first session would have to wait for it. What fails here
+        fails again for the session that needs it, with the reason."""
         try:
-            self._gpu.prepare()
+            prepare_copies(self._gpu)
         except WorldError as error:
             log.warning("the GPU cannot copy rows: %s", error)
 

@@ -22,7 +22,7 @@ from ...layout.geometry import Int64s
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
 from ..copier import CANCELLED, Copier, CopyWork, attempt
-from ..gpu_launcher import WriterGpu
+from ..gpu_launcher import WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from .ring import Cut, Piece, SendRing, cut
 
@@ -120,8 +120,7 @@ class CopyGatherer:
         self._copier: Copier[Write] = Copier(threads, self._ended, name="gather")
 
     def prepare(self, ring: SendRing) -> None:  # noqa: ARG002
-        kernels.native()
-        checksum_copy.native()
+        prepare_copies(None)
 
     def cut(self, pairing: Pairing) -> Cut:
         return cut(pairing)
@@ -185,8 +184,7 @@ class LaunchGatherer:
         self._gathers: dict[GpuWrite, Gather] = {}  # that have not ended
 
     def prepare(self, ring: SendRing) -> None:
-        self._gpu.prepare()
-        checksum_copy.native()
+        prepare_copies(self._gpu)
         ring.register(self._gpu)
 
     def cut(self, pairing: Pairing) -> Cut:

@@ -11,12 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from ... import kernels
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
 from ...handoff.ready_gate import ReadyGate
 from ...handoff.sharing import facing
-from ...kernels import checksum_copy
 from ...kernels.pools import Pool
 from ...kernels.registered import CHUNK_BYTES
 from ...layout.checksum import Lines
@@ -28,7 +26,7 @@ from ...wire import Reach
 from ..base import Ready, WakeHint, Wrote
 from ..component_match import Planes, lines_for, paired
 from ..copier import Copier, CopyWork, copy_job
-from ..gpu_launcher import Exported, WriterGpu
+from ..gpu_launcher import Exported, WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from ..loop_mailbox import LoopMailbox
 from ..options import WriterOptions
@@ -218,11 +216,7 @@ class ShmWriter:
             pairings = paired(self._components, components, reach.arena_bytes)
             mapping = map_received(fd, reach.arena_bytes)
             undo.callback(mapping.close)
-            checksum_copy.native()
-            if self._gpu is None:
-                kernels.native()
-            else:
-                self._gpu.prepare()
+            prepare_copies(self._gpu)
             hbm = self._opened(reach) if any(each.memory == "hbm" for each in components) else None
             if hbm is not None:
                 undo.callback(hbm.close)

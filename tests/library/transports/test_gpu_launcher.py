@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from pdtransfer.errors import WorldError
 from pdtransfer.handoff.ready_gate import ReadyGate
 from pdtransfer.kernels import kv_copy
 from pdtransfer.kernels import push as pushing
@@ -86,3 +87,20 @@ def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(
 )
 def test_a_ring_is_looked_into_where_target_slots_lie_in_runs(slots: Any, byte_count: int, is_so: bool) -> None:
     assert gpu_launcher.in_runs(slots, byte_count) is is_so
+
+
+def test_a_launcher_that_could_carry_nothing_is_not_handed_out_and_one_that_did_is_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = [Mock(), Mock(), Mock()]
+    made[0].try_out.side_effect = WorldError("cuLaunchKernelEx: CUDA_ERROR_LAUNCH_FAILED")
+    monkeypatch.setattr(gpu_launcher, "gpu_at", Mock())
+    monkeypatch.setattr(gpu_launcher, "GpuLauncher", Mock(side_effect=made))
+    monkeypatch.setattr(lanes, "native", Mock())
+    gpu = gpu_launcher.PoolGpu(0)
+    with pytest.raises(WorldError, match="LAUNCH_FAILED"):
+        gpu.prepare()
+    gpu.prepare()
+    gpu.prepare()
+    made[1].try_out.assert_called_once()
+    assert [gpu.launcher(), gpu.launcher()] == [made[1], made[2]]

@@ -17,7 +17,7 @@ from pdtransfer.handoff.effects import RoomFailed, RoomReady, StopVerifying, Ver
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.states import SessionState
 from pdtransfer.kernels import NativeCopy, checksum_copy
-from pdtransfer.transports import verifier
+from pdtransfer.transports import copier, verifier
 from pdtransfer.transports.shm import writer
 from pdtransfer.wire import Abort, Failed, Goodbye, Grant, Landed, Released, unpack_extents
 from tests.support.client_pair import Expected, Pair, client_pair, slots_of_pages
@@ -323,15 +323,15 @@ def test_damage_in_the_arena_is_caught_before_anybody_reads_it(
 
 def test_a_row_of_the_pool_that_changes_between_read_and_write_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     with verified_pair() as pair:
-        copy = writer.kernels.copy
+        copy = copier.kernels.copy
 
         def late(*args: Any, **kwargs: Any) -> bool:
             pair.source.memory[:] ^= 1
             return copy(*args, **kwargs)
 
         # Compiled, both are one call. In numpy there is a moment between them.
-        monkeypatch.setattr(writer.kernels, "native", lambda: NativeCopy(path=None, text="numpy"))
-        monkeypatch.setattr(writer.kernels, "copy", late)
+        monkeypatch.setattr(copier.kernels, "native", lambda: NativeCopy(path=None, text="numpy"))
+        monkeypatch.setattr(copier.kernels, "copy", late)
         pair.expect(1, 20)
         pair.send(1, 20)
         assert pair.failed(1).cause is Cause.TRANSFER

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from shlex import split
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
@@ -70,12 +71,16 @@ def pages(*, gib: Annotated[float, Parameter(help="GiB of each of two arenas.")]
 def engines(
     model: Annotated[str, Parameter(help="A model's directory, or dimensions with random weights: qwen3-8b, tiny.")],
     /,
-    *options: Annotated[str, Parameter(help="For vLLM's servers, behind --.", allow_leading_hyphen=True)],
-    python: Annotated[Path, Parameter(help="An interpreter that has vLLM.")] = Path(".venv-vllm/bin/python"),
-    fleet: Annotated[tuple[str, ...], Parameter(help="'one engine', or a connector; may be repeated.")] = (
-        "one engine",
-        "PDTransferConnector",
-    ),
+    *options: Annotated[str, Parameter(help="For all servers, behind --.", allow_leading_hyphen=True)],
+    engine: Annotated[Literal["vllm", "sglang"], Parameter(help="Whose servers these are.")] = "vllm",
+    python: Annotated[Path | None, Parameter(help="An interpreter that has it; by default .venv-vllm's or so.")] = None,
+    fleet: Annotated[
+        tuple[str, ...], Parameter(help="'one engine', or a connector or backend; repeated. By default one, and ours.")
+    ] = (),
+    prefill_options: Annotated[
+        str, Parameter(help="For prefill servers, as in a shell.", allow_leading_hyphen=True)
+    ] = "",
+    decode_options: Annotated[str, Parameter(help="For decode servers.", allow_leading_hyphen=True)] = "",
     card: Annotated[tuple[str, ...], Parameter(help="Of the first and second server; repeated. None on CPUs.")] = (),
     first: Annotated[int, counted("The first requests of a fresh fleet, one after the other.")] = 50,
     prompt: Annotated[tuple[int, ...], counted("Tokens of a prompt; may be repeated.")] = (1_024,),
@@ -84,20 +89,25 @@ def engines(
     tokens: Annotated[int, counted("Tokens to generate.")] = 64,
     at_once: Annotated[int, counted("Tokens of prompts at once; cells with more are left out.")] = 300_000,
     beside: Annotated[tuple[int, ...], counted("Tokens of prompts beside decode's streams; may be repeated.")] = (),
-    setting: Annotated[tuple[str, ...], Parameter(help="name=JSON of kv_connector_extra_config; repeated.")] = (),
+    setting: Annotated[tuple[str, ...], Parameter(help="name=JSON of our connector's or backend's; repeated.")] = (),
     environment: Annotated[tuple[str, ...], Parameter(help="NAME=value for the servers; may be repeated.")] = (),
     logs: Annotated[Path, Parameter(help="Where the servers' logs and rows.jsonl are written.")] = Path(
         "build/engines"
     ),
     json: Json = False,
 ) -> int:
-    """Real vLLM: one engine, and prefill and decode engines with a KV connector, ours and vLLM's own, side by side."""
+    """Real vLLM or SGLang: one engine, and prefill and decode engines with our KV transfer and theirs, side by side."""
     from ..bench.fleets import engines as part
 
-    setup = part.setup_of(model, options, python, card, setting, environment, logs)
+    setup = part.setup_of(
+        model, options, python or Path(f".venv-{engine}/bin/python"), card, setting, environment, logs,
+        prefill_options=split(prefill_options), decode_options=split(decode_options),
+    )  # fmt: skip
+    servers = part.ENGINES[engine]
     result = part.measure(
-        setup, fleets=fleet, first=first, cells=part.cells(prompt, clients, requests, at_once), tokens=tokens,
-        beside=beside, out=setup.logs / "rows.jsonl", progress=progress,
+        setup, engine=servers, fleets=fleet or (part.ONE, servers.our_link), first=first,
+        cells=part.cells(prompt, clients, requests, at_once), tokens=tokens, beside=beside,
+        out=setup.logs / "rows.jsonl", progress=progress,
     )  # fmt: skip
     return part.show(result, as_json=json)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from pdtransfer_lab.bench.fleets import engines, vllm_fleet
+from pdtransfer_lab.bench.fleets import engines, servers, vllm_fleet
 from pdtransfer_lab.bench.fleets.engines import ONE, Cell, Row
 
 from pdtransfer.errors import ConfigError
@@ -78,19 +80,85 @@ asyncio.run(main())
 """
 
 
-def setup(folder: Path) -> vllm_fleet.Setup:
-    package = folder / "stub" / "vllm" / "entrypoints" / "openai"
-    package.mkdir(parents=True)
-    (package / "api_server.py").write_text(SERVER)
+# SGLang's: decode's stream has all tokens so far, and begins when prefill has its room; prefill answers once decode has
+# it, and tells when it had computed.
+SGLANG = """
+import argparse, asyncio, json, time
+from pathlib import Path
+from aiohttp import web
+parser = argparse.ArgumentParser()
+for name in ("model-path", "port", "disaggregation-mode", "disaggregation-transfer-backend", "folder", "only-decode",
+             "disaggregation-bootstrap-port"):
+    parser.add_argument(f"--{name}", default="")
+given, _ = parser.parse_known_args()
+role, folder, computed = given.disaggregation_mode, Path(given.folder), {}
+assert bool(given.only_decode) == (role == "decode")
+if role == "prefill":
+    (folder / "port").write_text(given.disaggregation_bootstrap_port)
+
+async def there(name):
+    while not (folder / name).exists():
+        await asyncio.sleep(0.001)
+
+async def generate(request):
+    body = await request.json()
+    room, transferred = body.get("bootstrap_room"), body.get("bootstrap_host") == "127.0.0.1"
+    assert bool(role) == bool(room)
+    if transferred:
+        assert str(body["bootstrap_port"]) == (folder / "port").read_text()
+    if role == "prefill":
+        finished = time.time()
+        if transferred:
+            (folder / f"computed-{room}").touch()
+            await there(f"landed-{room}")
+            await asyncio.sleep(0.05)
+        return web.json_response({"output_ids": [0], "meta_info": {"prefill_finished_time": finished}})
+    if transferred:
+        await there(f"computed-{room}")
+        (folder / f"landed-{room}").touch()
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    ids = []
+    for at in range(body["sampling_params"]["max_new_tokens"]):
+        ids.append((sum(body["input_ids"]) + at + (given.disaggregation_transfer_backend == "nixl")) % 97)
+        await answer.write(b"data: " + json.dumps({"output_ids": ids, "meta_info": {}}).encode() + b"\\n\\n")
+        await asyncio.sleep(0.001)
+    await answer.write(b"data: [DONE]\\n\\n")
+    return answer
+
+async def health(_):
+    return web.Response()
+
+async def metrics(_):
+    return web.Response(text='sglang:kv_transfer_speed_gb_s_sum 3.0\\nsglang:other 1\\n')
+
+async def main():
+    app = web.Application(client_max_size=1 << 30)
+    app.add_routes([web.post("/generate", generate), web.get("/health", health), web.get("/metrics", metrics)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", int(given.port)).start()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def setup(folder: Path) -> servers.Setup:
+    for module, text in (("vllm/entrypoints/openai/api_server.py", SERVER), ("sglang/launch_server.py", SGLANG)):
+        path = folder / "stub" / module
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
     return engines.setup_of(
         "tiny", ("--folder", str(folder)), Path(sys.executable), (), (),
-        [f"PYTHONPATH={folder / 'stub'}"], folder / "logs",
+        [f"PYTHONPATH={folder / 'stub'}"], folder / "logs", decode_options=("--only-decode", "yes"),
     )  # fmt: skip
 
 
-def measured(made: vllm_fleet.Setup, fleets: tuple[str, ...], **more: object) -> engines.Result:
+def measured(made: servers.Setup, fleets: tuple[str, ...], **more: object) -> engines.Result:
     options: dict[str, object] = {"first": 0, "cells": [Cell(20, 2, 4)], "tokens": 5, "beside": (), "out": None} | more
-    return engines.measure(made, fleets=fleets, progress=lambda _: None, **options)  # type: ignore[arg-type]
+    engine = engines.ENGINES[str(options.pop("engine", "vllm"))]
+    return engines.measure(made, engine=engine, fleets=fleets, progress=lambda _: None, **options)  # type: ignore[arg-type]
 
 
 def test_each_connector_is_asked_as_its_own_proxy_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +193,41 @@ def test_each_connector_is_asked_as_its_own_proxy_does(tmp_path: Path, monkeypat
     assert [each.role for each in result.memory] == ["one", *["prefill", "decode"] * 3]
     assert min(min(each.anonymous, each.shared, each.start_s) for each in result.memory) > 0
     head, *body = engines.tables(result)[0]
-    assert len(head) == len(body[0]) == 15
+    assert len(head) == len(body[0]) == 16
+
+
+def test_both_servers_of_sglang_get_each_request_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("STREAM_TOKENS", 400), ("BESIDE_TOKENS", 0), ("BESIDE_PROMPTS", 3), ("BESIDE_ROUNDS", 1)):
+        monkeypatch.setattr(engines, name, value)
+    fleets = ONE, "pdtransfer", "mooncake", "nixl"
+    result = measured(setup(tmp_path), fleets, engine="sglang", beside=(30,), first=2)
+    assert result.broken == {}
+    assert [row.error for row in result.rows] == [""] * 4
+    assert [(row.fleet, row.failed, row.identical) for row in result.rows] == [
+        (ONE, 0, 4), ("pdtransfer", 0, 4), ("mooncake", 0, 4), ("nixl", 0, 0),
+    ]  # fmt: skip
+    for row in result.rows[1:]:
+        assert 0 < row.handoff_ms < 50, "to decode's first token, not to prefill's answer"
+        assert row.prefill_ms > 0
+    assert [(each.fleet, each.failed) for each in result.beside] == [(name, 0) for name in fleets[1:]]
+    assert result.metrics == {"sglang:kv_transfer_speed_gb_s_sum": 3.0}
+
+
+@pytest.mark.parametrize("busy", ["main", "other"])
+def test_cpu_is_that_of_other_threads_than_the_main_one(busy: str) -> None:
+    script = "import threading, time\ndef burn():\n while True: pass\n"
+    script += "burn()" if busy == "main" else "threading.Thread(target=burn, daemon=True).start(); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], start_new_session=True) as process:
+        while cpu_s(process.pid) < 0.5:
+            time.sleep(0.01)
+        others_s = servers.threads_cpu_s(process.pid)
+        process.kill()
+    assert (others_s > 0.2) is (busy == "other")
+
+
+def cpu_s(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / servers.TICKS_S
 
 
 def test_a_fleet_that_does_not_start_leaves_the_others(tmp_path: Path) -> None:
@@ -143,12 +245,14 @@ def test_cells_have_what_fits() -> None:
 
 
 def test_wrong_options_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fleet = 'nixl': must be 'one engine' or one of PDTransferConnector, "):
+        measured(setup(tmp_path), ("nixl",))
     for arguments, text in (
         (
             ("huge", (), Path(sys.executable), (), (), ()),
             "model = 'huge': neither a directory nor one of qwen3-8b, deepseek-v2-lite, tiny",
         ),
-        (("tiny", (), tmp_path / "python", (), (), ()), "is not there; make venv-vllm makes one"),
+        (("tiny", (), tmp_path / "python", (), (), ()), "is not there; make venv-vllm or venv-sglang makes one"),
         (("tiny", (), Path(sys.executable), (), ("verify",), ()), "'verify': must be name=value"),
         (("tiny", (), Path(sys.executable), (), ("verify=yes",), ()), "setting: Expecting value"),
     ):
@@ -159,7 +263,7 @@ def test_wrong_options_are_named(tmp_path: Path) -> None:
 def test_rows_without_a_figure_show_none() -> None:
     row = Row(
         fleet=ONE, prompt=8, clients=1, requests=1, failed=1, identical=None, error="x",
-        **dict.fromkeys(("ttft_ms", "ttft_ms_p99", "gap_ms", "gap_ms_p99", "tokens_s", "prefill_ms", "handoff_ms",
-                         "handoff_ms_p99", "exposed_ms"), math.nan),
+        **dict.fromkeys(("ttft_ms", "ttft_ms_p99", "gap_ms", "gap_ms_p99", "tokens_s", "cpu_ms", "prefill_ms",
+                         "handoff_ms", "handoff_ms_p99", "exposed_ms"), math.nan),
     )  # fmt: skip
-    assert engines.tables(engines.Result(rows=[row]))[0][1][5:] == ["-"] * 10
+    assert engines.tables(engines.Result(rows=[row]))[0][1][5:] == ["-"] * 11

@@ -1,4 +1,4 @@
-"""Real vLLM engines: one beside prefill and decode engines with a KV connector between them, ours and vLLM's own."""
+"""Real engines, vLLM's or SGLang's: one, beside prefill and decode engines with KV transfer, ours and theirs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from pdtransfer.errors import ConfigError, PDTransferError
 from ..report import about, print_tables
 from ..shapes import make_model
 from .requests import drive, figure, middle, option, p99, prompts_of
-from .vllm_fleet import CONNECTORS, Answer, Fleet, Setup, running
+from .servers import Answer, Engine, Fleet, Setup, running
+from .sglang_fleet import Sglang
+from .vllm_fleet import Vllm
+
+ENGINES: dict[str, Engine] = {"vllm": Vllm(), "sglang": Sglang()}
 
 ONE = "one engine"
 STREAMS = 8  # of decode, beside which prompts are handed over
@@ -54,7 +58,8 @@ class Row:
     gap_ms: float
     gap_ms_p99: float
     tokens_s: float
-    prefill_ms: float  # from asking to prefill's answer
+    cpu_ms: float  # of prefill's threads but the main ones, a request
+    prefill_ms: float  # from asking until prefill has computed the prompt
     handoff_ms: float
     handoff_ms_p99: float
     exposed_ms: float
@@ -111,13 +116,13 @@ class Result:
     first: list[First] = field(default_factory=list[First])
     memory: list[Memory] = field(default_factory=list[Memory])
     beside: list[Beside] = field(default_factory=list[Beside])
-    metrics: dict[str, float] = field(default_factory=dict[str, float])  # of our connector, on decode
+    metrics: dict[str, float] = field(default_factory=dict[str, float])  # of our link, on decode
     broken: dict[str, str] = field(default_factory=dict[str, str])  # fleets that did not run, or not to the end
 
 
 def setup_of(
     model: str, options: Sequence[str], python: Path, cards: Sequence[str], settings: Sequence[str],
-    environment: Sequence[str], logs: Path,
+    environment: Sequence[str], logs: Path, *, prefill_options: Sequence[str] = (), decode_options: Sequence[str] = (),
 ) -> Setup:  # fmt: skip
     """A run's setup, from a command line; `logs` is made, and a model that is only dimensions in it. Raises
     ConfigError."""
@@ -127,7 +132,7 @@ def setup_of(
         path = make_model(model, logs / model)
         options = ("--load-format", "dummy", *options)
     if not python.exists():
-        raise ConfigError(f"python = {str(python)!r}: is not there; make venv-vllm makes one")
+        raise ConfigError(f"python = {str(python)!r}: is not there; make venv-vllm or venv-sglang makes one")
     try:
         extra = {name: json.loads(value) for name, value in map(option, settings)}
     except ValueError as error:
@@ -135,7 +140,8 @@ def setup_of(
     vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
     return Setup(
         python=python, model=path, options=tuple(options), cards=tuple(cards), extra=extra, logs=logs,
-        environment=dict(map(option, environment)), vocabulary=vocabulary,
+        environment=dict(map(option, environment)), vocabulary=vocabulary, prefill_options=tuple(prefill_options),
+        decode_options=tuple(decode_options),
     )  # fmt: skip
 
 
@@ -152,19 +158,21 @@ def cells(prompts: Sequence[int], clients: Sequence[int], each: int, at_once_max
 
 
 def measure(
-    setup: Setup, *, fleets: Sequence[str], first: int, cells: Sequence[Cell], tokens: int, beside: Sequence[int],
-    out: Path | None, progress: Callable[[str], None],
+    setup: Setup, *, engine: Engine, fleets: Sequence[str], first: int, cells: Sequence[Cell], tokens: int,
+    beside: Sequence[int], out: Path | None, progress: Callable[[str], None],
 ) -> Result:  # fmt: skip
-    """Servers are vLLM's OpenAI server, a process a GPU; clients are in this process and take streams, greedily, with
+    """Servers are the engine's own, a process a GPU; clients are in this process and take streams, greedily, with
     EOS ignored. Prompts are random token ids, the same for all fleets; prefix caches are off unless options say
-    otherwise. One engine has the first GPU. Of two engines, prefill has the first GPU and decode the second; prefill
-    is asked for one token. A connector that lets decode be asked before prefill has answered is asked at once, the
-    others one after the other, each as its own proxy does. Before each cell two prompts
-    of its length run at once, uncounted.
+    otherwise. One engine has the first GPU. Of two engines, prefill has the first GPU and decode the second. vLLM's
+    prefill is asked for one token. A connector that lets decode be asked before prefill has answered is asked at once,
+    the others one after the other, each as its own proxy does. SGLang's servers both get each request at once. Before
+    each cell two prompts of its length run at once, uncounted.
 
-    *Hand-off* is from prefill's answer, which it gives after its last step, to decode's first token, at the client.
+    *Hand-off* is from the end of prefill's computation to decode's first token at the client. vLLM's prefill answers
+    when it has computed; SGLang's, which answers later, tells the time in its answer.
     *Exposed* is the median time to the first token less that of the one engine, in the same cell. *ITL* is between
-    chunks of a stream. *Identical* counts requests with the tokens of the one engine.
+    chunks of a stream. *Identical* counts requests with the tokens of the one engine. *Prefill's CPU* is that of
+    threads of prefill's processes, or of the one engine's, which are no main thread, over the requests of the cell.
 
     *First*: before all else, `first` prompts of the first cell's length, one after the other, from the first one on.
     *Memory*: of all processes of a server, from /proc/PID/status, at the end.
@@ -173,12 +181,15 @@ def measure(
     decode gets a prompt of one token of its own; or they are handed over, for one token. Two rounds each, in turn; gaps
     of both rounds, and the sum of the times that prefill took.
     """
-    return asyncio.run(_measure(setup, fleets, first, cells, tokens, beside, out, progress))
+    for name in fleets:
+        if name not in (ONE, *engine.links):
+            raise ConfigError(f"fleet = {name!r}: must be {ONE!r} or one of {', '.join(engine.links)}")
+    return asyncio.run(_measure(setup, engine, fleets, first, cells, tokens, beside, out, progress))
 
 
 async def _measure(
-    setup: Setup, fleets: Sequence[str], first: int, cells: Sequence[Cell], tokens: int, beside: Sequence[int],
-    out: Path | None, progress: Callable[[str], None],
+    setup: Setup, engine: Engine, fleets: Sequence[str], first: int, cells: Sequence[Cell], tokens: int,
+    beside: Sequence[int], out: Path | None, progress: Callable[[str], None],
 ) -> Result:  # fmt: skip
     result = Result()
     expected: dict[Cell, list[list[int]]] = {}
@@ -193,7 +204,7 @@ async def _measure(
     for name in fleets:
         began = time.monotonic()
         try:
-            async with running(setup, None if name == ONE else CONNECTORS[name]) as fleet:
+            async with running(setup, engine, None if name == ONE else name) as fleet:
                 progress(f"{name}: started in {time.monotonic() - began:.0f} s")
                 if first:
                     result.first.append(made := await _first(name, fleet, setup, cells[0].prompt, first, tokens))
@@ -208,8 +219,8 @@ async def _measure(
                     held = Memory(fleet=name, role=role, anonymous=anonymous, shared=shared, start_s=start_s)
                     result.memory.append(held)
                     keep("memory", asdict(held))
-                if name == "PDTransferConnector":
-                    result.metrics = await fleet.metrics("vllm:pdtransfer")
+                if name == engine.our_link:
+                    result.metrics = await fleet.metrics(engine.our_metrics)
                     keep("metrics", result.metrics)
         except (PDTransferError, OSError, aiohttp.ClientError, TimeoutError, KeyError) as error:
             result.broken[name] = str(error) or repr(error)
@@ -237,9 +248,9 @@ async def _cell(
     warm = prompts_of(WARM, cell.prompt, setup.vocabulary, seed=1)
     await drive(warm, WARM, lambda prompt: fleet.ask(prompt, min(tokens, 4)))
     prompts = prompts_of(cell.requests, cell.prompt, setup.vocabulary, seed=2)
-    began = time.monotonic()
+    began, cpu_s = time.monotonic(), fleet.threads_cpu_s()
     answers = await drive(prompts, cell.clients, lambda prompt: fleet.ask(prompt, tokens))
-    seconds = time.monotonic() - began
+    seconds, cpu_s = time.monotonic() - began, fleet.threads_cpu_s() - cpu_s
     right = [each for each in answers if not each.error]
     ttft = [1e3 * each.ttft_s for each in right]
     gaps = [1e3 * gap for each in right for gap in each.gaps_s]
@@ -254,7 +265,8 @@ async def _cell(
         fleet=name, prompt=cell.prompt, clients=cell.clients, requests=cell.requests, failed=len(answers) - len(right),
         identical=same, ttft_ms=middle(ttft), ttft_ms_p99=p99(ttft),
         gap_ms=middle(gaps), gap_ms_p99=p99(gaps), tokens_s=sum(len(each.tokens) for each in right) / seconds,
-        prefill_ms=middle(prefills), handoff_ms=middle(hand_offs), handoff_ms_p99=p99(hand_offs),
+        cpu_ms=1e3 * cpu_s / cell.requests, prefill_ms=middle(prefills), handoff_ms=middle(hand_offs),
+        handoff_ms_p99=p99(hand_offs),
         exposed_ms=middle(ttft) - firsts.get(cell, nan) if name != ONE else nan,
         error=next((each.error for each in answers if each.error), ""),
     )  # fmt: skip
@@ -324,14 +336,15 @@ async def _beside_round(
 
 
 def tables(result: Result) -> list[list[list[str]]]:
-    """Both tables, each with its head first."""
+    """The tables that have rows, each with its head first."""
     rows = [["fleet", "prompt", "clients", "requests", "failed", "identical", "TTFT p50, ms", "p99", "ITL p50, ms",
-             "p99", "tokens/s", "prefill p50, ms", "hand-off p50, ms", "p99", "exposed, ms"]]  # fmt: skip
+             "p99", "tokens/s", "prefill's CPU, ms", "prefill p50, ms", "hand-off p50, ms", "p99",
+             "exposed, ms"]]  # fmt: skip
     rows += [
         [each.fleet, f"{each.prompt:,}", str(each.clients), str(each.requests), str(each.failed),
          "-" if each.identical is None else str(each.identical),
-         *map(figure, (each.ttft_ms, each.ttft_ms_p99, each.gap_ms, each.gap_ms_p99, each.tokens_s, each.prefill_ms,
-                        each.handoff_ms, each.handoff_ms_p99, each.exposed_ms))]
+         *map(figure, (each.ttft_ms, each.ttft_ms_p99, each.gap_ms, each.gap_ms_p99, each.tokens_s, each.cpu_ms,
+                        each.prefill_ms, each.handoff_ms, each.handoff_ms_p99, each.exposed_ms))]
         for each in result.rows
     ]  # fmt: skip
     first = [["fleet", "prompts of", "first requests", "failed", "TTFT p50, ms", "p99", "slowest", "its number",

@@ -30,7 +30,7 @@ def holds_of(components: Sequence[Component], ranks: Ranks, replicas: Replicas) 
     group."""
     names = [component.name for component in components]
     if stray := sorted(replicas.keys() - set(names)):
-        raise LocalProtocolError(f"replicas: {stray} of a rank that holds {names}")
+        raise LocalProtocolError(f"replicas: {stray} are not among the components {names} of this rank")
     holds = tuple(
         Holds(name, *layout.layer_range, *_heads(layout), *replicas.get(name, (0, 1)))
         for name, layout in [(component.name, component.layout) for component in components]
@@ -126,8 +126,8 @@ def _uncovered(component: Component, layouts: Mapping[str, Layout], names: list[
     where = f"layers {text_of(joined([(layer, layer + 1) for layer in layers]))} heads {text_of(joined(first_heads))}"
     senders = [name for name, sends in zip(layouts, sent[:, first], strict=True) if sends]
     if senders:
-        return f"component {component.name!r} {where}: sent by each of {', '.join(senders)}"
-    return f"component {component.name!r} {where}: sent by none of {', '.join(names)}"
+        return f"component {component.name!r} {where}: more than one rank sends it: {', '.join(senders)}"
+    return f"component {component.name!r} {where}: no rank of {', '.join(names)} sends it"
 
 
 def _held(cuts: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -183,7 +183,11 @@ def _wrong_ranks(ranks: Ranks) -> list[tuple[str, str]]:
         "pp": (ranks.pp_rank, ranks.pp_size),
         "dp": (ranks.dp_rank, ranks.dp_size),
     }
-    return [(f"ranks.{axis}_rank", f"{rank}, of {size}") for axis, (rank, size) in axes.items() if rank >= size]
+    return [
+        (f"ranks.{axis}_rank", f"{rank}, must be below {axis}_size {size}")
+        for axis, (rank, size) in axes.items()
+        if rank >= size
+    ]
 
 
 def _wrong_holds(holds: Sequence[Holds], ranks: Ranks) -> list[tuple[str, str]]:
@@ -192,14 +196,14 @@ def _wrong_holds(holds: Sequence[Holds], ranks: Ranks) -> list[tuple[str, str]]:
     for index, claim in enumerate(holds):
         where = f"holds[{index}]"
         if claim.component in names:
-            wrong.append((f"{where}.component", f"{claim.component!r} a second time"))
+            wrong.append((f"{where}.component", f"{claim.component!r} twice"))
         names.add(claim.component)
         if claim.layer_first >= claim.layer_end:
-            wrong.append((f"{where}.layer_end", f"layers [{claim.layer_first}, {claim.layer_end}) are none"))
+            wrong.append((f"{where}.layer_end", f"layers [{claim.layer_first}, {claim.layer_end}), an empty range"))
         if claim.head_first >= claim.head_end:
-            wrong.append((f"{where}.head_end", f"heads [{claim.head_first}, {claim.head_end}) are none"))
+            wrong.append((f"{where}.head_end", f"heads [{claim.head_first}, {claim.head_end}), an empty range"))
         if claim.replica >= claim.replicas:
-            wrong.append((f"{where}.replica", f"{claim.replica}, of {claim.replicas}"))
+            wrong.append((f"{where}.replica", f"{claim.replica}, must be below replicas {claim.replicas}"))
         if claim.replicas > ranks.tp_size:
-            wrong.append((f"{where}.replicas", f"{claim.replicas}, of {ranks.tp_size} tensor-parallel ranks"))
+            wrong.append((f"{where}.replicas", f"{claim.replicas}, must be at most tp_size {ranks.tp_size}"))
     return wrong

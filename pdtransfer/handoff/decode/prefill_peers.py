@@ -162,7 +162,7 @@ class PrefillPeers:
             and session.peer != name
             and not self._is_one(self.peers[name], self.peers[session.peer])
         ):
-            raise RemoteProtocolError("session", f"{session_id:#x} is not {name}'s")
+            raise RemoteProtocolError("session", f"{session_id:#x} is not a session of {name}")
         return session
 
     def mark_seen(self, session: SessionRecord, now: float) -> None:
@@ -247,7 +247,7 @@ class PrefillPeers:
 
     def _merge(self, peer: PeerRecord, into: PeerRecord, now: float) -> None:
         if peer.session is not None:
-            self.condemn(peer.session, Cause.PEER_LOST, f"{peer.name} is {into.name}", now)
+            self.condemn(peer.session, Cause.PEER_LOST, f"{peer.name} and {into.name} are one process", now)
         for session in self.sessions.values():  # that await their fence
             if session.peer == peer.name:
                 session.peer = into.name
@@ -282,14 +282,16 @@ class PrefillPeers:
     def registered(self, session: SessionRecord, message: Registered) -> None:
         """The writer reported how much of the arena it has ready."""
         if session.reach is None:
-            raise RemoteProtocolError("Registered.session", f"{session.id:#x} was not registered yet")
+            raise RemoteProtocolError("Registered.session", f"{session.id:#x} has not been registered yet")
         if message.bytes_ready > session.reach.arena_bytes:
             text = f"{message.bytes_ready}, the arena has {session.reach.arena_bytes}"
             raise RemoteProtocolError("Registered.bytes_ready", text)
         if message.hbm_direct and not session.reach.hbm_handle:
-            raise RemoteProtocolError("Registered.hbm_direct", "true, Reach names no HBM")
+            raise RemoteProtocolError("Registered.hbm_direct", "true, but Reach has no HBM handle")
         if session.bytes_ready and message.hbm_direct != session.hbm_direct:
-            raise RemoteProtocolError("Registered.hbm_direct", f"{message.hbm_direct}, it was {session.hbm_direct}")
+            raise RemoteProtocolError(
+                "Registered.hbm_direct", f"{message.hbm_direct}, but it was {session.hbm_direct} before"
+            )
         session.hbm_direct = message.hbm_direct
         session.bytes_ready = max(session.bytes_ready, message.bytes_ready)
         if session.whole:

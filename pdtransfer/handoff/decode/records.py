@@ -42,7 +42,7 @@ class LeaseEntry:
         if message.kv_bytes != self.kv_bytes:
             raise RemoteProtocolError("Landed.kv_bytes", f"{message.kv_bytes}, the grant is {self.kv_bytes}")
         if message.aux and not self.message.send_aux:
-            raise RemoteProtocolError("Landed.aux", f"{len(message.aux)} bytes, 0 from a rank that sends none")
+            raise RemoteProtocolError("Landed.aux", f"{len(message.aux)} bytes, but the Grant does not ask for aux")
 
 
 @dataclass(slots=True, eq=False)

@@ -59,10 +59,12 @@ class RoomRequest:
             chooser = "the engine chooses" if chosen is None else "this node leases"
             raise LocalProtocolError(f"slots: {chooser} the slots of all its rooms")
         if chosen is not None and (growth or keys):
-            raise LocalProtocolError(f"slots: chosen by the engine, with growth {growth} and {len(keys)} keys")
+            raise LocalProtocolError(
+                f"slots: an engine that chooses them may set no growth and no keys: {growth} and {len(keys)}"
+            )
         sources = tuple(map(names, self.sources))
         if not sources or len(set(sources)) != len(sources):
-            raise LocalProtocolError(f"sources: {list(self.sources)} names no rank, or one twice")
+            raise LocalProtocolError(f"sources: {list(self.sources)} must name at least one rank, each once")
         demand = self._demand(cache.arena.components)
         first_rows = () if chosen is None else tuple([rows.first_row for rows in chosen])
         return RoomRecord(
@@ -101,7 +103,7 @@ def chosen_rows(
     used = leased(components, enable_hisparse=enable_hisparse)
     names = {component.name for component in components}
     if unknown := sorted(slots.keys() - names):
-        raise LocalProtocolError(f"slots: {unknown} must be among {sorted(names)}")
+        raise LocalProtocolError(f"slots: {unknown} are not among the components {sorted(names)}")
     chosen: list[ComponentRows] = []
     for component, is_used, label in zip(components, used, labels(components), strict=True):
         rows = component.rows(tokens) if is_used else 0
@@ -110,7 +112,7 @@ def chosen_rows(
             chosen.append(ComponentRows(component, first, extents_of(np.empty(0, np.int64))))
             continue
         if component.name not in slots:
-            raise LocalProtocolError(f"slots: none of {label!r}, which has {rows} rows")
+            raise LocalProtocolError(f"slots: missing for {label!r}, which has {rows} rows")
         indices = np.asarray(slots[component.name])
         if indices.shape != (rows,) or indices.dtype.kind not in "iu":
             shape = f"{indices.dtype} of shape {indices.shape}"

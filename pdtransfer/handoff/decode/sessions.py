@@ -270,7 +270,7 @@ class DecodeSessions:
                 else:
                     self._on_grant_message(session, message, now)
             case _:
-                raise RemoteProtocolError("kind", f"{type(message).__name__} is no message from prefill to decode")
+                raise RemoteProtocolError("kind", f"{type(message).__name__} is not a message from prefill to decode")
 
     def _on_grant_message(
         self, session: SessionRecord, message: Granted | Landed | Failed | Drained, now: float
@@ -406,7 +406,7 @@ class DecodeSessions:
             sessions = list(room.reserved.values())
             room.unreserve()
             if not all(fits_a_grant(session.extents_of(holding), session.frame_bytes_max) for session in sessions):
-                text = f"extents: {[len(each) for each in holding.extents]} are more than a Grant can name"
+                text = f"extents: {[len(extents) for extents in holding.extents]} are more than one Grant can hold"
                 self._fail(room, Cause.FULL, text, now)
                 continue
             self._out.append(RoomLeased(room.id))

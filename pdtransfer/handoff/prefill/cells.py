@@ -56,13 +56,13 @@ class OpenRoom:
         end_row = cell.first_row + len(cell.source_slots)
         rows = end_row if self.tokens is None else component.rows(self.tokens)
         if not 0 <= cell.first_row < end_row <= rows:
-            raise LocalProtocolError(f"rows: [{cell.first_row}, {end_row}) of a room of {rows}")
+            raise LocalProtocolError(f"rows: [{cell.first_row}, {end_row}) must be within the room's {rows} rows")
         first, end = component.layout.layer_range
         if not first <= cell.layers[0] < cell.layers[1] <= end:
-            raise LocalProtocolError(f"layers: {list(cell.layers)} of [{first}, {end})")
+            raise LocalProtocolError(f"layers: {list(cell.layers)} must be within [{first}, {end})")
         low, high = bounds_of(cell.source_slots)
         if low < 0 or high >= component.layout.slots:
-            raise LocalProtocolError(f"slots: {low}..{high} of a pool of {component.layout.slots}")
+            raise LocalProtocolError(f"slots: {low}..{high} are outside 0..{component.layout.slots - 1}")
         for (name, other_first, other_end), offered in self._offered.items():
             apart = other_end <= cell.layers[0] or cell.layers[1] <= other_first
             if name == cell.component and not apart and offered.overlaps_run(cell.first_row, end_row - cell.first_row):

@@ -118,7 +118,7 @@ class DecodePeers:
                 else:
                     self._out(Send(name, Reject(message.session, "unknown_session", ())))
             case _:
-                raise RemoteProtocolError("kind", f"{type(message).__name__} is no message from decode to prefill")
+                raise RemoteProtocolError("kind", f"{type(message).__name__} is not a message from decode to prefill")
 
     def group_size(self, name: str) -> int:
         """The ranks of a peer's group; 1 for a peer that has left."""
@@ -179,7 +179,7 @@ class DecodePeers:
     def _of(self, name: str, session_id: int) -> WriterSession | None:
         session = self.sessions.get(session_id)
         if session is not None and session.peer != name:
-            raise RemoteProtocolError("session", f"{session_id:#x} is not {name}'s")
+            raise RemoteProtocolError("session", f"{session_id:#x} is not a session of {name}")
         return session if session is not None and session.open else None
 
     def _open_of(self, name: str) -> list[WriterSession]:
@@ -211,7 +211,7 @@ class DecodePeers:
     def _register(self, peer: DecodePeer, message: Register, now: float) -> None:
         session = self.sessions.get(message.session)
         if message.session == 0 or (session is not None and session.peer != peer.name):
-            raise RemoteProtocolError("Register.session", f"{message.session:#x} is no session of {peer.name}'s")
+            raise RemoteProtocolError("Register.session", f"{message.session:#x} is not a session of {peer.name}")
         if message.session in peer.ended or (session is not None and not session.open):
             self._out(Send(peer.name, Reject(message.session, "unknown_session", ())))  # The message is late.
         elif session is not None:
@@ -263,7 +263,7 @@ class DecodePeers:
         Raises RemoteProtocolError where it is wrong whatever this prefill holds.
         """
         if name := repeated(message.components):
-            raise RemoteProtocolError("Register.components", f"{name!r} twice in one memory")
+            raise RemoteProtocolError("Register.components", f"{name!r} is there twice in one memory")
         lines: list[str] = []
         for index, theirs in enumerate(message.components):
             where = f"Register.components[{index}]"

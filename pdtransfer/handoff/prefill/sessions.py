@@ -341,7 +341,7 @@ class PrefillSessions:
             text = f"room: {room.id:016x} is for {sorted(room.peers or ())}, not for {peer}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
         elif any(other.session is grant.session for other in room.grants):
-            text = f"grants: a second one of session {grant.session.id:#x} for room {room.id:016x}"
+            text = f"grants: session {grant.session.id:#x} has two for room {room.id:016x}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
         elif room.leased:
             text = f"grants: one more than the {room.grant_count} that the engine expects"

@@ -50,12 +50,12 @@ def check_repeated(
         field = f"{name}.{field_name}"
         if isinstance(was, tuple):
             counts = len(cast("tuple[object, ...]", now)), len(cast("tuple[object, ...]", was))
-            text = f"{counts[0]} that are not the {counts[1]} which {begun} began with"
+            text = f"{counts[0]} items, not the {counts[1]} that {begun} began with"
         elif isinstance(was, Struct):
             check_repeated(field, was, now, begun=begun)
             continue
         elif field_name in _SECRETS:
-            text = f"another one than {begun} began with"
+            text = f"not the one that {begun} began with"
         else:
             text = f"{now!r}, {begun} began with {was!r}"
         raise RemoteProtocolError(field, text)
@@ -221,10 +221,10 @@ class WriterSession:
 
     def _share(self, field_name: str, part: Part, message: Grant, before: list[Share]) -> Share:
         if part.component >= len(self.components):
-            text = f"{part.component}, Register names {len(self.components)}"
+            text = f"{part.component}, must be below {len(self.components)}, the number of components in Register"
             raise RemoteProtocolError(f"{field_name}.component", text)
         if any(share.component == part.component for share in before):
-            raise RemoteProtocolError(f"{field_name}.component", f"{part.component} a second time")
+            raise RemoteProtocolError(f"{field_name}.component", f"{part.component} is there twice")
         component = self.components[part.component]
         tokens, rows_total = message.tokens, component.rows(message.tokens)
         if part.first_row < (rows_held := prefix_rows(component, message.prefix)):

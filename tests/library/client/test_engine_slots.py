@@ -134,10 +134,10 @@ def test_the_first_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: P
     ("more", "text"),
     [
         ({"slots": None}, "slots: a client made with engine_slots=True needs slots"),
-        ({"slots": {}}, "slots: none of 'kv', which has 40 rows"),
+        ({"slots": {}}, "slots: missing for 'kv', which has 40 rows"),
         ({"slots": {"kv": np.arange(39)}}, "slots: int64 of shape (39,) for 'kv', not integers (40,)"),
         ({"slots": {"kv": np.arange(40.0)}}, "slots: float64 of shape (40,) for 'kv', not integers (40,)"),
-        ({"slots": {"kv": np.arange(40), "k": []}}, "slots: ['k'] must be among ['kv']"),
+        ({"slots": {"kv": np.arange(40), "k": []}}, "slots: ['k'] are not among the components ['kv']"),
         ({"slots": {"kv": np.arange(217, 257)}}, "slots of 'kv': slot 256 is outside 0..255"),
         ({"slots": {"kv": [0, -1, *range(2, 40)]}}, "slots of 'kv': slot -1 is outside 0..255"),
         ({"slots": {"kv": [*range(39), 3]}}, "slots of 'kv': slot 3 is there twice"),

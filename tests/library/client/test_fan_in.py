@@ -233,7 +233,7 @@ def test_a_rank_too_few_is_refused_by_name_and_nothing_is_leased() -> None:
         decode.client.expect(1, tokens=40, sources=it.sources[:1])
         it.until(lambda: decode.said_of(1, RoomFailed))
         failed = decode.said_of(1, RoomFailed)
-        text = f"component 'kv' layers 0..3 heads 1: sent by none of {it.sources[0]}"
+        text = f"component 'kv' layers 0..3 heads 1: no rank of {it.sources[0]} sends it"
         assert (failed.cause, failed.detail) == (Cause.PEER_LOST, text)
         it.begin(2, SLOTS)
         it.send(2, SLOTS)
@@ -255,7 +255,7 @@ def test_a_room_is_for_the_decode_ranks_that_it_names() -> None:
 def test_a_rank_that_cannot_be_is_refused_when_it_starts() -> None:
     pool = MLA.pool(MLA.places(1, 1)[0], "page_first", 1, 8)
     client = PrefillClient(settings("p"), [MLA.component(pool)], replicas={"kv": (0, 2)})
-    with pytest.raises(LocalProtocolError, match="replicas: 2, of 1 tensor-parallel ranks"):
+    with pytest.raises(LocalProtocolError, match="replicas: 2, must be at most tp_size 1"):
         client.start()
     client.close()
 
@@ -297,7 +297,7 @@ def test_a_member_that_cannot_be_reached_ends_the_room(endpoint: str, cause: Cau
 def test_an_address_that_leads_no_group_names_what_is_missing() -> None:
     with fleet(GQA, (2, 1), (1, 1)) as it:
         it.begin(1, 40, led=True)
-        text = f"component 'kv' layers 0..3 heads 1: sent by none of {it.sources[0]}"
+        text = f"component 'kv' layers 0..3 heads 1: no rank of {it.sources[0]} sends it"
         assert (it.fails(1).cause, it.fails(1).detail) == (Cause.PEER_LOST, text)
 
 

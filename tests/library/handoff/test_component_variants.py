@@ -163,4 +163,4 @@ def test_a_name_that_is_twice_in_one_memory_is_a_breach() -> None:
     effects = end.hear(end.register(components=(kv, c4, kv)))
     (reject,) = sent(effects, Reject)
     assert reject.reason == Cause.BREACH.value
-    assert "'kv' twice in one memory" in reject.fields[0]
+    assert "'kv' is there twice in one memory" in reject.fields[0]

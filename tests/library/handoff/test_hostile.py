@@ -125,10 +125,13 @@ BAD_GRANTS: dict[str, tuple[Grant, str]] = {
         evil(prefix=4, parts=(part(first_row=3, rows=5, extents=((30, 5),)),)),
         "Grant.parts[0].first_row: 3, decode holds 4 rows of kv for a prefix of 4",
     ),
-    "an unknown component": (evil(parts=(part(2),)), "Grant.parts[0].component: 2, Register names 2"),
+    "an unknown component": (
+        evil(parts=(part(2),)),
+        "Grant.parts[0].component: 2, must be below 2, the number of components in Register",
+    ),
     "a component twice": (
         evil(parts=(part(extents=((30, 8),)), part(extents=((40, 8),)))),
-        "Grant.parts[1].component: 0 a second time",
+        "Grant.parts[1].component: 0 is there twice",
     ),
     "a prefix beyond the room": (evil(prefix=9), "Grant.prefix: 9 of 8 tokens"),
     "no tokens": (evil(tokens=0, parts=()), "Grant.prefix: 0 of 0 tokens"),
@@ -142,7 +145,7 @@ BAD_GRANTS: dict[str, tuple[Grant, str]] = {
     ),
     "other parts under the same number": (
         grant(1, 3, session=HOSTILE, at=40),
-        "Grant.parts: 2 that are not the 2 which grant 1 began with",
+        "Grant.parts: 2 items, not the 2 that grant 1 began with",
     ),
 }
 
@@ -254,7 +257,7 @@ def test_one_grant_too_many_fails_alone() -> None:
     (failed,) = sent(effects, Failed)
     assert failed.detail == "grants: one more than the 1 that the engine expects"
     (failed,) = sent(end.hear(grant(2, at=20)), Failed)
-    assert failed.detail == "grants: a second one of session 0xa0 for room 0000000000000001"
+    assert failed.detail == "grants: session 0xa0 has two for room 0000000000000001"
     assert of(effects, fx.RoomFailed) == []
     assert len(of(end.push(), fx.Write)) == 2
 
@@ -273,7 +276,7 @@ def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_va
 @pytest.mark.parametrize("message", [Landed(HOSTILE, 1, 8, b""), Registered(HOSTILE, 1), Pong(1)], ids=str)
 def test_what_only_a_prefill_says_is_a_breach_from_decode(message: Message) -> None:
     end, writes = beset()
-    assert "is no message from decode to prefill" in refusal(end.hear(message, peer=D2))
+    assert "is not a message from decode to prefill" in refusal(end.hear(message, peer=D2))
     assert (HOSTILE in end.core.sessions) == (not hasattr(message, "session"))
     check_honest_lands(end, writes)
 
@@ -282,7 +285,7 @@ BEYOND = "Register.reach.arena_bytes: planes[2] (kind latent, layer 2) ends at b
 BAD_REGISTERS: dict[str, tuple[dict[str, Any], str]] = {
     "a component twice": (
         {"components": (ARENA[0], ARENA[0])},
-        "Register.components: 'kv' twice in one memory",
+        "Register.components: 'kv' is there twice in one memory",
     ),
     "rows outside the arena": (
         {"reach": msgspec.structs.replace(REACH, arena_bytes=ARENA_BYTES - 1)},
@@ -333,10 +336,10 @@ def test_every_difference_has_a_line_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"components": ARENA[:1]}, "Register.components: 1 that are not the 2 which the session began with"),
+        ({"components": ARENA[:1]}, "Register.components: 1 items, not the 2 that the session began with"),
         ({"reach": {"address": "@x"}}, "Register.reach.address: '@x', the session began with '@arena'"),
         ({"reach": {"arena_bytes": 9}}, "Register.reach.arena_bytes: 9, the session began with 3072"),
-        ({"reach": {"token": b"x"}}, "Register.reach.token: another one than the session began with"),
+        ({"reach": {"token": b"x"}}, "Register.reach.token: not the one that the session began with"),
     ],
     ids=str,
 )
@@ -381,7 +384,7 @@ def test_each_field_of_a_repeated_reach_is_compared_and_no_secret_is_shown(field
     reach = msgspec.structs.replace(register.reach, **{field: _another(getattr(register.reach, field))})
     text = refusal(end.hear(msgspec.structs.replace(register, reach=reach), peer=D2))
     assert text.startswith(f"Register.reach.{field}: ")
-    assert ("another one" in text) == (field in ("token", "hbm_handle"))
+    assert ("not the one that" in text) == (field in ("token", "hbm_handle"))
     assert HOSTILE not in end.core.sessions
     check_honest_lands(end, writes)
 
@@ -389,7 +392,7 @@ def test_each_field_of_a_repeated_reach_is_compared_and_no_secret_is_shown(field
 def test_session_0_is_no_session() -> None:
     end = PrefillEnd()
     end.hear(end.hello())
-    assert refusal(end.hear(end.register(0))) == f"Register.session: 0x0 is no session of {D}'s"
+    assert refusal(end.hear(end.register(0))) == f"Register.session: 0x0 is not a session of {D}"
 
 
 @pytest.mark.parametrize(("low", "high"), [(2, 3), (0, 0), (1, 0)])
@@ -448,7 +451,7 @@ BAD_ENDS: dict[str, tuple[Callable[[Grant], Message], str]] = {
     ),
     "what only decode says": (
         lambda g: Abort(g.session, g.grant),
-        "kind: Abort is no message from prefill to decode",
+        "kind: Abort is not a message from prefill to decode",
     ),
 }
 
@@ -476,7 +479,7 @@ def test_aux_from_a_rank_that_sends_none_is_a_breach() -> None:
     end.up(P2, holds=C4)
     _, second = sent(end.expect(1, 8, P, P2), Grant)
     (failed,) = of(end.land(second, P2, aux=b"mine"), fx.RoomFailed)
-    assert failed.detail.endswith("Landed.aux: 4 bytes, 0 from a rank that sends none")
+    assert failed.detail.endswith("Landed.aux: 4 bytes, but the Grant does not ask for aux")
 
 
 def test_no_prefill_speaks_on_a_session_of_another() -> None:
@@ -491,7 +494,7 @@ def test_no_prefill_speaks_on_a_session_of_another() -> None:
         Registered(honest.session, 0),
     ):
         effects = end.hear(message, peer=P2)
-        assert refusal(effects) == f"session: {honest.session:#x} is not {P2}'s"
+        assert refusal(effects) == f"session: {honest.session:#x} is not a session of {P2}"
         assert of(effects, fx.RoomFailed) == []
     assert end.core.prefill_peers.peers[P2].up.id == theirs
     assert of(end.land(honest, P), fx.RoomReady)

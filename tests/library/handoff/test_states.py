@@ -76,7 +76,7 @@ def test_the_diagram_has_every_arrow_and_every_end(table: dict, start: Enum, end
 
 
 def test_an_event_that_the_table_does_not_name_is_our_own_bug() -> None:
-    with pytest.raises(AssertionError, match=r"Lease\.ENDED knows no PROOF"):
+    with pytest.raises(AssertionError, match=r"Lease\.ENDED has no transition for PROOF"):
         step(LEASE, Lease.ENDED, LeaseEvent.PROOF)
 
 

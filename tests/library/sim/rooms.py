@@ -421,7 +421,7 @@ class Target(_Part):
         self.check_cause(effect.cause)
         if effect.cause is Cause.BREACH and room.honest:
             world.fail(f"room {room.id}: honest peers were accused: {effect.detail}")
-        if "sent by none" in effect.detail and (world.profile.routers or self.whole_group):
+        if ": no rank of " in effect.detail and (world.profile.routers or self.whole_group):
             world.fail(f"room {room.id}: its router or its leader left a rank out: {effect.detail}")
         if effect.cause is Cause.DEADLINE and self.hasty:
             world.seen["rooms that decode gave up in haste"] += 1

@@ -151,7 +151,7 @@ class _Like:
         (lambda it: it.grant(1, part((0, 9), rows=10)), ["rows", "10", "9"]),
         (lambda it: it.grant(1, part((0, 11))), ["rows", "11", "10"]),
         (lambda it: it.grant(1, part((0, 10), component=3)), ["component", "3", "1"]),
-        (lambda it: it.grant(1, part((0, 5)), part((5, 5), first_row=5)), ["component", "0 a second time"]),
+        (lambda it: it.grant(1, part((0, 5)), part((5, 5), first_row=5)), ["component", "0 is there twice"]),
         (lambda it: it.grant(1, part((0, 10), first_row=5)), ["rows", "5+10", "10"]),
         (lambda it: it.grant(1, part((0, 10)), prefix=11), ["prefix", "11", "10"]),
         (lambda it: it.grant(1, tokens=0), ["prefix", "0"]),
@@ -257,7 +257,7 @@ def test_a_session_belongs_to_who_registered_it(fleet: Running, tmp_path: Path) 
             await thief.say(Hello(1, 1, msgspec.structs.replace(identity("decode", it._like, "thief"))))
             for message in (Abort(session, 1), it.grant(2, part((20, 10))), Released(session, 1)):
                 await thief.say(message)
-                assert "is not node:thief's" in (await thief.hear(Reject)).fields[0]
+                assert "is not a session of node:thief" in (await thief.hear(Reject)).fields[0]
             await it.peer.say(Abort(session, 1))  # it is as alive as before
             assert await it.peer.hear(Drained, Reject) == Drained(session, 1)
 
@@ -461,7 +461,7 @@ def test_slots_of_a_writer_that_holds_the_arena_stay_quarantined_until_it_lets_g
         ({"prompt": b"\xff\xff\xff\xff"}, ["4294967295"]),
         ({"enable_hisparse": True}, ["enable_hisparse"]),
         ({"peers": ["nowhere"]}, ["nowhere", "tcp://"]),
-        ({"peers": ["tcp://127.0.0.1:1", "tcp://127.0.0.1:1"]}, ["names no rank, or one twice"]),
+        ({"peers": ["tcp://127.0.0.1:1", "tcp://127.0.0.1:1"]}, ["must name at least one rank, each once"]),
     ],
 )
 def test_a_begin_that_makes_no_sense_ends_with_the_reason(

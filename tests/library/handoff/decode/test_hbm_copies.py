@@ -175,7 +175,7 @@ def test_all_of_hbm_may_be_leased_before_the_arena_is_backed_but_waits_for_a_wri
 
 @pytest.mark.parametrize(
     ("handle", "second", "said"),
-    [(b"", True, "Reach names no HBM"), (HANDLE, False, "False, it was True")],
+    [(b"", True, "true, but Reach has no HBM handle"), (HANDLE, False, "False, but it was True before")],
 )
 def test_a_writer_says_once_where_it_writes_and_only_what_it_was_told(handle: bytes, second: bool, said: str) -> None:
     end = ApartEnd(handle=handle)

@@ -853,15 +853,15 @@ def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace() -> None:
     [
         ({"model": "other"}, "model: p0 has 'other', d0 'm'"),
         ({"weights": b"\x01"}, "weights: p0 has '01', d0 '77'"),
-        ({"ranks": Ranks(4, 2)}, "ranks.tp_rank: p0 has 4, of 2"),
-        ({"holds": 2 * KV}, "holds[1].component: p0 has 'kv' a second time"),
+        ({"ranks": Ranks(4, 2)}, "ranks.tp_rank: p0 has 4, must be below tp_size 2"),
+        ({"holds": 2 * KV}, "holds[1].component: p0 has 'kv' twice"),
         (
             {"holds": (Holds("kv", 0, 9, 0, 1),)},
             "holds[0].layer_end: p0 has layers 0..8 of 'kv', which has 0..2",
         ),
         (
             {"holds": (Holds("kv", 0, LAYERS, 0, 1, 0, 256),)},
-            "holds[0].replicas: p0 has 256, of 1 tensor-parallel ranks",
+            "holds[0].replicas: p0 has 256, must be at most tp_size 1",
         ),
     ],
 )

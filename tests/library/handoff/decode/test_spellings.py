@@ -195,7 +195,7 @@ def test_a_room_that_names_one_rank_twice_fails() -> None:
     end.expect(1, 8, P, ALIAS)
     assert failure(end.hear(end.welcome(holds=KV), peer=ALIAS)) == (1, Cause.PEER_LOST)
     assert not end.core.window_slots.rooms
-    with pytest.raises(LocalProtocolError, match="names no rank, or one twice"):
+    with pytest.raises(LocalProtocolError, match="must name at least one rank, each once"):
         end.expect(2, 8, P, ALIAS)
 
 

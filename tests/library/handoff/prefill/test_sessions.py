@@ -615,7 +615,10 @@ def test_a_part_of_what_no_session_registered_is_a_breach() -> None:
     end = PrefillEnd()
     end.hear(end.hello(), end.register(S, components=()))
     end.open()
-    assert refusal(end.hear(grant())) == "Grant.parts[0].component: 0, Register names 0"
+    assert (
+        refusal(end.hear(grant()))
+        == "Grant.parts[0].component: 0, must be below 0, the number of components in Register"
+    )
     assert end.core.sessions == {}
 
 

@@ -24,7 +24,16 @@ from pdtransfer.limits import Limits
 from pdtransfer.serve.router.backends.servers.backend import Servers
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
-from tests.support.sglang_engine import ANSWER_S, ENVIRONMENT, PYTHON, RefusedError, SglangPair, SglangServer, free_port
+from tests.support.sglang_engine import (
+    ANSWER_S,
+    DEVICE,
+    ENVIRONMENT,
+    PYTHON,
+    RefusedError,
+    SglangPair,
+    SglangServer,
+    free_port,
+)
 from tests.support.vllm_engine import Checkpoints, prompts
 from tests.support.waiting import run_on_loop, until
 
@@ -34,15 +43,18 @@ TOKENS = 24
 LENGTHS = 5, 15, 16, 17, 255, 256, 300, 700
 TIME_LEFT_S = 30.0  # after which either side gives a hand-off up
 PREFILL = {"disaggregation_mode": "prefill"}
-# The default backup of what is retracted is pinned by CUDA.
-DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_retraction_backup": "cpu_tensor"}
+DECODE: dict[str, Any] = {"disaggregation_mode": "decode"}
+if DEVICE == "cpu":  # the default backup of what is retracted is pinned by CUDA
+    DECODE["disaggregation_decode_retraction_backup"] = "cpu_tensor"
 
 Family = tuple[SglangPair, SglangServer]  # and one server that does both
 
 
 @contextmanager
 def servers(model: Path, folder: Path, **options: dict[str, Any]) -> Iterator[list[SglangServer]]:
-    """Servers of one model, by the names of their logs, started together."""
+    """Servers of one model, by the names of their logs, started together. The ranks of one need a GPU each."""
+    if DEVICE != "cpu" and any(each.get("tp_size", 1) * each.get("pp_size", 1) > 1 for each in options.values()):
+        pytest.skip("all servers share one GPU")
     with ExitStack() as stack:
         settings = {"verify": True, "time_left_s": TIME_LEFT_S}
         made = [

@@ -35,6 +35,15 @@ PUBLISHED: dict[str, Any] = {
         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     },
 }  # fmt: skip
+SPARSE: dict[str, Any] = {
+    "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048, "max_position_embeddings": 32768,
+    "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
+    "q_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "moe_intermediate_size": 512, "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 4, "moe_layer_freq": 1, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048,
+    "initializer_range": 0.05, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
     "qwen3": ("Qwen3Config", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
@@ -42,6 +51,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 64}),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | PUBLISHED),
+    # Of the sizes that kernels of sparse attention (DSA) take; the second has a layer of experts.
+    "glm_dsa": ("GlmMoeDsaConfig", SPARSE),
+    "deepseek_v32": ("DeepseekV32Config", SPARSE | {"first_k_dense_replace": 3}),
 }
 
 
@@ -50,8 +62,14 @@ def make(family: str, path: str) -> None:
     name, sizes = FAMILIES[family]
     torch.manual_seed(7)
     config = getattr(transformers, name)(**COMMON | sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    words = Tokenizer(WordLevel({f"w{token}": token for token in range(COMMON["vocab_size"])}, unk_token="w0"))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if "index_topk" in sizes:  # sharp attention, so that tokens depend on the KV cache
+        with torch.no_grad():
+            for parameter, weight in model.named_parameters():
+                if parameter.endswith("q_b_proj.weight"):
+                    weight.mul_(4)
+    model.save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(config.vocab_size)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2").save_pretrained(path)
 

@@ -1,4 +1,7 @@
-"""SGLang's servers in processes of their own, from .venv-sglang, and a prefill and a decode server as a pair."""
+"""SGLang's servers in processes of their own, from .venv-sglang, and a prefill and a decode server as a pair.
+
+On a host with a GPU, PDTRANSFER_TEST_SGLANG names another interpreter that has SGLang, and PDTRANSFER_TEST_DEVICE=cuda
+has all servers share its first GPU."""
 
 from __future__ import annotations
 
@@ -23,40 +26,48 @@ from tests.support.json_process import end_of
 from tests.support.paths import REPO
 
 VENV = REPO / ".venv-sglang"
-PYTHON = VENV / "bin" / "python"
+DEVICE = os.environ.get("PDTRANSFER_TEST_DEVICE", "cpu")
+PYTHON = Path(os.environ.get("PDTRANSFER_TEST_SGLANG", VENV / "bin" / "python"))
 START_S = 900.0  # of three processes that import SGLang, beside others on two cores
 ANSWER_S = 240.0
 SETTLES_S = 60.0
 END_S = 20.0
 
 ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_HOST_IP": "127.0.0.1",
     # SGLang's own check of all its pools, whenever a scheduler has nothing to do: a leak ends the server.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    # Several engines share two cores, and so do the ranks of one; nothing is fetched.
-    "SGLANG_CPU_OMP_THREADS_BIND": "0-1|0-1",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",  # several engines share the cores
     "HF_HUB_OFFLINE": "1",
-    # And a plugin that stands in for what only GPUs have.
-    "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests" / "engines" / "plugins")]),
 }
-# The engine computes with torch alone, on a cache of 4,096 tokens. It looks at the memory of the whole host, of which
-# others take and give some while it starts: the fraction is what may be missing, not what it takes.
+# A cache of 4,096 tokens. The engine looks at the memory of the whole device, of which others take and give some while
+# it starts: the fraction is what may be missing, not what it takes.
 OPTIONS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "host": "127.0.0.1", "attention_backend": "torch_native",
-    "sampling_backend": "pytorch", "disable_overlap_schedule": True, "disable_cuda_graph": True,
-    "mem_fraction_static": 0.6, "max_total_tokens": 4096, "max_running_requests": 8, "context_length": 1024,
+    "device": DEVICE, "dtype": "float32", "host": "127.0.0.1", "sampling_backend": "pytorch",
+    "disable_cuda_graph": True, "max_total_tokens": 4096, "max_running_requests": 8, "context_length": 1024,
     "page_size": 16, "chunked_prefill_size": 256, "skip_server_warmup": True, "disable_radix_cache": True,
-    "sleep_on_idle": True,  # else each idle one takes a third of a core
 }  # fmt: skip
+if DEVICE == "cpu":
+    ENVIRONMENT.update(
+        SGLANG_USE_CPU_ENGINE="1",
+        SGLANG_CPU_OMP_THREADS_BIND="0-1|0-1",  # the ranks of one engine share two cores
+        # And a plugin that stands in for what only GPUs have.
+        PYTHONPATH=os.pathsep.join([str(REPO), str(REPO / "tests" / "engines" / "plugins")]),
+    )
+    # It computes with torch alone. An idle scheduler that does not sleep takes a third of a core.
+    OPTIONS.update(
+        attention_backend="torch_native", disable_overlap_schedule=True, mem_fraction_static=0.6, sleep_on_idle=True
+    )
+else:
+    ENVIRONMENT.update(PYTHONPATH=os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    OPTIONS.update(attention_backend="triton", mem_fraction_static=0.5, grammar_backend="none")
 
 
 def why_not() -> str | None:
     """Why no engine can be started here; None where one can."""
-    if not (VENV / ".stamp").exists():
-        return "no SGLang here: make venv-sglang"
-    return None
+    if "PDTRANSFER_TEST_SGLANG" in os.environ or (VENV / ".stamp").exists():
+        return None
+    return "no SGLang here: make venv-sglang"
 
 
 def free_port() -> int:

@@ -1,0 +1,231 @@
+"""SGLang's servers on a GPU: sparse attention with HiSparse and without it, and what needs a GPU's kernels.
+
+Each server checks all its pools whenever it has nothing to do, and ends where something leaks. Run with
+PDTRANSFER_TEST_DEVICE=cuda; `tests/engines/test_sglang.py` runs there as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import test_sglang
+from tests.engines.test_sglang import Family
+from tests.support.sglang_engine import DEVICE, RefusedError, SglangPair, SglangServer
+from tests.support.vllm_engine import Checkpoints
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu", reason="PDTRANSFER_TEST_DEVICE is cpu: no kernels of a GPU"),
+]
+
+TOKENS = 64
+LENGTHS = 5, 300, 3_000, 6_000  # the last two have more tokens than a device buffer of HiSparse
+TOP_K = 2_048
+NEAR = 0.5  # log-probabilities of requests that share batches differ by less
+
+COMMON: dict[str, Any] = {
+    "dtype": "bfloat16", "page_size": 64, "chunked_prefill_size": 2_048, "context_length": 16_384,
+    "max_total_tokens": 32_768,
+}  # fmt: skip
+# The default choice of the top k is not repeatable, even on one server.
+SPARSE: dict[str, Any] = {
+    "attention_backend": False, "dsa_prefill_backend": "flashmla_sparse", "dsa_decode_backend": "flashmla_sparse",
+    "dsa_topk_backend": "torch", "kv_cache_dtype": "bfloat16",
+}  # fmt: skip
+HISPARSE: dict[str, Any] = {
+    "enable_hisparse": True,
+    "hisparse_config": json.dumps({"top_k": TOP_K, "device_buffer_size": TOP_K, "host_to_device_ratio": 4}),
+}
+PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
+SETTINGS: dict[str, Any] = {"verify": False, "time_left_s": 60.0}
+_SETTINGS: dict[str, Any] = {"settings": SETTINGS}
+
+
+@dataclass
+class Generated:
+    """Tokens of a request, and their log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
+    """Random prompts, whose tokens every family has."""
+    draw = random.Random(seed)
+    return [[draw.randrange(3, 500) for _ in range(length)] for length in lengths]
+
+
+def generated(server: SglangServer, prompt: Sequence[int], **more: Any) -> Generated:
+    """Greedy tokens of one prompt."""
+    body = {
+        "input_ids": list(prompt), "return_logprob": True, "logprob_start_len": -1,
+        "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
+    } | more  # fmt: skip
+    answer = server.ask("/generate", body)
+    return Generated(answer["output_ids"], [each[0] for each in answer["meta_info"]["output_token_logprobs"]])
+
+
+def handed_over(pair: SglangPair, asked: Sequence[Sequence[int]], *, at_once: bool = False) -> list[Generated]:
+    """Of each prompt, what decode goes on with; one at a time, or all at once."""
+
+    def one(prompt: Sequence[int]) -> Generated:
+        room = pair.room()
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(generated, pair.prefill, prompt, **room)
+            answer = generated(pair.decode, prompt, **room)
+            assert first.result().tokens[0] == answer.tokens[0]
+        return answer
+
+    with ThreadPoolExecutor(len(asked) if at_once else 1) as threads:
+        return list(threads.map(one, asked))
+
+
+def same(answers: Sequence[Generated], expected: Sequence[Generated], *, batched: bool = False) -> None:
+    """The same tokens; of requests that shared batches, up to one whose log-probability was as good as another's."""
+    for answer, reference in zip(answers, expected, strict=True):
+        pairs = zip(answer.tokens, reference.tokens, strict=True)
+        equal = next((index for index, (one, other) in enumerate(pairs) if one != other), TOKENS)
+        assert equal == TOKENS or (batched and equal > 0), f"other tokens from number {equal} on"
+        for one, other in zip(answer.logprobs[:equal], reference.logprobs[:equal], strict=True):
+            assert abs(one - other) < (NEAR if batched else 1e-3)
+
+
+class Servers:
+    """Servers of one model, started together; each is waited for where it is first asked."""
+
+    def __init__(self, model: Path, folder: Path, stack: ExitStack, **options: dict[str, Any]) -> None:
+        self._started = {
+            name: stack.enter_context(SglangServer(model, folder / f"{name}.log", **_SETTINGS | COMMON | given))
+            for name, given in options.items()
+        }
+        self._stack, self._model, self._folder, self.options = stack, model, folder, options
+
+    def __getitem__(self, name: str) -> SglangServer:
+        return self._started[name].ready()
+
+    def pair(self, prefill: str, decode: str) -> SglangPair:
+        return SglangPair(self[prefill], self[decode])
+
+    def again(self, name: str) -> None:
+        """Ends a server with SIGKILL; another one takes its address."""
+        dead = self._started[name]
+        os.killpg(dead.process.pid, signal.SIGKILL)
+        dead.process.wait()
+        options = _SETTINGS | COMMON | self.options[name]
+        log = self._folder / f"{name}-again.log"
+        self._started[name] = self._stack.enter_context(SglangServer(self._model, log, like=dead, **options))
+
+
+@pytest.fixture(scope="module", params=["glm_dsa", "deepseek_v32"])
+def sparse(
+    request: pytest.FixtureRequest, sglang_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    """Decode servers of sparse attention: with HiSparse; with HiSparse, a small device pool and checksums; without."""
+    model, folder = sglang_checkpoints.path(request.param), tmp_path_factory.mktemp(request.param)
+    checked = {"settings": SETTINGS | {"verify": True}}
+    with ExitStack() as stack:
+        yield Servers(
+            model, folder, stack,
+            single=SPARSE, prefill=SPARSE | PREFILL,
+            hisparse=SPARSE | DECODE | HISPARSE,
+            small=SPARSE | DECODE | HISPARSE | checked | {"max_total_tokens": 6_400},
+            device=SPARSE | DECODE | checked,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(sparse: Servers) -> Family:
+    """What tests of `test_sglang` take: here a pair with HiSparse."""
+    return sparse.pair("prefill", "hisparse"), sparse["single"]
+
+
+test_many_requests_at_once_leave_nothing_behind = test_sglang.test_many_requests_at_once_leave_nothing_behind
+
+
+@pytest.mark.parametrize("decode", ["hisparse", "small", "device"])
+def test_decode_continues_what_prefill_computed(sparse: Servers, decode: str) -> None:
+    asked = prompts(*LENGTHS)
+    expected = [generated(sparse["single"], prompt) for prompt in asked]
+    pair = sparse.pair("prefill", decode)
+    same(handed_over(pair, asked), expected)
+    same(handed_over(pair, asked, at_once=True), expected, batched=True)
+    [other] = prompts(LENGTHS[-1], seed=2)
+    changed = other[: len(other) // 2] + asked[-1][len(other) // 2 :]
+    assert handed_over(pair, [changed])[0].tokens != expected[-1].tokens, "they depend on the prompt's first half"
+    pair.settles()
+    assert "does not reach the GPU" not in pair.decode.log.read_text(), "nothing is copied up from host memory"
+
+
+@pytest.mark.parametrize("dies", ["prefill", "hisparse"])
+def test_another_server_takes_the_address_of_one_that_was_killed(sparse: Servers, dies: str) -> None:
+    asked = prompts(300, 6_000)
+    expected = [generated(sparse["single"], prompt) for prompt in asked]
+    pair = sparse.pair("prefill", "hisparse")
+    first, received = pair.begin([prompts(6_000, seed=number)[0] for number in range(6)], tokens=TOKENS)
+    time.sleep(0.3)
+    sparse.again(dies)
+    for each in (*first, *received):
+        assert each.exception(120) is None or isinstance(each.exception(), (RefusedError, OSError))
+    pair = sparse.pair("prefill", "hisparse")
+    same(handed_over(pair, asked), expected)
+    pair.settles()
+
+
+# Dense attention
+
+SHORT: dict[str, Any] = {"context_length": 2_048}  # all that the small families have
+DENSE: dict[str, dict[str, Any]] = {
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "cuda graphs": {"disable_cuda_graph": False},
+    "radix cache": {"disable_radix_cache": False},
+}
+
+
+@pytest.mark.parametrize("kind", list(DENSE))
+def test_dense_models_continue(sglang_checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
+    options, asked = SHORT | DENSE[kind], prompts(5, 300, 1_500)
+    of_decode = options | DECODE
+    if kind == "radix cache":
+        of_decode |= {"disaggregation_decode_enable_radix_cache": True}
+    with ExitStack() as stack:
+        model = sglang_checkpoints.path("qwen3")
+        servers = Servers(model, tmp_path, stack, single=options, prefill=options | PREFILL, decode=of_decode)
+        pair = servers.pair("prefill", "decode")
+        expected = [generated(servers["single"], prompt) for prompt in asked]
+        for _ in range(2):  # the second time, with what caches have kept: chunks begin elsewhere
+            same(handed_over(pair, asked), expected, batched=kind == "radix cache")
+        same(handed_over(pair, asked, at_once=True), expected, batched=True)
+        pair.settles()
+
+
+@pytest.mark.parametrize("kind", ["dense", "hisparse"])
+def test_what_decode_retracts_goes_on(
+    sglang_checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """SGLang's own switch has decode retract requests every so many steps, as it does where its pool is full."""
+    common, hisparse = (SPARSE, HISPARSE) if kind == "hisparse" else (SHORT, dict[str, Any]())
+    asked = prompts(700, 900, 1_100)
+    with ExitStack() as stack:
+        model = sglang_checkpoints.path("glm_dsa" if kind == "hisparse" else "qwen3")
+        servers = Servers(model, tmp_path, stack, single=common, prefill=common | PREFILL)
+        monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+        monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "20")
+        retracting = Servers(model, tmp_path, stack, decode=common | DECODE | hisparse)
+        pair = SglangPair(servers["prefill"], retracting["decode"])
+        answers = handed_over(pair, asked, at_once=True)
+        same(answers, [generated(servers["single"], prompt) for prompt in asked], batched=True)
+        assert "Testing retraction" in pair.decode.log.read_text()
+        pair.settles()

@@ -66,7 +66,7 @@ class CapacityError(WorldError):
     """A request needs more of one resource of a device than exists; `retry_ms` as in ArenaFullError."""
 
     def __init__(self, resource: str, *, wanted: int, available: int, retry_ms: int | None = None) -> None:
-        super().__init__(f"{resource}: {wanted} wanted, there are {available}")
+        super().__init__(f"{resource}: {wanted} wanted, {available} available")
         self.resource, self.wanted, self.available, self.retry_ms = resource, wanted, available, retry_ms
 
 

@@ -64,7 +64,7 @@ class Bus:
         reached: Callable[[str], None] = lambda _: None,
         gone: Callable[[str, Gone | None], None] = lambda _, __: None,
     ) -> None:
-        assert (keys is None) == (allowed is None), "keys and an allow-list come together"
+        assert (keys is None) == (allowed is None), "a bus has both keys and an allow-list, or neither"
         self.node, self._keys, self._allowed, self._insecure = node, keys, allowed, insecure
         self._receive, self._on_refused, self._reached, self._on_gone = receive, refused, reached, gone
         self._limits = limits or BusLimits()
@@ -256,9 +256,9 @@ class Bus:
         too, since they may still hold grants. Connections of removed keys are closed, and their unread
         messages are dropped. A connection without a Hello is closed at its first message.
         """
-        assert self._zap is not None, "a bus without keys knows no allow-list"
+        assert self._zap is not None, "a bus without keys has no allow-list"
         before, self._allowed, self._zap.allowed = self._allowed, allowed, allowed
-        assert before is not None, "keys and an allow-list come together"
+        assert before is not None, "a bus has both keys and an allow-list, or neither"
         expelled = self._connections.expel(lambda user: before.entry(user) == allowed.entry(user))
         for connection in expelled:
             if connection.tcp is not None:

@@ -22,8 +22,8 @@ class Gone:
     host: bool = False
 
 
-UNACKNOWLEDGED = Gone("its host acknowledges nothing", host=True)
-ENDED = Gone("its connection has ended, and no other came")
+UNACKNOWLEDGED = Gone("its host sends no acknowledgements", host=True)
+ENDED = Gone("its connection has ended, and no new one was made")
 
 
 class AbsentPeers:

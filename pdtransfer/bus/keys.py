@@ -253,7 +253,9 @@ def _checked_key(text: str, at: str) -> str:
 def _checked_roles(text: str, at: str) -> frozenset[str]:
     found = frozenset(text.split(","))
     if wrong := sorted(found - ROLES):
-        raise ConfigError(f"{at}: role: {wrong[0][:64]!r} is none of {', '.join(sorted(ROLES))}, and no # comment")
+        raise ConfigError(
+            f"{at}: role: {wrong[0][:64]!r} must be one of {', '.join(sorted(ROLES))}, or begin a # comment"
+        )
     return found
 
 

@@ -154,7 +154,7 @@ class _Client(Generic[Node, Said]):
         sessions, and their rooms fail. Raises LocalProtocolError for a client without keys.
         """
         if not self._has_keys:
-            raise LocalProtocolError("allowed: a client without keys knows no allow-list")
+            raise LocalProtocolError("allowed: a client without keys has no allow-list")
         self._port.to_loop(lambda: self._node.allow(allowed))
 
     def fileno(self) -> int:
@@ -202,7 +202,7 @@ class _Client(Generic[Node, Said]):
     @property
     def _node(self) -> Node:
         if self._thread.node is None:
-            raise LocalProtocolError("start() comes first")
+            raise LocalProtocolError("call start() first")
         return self._thread.node
 
 
@@ -270,7 +270,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         members that have no endpoint, are too many, or are there twice; the first one needs none.
         """
         if self._group_is_known:
-            raise LocalProtocolError("group: it is known already; NodeSettings(group=None) leaves it to set_group")
+            raise LocalProtocolError("group: it is set already; NodeSettings(group=None) leaves it to set_group")
         names, endpoints = [member.node for member in members], [member.endpoint for member in members[1:]]
         if names[:1] != [self._node_name] or len(names) > PEERS_MAX:
             raise LocalProtocolError(f"group: {names[:8]} are not 1..{PEERS_MAX} ranks with {self._node_name!r} first")
@@ -456,7 +456,9 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         chosen = None
         if slots is not None:
             if prompt is not None or growth:
-                raise LocalProtocolError("slots: chosen by the engine, they leave no room for a prompt or for growth")
+                raise LocalProtocolError(
+                    "slots: with slots of the engine's choice neither a prompt nor growth is possible"
+                )
             chosen = chosen_rows(self._components, slots, tokens=tokens, prefix=prefix, enable_hisparse=enable_hisparse)
         keys = () if prompt is None else self._node.core.cache.keys(_token_ids(prompt, tokens), salt)
         self._begin(room, tokens)

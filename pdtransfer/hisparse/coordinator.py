@@ -53,7 +53,7 @@ class Capacity:
         if self.host_slots is not None and total > self.host_slots:
             raise CapacityError("host slots", wanted=total, available=self.host_slots)
         if total > self.hot and self.top_k > self.hot:
-            raise CapacityError("places of a device buffer (top-k)", wanted=self.top_k, available=self.hot)
+            raise CapacityError("slots of a device buffer (top-k)", wanted=self.top_k, available=self.hot)
         if self.places(total) + 1 > self.device_slots:
             raise CapacityError("device slots", wanted=self.places(total) + 1, available=self.device_slots)
 

@@ -65,7 +65,7 @@ class HotPool:
         if min(rows, hot, top, tokens_max) < 1:
             raise LocalProtocolError(f"rows {rows}, hot {hot}, top {top}, tokens_max {tokens_max}: one is below 1")
         if hot < top:
-            raise LocalProtocolError(f"hot: {hot} places are below the {top} positions that a step may ask for")
+            raise LocalProtocolError(f"hot: {hot}, must be at least the {top} positions that a step may ask for")
         check_sizes(top=top, hot=hot)
         if host.card != device.card:
             raise LocalProtocolError(f"pools: the device's is of GPU {device.card}, the host's of GPU {host.card}")
@@ -256,9 +256,9 @@ class HotPool:
             raise LocalProtocolError(f"tokens: {tokens}, and {len(host_slots)} host slots of at most {most}")
         places = len(device_slots) - 1
         if not min(tokens, self.hot) <= places <= self.hot:
-            raise LocalProtocolError(f"device_slots: {places + 1} for {tokens} tokens and {self.hot} places")
+            raise LocalProtocolError(f"device_slots: {places + 1} for {tokens} tokens and a buffer of {self.hot}")
         if preload is not None and preload and tokens > self.hot:
-            raise LocalProtocolError(f"preload: {tokens} tokens do not fit {self.hot} places")
+            raise LocalProtocolError(f"preload: {tokens} tokens do not fit a buffer of {self.hot}")
         for name, slots, pool in (("host_slots", host_slots, self.host), ("device_slots", device_slots, self.device)):
             if int(slots.view(np.uint64).max()) >= pool.layout.slots:  # as uint64 a negative slot is too large, too
                 low, high = bounds_of(slots)

@@ -95,7 +95,7 @@ class Scheduler:
             raise LocalProtocolError(f"request {request} is here already")
         if known is None and self.full:
             most = self._limits.hisparse_queue_max
-            raise CapacityError("places in the queue", wanted=most + 1, available=most, retry_ms=self.retry_ms)
+            raise CapacityError("queue entries", wanted=most + 1, available=most, retry_ms=self.retry_ms)
         self.coordinator.capacity.check(tokens=tokens, growth=growth)
         self.coordinator.capacity.check_host(host_slots, tokens=tokens + growth)
         if known is None:

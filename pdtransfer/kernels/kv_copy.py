@@ -199,7 +199,7 @@ def _check(side: Side, name: str, rows: int, *, repeated: bool) -> None:
         return
     if side.listed is None:
         if side.first < 0 or side.first + used > side.limit:
-            raise LocalProtocolError(f"{name}: {side.first}..{side.first + used - 1} leave 0..{side.limit - 1}")
+            raise LocalProtocolError(f"{name}: {side.first}..{side.first + used - 1} are outside 0..{side.limit - 1}")
         return
     listed = side.listed[:used]
     low, high = int(listed.min()), int(listed.max())
@@ -456,7 +456,7 @@ class PlannedCopy:
         self._gpu = None if target.card is None else gpu_at(target.card)
         if self._gpu is None:
             if source.card is not None:
-                raise LocalProtocolError(f"pools: the target is of no GPU, the source of GPU {source.card}")
+                raise LocalProtocolError(f"pools: the target is not on a GPU, the source is on GPU {source.card}")
             return
         copy = check_copy(target, source, target_slots, source_slots, len(target_slots) if counts is None else counts)
         launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, known=False)

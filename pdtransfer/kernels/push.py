@@ -67,7 +67,9 @@ def prepare(
         work = _choose(copy) if known else None
     elif backend != "kernel":
         if not known:
-            raise LocalProtocolError(f"backend: {backend}: only the GPU knows these rows: use kernel")
+            raise LocalProtocolError(
+                f"backend: {backend}: the slots are in GPU memory, which only the backend kernel can read"
+            )
         work = _through(copy) if backend == "ring" else _plan(copy)
     else:
         work = None
@@ -161,7 +163,9 @@ def _through(copy: CheckedCopy) -> Through | None:
     work = _rows_through(copy)
     if work is None and copy.rows:
         side = "source" if copy.fetches else "target"
-        raise LocalProtocolError(f"backend: ring: no rows of the {side} lie in runs that are long enough, or they gape")
+        raise LocalProtocolError(
+            f"backend: ring: no rows of the {side} lie in runs that are long enough and without gaps"
+        )
     return work
 
 

@@ -200,7 +200,7 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
     def _of(self, planes: list[Plane], wanted: str) -> Layout:
         if not planes:
             first, end = self.layer_range
-            raise LocalProtocolError(f"{wanted}: none in {len(self.planes)} planes of layers {first}..{end - 1}")
+            raise LocalProtocolError(f"{wanted}: not among the {len(self.planes)} planes of layers {first}..{end - 1}")
         return Layout(tuple(planes), self.page_size, self.slots)
 
 
@@ -211,7 +211,7 @@ def _check_counts(layout: Layout) -> None:
     if not 1 <= slots <= _SLOTS_MAX or slots % page_size:
         raise ValueError(f"slots: {slots} is not a multiple of page_size {page_size} of 1..{_SLOTS_MAX}")
     if not 1 <= count <= PLANES_MAX:
-        raise ValueError(f"planes: {count} of them, not 1..{PLANES_MAX}")
+        raise ValueError(f"planes: {count}, must be 1 to {PLANES_MAX}")
 
 
 def _check_names(layout: Layout) -> None:

@@ -80,13 +80,13 @@ class Opened:
         if handle.kind == "memfd":
             if on is not None:
                 # The sender of the handle would choose which file of which process a card writes.
-                raise TransportError(f"handle of exported memory: {handle.kind}, expected a card's")
+                raise TransportError(f"handle of exported memory: {handle.kind}, expected GPU memory")
             mapping = _mapped(handle)
             self.card, self.address, self._close = None, mapping.address, mapping.close
             return
         ordinal = driver.ordinal_of(handle.card) if on is None else on
         if ordinal is None:
-            raise TransportError(f"exported memory is on card {handle.card.hex()}, which this process does not see")
+            raise TransportError(f"exported memory is on GPU {handle.card.hex()}, which this process does not see")
         here = self.card = ordinal
         base = _take(here, handle.handle)
         self.address = base + handle.offset

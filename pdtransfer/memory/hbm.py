@@ -41,7 +41,7 @@ class Hbm:
         try:
             handle = cuda_ipc.export(GpuMemory(card=card, address=address, byte_count=byte_count)).packed
         except PDTransferError as error:
-            log.warning("HBM components: no other process can write them, so rows are copied up: %s", error)
+            log.warning("HBM components: no other process can write to them, so rows are copied up: %s", error)
             handle = b""
         return cls(
             base=base, byte_count=byte_count, address=address, card=card, handle=handle,
@@ -84,5 +84,5 @@ class Hbm:
         try:
             free()
         except WorldError:
-            log.critical("HBM components stay allocated until this process ends: the card cannot free them")
+            log.critical("HBM components stay allocated until this process ends: the GPU cannot free them")
             raise

@@ -32,7 +32,7 @@ TRANSPORTS: dict[str, Transport] = {
 def register(transport: Transport) -> None:
     """Adds a transport behind those that are there. Raises ConfigError where its name is taken."""
     if transport.name in ("auto", *TRANSPORTS):
-        raise ConfigError(f"transport {transport.name}: another one has this name")
+        raise ConfigError(f"transport {transport.name}: this name is taken")
     TRANSPORTS[transport.name] = transport
 
 

@@ -101,7 +101,7 @@ def choose(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str
         )
     if len(both) == 1:
         others = [name for name in TRANSPORTS if name not in both]
-        return both[0], f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} not taken by both"
+        return both[0], f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} not offered by both"
     different = _different(here, theirs)
     if not different:
         return both[0], "it is on this host"
@@ -361,7 +361,7 @@ def elsewhere(endpoint: str, host: str) -> str:
         here = own_address(endpoint)
         there = {str(answer[4][0]) for answer in socket.getaddrinfo(host, None, socket.AF_INET)}
     except (OSError, TransportError) as error:
-        return f"{host} cannot be held against the way to {split_key(endpoint)[1]}: {error}"
+        return f"{host} cannot be compared with the route to {split_key(endpoint)[1]}: {error}"
     if here in there:
         return ""
     return (
@@ -378,4 +378,6 @@ def own_address(endpoint: str) -> str:
             probe.connect((address.host, address.port_first))  # sends nothing
             return probe.getsockname()[0]
     except OSError as error:
-        raise TransportError(f"no IPv4 way to {address.host}, name one with advertise: {error.strerror}") from None
+        raise TransportError(
+            f"no IPv4 route to {address.host}, set advertise to an address of this host: {error.strerror}"
+        ) from None

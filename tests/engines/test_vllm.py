@@ -322,7 +322,7 @@ def test_a_hand_off_that_its_proxy_gives_up_costs_no_block(llama: Family) -> Non
         ({"transfer_id": "x" * 10_000}, "transfer_id: 'xxx"),
         ({"transfer_id": {"a": 1}}, "transfer_id: an object of 1, expected str"),
         ({"transfer_mode": "pull"}, "transfer_mode: 'pull', not 'push'"),
-        ({"do_remote_decode": True}, "do_remote_prefill: true, and do_remote_decode as well"),
+        ({"do_remote_decode": True}, "do_remote_prefill, do_remote_decode: both are true, one must be false"),
         ({"remote_endpoints": ["tcp://127.0.0.1:1"] * 2}, "remote_endpoints: one is there twice"),
     ],
 )

@@ -104,7 +104,7 @@ class FleetModel:
         self.shape, self.rates, self._limits = shape, rates, limits_of(limits, block_tokens)
         self._block_tokens = -(-block_tokens // shape.page_size) * shape.page_size
         if shape.prefix_cache and self._block_tokens != block_tokens:
-            text = f"page_size = {shape.page_size}: blocks of {block_tokens} tokens are no whole pages"
+            text = f"page_size = {shape.page_size}: blocks of {block_tokens} tokens are not whole pages"
             raise ConfigError(text)
         self.figures, self.load = ServingFigures(slo or Slo()), FleetLoad()
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []

@@ -121,7 +121,9 @@ class CacheMemory:
         copied_up = not arena.hbm.handle
         if copied_up:
             where = (
-                "the engine allocated its KV cache elsewhere" if extent.card is None else "no peer can write this card"
+                "the engine allocated its KV cache elsewhere"
+                if extent.card is None
+                else "no peer can write to this GPU"
             )
             log.warning("%s: %s", where, COPIED_UP)
         self._target = Target(arena, extent.first - arena.hbm.base, "hbm", copied_up)
@@ -191,5 +193,5 @@ def exported(extent: Extent, card: int) -> bytes:
         why = f"it lies in several allocations, the first has {whole} bytes"
     except WorldError as error:
         why = str(error)
-    log.warning("KV cache on card %d: no other process can write it: %s. %s", card, why, _MENDED_BY)
+    log.warning("KV cache on GPU %d: no other process can write to it: %s. %s", card, why, _MENDED_BY)
     return b""

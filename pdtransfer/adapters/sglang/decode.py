@@ -129,5 +129,5 @@ class ReceivingSide:
         """One slot a row: SGLang names those of the last rows, and the first ones do not cross."""
         slots, rows = part.slots(indices), part.component.rows(tokens)
         if len(slots) > rows:
-            raise LocalProtocolError(f"{part.name}: {len(slots)} rows, of {rows} that {tokens} tokens have")
+            raise LocalProtocolError(f"{part.name}: {len(slots)} rows, expected {rows} for {tokens} tokens")
         return np.append(np.full(rows - len(slots), -1, np.int64), slots)

@@ -82,7 +82,7 @@ def server_fields(answer: dict[str, Any]) -> dict[str, Any]:
     a room can have."""
     server = _answer(answer, ServerAnswer)
     if (count := server.attn_tp_size * server.pp_size) > PEERS_MAX:
-        raise RequestError(f"attn_tp_size: {count} ranks with those of pp_size, expected at most {PEERS_MAX}")
+        raise RequestError(f"attn_tp_size: {count} ranks together with pp_size, must be at most {PEERS_MAX}")
     return {each.name: getattr(server, each.name) for each in fields(server) if each.name in answer}
 
 

@@ -192,11 +192,11 @@ def pools(args: Any, model: HeadCounts, place: Place, *, kv: Buffers, states: Se
 
 def _check(args: Any, states: Sequence[Buffers]) -> None:
     if (aux_bytes := sum(args.aux_item_lens)) > AUX_BYTES_MAX:
-        raise ConfigError(f"metadata of a request: {aux_bytes} bytes, of {AUX_BYTES_MAX} that can cross")
+        raise ConfigError(f"metadata of a request: {aux_bytes} bytes, at most {AUX_BYTES_MAX} can cross")
     if getattr(args, "mla_compression_ratios", None):
         raise ConfigError("KV cache: compressed by layers (DeepSeek V4), which cannot cross yet")
     if 1 + len(states) > COMPONENTS_MAX:
-        raise ConfigError(f"KV cache: {len(states)} states, of {COMPONENTS_MAX - 1} that can cross")
+        raise ConfigError(f"KV cache: {len(states)} states, at most {COMPONENTS_MAX - 1} can cross")
     kinds = _kinds(args)
     for kind in kinds:
         if kind not in _ROWS or kinds.count(kind) > 1:

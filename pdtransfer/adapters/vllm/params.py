@@ -90,14 +90,14 @@ def parse(params: object, reachable: Reachable, request_id: str = "") -> SendTo 
     except RemoteProtocolError as error:
         raise RequestError(f"kv_transfer_params: {error}") from None
     if asked.do_remote_decode and asked.do_remote_prefill:
-        raise RequestError("do_remote_prefill: true, and do_remote_decode as well")
+        raise RequestError("do_remote_prefill, do_remote_decode: both are true, one must be false")
     if asked.do_remote_decode:
         return SendTo(asked.transfer_id)
     if not asked.do_remote_prefill:
         return None if asked.abort_transfer_id is None else GiveUp(asked.abort_transfer_id)
     client_id = asked.remote_request_id or ""
     if asked.transfer_mode not in (None, "push"):
-        text = f"{asked.transfer_mode!r}, not 'push': the prefill engine has another connector"
+        text = f"{asked.transfer_mode!r}, not 'push': the prefill engine has a different connector"
         raise RequestError(f"transfer_mode: {text}")
     if asked.bootstrap_room is not None:
         number = int(asked.bootstrap_room)

@@ -87,7 +87,7 @@ def pools(
     name, for a cache that cannot cross.
     """
     if not 1 <= len(groups) <= COMPONENTS_MAX:
-        raise ConfigError(f"KV cache groups: {len(groups)}, from 1 to {COMPONENTS_MAX} can cross")
+        raise ConfigError(f"KV cache groups: {len(groups)}, must be 1 to {COMPONENTS_MAX}")
     rows: list[BlockRows] = []
     replicas: dict[str, tuple[int, int]] = {}
     layers: list[tuple[int, ...]] = []

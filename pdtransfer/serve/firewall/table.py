@@ -260,7 +260,9 @@ class Firewall:
         keeper, guarded = self.keeper, list(self._guarded)
         self._unwatch()
         self._guarded.clear()
-        log.error("the firewall's process has ended: %d engines that it guarded end, and come anew", len(guarded))
+        log.error(
+            "the firewall's process has ended: %d engines that it guarded end, and are started again", len(guarded)
+        )
         for each in guarded:
             each.end()
         if keeper is not None:

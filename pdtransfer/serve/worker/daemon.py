@@ -98,7 +98,7 @@ def create_engine(path: str, config: EngineConfig) -> Any:
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
         if not callable(factory):
-            raise ConfigError(f"engine = {path!r}: it is a {type(factory).__name__}, no factory")
+            raise ConfigError(f"engine = {path!r}: must be a factory, it is a {type(factory).__name__}")
         engine = factory(config)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"engine = {path!r}: {missing_extra(error) or error}") from error

@@ -129,7 +129,7 @@ class DecodeRank:
         """Expects the room; no other room here has its id."""
         room = DecodeRankRoom(begin, request)
         if room.local_id in self.rooms:
-            raise RemoteProtocolError("RankRoom.local_id", f"{room.local_id} is known here")
+            raise RemoteProtocolError("RankRoom.local_id", f"{room.local_id} is here already")
         self.rooms[room.local_id] = self.by_id[room.room_id] = room
         self.journeys.begin(room.room_id, room.local_id)
         self.node.expect(

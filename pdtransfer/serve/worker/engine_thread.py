@@ -222,7 +222,9 @@ class PrefillThread:
         """Turns a cell of an unknown component into a failure of its room, as any other error of the engine."""
         if not isinstance(outcome, Computed) or outcome.component in self._page_size:
             return outcome
-        detail = f"the engine's cells: component {outcome.component!r} is none of {sorted(self._page_size)}"
+        detail = (
+            f"the engine's cell: component {outcome.component!r} must be one of {', '.join(sorted(self._page_size))}"
+        )
         return Broken(room=outcome.room, detail=detail)
 
     def _outcome(self, outcome: Computed | Prefilled | Broken) -> PrefillOutcome:

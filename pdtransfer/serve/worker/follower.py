@@ -59,7 +59,7 @@ class Follower:
             case RankReload():
                 self._reload()
             case _:
-                raise RemoteProtocolError("kind", f"{type(message).__name__} is nothing that a leader sends")
+                raise RemoteProtocolError("kind", f"{type(message).__name__} is not a message from a leader to a rank")
 
     def _start(self, message: RankRoom) -> None:
         self.rank.metrics.rooms.begun.inc()

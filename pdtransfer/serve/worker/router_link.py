@@ -144,7 +144,7 @@ class RouterLink:
             request = request_of(begin, next(self._local_ids))
             if not self._full_sampling and (name := beyond_basic(begin.sampling)) is not None:
                 value = getattr(begin.sampling, name)
-                raise ValueError(f"{name}: {value!r}, the engine of this worker does not have it")
+                raise ValueError(f"{name}: {value!r}, the engine of this worker does not support it")
             self._rooms.check(begin, request)
         except (ValueError, RemoteProtocolError) as error:
             self._refuse(begin, failure(begin.room, Cause.REFUSED, str(error)))

@@ -136,7 +136,9 @@ class Service:
             case Goodbye() | Reject() | Begin() | Cancel() | TokensAcked() | Ended():
                 pass
             case _:
-                raise RemoteProtocolError("kind", f"a router sends no {type(message).__name__}")
+                raise RemoteProtocolError(
+                    "kind", f"{type(message).__name__} is not a message from a router to a daemon"
+                )
         return self._take()
 
     def tokens(self, room_id: int, ids: list[int], now: float, *, logprobs: bytes = b"") -> list[ServiceEffect]:
@@ -210,7 +212,7 @@ class Service:
     def _hello(self, peer: str, message: Hello, now: float) -> None:
         theirs = message.identity
         if theirs.role != "router":
-            raise RemoteProtocolError("role", f"{theirs.role}, only a router asks a daemon for rooms")
+            raise RemoteProtocolError("role", f"{theirs.role}, only a router may request rooms of a daemon")
         heard = self._peers.answer(
             peer, message, now,
             misfits=(),

@@ -425,7 +425,7 @@ def _close(ring: SendRing) -> None:
 def targets_of(reach: Reach) -> tuple[str, ...]:
     """The engines, host:port each, that reach an arena. Raises TransportError for a Reach of another kind."""
     if reach.transport != "mooncake":
-        raise TransportError(f"transport {reach.transport!r}, this is mooncake")
+        raise TransportError(f"transport {reach.transport!r}, must be mooncake")
     # A peer chose this text: the engine must take it for nothing but a host and a port.
     if not _HOST.fullmatch(reach.host):
         raise TransportError(f"host {reach.host!r}: must be a name or an IPv4 address, and a port")

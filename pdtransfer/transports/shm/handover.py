@@ -300,7 +300,7 @@ async def receive(
 def _check_reachable(reach: Reach) -> None:
     here, (boot, _, namespace) = host().partition(" "), reach.host.partition(" ")
     if reach.transport != "shm":
-        raise TransportError(f"transport {reach.transport!r}, this is shm")
+        raise TransportError(f"transport {reach.transport!r}, must be shm")
     if boot != here[0]:
         raise TransportError(f"the arena is on another host: its boot id is {boot!r}, here it is {here[0]!r}")
     if reach.address.startswith("@") and namespace != here[2]:

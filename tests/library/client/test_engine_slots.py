@@ -143,7 +143,7 @@ def test_the_first_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: P
         ({"slots": {"kv": [*range(39), 3]}}, "slots of 'kv': slot 3 is there twice"),
         (
             {"slots": {"kv": np.arange(40)}, "growth": 1},
-            "slots: chosen by the engine, they leave no room for a prompt or for growth",
+            "slots: with slots of the engine's choice neither a prompt nor growth is possible",
         ),
     ],
 )

@@ -318,5 +318,5 @@ def test_groups_that_cannot_be_are_refused(members: list[Member], text: str) -> 
             leader.set_group(members)
         assert str(caught.value)[: len(text)] == text
         leader.set_group(it.members)
-        with pytest.raises(LocalProtocolError, match="group: it is known already"):
+        with pytest.raises(LocalProtocolError, match="group: it is set already"):
             leader.set_group(it.members)

@@ -92,10 +92,10 @@ def test_logical_tokens_are_reserved_before_anything_has_landed() -> None:
 @pytest.mark.parametrize(
     ("capacity", "words"),
     [
-        ({"logical_tokens": 23}, "logical tokens: 24 wanted, there are 23"),
-        ({"host_slots": 23}, "host slots: 24 wanted, there are 23"),
-        ({"top_k": 9}, "places of a device buffer (top-k): 9 wanted, there are 8"),
-        ({"device_slots": 8}, "device slots: 9 wanted, there are 8"),
+        ({"logical_tokens": 23}, "logical tokens: 24 wanted, 23 available"),
+        ({"host_slots": 23}, "host slots: 24 wanted, 23 available"),
+        ({"top_k": 9}, "slots of a device buffer (top-k): 9 wanted, 8 available"),
+        ({"device_slots": 8}, "device slots: 9 wanted, 8 available"),
     ],
 )
 def test_what_could_never_run_is_refused_by_the_name_of_the_resource(capacity: dict[str, int], words: str) -> None:
@@ -124,7 +124,7 @@ def test_host_slots_have_to_suffice_for_growth() -> None:
     here = Coordinator(CAPACITY)
     assert here.alloc_logical_only(1, tokens=20, growth=4)
     before = free(here)
-    with pytest.raises(CapacityError, match="host slots of this request: 24 wanted, there are 23"):
+    with pytest.raises(CapacityError, match="host slots of this request: 24 wanted, 23 available"):
         here.admit_direct(1, host(23))
     assert (free(here), here.state(1)) == (before, R.RESERVED)
     assert here.admit_direct(1, host(24)) is not None

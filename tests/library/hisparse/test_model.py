@@ -86,7 +86,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(tokens=tokens)
     def alloc_what_can_never_be(self, tokens: int) -> None:
-        with pytest.raises(CapacityError, match=f"logical tokens: {50 + tokens} wanted, there are 50"):
+        with pytest.raises(CapacityError, match=f"logical tokens: {50 + tokens} wanted, 50 available"):
             self.here.alloc_logical_only(0, tokens=tokens, growth=50)
 
     @precondition(lambda self: self.models)
@@ -265,7 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue, waiting = self.queue, len(self.newcomers) + len(self.line)
         assert (queue.waiting, queue.full) == (waiting, waiting >= self.limits.hisparse_queue_max)
         self.serial += 1
-        with pytest.raises(CapacityError, match="places in the queue") if queue.full else nullcontext():
+        with pytest.raises(CapacityError, match="queue entries") if queue.full else nullcontext():
             queue.offer(self.serial, host(tokens + growth), tokens=tokens, growth=growth)
         if waiting < self.limits.hisparse_queue_max:
             self.left[self.serial], self.wanted[self.serial] = growth, tokens + growth

@@ -215,7 +215,7 @@ def test_a_full_queue_is_said_before_anybody_is_refused() -> None:
         assert not queue.full
         offer(queue, request)
     assert (queue.waiting, queue.full) == (4, True)
-    with pytest.raises(CapacityError, match="places in the queue: 5 wanted, there are 4") as refused:
+    with pytest.raises(CapacityError, match="queue entries: 5 wanted, 4 available") as refused:
         offer(queue, 9)
     assert refused.value.retry_ms is not None
     assert refused.value.retry_ms >= 100
@@ -246,8 +246,8 @@ def test_the_hint_grows_with_the_time_between_placements_of_those_who_waited() -
 @pytest.mark.parametrize(
     ("tokens", "growth", "slots", "words"),
     [
-        (960, 41, 1_001, "logical tokens: 1001 wanted, there are 1000"),
-        (10, 5, 14, "host slots of this request: 15 wanted, there are 14"),
+        (960, 41, 1_001, "logical tokens: 1001 wanted, 1000 available"),
+        (10, 5, 14, "host slots of this request: 15 wanted, 14 available"),
     ],
 )
 def test_what_could_never_run_is_refused_and_leaves_nothing(tokens: int, growth: int, slots: int, words: str) -> None:

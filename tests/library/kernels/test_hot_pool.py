@@ -223,9 +223,9 @@ def test_a_start_that_does_not_fit_says_why_and_does_nothing() -> None:
     refused("tokens: 33, and 40 host slots of at most 32", 1, slots, 33, slots[:9])
     refused("tokens: 13, and 12 host slots", 1, slots[:12], 13, slots[:9])
     refused("tokens: 0, and 12", 1, slots[:12], 0, slots[:9])
-    refused("device_slots: 10 for 10 tokens and 8 places", 1, slots[:12], 10, slots[:10])
-    refused("device_slots: 5 for 5 tokens and 8 places", 1, slots[:12], 5, slots[:5])
-    refused("preload: 10 tokens do not fit 8 places", 1, slots[:12], 10, slots[:9], preload=True)
+    refused("device_slots: 10 for 10 tokens and a buffer of 8", 1, slots[:12], 10, slots[:10])
+    refused("device_slots: 5 for 5 tokens and a buffer of 8", 1, slots[:12], 5, slots[:5])
+    refused("preload: 10 tokens do not fit a buffer of 8", 1, slots[:12], 10, slots[:9], preload=True)
     refused(r"host_slots: -1 is outside", 1, slots[:12] - 1, 10, slots[:9])
     refused(r"device_slots: 1000 is outside", 1, slots[:12], 10, np.append(slots[:8], 1000))
     refused("device_slots: a slot is repeated", 1, slots[:12], 8, slots[[0, 1, 2, 3, 4, 5, 6, 7, 7]])
@@ -235,7 +235,7 @@ def test_a_start_that_does_not_fit_says_why_and_does_nothing() -> None:
 
 
 def test_sizes_that_do_not_fit_together_are_refused() -> None:
-    with pytest.raises(LocalProtocolError, match="hot: 5 places are below the 6 positions"):
+    with pytest.raises(LocalProtocolError, match="hot: 5, must be at least the 6 positions"):
         world(hot=5)
     with pytest.raises(LocalProtocolError, match="tokens_max 0: one is below 1"):
         world(tokens_max=0)

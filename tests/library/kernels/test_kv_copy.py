@@ -242,7 +242,7 @@ def test_a_cancelled_copy_on_the_cpu_says_so() -> None:
         (np.array([1, 2, 1]), range(3), 3, "target_slots: slot 1 is there twice"),
         (np.array([1, 32]), range(2), 2, r"target_slots: 32 is outside 0..31"),
         (np.array([1, 2]), np.array([0, -1]), 2, r"source_slots: -1 is outside 0..31"),
-        (range(30, 33), range(3), 3, r"target_slots: 30..32 leave 0..31"),
+        (range(30, 33), range(3), 3, r"target_slots: 30..32 are outside 0..31"),
         (PageSlots(np.array([1, 1])), range(8), 8, "target_slots: slot 1 is there twice"),
         (PageSlots(np.array([8])), range(4), 4, r"target_slots: 8 is outside 0..7"),
         (range(3), range(2), 3, "count: 3 rows, and slots for 2"),

@@ -175,7 +175,7 @@ def test_memory_that_is_no_more_is_not_opened() -> None:
 
 def test_a_handle_that_a_card_is_to_write_through_is_of_a_cards_memory_alone() -> None:
     arena = ArenaMemory.create(1 << 20, huge_pages="never")
-    with pytest.raises(TransportError, match="memfd, expected a card's"):
+    with pytest.raises(TransportError, match="memfd, expected GPU memory"):
         cuda_ipc.Opened(arena.export(), on=0)
     arena.close()
 

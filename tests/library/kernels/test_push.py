@@ -389,7 +389,7 @@ class Known:
 @pytest.mark.parametrize("backend", ["direct", "ring"])
 def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: GpuOnHost, backend: str) -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
-    with pytest.raises(LocalProtocolError, match="use kernel"):
+    with pytest.raises(LocalProtocolError, match="which only the backend kernel can read"):
         pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, card=0, backend=backend)
     right = wanted(source, target, [0, 1], [3, 4])
     pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, card=0)

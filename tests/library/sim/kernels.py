@@ -41,7 +41,7 @@ class Kernels:
         for name, other in ((source, target), (target, source)):
             if self._rng.random() < self.share:
                 self._say(
-                    self._world.processes[name], other, "its host acknowledges nothing", UNACKNOWLEDGED,
+                    self._world.processes[name], other, "its host sends no acknowledgements", UNACKNOWLEDGED,
                     lambda: self._world.network.is_cut(source, target), host=True,
                 )  # fmt: skip
 

@@ -44,8 +44,8 @@ HERE = "boot net:[1] mnt:[2] 0"
         (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[1] mnt:[9] 0", "mooncake", "mount namespace"),
         (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[1] mnt:[2] 7", "mooncake", "another user"),
         (("shm", "mooncake"), ("shm", "mooncake"), "", "shm", "on this host"),
-        (("shm", "mooncake"), ("shm",), "other net:[1] mnt:[2] 0", "shm", "mooncake is not taken by both"),
-        (("shm", "mooncake"), ("mooncake",), HERE, "mooncake", "shm is not taken by both"),
+        (("shm", "mooncake"), ("shm",), "other net:[1] mnt:[2] 0", "shm", "mooncake is not offered by both"),
+        (("shm", "mooncake"), ("mooncake",), HERE, "mooncake", "shm is not offered by both"),
         (("shm",), ("mooncake", "carrier pigeon"), HERE, None, "takes mooncake, carrier pigeon, this node shm"),
     ],
 )
@@ -222,5 +222,5 @@ def test_a_registered_transport_has_its_name_accepted_its_options_checked_and_it
 @pytest.mark.parametrize("name", ["shm", "mooncake", "auto"])
 def test_a_name_that_is_taken_is_not_registered_again(carrier: Carrier, name: str) -> None:
     carrier.name = name
-    with pytest.raises(ConfigError, match=f"transport {name}: another one has this name"):
+    with pytest.raises(ConfigError, match=f"transport {name}: this name is taken"):
         registry.register(carrier)

@@ -70,8 +70,8 @@ def test_with_keys_a_target_is_joined_with_the_key_of_its_first_label_and_its_ro
     found = workers_of(DnsName("prefill", "x"), places, allowed=allowed)
     assert found.workers == {f"{KEYS['prefill-0']}@tcp://prefill-0.prefill.ns:7101": "prefill"}
     assert found.refused == [
-        "tcp://decode-0.prefill.ns:7101: the allow-list has no prefill of the name 'decode-0'",
-        "tcp://intruder.ns:7101: the allow-list has no prefill of the name 'intruder'",
+        "tcp://decode-0.prefill.ns:7101: the allow-list has no prefill named 'decode-0'",
+        "tcp://intruder.ns:7101: the allow-list has no prefill named 'intruder'",
     ]
 
 
@@ -80,7 +80,7 @@ def test_hostile_records_are_refused_and_bounded(monkeypatch: pytest.MonkeyPatch
     places = [Place("a@tcp://b\n", 1), Place("a", 1), Place("b", 1)]
     found = workers_of(DnsName("prefill", "x"), places, allowed=None)
     assert list(found.workers) == ["tcp://a:1"]
-    assert found.refused == ["'a@tcp://b\\n' is no name of a host", "3 records, 2 workers are the limit"]
+    assert found.refused == ["'a@tcp://b\\n' is not a host name", "3 records, at most 2 workers"]
 
 
 def test_addresses_are_refused_where_workers_have_keys(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_a_line_that_cannot_be_followed_costs_no_other_line(monkeypatch: pytest.
     it.listed("file", {P: "decode", D: "decode"})
     assert record.here == {P: "prefill", D: "decode"}
     monkeypatch.setattr(membership, "WORKERS_MAX", 2)
-    with pytest.raises(WorldError, match="2 workers are the limit"):
+    with pytest.raises(WorldError, match="this router has 2 workers, which is the limit"):
         it.add("decode", D2)
 
 
@@ -246,7 +246,7 @@ def test_a_refused_line_is_tried_again_and_its_reason_is_logged_once(
     monkeypatch.setattr(membership, "WORKERS_MAX", 2)
     lines: dict[str, Role] = {D: "decode", D2: "decode"}
     assert [it.listed("file", lines) for _ in range(3)] == [False] * 3
-    assert caplog.text.count("2 workers are the limit") == 1
+    assert caplog.text.count("this router has 2 workers, which is the limit") == 1
     it.remove(D)
     assert it.listed("file", lines), "there is room for it now"
     assert set(record.here) == {P, D2}, "and an operator's decision stands"
@@ -401,7 +401,7 @@ async def test_a_wrong_change_is_refused_with_its_field(token: Path) -> None:
             ("", {"worker": D}, "role: missing"),
             ("", {"worker": D, "role": "both"}, "$.role"),
             ("", {"worker": "tcp://192.0.2.1:1", "role": "decode"}, "on another host"),
-            ("", {"worker": [*it.backend.roles()][1], "role": "prefill"}, "is a decode worker here"),
+            ("", {"worker": [*it.backend.roles()][1], "role": "prefill"}, "is already a decode worker of this router"),
             ("/drain", {"worker": "nobody"}, "no workers"),
             ("/remove", {"worker": 7}, "$.worker"),
             ("/remove", {"worker": "d0", "force": True}, "force"),

@@ -184,7 +184,7 @@ def test_a_resumption_that_is_refused_fails_for_the_reason_of_the_loss() -> None
     delivered(bench, 21, 22)
     bench.hear(D, End(1, "shutdown", "it ends", 2))
     for room, peer in ((2, D2), (3, D), (4, D2)):
-        bench.hear(peer, End(room, "refused", "generated: the engine does not have it", 0))
+        bench.hear(peer, End(room, "refused", "generated: the engine does not support it", 0))
         if bench.of(Fail):
             break
     (failed,) = bench.of(Fail)

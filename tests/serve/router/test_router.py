@@ -330,7 +330,7 @@ def test_a_request_beyond_the_workers_context_is_refused_before_a_worker_is_aske
     async def case() -> None:
         async with site(context_tokens=20) as it:
             for prompt, more, param, text in (
-                ("a" * 25, {}, "prompt", "25 tokens leave no place for an answer: the context has 20"),
+                ("a" * 25, {}, "prompt", "25 tokens leave no room for an answer: the context has 20"),
                 ("a" * 15, {"max_tokens": 6}, "max_tokens", "6 after 15 of prompt, the total limit is 20"),
             ):
                 for named in ({}, {"model": "m"}):

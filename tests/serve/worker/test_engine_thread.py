@@ -314,7 +314,7 @@ def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone() ->
     for _ in site(here):
         here.tell(Compute(request(1, 20)), Compute(request(2, 20)))
         here.until(lambda: len(here.of(2)) == 2)
-        assert here.of(1)[0] == Broken(room=1, detail="the engine's cells: component 'kw' is none of ['kv']")
+        assert here.of(1)[0] == Broken(room=1, detail="the engine's cell: component 'kw' must be one of kv")
         assert isinstance(here.of(2)[0], Offered)
         assert not here.died
 

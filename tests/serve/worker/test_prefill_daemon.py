@@ -95,7 +95,9 @@ def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks, annou
     uvloop.run(case())
 
 
-@pytest.mark.parametrize(("path", "text"), [("os:path", "it is a module, no factory"), ("os:nothing", "no attribute")])
+@pytest.mark.parametrize(
+    ("path", "text"), [("os:path", "must be a factory, it is a module"), ("os:nothing", "no attribute")]
+)
 def test_an_engine_that_is_none_is_one_clear_error(path: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"engine = '{path}': .*{text}"):
         create_engine(path, PrefillConfig(engine=path).engine_config)

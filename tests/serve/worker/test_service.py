@@ -181,7 +181,7 @@ def test_another_routers_room_is_a_breach_and_stays_as_it_is() -> None:
         with pytest.raises(RemoteProtocolError, match="room: 0000000000000007 is not node:b's"):
             daemon.hear(B, message)
     assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 0, pack_ids([1]))]
-    with pytest.raises(RemoteProtocolError, match="kind: a router sends no Tokens"):
+    with pytest.raises(RemoteProtocolError, match="kind: Tokens is not a message from a router to a daemon"):
         daemon.hear(A, Tokens(7, 0, b""))
 
 

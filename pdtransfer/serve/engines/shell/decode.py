@@ -210,7 +210,7 @@ class DecodeShell(Generic[State]):
         for answer, result in zip(running, results, strict=True):
             room, error = answer.request.room, result if isinstance(result, str) else ""
             if room in refused:
-                error = "the device has no place for its picks"
+                error = "the device has no room for the tokens that its index picked"
             elif isinstance(result, np.ndarray) and not np.isfinite(result).all():
                 error = NOT_FINITE
             if error or isinstance(result, str):

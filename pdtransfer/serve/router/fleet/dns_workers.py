@@ -83,18 +83,18 @@ def workers_of(name: DnsName, places: Sequence[Place], *, allowed: AllowList | N
     found, keys = Found(), {} if allowed is None else {of: key for key, of in allowed.names.items()}
     for place in places[:WORKERS_MAX]:
         if not _TARGET.fullmatch(place.host) and not is_literal(place.host):
-            found.refused.append(f"{place.host[:64]!r} is no name of a host")
+            found.refused.append(f"{place.host[:64]!r} is not a host name")
             continue
         address = address_of(place.host, place.port).replace("tcp", scheme, 1)
         if allowed is not None:
             label = place.host.partition(".")[0]
             if (key := keys.get(label)) is None or allowed.why_not(key, name.role):
-                found.refused.append(f"{address}: the allow-list has no {name.role} of the name {label!r}")
+                found.refused.append(f"{address}: the allow-list has no {name.role} named {label!r}")
                 continue
             address = f"{key}@{address}"
         found.workers[address] = name.role
     if len(places) > WORKERS_MAX:
-        found.refused.append(f"{len(places)} records, {WORKERS_MAX} workers are the limit")
+        found.refused.append(f"{len(places)} records, at most {WORKERS_MAX} workers")
     return found
 
 

@@ -46,9 +46,11 @@ class Membership:
     def _take(self, role: Role, address: str) -> None:
         here = self.site.roles()
         if here.get(address, role) != role:
-            raise ConfigError(f"worker = {split_key(address)[1]!r}: it is a {here[address]} worker here")
+            raise ConfigError(f"worker = {split_key(address)[1]!r}: is already a {here[address]} worker of this router")
         if address not in here and len(here) >= WORKERS_MAX:
-            raise WorldError(f"worker = {split_key(address)[1]!r}: {len(here)} workers are the limit")
+            raise WorldError(
+                f"worker = {split_key(address)[1]!r}: this router has {len(here)} workers, which is the limit"
+            )
         self.site.add_worker(role, address)
         log.info("%s %s was added", role, split_key(address)[1])
 

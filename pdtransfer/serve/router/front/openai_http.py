@@ -168,7 +168,7 @@ def openai_errors(paths: str, others: tuple[str, ...] = ()) -> Middleware:
                 raise
             text = refused.text or refused.reason
             if refused.status in (404, 405):
-                text += f"; {paths} are what this router has"
+                text += f"; this router has {paths}"
             return error_response(refused.status, text)
 
     return through

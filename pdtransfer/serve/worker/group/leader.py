@@ -215,7 +215,9 @@ class GroupLeader:
             case RankReady() | RankLanded() | RankDrained() | RankFailed() | RankPicked() if follower is not None:
                 self.reported(follower, message)
             case _:
-                raise RemoteProtocolError("kind", f"{type(message).__name__} is nothing that a rank sends its leader")
+                raise RemoteProtocolError(
+                    "kind", f"{type(message).__name__} is not a message from a rank to its leader"
+                )
 
     def _greet(self, peer: str, message: Hello) -> None:
         assert self._bus is not None

@@ -186,7 +186,7 @@ async def _listener(config: Config, settings: NodeSettings) -> socket.socket:
     """Where the leader waits for ranks that others start. Raises as `reserve`, and ConfigError for another's key."""
     endpoint = group_endpoint(config.group)
     if endpoint.server_key is not None and (settings.keys is None or endpoint.server_key != settings.keys.public):
-        raise ConfigError(f"group = {config.group!r}: key: rank 0 leads, and its public key is another")
+        raise ConfigError(f"group = {config.group!r}: key: must be the public key of rank 0, which leads")
     return await reserve(endpoint.address, keyed=settings.keys is not None, insecure=config.insecure)
 
 
@@ -230,10 +230,10 @@ async def connected(
     try:
         await unless(meeting, *ends, group.lost)
     except WorldError as error:
-        raise WorldError(f"the ranks do not find each other: {error}") from None
+        raise WorldError(f"the ranks cannot connect to each other: {error}") from None
     except StoppedError:
         if group.lost.is_set():
-            raise WorldError(f"the ranks do not find each other: {group.why}") from None
+            raise WorldError(f"the ranks cannot connect to each other: {group.why}") from None
         raise
 
 

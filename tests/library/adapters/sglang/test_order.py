@@ -121,7 +121,7 @@ def test_decode_reports_nothing_of_a_use_that_was_given_up_to_the_next_one(clien
 
 def test_more_indices_than_a_state_has_rows_are_refused_by_name(client: ScriptedClient) -> None:
     side = receiving(client, "mamba")
-    with pytest.raises(LocalProtocolError, match="mamba: 2 rows, of 1 that 8 tokens have"):
+    with pytest.raises(LocalProtocolError, match="mamba: 2 rows, expected 1 for 8 tokens"):
         expected(side, client, 7, states=[np.array([4, 5])])
     assert "expect" not in client.calls
     assert side.is_drained(7)

@@ -113,7 +113,7 @@ def test_an_answer_is_what_decode_takes() -> None:
         ([], "kv_transfer_params: JSON: an array of 0, expected object"),
         ("x", "kv_transfer_params: JSON: 'x', expected object"),
         ({"do_remote_decode": 1}, "do_remote_decode: 1, expected bool"),
-        (PUSH | {"do_remote_decode": True}, "do_remote_prefill: true, and do_remote_decode as well"),
+        (PUSH | {"do_remote_decode": True}, "do_remote_prefill, do_remote_decode: both are true, one must be false"),
         (PUSH | {"transfer_mode": "pull"}, "transfer_mode: 'pull', not 'push'"),
         (PUSH | {"remote_engine_id": None}, "remote_engine_id: missing"),
         (PUSH | {"remote_request_id": 5}, "remote_request_id: 5, expected str"),

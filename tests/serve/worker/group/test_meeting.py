@@ -27,7 +27,7 @@ async def never() -> None:
 async def test_a_rank_that_dies_while_they_meet_ends_the_meeting() -> None:
     group = GroupLeader(Ranks(0, 2))
     group.fail("rank tp1 has ended")
-    with pytest.raises(WorldError, match="the ranks do not find each other: rank tp1 has ended"):
+    with pytest.raises(WorldError, match="the ranks cannot connect to each other: rank tp1 has ended"):
         await connected(never(), group, asyncio.Event())
 
 
@@ -45,7 +45,7 @@ async def test_ranks_that_have_met_go_on_and_a_failed_meeting_has_its_reason() -
         raise WorldError("rank tp1 did not connect within 60 s")
 
     await connected(asyncio.sleep(0), GroupLeader(Ranks(0, 2)), asyncio.Event())
-    with pytest.raises(WorldError, match="do not find each other: rank tp1 did not connect within 60 s"):
+    with pytest.raises(WorldError, match="cannot connect to each other: rank tp1 did not connect within 60 s"):
         await connected(fails(), GroupLeader(Ranks(0, 2)), asyncio.Event())
 
 

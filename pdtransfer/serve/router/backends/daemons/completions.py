@@ -350,7 +350,9 @@ def _packed(name: str, ids: NDArray[np.int64] | list[int], text: TextCodec) -> b
         raise BadRequestError(name, f"{len(ids)} tokens, must be 1 to {PROMPT_TOKENS_MAX}")
     array = np.asarray(ids, np.int64)
     if text.vocabulary is not None and int(array.max()) >= text.vocabulary:
-        raise BadRequestError(name, f"id {int(array.max())} is not below the vocabulary's {text.vocabulary}")
+        raise BadRequestError(
+            name, f"id {int(array.max())} must be below {text.vocabulary}, the size of the vocabulary"
+        )
     return pack_ids(array)
 
 
@@ -407,7 +409,7 @@ def _answer_tokens(prompt: bytes, longest: tuple[str, int | None], context: int,
     left = context - count
     if left < 1:
         name = "messages" if chat else "prompt"
-        text_of = f"{count} tokens leave no place for an answer: the context has {context}"
+        text_of = f"{count} tokens leave no room for an answer: the context has {context}"
         raise BadRequestError(name, text_of, code="context_length_exceeded")
     if max_tokens is None:
         return min(left, CHAT_TOKENS_DEFAULT if chat else MAX_TOKENS_DEFAULT)

@@ -152,7 +152,9 @@ class Routing:
             return []  # It was removed, and its connection is being closed.
         if not self.workers.receive(worker, message, now):
             if not isinstance(message, Begun | Tokens | End):
-                raise RemoteProtocolError("kind", f"a worker sends a router no {type(message).__name__}")
+                raise RemoteProtocolError(
+                    "kind", f"{type(message).__name__} is not a message from a daemon to a router"
+                )
             room = self._rooms.get(message.room)
             if room is None:
                 answer = Ended(message.room) if isinstance(message, End) else Cancel(message.room, Cause.ABORTED.value)

@@ -291,7 +291,7 @@ class Upstream:
             raise _refused((server,), answer)
         server.identity = identity = self._identity(server, answer.body)
         if identity is None:
-            raise AttemptFailedError(f"{server.url}: {path} tells of no prefill server", Cause.ENGINE, (server,))
+            raise AttemptFailedError(f"{server.url}: {path} describes no prefill server", Cause.ENGINE, (server,))
         return identity
 
     def _identity(self, server: Server, answer: bytes) -> ServerIdentity | None:

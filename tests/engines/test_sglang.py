@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from pdtransfer.limits import Limits
 from pdtransfer.serve.router.backends.servers.backend import Servers
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
+from tests.engines.sglang_requests import Family, mixed_requests
 from tests.support.sglang_engine import (
     ANSWER_S,
     DEVICE,
@@ -46,8 +46,6 @@ PREFILL = {"disaggregation_mode": "prefill"}
 DECODE: dict[str, Any] = {"disaggregation_mode": "decode"}
 if DEVICE == "cpu":  # the default backup of what is retracted is pinned by CUDA
     DECODE["disaggregation_decode_retraction_backup"] = "cpu_tensor"
-
-Family = tuple[SglangPair, SglangServer]  # and one server that does both
 
 
 @contextmanager
@@ -342,34 +340,7 @@ def test_a_side_whose_peer_is_never_asked_does_not_wait_for_ever(llama: Family) 
 
 
 def test_many_requests_at_once_leave_nothing_behind(llama: Family) -> None:
-    """200 of them, some given up at any time: on one side first, and then, as a router does, on the other."""
-    pair, single = llama
-    draw = random.Random(16)
-    asked = prompts(*(draw.randrange(5, 300) for _ in range(200)), seed=16)
-    kept: list[tuple[list[int], Any]] = []
-    given_up: list[tuple[Any, SglangServer, str, Any]] = []
-    for at, prompt in enumerate(asked):
-        room, fate = pair.room(), draw.choice(["", "", "", "decode", "prefill"])
-        names = f"p{at:03}", f"d{at:03}"  # an abort ends every request whose name begins with its own
-        sent = pair.prefill.add(prompt, tokens=8, rid=names[0], **room)
-        received = pair.decode.add(prompt, tokens=8, rid=names[1], **room)
-        if not fate:
-            kept.append((prompt, received))
-            continue
-        time.sleep(draw.choice([0.0, 0.02, 0.2]))
-        if fate == "decode":
-            pair.decode.abort(names[1])
-            given_up.append((received, pair.prefill, names[0], sent))
-        else:
-            pair.prefill.abort(names[0])
-            given_up.append((sent, pair.decode, names[1], received))
-    for first, other, name, second in given_up:
-        first.exception(4 * ANSWER_S)
-        other.give_up(second, name)
-    found = [received.result(4 * ANSWER_S) for _, received in kept]
-    pair.settles()
-    few = draw.sample(range(len(kept)), 24)
-    assert [found[at] for at in few] == single.generate([kept[at][0] for at in few], tokens=8)
+    mixed_requests(*llama)
 
 
 # Routers

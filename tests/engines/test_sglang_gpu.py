@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines import test_sglang
-from tests.engines.test_sglang import Family
+from tests.engines.sglang_requests import mixed_requests
 from tests.support.sglang_engine import DEVICE, RefusedError, SglangPair, SglangServer
 from tests.support.vllm_engine import Checkpoints
 
@@ -146,13 +145,8 @@ def sparse(
         )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def llama(sparse: Servers) -> Family:
-    """What tests of `test_sglang` take: here a pair with HiSparse."""
-    return sparse.pair("prefill", "hisparse"), sparse["single"]
-
-
-test_many_requests_at_once_leave_nothing_behind = test_sglang.test_many_requests_at_once_leave_nothing_behind
+def test_many_requests_at_once_leave_nothing_behind(sparse: Servers) -> None:
+    mixed_requests(sparse.pair("prefill", "hisparse"), sparse["single"])
 
 
 @pytest.mark.parametrize("decode", ["hisparse", "small", "device"])

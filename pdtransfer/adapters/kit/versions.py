@@ -1,17 +1,23 @@
-"""Whether an engine is of a version that its adapter was written for."""
+"""Which versions of an engine its adapter supports: those that have run, as the tables of docs/figures say."""
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
+
+log = logging.getLogger(__name__)
 
 Version = tuple[int, ...]
 
+VLLM: tuple[Version, ...] = ((0, 26), (0, 27), (0, 28), (0, 29), (0, 30), (0, 31), (0, 32), (0, 33))
+SGLANG: tuple[Version, ...] = ((0, 5, 17), (0, 5, 18), (0, 5, 19), (0, 5, 20), (0, 5, 21), (0, 5, 22), (0, 5, 23))
 
-def check_version(adapter: str, package: str, engine: str, versions: tuple[Version, Version]) -> None:
-    """Raises ImportError, with the found and the supported versions, for an engine whose interface is not known, or
-    that cannot be imported. `versions` are the first and the last, of as many numbers as matter."""
-    first, last = (".".join(map(str, each)) for each in versions)
-    supported = f"supported are {first} to {last}" if first != last else f"supported is {first}"
+
+def check_version(adapter: str, package: str, engine: str, versions: tuple[Version, ...]) -> None:
+    """Raises ImportError, with the found and the supported versions, for an engine that is older or newer than all
+    `versions`, or that cannot be imported; warns of one between them that is not among them. Of a version only as many
+    numbers count as theirs have."""
+    supported = f"supported are {', '.join('.'.join(map(str, version)) for version in versions)}"
     try:
         found = str(import_module(package).__version__)
     except ImportError as error:
@@ -19,5 +25,7 @@ def check_version(adapter: str, package: str, engine: str, versions: tuple[Versi
             f"{adapter} is a part of {engine}'s engines, and {engine} cannot be imported here ({error}): {supported}"
         ) from None
     numbers = found.split("+", maxsplit=1)[0].split(".")[: len(versions[0])]
-    if not all(map(str.isdigit, numbers)) or not versions[0] <= tuple(map(int, numbers)) <= versions[1]:
+    if not all(map(str.isdigit, numbers)) or not versions[0] <= tuple(map(int, numbers)) <= versions[-1]:
         raise ImportError(f"{adapter}: found {engine} {found}, {supported}")
+    if tuple(map(int, numbers)) not in versions:
+        log.warning("%s: %s %s has not been tested, %s", adapter, engine, found, supported)

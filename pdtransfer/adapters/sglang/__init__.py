@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from ..kit.versions import check_version
-
-VERSIONS = (0, 5, 23), (0, 5, 23)  # of SGLang: the first and the last whose interface this package speaks
+from ..kit.versions import SGLANG, check_version
 
 
 def plugin() -> None:
     """Adds the backend to SGLang, in each of its processes. Raises ImportError for a version that is not known."""
-    check_version(__name__, "sglang", "SGLang", VERSIONS)
+    check_version(__name__, "sglang", "SGLang", SGLANG)
     import_module(f"{__name__}.hooks").register()

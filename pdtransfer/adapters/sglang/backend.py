@@ -18,13 +18,8 @@ from importlib.metadata import version
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
-from sglang.srt.disaggregation.common.conn import (
-    CommonKVBootstrapServer,
-    CommonKVManager,
-    CommonKVReceiver,
-    CommonKVSender,
-)
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_parallel
 
@@ -38,7 +33,7 @@ from ..kit.heads import Heads
 from ..kit.model_facts import dtype_name, model_facts, model_name, named_facts
 from ..kit.reachable import Reachable, RequestError
 from ..kit.settings import Settings
-from . import process
+from . import dialect, process
 from .changes import Change
 from .decode import ReceivingSide
 from .labels import Uses
@@ -56,9 +51,11 @@ class Manager(CommonKVManager):
 
     supports_deferred_decode_kv_release = True
     reports_transfer_latency = True
+    supports_host_destination = False
 
     def __init__(self, args: Any, mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False) -> None:
         _join_logs()
+        dialect.check_features(server_args)
         self._settings = Settings.of(*_given())
         self._prefill: SendingSide | None = None
         self._decode: ReceivingSide | None = None
@@ -82,7 +79,7 @@ class Manager(CommonKVManager):
         super().register_to_bootstrap()
 
     def _ranks_here(self) -> Ranks:
-        if self.attn_cp_size > 1 or self.dcp_size > 1 or self.kv_shard_size > 1:
+        if dialect.splits_tokens(self):
             raise ConfigError("context parallelism: KV that is spread over ranks by tokens cannot cross yet")
         if self.disaggregation_mode is DisaggregationMode.DECODE and self.pp_size > 1:
             raise ConfigError("pp_size: decode engines with several stages cannot receive yet")
@@ -134,7 +131,7 @@ class Manager(CommonKVManager):
         target = memory.target(extent)
         described, args = self._pools(target.place), self.kv_args
         components = described.components
-        if args.host_kv_data_ptrs is not None:
+        if dialect.has_host_buffers(args):
             host = Buffers(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
             components += pools(args, self._model(), target.place, kv=host, states=()).components
             if {each.memory for each in components} != {"dram", "hbm"}:
@@ -300,7 +297,7 @@ class Manager(CommonKVManager):
         return self.receiving.is_drained(bootstrap_room)
 
 
-class Sender(CommonKVSender):
+class Sender(dialect.KVSender):
     """Prefill: a request."""
 
     kv_mgr: Manager
@@ -338,7 +335,7 @@ class Sender(CommonKVSender):
         super().abort()
 
 
-class Receiver(CommonKVReceiver):
+class Receiver(dialect.KVReceiver):
     """Decode: a request."""
 
     kv_mgr: Manager
@@ -369,7 +366,7 @@ class Receiver(CommonKVReceiver):
         if answer is None:
             return None
         try:
-            return rank_fields(answer) | {"pp_rank": answer["pp_rank"]}
+            return rank_fields(answer) | {"pp_rank": int(rank[-1])}
         except RequestError as error:
             self._wrong = f"prefill at {self.bootstrap_addr} is refused: {error}"
             return None
@@ -385,7 +382,7 @@ class Receiver(CommonKVReceiver):
 
     def send_metadata(
         self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None,
-        decode_prefix_len: int | None = None, destination: Any = KVTransferDestination.DEVICE, **_: Any,
+        decode_prefix_len: int | None = None, destination: Any = dialect.KVTransferDestination.DEVICE, **_: Any,
     ) -> None:  # fmt: skip
         """The request has its pages: they may be written from now on."""
         if self.bootstrap_infos is None:
@@ -396,7 +393,7 @@ class Receiver(CommonKVReceiver):
             self.kv_mgr.receiving.expect(
                 self.bootstrap_room, kv_indices, prefix=decode_prefix_len or 0, states=state_indices or [],
                 aux_index=aux_index, sources=self.kv_mgr.sources_of(self.bootstrap_infos),
-                host=destination == KVTransferDestination.HOST,
+                host=destination == dialect.KVTransferDestination.HOST,
             )  # fmt: skip
         except (LocalProtocolError, RequestError) as error:
             self._asked = False

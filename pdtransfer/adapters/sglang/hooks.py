@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from sglang.srt.disaggregation import utils
-from sglang.srt.mem_cache.pool_host.common import _CUDA_HOST_REGISTERED_RANGES_ATTR as REGISTERED_RANGES
+from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_exec, get_memory
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
 from ..kit.cache_memory import CacheMemory, made_in_one_piece
 from ..kit.reachable import RequestError
-from . import process
+from . import dialect, process
 from .peers import NO_SERVER, dp_ranks, server_fields
 from .pools import Buffers, extent_of
 
@@ -40,6 +40,7 @@ def register() -> None:
         ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", _pop_bootstrapped),
         ("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _init_server_info),
         ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),
+        *dialect.HOOKS,
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
 
@@ -50,11 +51,12 @@ def _is_ours() -> bool:
 
 
 def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
-    if transfer_backend.value != NAME or class_type is utils.KVClassType.KVARGS:
+    if transfer_backend.value != NAME:
         return original(transfer_backend, class_type)
     from . import backend
 
     return {
+        utils.KVClassType.KVARGS: KVArgs,
         utils.KVClassType.MANAGER: backend.Manager,
         utils.KVClassType.SENDER: backend.Sender,
         utils.KVClassType.RECEIVER: backend.Receiver,
@@ -65,7 +67,7 @@ def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 def _receives_on_host() -> bool:
     """Whether requests land in SGLang's host pool: some of them, or with HiSparse the KV cache of all."""
     decodes = _is_ours() and get_disagg().disaggregation_mode == "decode"
-    return decodes and (get_disagg().disaggregation_decode_host_receive_threshold < 1 or get_memory().enable_hisparse)
+    return decodes and (dialect.receives_on_host(get_disagg()) or get_memory().enable_hisparse)
 
 
 def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
@@ -82,7 +84,7 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
         made = original(configurator, **given)
     if _receives_on_host():
         pool = made.token_to_kv_pool
-        infos = [utils.get_kv_transfer_buf_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]
+        infos = [dialect.buffer_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]
         buffers = [Buffers(*each) for each in infos]
         process.memory = process.memory or CacheMemory([size for each in buffers for size in each.byte_counts])
         process.extent = extent_of(buffers, configurator.gpu_id if configurator.device == "cuda" else None)
@@ -107,7 +109,7 @@ def _cuda_host_register(original: Any, buffer: Any, *args: Any) -> None:
     """Memory of ours is registered with the GPU already, and is not SGLang's to unregister."""
     if process.memory is None or not process.memory.has_beside(buffer.data_ptr()):
         return original(buffer, *args)
-    setattr(buffer, REGISTERED_RANGES, [])
+    setattr(buffer, dialect.REGISTERED_RANGES, [])
     return None
 
 
@@ -118,12 +120,12 @@ def _init_transfer_queue(original: Any, queue: Any, *args: Any, **named: Any) ->
         queue.enable_deferred_kv_release, queue.deferred_kv_release_timeout = True, math.inf
 
 
-def _pop_bootstrapped(original: Any, queue: Any) -> Any:
+def _pop_bootstrapped(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
     """With pipeline stages SGLang looks up the states of requests that wait for decode, without a call for any of them:
     what has become of them is learnt here, on each stage."""
     if _is_ours():
         queue.kv_manager.turn()
-    return original(queue)
+    return original(queue, *args, **named)
 
 
 def _init_server_info(original: Any, info: Any, /, *args: Any, **answer: Any) -> None:
@@ -137,7 +139,7 @@ def _init_server_info(original: Any, info: Any, /, *args: Any, **answer: Any) ->
         known = server_fields(answer)
     except RequestError as error:
         known, info.wrong = NO_SERVER, str(error)
-    original(info, **known)
+    original(info, **dialect.known_to(info, known))
 
 
 def _query_prefill_dp_ranks(original: Any, bootstrap_addr: str, bootstrap_rooms: list[int]) -> Any:

@@ -12,9 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..kit.versions import check_version
-
-VERSIONS = (0, 26), (0, 33)  # of vLLM: the first and the last minor version whose interface this package speaks
+from ..kit.versions import VLLM, check_version
 
 __all__ = ["PDTransferConnector"]  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -22,5 +20,5 @@ __all__ = ["PDTransferConnector"]  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_version(__name__, "vllm", "vLLM", VERSIONS)
+    check_version(__name__, "vllm", "vLLM", VLLM)
     return getattr(import_module(f"{__name__}.connector"), name)

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import pdtransfer.adapters.sglang as adapter
+from pdtransfer.adapters.kit import versions
 
 REPO = Path(__file__).parents[4]
 
@@ -23,14 +24,28 @@ def test_sglang_finds_it_by_its_entry_point() -> None:
 
 def test_outside_sglang_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
-    with pytest.raises(ImportError, match=r"SGLang cannot be imported here \(.*\): supported is 0\.5\.23"):
+    with pytest.raises(ImportError, match=r"SGLang cannot be imported here \(.*\): supported are 0\.5\.17, .*0\.5\.23"):
         adapter.plugin()
 
 
-@pytest.mark.parametrize("found", ["0.5.22", "0.5.24", "0.6.0", "1.5.23", "dev"])
-def test_another_sglang_is_refused_with_both_versions(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def has_sglang(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = ModuleType("sglang")
-    fake.__version__ = found  # type: ignore[attr-defined]
+    fake.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang", fake)
-    with pytest.raises(ImportError, match=f"found SGLang {found}, supported is 0.5.23"):
+
+
+@pytest.mark.parametrize("found", ["0.5.16", "0.5.24", "0.6.0", "1.5.23", "dev"])
+def test_another_sglang_is_refused_with_both_versions(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_sglang(found, monkeypatch)
+    with pytest.raises(ImportError, match=f"found SGLang {found}, supported are 0.5.17, .*0.5.23"):
         adapter.plugin()
+
+
+@pytest.mark.parametrize(("found", "tested"), [("0.5.17", True), ("0.5.18", False), ("0.5.19+cpu", True)])
+def test_a_version_between_that_was_not_tested_is_named(
+    found: str, tested: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_sglang(found, monkeypatch)
+    versions.check_version("adapter", "sglang", "SGLang", ((0, 5, 17), (0, 5, 19)))
+    warning = "adapter: SGLang 0.5.18 has not been tested, supported are 0.5.17, 0.5.19"
+    assert [record.getMessage() for record in caplog.records] == ([] if tested else [warning])

@@ -1,0 +1,194 @@
+"""What SGLang's versions before 0.5.23 lack, under the names of 0.5.23. `backend` and `hooks` know no versions."""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from enum import Enum
+from inspect import signature
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.disaggregation import utils
+from sglang.srt.disaggregation.base import conn as base
+from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.mem_cache.pool_host import common as pool_host
+from sglang.srt.server_args import ServerArgs
+
+from ...errors import ConfigError
+
+# Since 0.5.23 the common classes send, poll and fail by themselves, and all ranks of decode free the pages of a failed
+# request together, once nobody can write them.
+_COMPLETE = hasattr(common.CommonKVSender, "_poll_with_status")
+_HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
+
+# The attribute of a host buffer with its ranges that are registered with the GPU. 0.5.17 and 0.5.18 unregister whole
+# buffers, and only log CUDA's error.
+REGISTERED_RANGES = getattr(pool_host, "_CUDA_HOST_REGISTERED_RANGES_ATTR", "_sglang_cuda_host_registered_ranges")
+
+
+class _Destination(Enum):
+    DEVICE, HOST = "device", "host"
+
+
+KVTransferDestination: Any = getattr(base, "KVTransferDestination", _Destination)  # since 0.5.21
+
+
+def check_features(server_args: Any) -> None:
+    """Raises ConfigError for what this version cannot hand over, though 0.5.23 can."""
+    if server_args.speculative_algorithm and "num_draft_entries" not in base.KVArgs.__annotations__:
+        _refuse("speculative_algorithm", "the buffers of a draft model", "0.5.20")
+    hierarchical = server_args.enable_hierarchical_cache and server_args.disaggregation_mode == "decode"
+    if hierarchical and not _COMPLETE:
+        _refuse("enable_hierarchical_cache", "a request whose cached beginning cannot be loaded", "0.5.23")
+
+
+def _refuse(option: str, what: str, since: str) -> None:
+    raise ConfigError(f"{option}: SGLang {sglang.__version__} does not report {what}; {since} is the first that does")
+
+
+def receives_on_host(disagg: Any) -> bool:
+    """Whether requests may land in the host pool; 0.5.21 is the first version where they can. Its threshold means
+    never at 0, that of later ones at 1: it is the default of each."""
+    option = signature(ServerArgs).parameters.get(_HOST_RECEIVE)
+    return option is not None and getattr(disagg, _HOST_RECEIVE) != option.default
+
+
+def buffer_infos(pool: Any) -> Any:
+    """Addresses, lengths and item lengths of a pool's buffers that cross."""
+    return getattr(utils, "get_kv_transfer_buf_infos", lambda pool: pool.get_contiguous_buf_infos())(pool)
+
+
+def has_host_buffers(args: Any) -> bool:
+    """Whether KVArgs name a host pool beside the device's."""
+    return getattr(args, "host_kv_data_ptrs", None) is not None
+
+
+def splits_tokens(manager: Any) -> bool:
+    """Whether each rank holds a part of the tokens."""
+    return manager.attn_cp_size > 1 or manager.dcp_size > 1 or getattr(manager, "kv_shard_size", 1) > 1
+
+
+def known_to(info: Any, answer: dict[str, Any]) -> dict[str, Any]:
+    """Those fields of a prefill server that PrefillServerInfo has in this version."""
+    names = {field.name for field in fields(info)}
+    return {name: value for name, value in answer.items() if name in names}
+
+
+class _Failing:
+    """What a request raises that has failed."""
+
+    def failure_exception(self: Any) -> None:
+        self.conclude_state = base.KVPoll.Failed
+        self.clear()
+        with self.kv_mgr.failure_lock:
+            reason = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+        text = reason or "Failed due to an unknown reason from another rank"
+        raise common.KVTransferError(self.bootstrap_room, text, is_from_another_rank=reason is None)
+
+
+class _Sender(_Failing):
+    """Prefill's request."""
+
+    def send(self: Any, kv_indices: Any, state_indices: Any = None, *_: Any, **__: Any) -> None:
+        if self.conclude_state in (base.KVPoll.Success, base.KVPoll.Failed):
+            return
+        kv_indices, index_slice, is_last_chunk, should_skip = self._prepare_send_indices(kv_indices, state_indices)
+        if should_skip:
+            return
+        self.kv_mgr.add_transfer_request(
+            self.bootstrap_room, kv_indices, index_slice, is_last_chunk,
+            aux_index=self.aux_index if is_last_chunk else None,
+            state_indices=state_indices if is_last_chunk else None,
+        )  # fmt: skip
+
+    def poll(self: Any) -> Any:
+        return self._poll_with_status(self.kv_mgr.check_status)
+
+    def poll_pp_consensus(self: Any) -> Any:
+        """On the first of several pipeline stages, of 0.5.22: the state at all of them."""
+        return self._poll_with_status(self.kv_mgr.check_status_pp_consensus)
+
+    def _poll_with_status(self: Any, check_status: Callable[[int], Any]) -> Any:
+        if self.conclude_state is not None:
+            return self.conclude_state
+        known = self.bootstrap_room in self.kv_mgr.request_status
+        state = check_status(self.bootstrap_room) if known else base.KVPoll.Failed
+        if state == base.KVPoll.Bootstrapping:
+            self.init_time = self.init_time or time.time()
+            if (ended := self._check_bootstrap_timeout()) is not None:  # Failed, which is 0
+                state = ended
+        if state in (base.KVPoll.Success, base.KVPoll.Failed):
+            self.conclude_state = state
+        return state
+
+
+class _Receiver(base.BaseKVReceiver):
+    """Decode's request: what CommonKVReceiver has not got, which comes before this class."""
+
+    def poll(self: Any) -> Any:
+        if self.conclude_state is not None:
+            return self.conclude_state
+        state = self.kv_mgr.check_status(self.bootstrap_room)
+        if state == base.KVPoll.WaitingForInput and (ended := self._check_waiting_timeout()) is not None:
+            state = ended
+        if state in (base.KVPoll.Success, base.KVPoll.Failed):
+            self.conclude_state = state
+        return state
+
+    def ensure_abort_notified(self: Any, **_: Any) -> None:
+        """Informs the prefill ranks once that the request has failed."""
+        if not self.abort_notified and getattr(self, "bootstrap_infos", None) is not None:
+            self._send_abort_notification()
+            self.abort_notified = True
+
+    def invalidate_cached_bootstrap_infos(self: Any) -> None:
+        """Forgets where the ranks of the prefill server listen."""
+        pool = self.kv_mgr.connection_pool
+        for key in [key for key in pool if key.startswith(f"{self.bootstrap_addr}_")]:
+            del pool[key]
+
+
+if _COMPLETE:
+    KVSender: Any = common.CommonKVSender
+    KVReceiver: Any = common.CommonKVReceiver
+else:
+
+    class KVSender(_Sender, common.CommonKVSender):
+        """Prefill's request, as 0.5.23 has it."""
+
+    class KVReceiver(_Failing, common.CommonKVReceiver, _Receiver):
+        """Decode's request, as 0.5.23 has it."""
+
+
+def _poll_transfers(original: Any, queue: Any) -> list[int]:
+    """The states of decode's requests. A version that frees the pages of a failed one at once, or rank by rank, learns
+    of the failure when nobody can write its pages at any rank."""
+    states = original(queue)
+    failed = [
+        index
+        for index, (state, request) in enumerate(zip(states, queue.queue, strict=True))
+        if state == base.KVPoll.Failed and isinstance(request.kv_receiver, KVReceiver)
+    ]
+    if not failed:  # on all ranks, which see the same states
+        return states
+    receivers = [queue.queue[index].kv_receiver for index in failed]
+    for receiver in receivers:
+        receiver.ensure_abort_notified()
+    drained = torch.tensor([receiver.is_abort_release_safe() for receiver in receivers], dtype=torch.uint8)
+    torch.distributed.all_reduce(drained, op=torch.distributed.ReduceOp.MIN, group=queue.gloo_group)
+    for index, safe in zip(failed, drained.tolist(), strict=True):
+        if not safe:
+            states[index] = base.KVPoll.Transferring
+    return states
+
+
+_QUEUE = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
+# Beside the hooks for all versions.
+HOOKS: tuple[tuple[str, Any], ...] = () if _COMPLETE else (
+    (f"{_QUEUE}._poll_with_metadata_gate", _poll_transfers), (f"{_QUEUE}._poll_with_staging", _poll_transfers),
+)  # fmt: skip

@@ -1,0 +1,204 @@
+"""What a version of SGLang lacks is supplied, or refused by its name: here with modules that have as little as SGLang
+0.5.17's."""
+
+from __future__ import annotations
+
+import sys
+from enum import IntEnum
+from importlib import import_module
+from threading import Lock
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdtransfer.errors import ConfigError
+
+ROOM = 7
+
+
+class KVPoll(IntEnum):
+    Failed, Bootstrapping, WaitingForInput, Transferring, Success = range(5)
+
+
+class KVTransferError(Exception):
+    def __init__(self, room: int, reason: str, is_from_another_rank: bool) -> None:
+        super().__init__(reason)
+
+
+class KVArgs:
+    __annotations__: dict[str, Any] = {}
+
+
+class BaseKVReceiver:
+    pass
+
+
+class Common:
+    """What the common sender and receiver of 0.5.17 share."""
+
+    kv_mgr: Any
+    timed_out: KVPoll | None = None
+
+    def __init__(self, manager: Any) -> None:
+        self.kv_mgr, self.bootstrap_room, self.conclude_state, self.init_time = manager, ROOM, None, None
+        self.abort_notified, self.bootstrap_infos, self.bootstrap_addr = False, [{}], "host:1"
+
+    def failure_exception(self) -> None:
+        raise Exception("a stand-in, as in 0.5.17")
+
+    def clear(self) -> None:
+        self.kv_mgr.request_status.pop(self.bootstrap_room, None)
+
+    def _check_bootstrap_timeout(self) -> KVPoll | None:
+        return self.timed_out
+
+    _check_waiting_timeout = _check_bootstrap_timeout
+
+
+class CommonKVSender(Common):
+    def send(self, *_: Any) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+
+class CommonKVReceiver(Common, BaseKVReceiver):
+    pass
+
+
+class ServerArgs:
+    def __init__(self, speculative_algorithm: str | None = None, **more: Any) -> None:
+        self.speculative_algorithm = speculative_algorithm
+        self.enable_hierarchical_cache, self.disaggregation_mode = False, "decode"
+        vars(self).update(more)
+
+
+def module(name: str, monkeypatch: pytest.MonkeyPatch, **has: Any) -> None:
+    made = ModuleType(name)
+    vars(made).update(has, __path__=[])
+    monkeypatch.setitem(sys.modules, name, made)
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, made)
+
+
+@pytest.fixture
+def dialect(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("torch")
+    module("sglang", monkeypatch, __version__="0.5.17")
+    for name in ("srt", "srt.disaggregation", "srt.disaggregation.base", "srt.disaggregation.common", "srt.mem_cache"):
+        module(f"sglang.{name}", monkeypatch)
+    module("sglang.srt.disaggregation.utils", monkeypatch)
+    common = {
+        "CommonKVSender": CommonKVSender,
+        "CommonKVReceiver": CommonKVReceiver,
+        "KVTransferError": KVTransferError,
+    }
+    base = {"BaseKVReceiver": BaseKVReceiver, "KVArgs": KVArgs, "KVPoll": KVPoll}
+    module("sglang.srt.disaggregation.base.conn", monkeypatch, **base)
+    module("sglang.srt.disaggregation.common.conn", monkeypatch, **common)
+    module("sglang.srt.mem_cache.pool_host", monkeypatch)
+    module("sglang.srt.mem_cache.pool_host.common", monkeypatch)
+    module("sglang.srt.server_args", monkeypatch, ServerArgs=ServerArgs)
+    name = "pdtransfer.adapters.sglang.dialect"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    made = import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    return made
+
+
+def manager(state: KVPoll) -> Any:
+    states = {ROOM: state}
+    return SimpleNamespace(
+        request_status=states, check_status=states.__getitem__, connection_pool={"host:1_0": 1, "host:12_0": 2},
+        failure_lock=Lock(), failure_records={ROOM: "peer_lost: gone"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["KVSender", "KVReceiver"])
+def test_requests_poll_and_fail(dialect: Any, side: str) -> None:
+    request = getattr(dialect, side)(manager(KVPoll.Transferring))
+    assert request.poll() is KVPoll.Transferring
+    request.kv_mgr.request_status[ROOM] = KVPoll.Failed
+    assert request.poll() is KVPoll.Failed
+    with pytest.raises(KVTransferError, match="peer_lost: gone"):
+        request.failure_exception()
+    assert request.poll() is KVPoll.Failed
+
+
+@pytest.mark.parametrize(
+    ("side", "state"), [("KVSender", KVPoll.Bootstrapping), ("KVReceiver", KVPoll.WaitingForInput)]
+)
+def test_requests_end_by_sglangs_own_limits(dialect: Any, side: str, state: KVPoll) -> None:
+    request = getattr(dialect, side)(manager(state))
+    assert request.poll() is state
+    request.timed_out = KVPoll.Failed
+    assert request.poll() is KVPoll.Failed
+
+
+def test_a_server_that_is_gone_is_forgotten_and_no_other_one(dialect: Any) -> None:
+    receiver = dialect.KVReceiver(manager(KVPoll.Failed))
+    receiver.invalidate_cached_bootstrap_infos()
+    assert receiver.kv_mgr.connection_pool == {"host:12_0": 2}
+
+
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["another rank's", "this rank's"])
+def test_pages_of_a_failed_request_are_held_until_no_rank_has_a_writer(
+    dialect: Any, elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang reuses them as soon as it reads Failed."""
+    import torch
+
+    here, given_up, others = [elsewhere], [], [not elsewhere]
+
+    class Receiver(dialect.KVReceiver):
+        def is_abort_release_safe(self) -> bool:
+            return here[0]
+
+        def _send_abort_notification(self) -> None:
+            given_up.append(self.bootstrap_room)
+
+    def all_reduce(drained: Any, op: Any, group: str) -> None:
+        assert (op, group) == (torch.distributed.ReduceOp.MIN, "gloo")
+        drained.mul_(torch.tensor(others, dtype=torch.uint8))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    requests = [SimpleNamespace(kv_receiver=Receiver(manager(KVPoll.Failed))), SimpleNamespace(kv_receiver=object())]
+    queue = SimpleNamespace(queue=requests, gloo_group="gloo")
+    states = [int(KVPoll.Failed), int(KVPoll.Failed)]
+    [(_, hook), _] = dialect.HOOKS
+    for _ in range(2):
+        assert hook(lambda _: list(states), queue) == [KVPoll.Transferring, KVPoll.Failed]
+    assert given_up == [ROOM]  # once, also where only another rank has failed
+    here[0] = others[0] = True
+    assert hook(lambda _: list(states), queue) == states
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, r"speculative_algorithm: SGLang 0\.5\.17 .*; 0\.5\.20 is the first"),
+        ({"enable_hierarchical_cache": True}, r"enable_hierarchical_cache: SGLang 0\.5\.17 .*; 0\.5\.23 is the first"),
+    ],
+)
+def test_what_a_version_lacks_is_refused_by_name(dialect: Any, given: dict[str, Any], text: str) -> None:
+    dialect.check_features(ServerArgs())
+    with pytest.raises(ConfigError, match=text):
+        dialect.check_features(ServerArgs(**given))
+
+
+@pytest.mark.parametrize("never", [0.0, 1.0])
+def test_requests_land_on_the_host_above_a_threshold_that_is_set(
+    dialect: Any, never: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.21 means never by 0, later versions by 1, and earlier ones have no threshold."""
+    assert not dialect.receives_on_host(SimpleNamespace())
+
+    class Newer:
+        def __init__(self, disaggregation_decode_host_receive_threshold: float = never) -> None:
+            self.disaggregation_decode_host_receive_threshold = disaggregation_decode_host_receive_threshold
+
+    monkeypatch.setattr(dialect, "ServerArgs", Newer)
+    assert [dialect.receives_on_host(Newer(*given)) for given in ((), (0.5,))] == [False, True]

@@ -55,9 +55,14 @@ test-two-gpu: $(VENV)/.stamp
 	@$(RUN) -m pdtransfer bench pd --goals
 
 # Real engines of others on the CPU, in environments of their own, .venv-vllm and .venv-sglang: no other target runs these.
+# VERSION=0.27.0 is another version of the engine, in .venv-vllm-0.27.0.
+VERSION :=
+OF_VERSION := $(if $(VERSION),-$(VERSION))
 test-engines: test-vllm test-sglang
 
-test-vllm test-sglang: test-%: $(VENV)/.stamp .venv-%/.stamp
+test-vllm: export PDTRANSFER_TEST_VLLM_VERSION := $(VERSION)
+test-sglang: export PDTRANSFER_TEST_SGLANG_VERSION := $(VERSION)
+test-vllm test-sglang: test-%: $(VENV)/.stamp .venv-%$(OF_VERSION)/.stamp
 	@$(RUN) -m pytest tests/engines/test_$**.py -rs $(ARGS)
 
 # Two vLLM servers and a small pretrained model behind the router; what it prints are sentences.
@@ -93,15 +98,15 @@ venv: $(VENV)/.stamp
 $(VENV)/.stamp: pyproject.toml lab/pyproject.toml tools/venv
 	@PYTHON='$(PYTHON)' tools/venv $(OTHER)
 
-venv-vllm: .venv-vllm/.stamp
+venv-vllm: .venv-vllm$(OF_VERSION)/.stamp
 
-.venv-vllm/.stamp: pyproject.toml tools/venv tests/engines/requirements-vllm.txt
-	@PYTHON='$(PYTHON)' tools/venv vllm
+.venv-vllm$(OF_VERSION)/.stamp: pyproject.toml tools/venv tests/engines/requirements-vllm.txt
+	@PYTHON='$(PYTHON)' tools/venv vllm $(VERSION)
 
-venv-sglang: .venv-sglang/.stamp
+venv-sglang: .venv-sglang$(OF_VERSION)/.stamp
 
-.venv-sglang/.stamp: pyproject.toml tools/venv tests/engines/requirements-sglang.txt $(wildcard tests/engines/stubs/*/*.py)
-	@PYTHON='$(PYTHON)' tools/venv sglang
+.venv-sglang$(OF_VERSION)/.stamp: pyproject.toml tools/venv tests/engines/requirements-sglang.txt $(wildcard tests/engines/stubs/*/*.py)
+	@PYTHON='$(PYTHON)' tools/venv sglang $(VERSION)
 
 clean:
 	rm -rf .venv .venv-* build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache

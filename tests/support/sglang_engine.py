@@ -25,13 +25,16 @@ from urllib.error import HTTPError, URLError
 from tests.support.json_process import end_of
 from tests.support.paths import REPO
 
-VENV = REPO / ".venv-sglang"
+# Another version than the default, as make test-sglang VERSION=0.5.20 sets it.
+VERSION = os.environ.get("PDTRANSFER_TEST_SGLANG_VERSION", "")
+VENV = REPO / f".venv-sglang{VERSION and '-'}{VERSION}"
 DEVICE = os.environ.get("PDTRANSFER_TEST_DEVICE", "cpu")
 PYTHON = Path(os.environ.get("PDTRANSFER_TEST_SGLANG", VENV / "bin" / "python"))
 START_S = 900.0  # of three processes that import SGLang, beside others on two cores
 ANSWER_S = 240.0
 SETTLES_S = 60.0
 END_S = 20.0
+CORES_BY_STAGE = "0.5.19"  # the first version that is told the cores of each pipeline stage
 
 ENVIRONMENT = {
     "SGLANG_HOST_IP": "127.0.0.1",
@@ -50,7 +53,6 @@ OPTIONS: dict[str, Any] = {
 if DEVICE == "cpu":
     ENVIRONMENT.update(
         SGLANG_USE_CPU_ENGINE="1",
-        SGLANG_CPU_OMP_THREADS_BIND="0-1|0-1",  # the ranks of one engine share two cores
         # And a plugin that stands in for what only GPUs have.
         PYTHONPATH=os.pathsep.join([str(REPO), str(REPO / "tests" / "engines" / "plugins")]),
     )
@@ -67,7 +69,12 @@ def why_not() -> str | None:
     """Why no engine can be started here; None where one can."""
     if "PDTRANSFER_TEST_SGLANG" in os.environ or (VENV / ".stamp").exists():
         return None
-    return "no SGLang here: make venv-sglang"
+    return f"no SGLang here: make venv-sglang{VERSION and ' VERSION='}{VERSION}"
+
+
+def is_since(version: str) -> bool:
+    """Whether the tested SGLang is this version or a newer one."""
+    return not VERSION or [int(part) for part in VERSION.split(".")] >= [int(part) for part in version.split(".")]
 
 
 def free_port() -> int:
@@ -116,7 +123,10 @@ class SglangServer:
         for name, value in given.items():
             if value is not False:
                 flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-        own = {"PDTRANSFER_SGLANG": json.dumps(self.settings)} if self.settings else {}
+        ranks = int(options.get("tp_size", 1)) * (int(options.get("pp_size", 1)) if is_since(CORES_BY_STAGE) else 1)
+        own = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0-1"] * ranks)} if DEVICE == "cpu" else {}
+        if self.settings:
+            own["PDTRANSFER_SGLANG"] = json.dumps(self.settings)
         with log.open("wb") as kept:
             self.process = subprocess.Popen(
                 [PYTHON, "-m", "sglang.launch_server", *flags], cwd=REPO, env=os.environ | ENVIRONMENT | own,

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import vllm
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -17,6 +19,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.support.json_process import LATER, Requests
 
+# Before 0.28 LLM's engine, unlike a server's, drops the figures of a step that makes no output.
+RECORDS_OUTPUTS_ALONE = [int(part) for part in vllm.__version__.split(".")[:2]] < [0, 28]
 IDLE_STEP_S = 0.001  # between steps in which nothing runs, as vLLM's own loop: transfers get the interpreter
 
 
@@ -32,6 +36,8 @@ class Driver:
         """Starts the engine with LLM's options; returns what its KV cache has."""
         self._engine = LLM(**options).llm_engine
         self._core = self._engine.engine_core.engine_core
+        if RECORDS_OUTPUTS_ALONE and self._engine.logger_manager is not None:
+            self._engine.engine_core.get_output = partial(self._recorded, self._engine.engine_core.get_output)
         cache = self._engine.vllm_config.cache_config
         return {"blocks": self._core.scheduler.kv_cache_config.num_blocks, "block_size": cache.block_size}
 
@@ -97,6 +103,13 @@ class Driver:
     def figures_of(self, *, connector: str, data: dict[str, Any]) -> dict[str, Any]:
         """What vLLM's MultiConnector makes of the figures of one of its connectors that come from another process."""
         return MultiConnector.build_kv_connector_stats({connector: data}).reduce()
+
+    def _recorded(self, get_output: Callable[[], Any]) -> Any:
+        """What a step has made. Its figures are recorded here where the engine would drop them."""
+        made = get_output()
+        if made.scheduler_stats is not None and not made.outputs:
+            self._engine.logger_manager.record(scheduler_stats=made.scheduler_stats, iteration_stats=None)
+        return made
 
     def run(self) -> None:
         """Until the input ends; then the engine is shut down."""

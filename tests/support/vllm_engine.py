@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,7 +14,9 @@ from typing import Any, Protocol
 from tests.support.json_process import JsonProcess
 from tests.support.paths import REPO
 
-VENV = REPO / ".venv-vllm"
+# Another version than the default, as make test-vllm VERSION=0.27.0 sets it.
+VERSION = os.environ.get("PDTRANSFER_TEST_VLLM_VERSION", "")
+VENV = REPO / f".venv-vllm{VERSION and '-'}{VERSION}"
 PYTHON = VENV / "bin" / "python"
 START_S = 300.0  # of a process that imports vLLM and starts an engine, beside others on two cores
 ANSWER_S = 120.0
@@ -30,6 +33,8 @@ ENVIRONMENT = {
     "VLLM_CACHE_ROOT": str(VENV / "cache"),
     "VLLM_CONFIG_ROOT": str(VENV / "config"),
     "VLLM_NO_USAGE_STATS": "1",
+    # Standard output has the driver's answers alone, also while it imports vLLM.
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(REPO),
 }
@@ -38,7 +43,7 @@ ENVIRONMENT = {
 def why_not() -> str | None:
     """Why no engine can be started here; None where one can."""
     if not (VENV / ".stamp").exists():
-        return "no vLLM here: make venv-vllm"
+        return f"no vLLM here: make venv-vllm{VERSION and ' VERSION='}{VERSION}"
     return None
 
 

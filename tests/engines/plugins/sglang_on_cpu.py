@@ -14,6 +14,7 @@ def plugin() -> None:
     """Called in each of a server's processes."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.mem_cache.allocator import paged
     from sglang.srt.mem_cache.pool_host import base, mha
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 
@@ -25,6 +26,9 @@ def plugin() -> None:
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     for name in ("forward_native", "forward_cpu"):
         setattr(RotaryEmbedding, name, _unless_empty(getattr(RotaryEmbedding, name)))
+    if not hasattr(paged, "alloc_decode_naive"):  # before 0.5.22 pages are chosen by Triton alone
+        paged.alloc_extend_kernel = _Kernel(extend_pages)
+        paged.alloc_decode_kernel = _Kernel(decode_pages)
 
 
 def transfer_kv_direct(
@@ -34,6 +38,39 @@ def transfer_kv_direct(
     """Stands in for the kernel of this name, which copies rows between SGLang's host pool and its device pool."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
+
+
+class _Kernel:
+    """Calls a function as Triton calls a kernel, whose grid stands in brackets."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._function
+
+
+def extend_pages(
+    prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor, free_pages: torch.Tensor,
+    out_indices: torch.Tensor, _: int, page_size: int,
+) -> None:  # fmt: skip
+    """Stands in for alloc_extend_kernel: the slots behind each prefix. Where pages are too few the caller finds out."""
+    from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
+
+    needed = (seq_lens + page_size - 1) // page_size - (prefix_lens + page_size - 1) // page_size
+    if int(needed.sum()) <= len(free_pages):
+        alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out_indices, page_size, "cpu")
+
+
+def decode_pages(
+    seq_lens: torch.Tensor, last_loc: torch.Tensor, free_pages: torch.Tensor, out_indices: torch.Tensor, _: int,
+    page_size: int,
+) -> None:  # fmt: skip
+    """Stands in for alloc_decode_kernel: the slot of each sequence's last token."""
+    begins = (seq_lens - 1) % page_size == 0
+    if int(begins.sum()) <= len(free_pages):
+        out_indices.copy_(last_loc + 1)
+        out_indices[begins] = free_pages[: int(begins.sum())] * page_size
 
 
 def _unless_empty(turn: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
 
 from tests.support.sglang_servers import FakeSglang
-from tests.support.vllm_servers import PIECES, ServerSite, server_site
+from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
 
 WHOLE = "".join(PIECES)
@@ -109,6 +110,43 @@ def test_a_prefill_that_fails_is_replaced(how: str) -> None:
             assert (it.server(bad).identity is None) == (how != "other port")
 
     run_on_loop(case)
+
+
+@on_loop
+async def test_an_engine_that_is_busy_for_long_is_left_out_meanwhile() -> None:
+    """SGLang computes a token to answer /health, which waits while a long step runs."""
+    async with server_site(decode=2, of=FakeSglang, limits=replace(LIMITS, silence_ms=2_000)) as it:
+        [prefill], [busy, _] = it.prefill, it.decode
+        busy.mute = True
+        await until(lambda: not it.server(busy).usable)
+        assert [(await it.post())[1]["server"] for _ in range(2)] == ["d1", "d1"]
+        prefill.mute = True
+        await until(lambda: not it.server(prefill).usable)
+        status, answer, headers = await it.post()
+        assert (status, headers["Retry-After"]) == (503, "2")
+        assert "/health has not answered within 2000 ms" in answer["error"]["message"]
+        prefill.mute = busy.mute = False
+        await until(lambda: it.server(prefill).usable and it.server(busy).usable)
+        assert (await it.post())[1]["server"] == "d0"
+
+
+@on_loop
+async def test_the_only_prefill_server_that_ends_at_a_prompt_serves_again_when_it_is_back() -> None:
+    async with server_site(of=FakeSglang) as it:
+        [prefill] = it.prefill
+        prefill.gate.clear()
+        asked = asyncio.create_task(it.post())
+        await until(lambda: prefill.seen)
+        await prefill.close()
+        status, answer, _ = await asked
+        assert status in (502, 503), answer
+        await until(lambda: not it.server(prefill).usable)
+        status, answer, _ = await it.post()
+        assert (status, "no prefill server is healthy" in answer["error"]["message"]) == (503, True)
+        prefill.gate.set()
+        await prefill.come_back()
+        await until(lambda: it.server(prefill).usable)
+        assert (await it.post())[0] == 200
 
 
 @on_loop

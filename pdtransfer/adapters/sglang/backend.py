@@ -19,7 +19,7 @@ from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_parallel
 
@@ -46,7 +46,7 @@ log = logging.getLogger(f"sglang.srt.{__name__}")
 _DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
 
 
-class Manager(CommonKVManager):
+class Manager(dialect.KVManager):
     """One rank: its client, and the requests that it sends or receives."""
 
     supports_deferred_decode_kv_release = True

@@ -48,7 +48,8 @@ def check_features(server_args: Any) -> None:
 
 
 def _refuse(option: str, what: str, since: str) -> None:
-    raise ConfigError(f"{option}: SGLang {sglang.__version__} does not report {what}; {since} is the first that does")
+    version = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue]
+    raise ConfigError(f"{option}: SGLang {version} does not report {what}; {since} is the first that does")
 
 
 def receives_on_host(disagg: Any) -> bool:
@@ -79,7 +80,18 @@ def known_to(info: Any, answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name in names}
 
 
-class _Failing:
+class _OlderManager(common.CommonKVManager):
+    """The states of requests. Before 0.5.20 a later state replaces Failed, and makes a request again that was cleared:
+    prefill would wait for ever for one that failed while its last pages were computed."""
+
+    def update_status(self, bootstrap_room: int, status: Any) -> None:
+        state = self.request_status.get(bootstrap_room)
+        first = status in (base.KVPoll.Bootstrapping, base.KVPoll.WaitingForInput)
+        if first if state is None else state != base.KVPoll.Failed:
+            super().update_status(bootstrap_room, status)
+
+
+class _FailingRequest:
     """What a request raises that has failed."""
 
     def failure_exception(self: Any) -> None:
@@ -91,7 +103,7 @@ class _Failing:
         raise common.KVTransferError(self.bootstrap_room, text, is_from_another_rank=reason is None)
 
 
-class _Sender(_Failing):
+class _SendingRequest(_FailingRequest):
     """Prefill's request."""
 
     def send(self: Any, kv_indices: Any, state_indices: Any = None, *_: Any, **__: Any) -> None:
@@ -127,7 +139,7 @@ class _Sender(_Failing):
         return state
 
 
-class _Receiver(base.BaseKVReceiver):
+class _ReceivingRequest(base.BaseKVReceiver):
     """Decode's request: what CommonKVReceiver has not got, which comes before this class."""
 
     def poll(self: Any) -> Any:
@@ -153,16 +165,17 @@ class _Receiver(base.BaseKVReceiver):
             del pool[key]
 
 
-if _COMPLETE:
-    KVSender: Any = common.CommonKVSender
-    KVReceiver: Any = common.CommonKVReceiver
-else:
+class _OlderSender(_SendingRequest, common.CommonKVSender):
+    """Prefill's request, as 0.5.23 has it."""
 
-    class KVSender(_Sender, common.CommonKVSender):
-        """Prefill's request, as 0.5.23 has it."""
 
-    class KVReceiver(_Failing, common.CommonKVReceiver, _Receiver):
-        """Decode's request, as 0.5.23 has it."""
+class _OlderReceiver(_FailingRequest, common.CommonKVReceiver, _ReceivingRequest):
+    """Decode's request, as 0.5.23 has it."""
+
+
+KVManager: Any = common.CommonKVManager if _COMPLETE else _OlderManager
+KVSender: Any = common.CommonKVSender if _COMPLETE else _OlderSender
+KVReceiver: Any = common.CommonKVReceiver if _COMPLETE else _OlderReceiver
 
 
 def _poll_transfers(original: Any, queue: Any) -> list[int]:

@@ -56,6 +56,15 @@ class Common:
     _check_waiting_timeout = _check_bootstrap_timeout
 
 
+class CommonKVManager:
+    def __init__(self) -> None:
+        self.request_status: dict[int, KVPoll] = {}
+
+    def update_status(self, room: int, status: KVPoll) -> None:
+        known = self.request_status.get(room, status)
+        self.request_status[room] = status if status is KVPoll.Failed else max(known, status)
+
+
 class CommonKVSender(Common):
     def send(self, *_: Any) -> None:
         pass
@@ -92,6 +101,7 @@ def dialect(monkeypatch: pytest.MonkeyPatch) -> Any:
         module(f"sglang.{name}", monkeypatch)
     module("sglang.srt.disaggregation.utils", monkeypatch)
     common = {
+        "CommonKVManager": CommonKVManager,
         "CommonKVSender": CommonKVSender,
         "CommonKVReceiver": CommonKVReceiver,
         "KVTransferError": KVTransferError,
@@ -115,6 +125,21 @@ def manager(state: KVPoll) -> Any:
         request_status=states, check_status=states.__getitem__, connection_pool={"host:1_0": 1, "host:12_0": 2},
         failure_lock=Lock(), failure_records={ROOM: "peer_lost: gone"},
     )  # fmt: skip
+
+
+def test_a_request_that_has_failed_stays_failed(dialect: Any) -> None:
+    """Also when its last pages leave after that; and one that was cleared stays unknown."""
+    made = dialect.KVManager()
+    for state in (KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Transferring, KVPoll.Success):
+        made.update_status(ROOM, state)
+    assert made.request_status == {ROOM: KVPoll.Failed}
+    made.request_status.clear()
+    for state in (KVPoll.Transferring, KVPoll.Failed, KVPoll.Success):
+        made.update_status(ROOM, state)
+    assert made.request_status == {}
+    made.update_status(ROOM, KVPoll.Bootstrapping)
+    made.update_status(ROOM, KVPoll.Transferring)
+    assert made.request_status == {ROOM: KVPoll.Transferring}
 
 
 @pytest.mark.parametrize("side", ["KVSender", "KVReceiver"])

@@ -152,7 +152,7 @@ def test_a_cache_that_cannot_cross_is_named(tensor: torch.Tensor, text: str) -> 
 def test_too_many_groups_are_refused() -> None:
     tensors = cache(1, 1)
     groups = [(KVGroup(at, TOKENS), list(tensors)) for at in range(17)]
-    with pytest.raises(ConfigError, match="KV cache groups: 17, from 1 to 16 can cross"):
+    with pytest.raises(ConfigError, match="KV cache groups: 17, must be 1 to 16"):
         made_of(tensors, groups=groups)
 
 

@@ -127,14 +127,14 @@ def measured(record_property: Callable[[str, object], None]) -> Callable[[str], 
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    said = [
+    lines = [
         f"{report.nodeid.rpartition('::')[2]}: {text}"
         for outcome in ("passed", "failed")
         for report in terminalreporter.stats.get(outcome, ())
         for name, text in report.user_properties
         if name == _MEASURED and report.when == "call"
     ]
-    if said:
+    if lines:
         terminalreporter.section(_MEASURED)
-        for line in said:
+        for line in lines:
             terminalreporter.write_line(line)

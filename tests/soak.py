@@ -241,7 +241,7 @@ async def _nothing() -> None:
     pass
 
 
-async def soak(seconds: float, seed: int, logs: Path, say: Callable[[str], None] = lambda _: None) -> Outcome:
+async def soak(seconds: float, seed: int, logs: Path, report: Callable[[str], None] = lambda _: None) -> Outcome:
     """Faults from `seed` for so long, a line to `say` a minute; where something is wrong it ends early."""
 
     async def minutes(run: Soak) -> None:
@@ -249,7 +249,7 @@ async def soak(seconds: float, seed: int, logs: Path, say: Callable[[str], None]
         while True:
             await asyncio.sleep(60)
             minute += 1
-            say(f"{minute} min: {run.outcome.line()}")
+            report(f"{minute} min: {run.outcome.line()}")
 
     with Network((*PREFILLS, *DECODES), megabits=MEGABITS) as network:
         async with Fleet(network, logs) as fleet:

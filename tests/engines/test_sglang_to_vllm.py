@@ -108,9 +108,9 @@ def test_an_engine_that_does_not_fit_is_refused_and_computes_itself(
         made = [decode.generated(each).tokens for each in added]
         assert made == decode.generate(asked, tokens=TOKENS)
         assert decode.metrics(ROOMS) == {f"{ROOMS} failed": 2}
-        said = decode.log.read_text()
-        assert f"was not received: refused: tcp://127.0.0.1:{pair.port}" in said
-        assert f" {field}" in said
+        log = decode.log.read_text()
+        assert f"was not received: refused: tcp://127.0.0.1:{pair.port}" in log
+        assert f" {field}" in log
 
 
 def test_a_killed_prefill_engine_is_replaced_by_computing(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -555,8 +555,8 @@ def test_engines_that_do_not_fit_are_refused_with_both_values(
             assert engine.state() == {"free_blocks": blocks, "requests": 0}
             settles(lambda: pair.prefill.state()["requests"], 0, seconds=TIME_LEFT_S / 2)
             assert re.search(line.replace("refused: ", r"\(refused\): "), engine.log.read_text(), re.MULTILINE), (
-                engine.said()
+                engine.log_end()
             )
-            assert re.search(line, pair.prefill.log.read_text(), re.MULTILINE), pair.prefill.said()
+            assert re.search(line, pair.prefill.log.read_text(), re.MULTILINE), pair.prefill.log_end()
         assert pair.serial(fine, tokens=TOKENS).tokens == single.generate([fine], tokens=TOKENS)[0]
         pair.settles()

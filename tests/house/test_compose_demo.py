@@ -55,16 +55,16 @@ def demo(tried: Path, variables: dict[str, str] | None = None, **commands: str) 
 
 
 def test_no_engine_is_nothing_that_is_wrong(tried: Path) -> None:
-    status, said = demo(tried, docker="exit 1")
-    assert (status, "no container engine" in said) == (3, True), said
+    status, output = demo(tried, docker="exit 1")
+    assert (status, "no container engine" in output) == (3, True), output
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts an engine")
 def test_an_engine_that_cannot_be_started_is_nothing_that_is_wrong_and_the_host_is_as_before(tried: Path) -> None:
     calls = tried / "calls"
     noted = {name: f'echo "{name} $*" >>{calls}' for name in ("ip", "iptables", "iptables_save", "iptables_restore")}
-    status, said = demo(tried, docker="exit 1", dockerd="exit 1", **noted)
-    assert (status, "no container engine" in said) == (3, True), said
+    status, output = demo(tried, docker="exit 1", dockerd="exit 1", **noted)
+    assert (status, "no container engine" in output) == (3, True), output
     saved, link, restored = calls.read_text().splitlines()
     assert (saved.strip(), link) == ("iptables_save", "ip link delete docker0")
     assert restored.startswith("iptables_restore /")
@@ -72,8 +72,8 @@ def test_an_engine_that_cannot_be_started_is_nothing_that_is_wrong_and_the_host_
 
 def test_no_base_image_is_nothing_that_is_wrong(tried: Path) -> None:
     docker = 'case $* in info) ;; "compose version") ;; *) exit 1 ;; esac'
-    status, said = demo(tried, docker=docker, debootstrap="exit 1")
-    assert (status, "debootstrap failed" in said) == (3, True), said
+    status, output = demo(tried, docker=docker, debootstrap="exit 1")
+    assert (status, "debootstrap failed" in output) == (3, True), output
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_an_image_that_cannot_be_built_is_wrong_but_for_want_of_the_network(
     tried: Path, last: str, status: int
 ) -> None:
     build = f'echo "Step 1/9"; echo "{last}" >&2; exit 1'
-    found, said = demo(tried, docker=DOCKER.format(build=build), docker_compose="exit 0")
-    assert (found, "could not be built" in said, last in said) == (status, True, True), said
+    found, output = demo(tried, docker=DOCKER.format(build=build), docker_compose="exit 0")
+    assert (found, "could not be built" in output, last in output) == (status, True, True), output
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_an_image_that_cannot_be_built_is_wrong_but_for_want_of_the_network(
 def test_an_image_that_is_too_large_or_has_packages_that_are_not_locked_is_wrong(
     tried: Path, variables: dict[str, str], wrong: str
 ) -> None:
-    status, said = demo(tried, variables, docker=DOCKER.format(build="exit 0"), docker_compose="exit 0")
-    assert (status, wrong in said) == (1, True), said
+    status, output = demo(tried, variables, docker=DOCKER.format(build="exit 0"), docker_compose="exit 0")
+    assert (status, wrong in output) == (1, True), output
 
 
 def test_an_images_limit_lies_between_what_it_has_and_what_any_part_would_add_that_it_leaves_out() -> None:
@@ -128,18 +128,18 @@ def test_a_connection_that_broke_and_was_made_again_is_not_why_a_build_fails(tri
 
 
 def test_a_fleet_that_does_not_start_is_wrong(tried: Path) -> None:
-    status, said = demo(tried, docker=DOCKER.format(build="exit 0"), docker_compose="exit 1")
-    assert (status, "does not start" in said) == (1, True), said
+    status, output = demo(tried, docker=DOCKER.format(build="exit 0"), docker_compose="exit 1")
+    assert (status, "does not start" in output) == (1, True), output
 
 
 def test_a_fleet_does_not_start_before_it_may(tried: Path) -> None:
     after, early = tried / "after", tried / "early"
     (tried / "bin" / "sleep").unlink()
-    status, said = demo(
+    status, output = demo(
         tried, {"AFTER": str(after)}, docker=DOCKER.format(build="exit 0"), sleep=f": >{after}",
         docker_compose=f"[ -e {after} ] || [[ $* != *up* ]] || : >{early}; exit 1",
     )  # fmt: skip
-    assert (status, "does not start" in said, after.exists(), early.exists()) == (1, True, True, False), said
+    assert (status, "does not start" in output, after.exists(), early.exists()) == (1, True, True, False), output
 
 
 def integrate(
@@ -174,7 +174,7 @@ def test_continuous_integration_fails_with_the_containers_and_not_for_want_of_th
 
 
 @pytest.mark.parametrize(
-    ("vllm", "sglang", "test_engines", "ends", "said"),
+    ("vllm", "sglang", "test_engines", "ends", "output"),
     [
         (0, 0, 0, 0, ["test-vllm: passed", "test-sglang: passed"]),
         (3, 0, 0, 0, ["test-vllm: not run", "test-sglang: passed"]),
@@ -186,15 +186,15 @@ def test_continuous_integration_fails_with_the_containers_and_not_for_want_of_th
     ],
 )
 def test_continuous_integration_fails_with_the_engines_and_not_for_want_of_them(
-    tried: Path, vllm: int, sglang: int, test_engines: int, ends: int, said: list[str]
+    tried: Path, vllm: int, sglang: int, test_engines: int, ends: int, output: list[str]
 ) -> None:
     ran = integrate(tried, vllm=vllm, sglang=sglang, test_engines=test_engines)
     assert ran.returncode == ends, ran.stderr
-    assert [line.partition(",")[0] for line in ran.stdout.splitlines() if line.startswith("test-")] == said
+    assert [line.partition(",")[0] for line in ran.stdout.splitlines() if line.startswith("test-")] == output
 
 
 @pytest.mark.parametrize(
-    ("venv", "fast", "ends", "said"),
+    ("venv", "fast", "ends", "output"),
     [
         (None, 0, 0, ["not run", "not run", "not run"]),
         (0, 0, 0, ["not run", "passed", "not run"]),
@@ -205,12 +205,12 @@ def test_continuous_integration_fails_with_the_engines_and_not_for_want_of_them(
     ],
 )
 def test_continuous_integration_fails_with_another_python_and_not_for_want_of_one(
-    tried: Path, venv: int | None, fast: int, ends: int, said: list[str]
+    tried: Path, venv: int | None, fast: int, ends: int, output: list[str]
 ) -> None:
     ran = integrate(tried, other_python=venv, test_fast=fast)
     assert ran.returncode == ends, ran.stderr
     lines = [line.split(": ")[1] for line in ran.stdout.splitlines() if line.startswith("Python 3.")]
-    assert [line.partition(",")[0] for line in lines] == said
+    assert [line.partition(",")[0] for line in lines] == output
 
 
 def test_an_image_is_built_beside_the_tests_and_its_fleet_starts_after_them(tried: Path) -> None:

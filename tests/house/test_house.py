@@ -176,8 +176,8 @@ def test_layer_contracts_catch_what_they_forbid(tmp_path: Path) -> None:
     for module, line, _ in BREAKS:
         changed = tmp_path / "pdtransfer" / module
         changed.write_text((changed.read_text() if changed.exists() else "") + f"\n{line}\n")
-    said = linted(tmp_path)
-    assert [complaint for _, _, complaint in BREAKS if complaint not in said] == []
+    output = linted(tmp_path)
+    assert [complaint for _, _, complaint in BREAKS if complaint not in output] == []
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router"])

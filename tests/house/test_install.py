@@ -67,8 +67,8 @@ def test_pip_install_runs_the_clients_and_with_daemons_router_keygen_and_doctor(
     assert lines(run(pdtransfer, "--help", cwd=tmp_path, environment=environment))
     lines(run(pdtransfer, "keygen", "d0", cwd=tmp_path, environment=environment))
     assert (tmp_path / "d0.key").exists()
-    (said,) = lines(run(pdtransfer, "doctor", "--json", cwd=tmp_path, environment=environment))
-    states = {each["name"]: each["state"] for each in json.loads(said)["findings"]}
+    (line,) = lines(run(pdtransfer, "doctor", "--json", cwd=tmp_path, environment=environment))
+    states = {each["name"]: each["state"] for each in json.loads(line)["findings"]}
     assert (states["packages"], states["torch"], states["Mooncake"]) == ("ok", "warn", "warn")
 
     command = [pdtransfer, "router", "--listen", "127.0.0.1:0", "--json"]

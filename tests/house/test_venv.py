@@ -43,9 +43,9 @@ def wheel(folder: Path, name: str, version: str, *requires: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_packages_that_no_index_has_are_nothing_that_is_wrong(kind: str, tmp_path: Path) -> None:
-    status, said = made(tmp_path, kind, "", PIP_FIND_LINKS="")
-    assert (status, "No matching distribution found for uv" in said) == (3, True), said
-    assert f"build/setup-{kind}.log" in said
+    status, output = made(tmp_path, kind, "", PIP_FIND_LINKS="")
+    assert (status, "No matching distribution found for uv" in output) == (3, True), output
+    assert f"build/setup-{kind}.log" in output
     assert not (tmp_path / f".venv-{kind}" / ".stamp").exists()
 
 
@@ -53,8 +53,8 @@ def test_packages_that_no_index_has_are_nothing_that_is_wrong(kind: str, tmp_pat
 def test_requirements_that_contradict_each_other_are_wrong(tmp_path: Path) -> None:
     links = tmp_path / "links"
     wheel(links, "torch", "2.13.0")
-    status, said = made(tmp_path, "vllm", "torch==2.13.0\ntorch!=2.13.0\n", PIP_FIND_LINKS=str(links))
-    assert (status, "and its requirements could not be installed" in said) == (1, True), said
+    status, output = made(tmp_path, "vllm", "torch==2.13.0\ntorch!=2.13.0\n", PIP_FIND_LINKS=str(links))
+    assert (status, "and its requirements could not be installed" in output) == (1, True), output
 
 
 @pytest.mark.full
@@ -75,11 +75,11 @@ def test_another_version_of_an_engine_has_an_environment_with_what_it_pins(tmp_p
 
 
 def test_another_kind_is_refused(tmp_path: Path) -> None:
-    status, said = made(tmp_path, "other", "")
-    assert (status, "usage" in said) == (2, True), said
+    status, output = made(tmp_path, "other", "")
+    assert (status, "usage" in output) == (2, True), output
 
 
 def test_an_environment_is_made_with_the_python_that_it_is_named_after(tmp_path: Path) -> None:
-    status, said = made(tmp_path, "3.99", "")
-    assert (status, "not 3.99" in said) == (1, True), said
+    status, output = made(tmp_path, "3.99", "")
+    assert (status, "not 3.99" in output) == (1, True), output
     assert not (tmp_path / ".venv-3.99").exists()

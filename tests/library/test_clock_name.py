@@ -14,20 +14,20 @@ SHIFTED = ("unshare", "--time", "--boottime", "100", "--monotonic", "5000")
 SAY = "import time; from pdtransfer.clock_name import clock_name; print(time.monotonic()); print(clock_name())"
 
 
-def _said(*within: str) -> tuple[float, str]:
+def _clock(*within: str) -> tuple[float, str]:
     made = subprocess.run([*within, sys.executable, "-c", SAY], capture_output=True, text=True, cwd=REPO, check=True)
     seconds, name = made.stdout.splitlines()
     return float(seconds), name
 
 
 def test_processes_of_one_boot_and_time_namespace_name_their_clock_alike() -> None:
-    assert _said()[1] == clock_name()
+    assert _clock()[1] == clock_name()
     assert len(clock_digest()) == DIGEST_BYTES
 
 
 def test_a_time_namespace_of_its_own_is_another_clock() -> None:
     if subprocess.run([*SHIFTED, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no time namespace can be made here: that takes util-linux 2.38 or later, and CAP_SYS_ADMIN")
-    (ours_s, ours), (theirs_s, theirs) = _said(), _said(*SHIFTED)
+    (ours_s, ours), (theirs_s, theirs) = _clock(), _clock(*SHIFTED)
     assert theirs_s - ours_s > 4_900, "the offset is in force"
     assert theirs != ours

@@ -32,7 +32,7 @@ def hello(node: str, incarnation: int = 7) -> Hello:
 
 
 class Node:
-    """A bus that keeps what it hears, and answers each Ping with a Pong; each Hello with a Goodbye if it `greets`."""
+    """A bus that keeps its messages, and answers each Ping with a Pong; each Hello with a Goodbye if it `greets`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Node:
     ) -> None:
         self.greets = greets
         names = None if allowed is None else AllowList({pair.public: name for name, pair in allowed.items()})
-        self.heard: list[tuple[str, Message]] = []
+        self.received: list[tuple[str, Message]] = []
         self.refusals: list[tuple[str, RemoteProtocolError]] = []
         self.reached: list[tuple[str, str]] = []  # who connected, and from where
         self.gone: dict[str, str] = {}  # the evidence that stands
@@ -55,7 +55,7 @@ class Node:
         )  # fmt: skip
 
     def receive(self, peer: str, message: Message) -> None:
-        self.heard.append((peer, message))
+        self.received.append((peer, message))
         if type(message) is Ping:
             self.bus.send(peer, Pong(message.incarnation))
         elif type(message) is Hello and self.greets:
@@ -85,13 +85,13 @@ class Node:
 
     async def ping(self, peer: str, number: int) -> None:
         """Pings until this very number is answered."""
-        while (peer, Pong(number)) not in self.heard:
+        while (peer, Pong(number)) not in self.received:
             self.bus.send(peer, Ping(number))
             await asyncio.sleep(0.01)
 
 
 class Raw:
-    """A hostile peer: a bare socket that says what it likes."""
+    """A hostile peer: a bare socket that sends what it likes."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, keys: KeyPair | None = None, server: str = "",
@@ -110,11 +110,11 @@ class Raw:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.socket.connect(endpoint)
 
-    def say(self, *messages: Message | bytes) -> None:
+    def send(self, *messages: Message | bytes) -> None:
         for message in messages:
             self.socket.send(message if isinstance(message, bytes) else encode(message))
 
-    async def hear(self) -> Message:
+    async def receive(self) -> Message:
         await until(lambda: not self.quiet)
         return decode(self.socket.recv())
 

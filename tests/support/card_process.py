@@ -26,6 +26,6 @@ class CardProcess(Process):
         self.forked: list[int] = []
 
     async def child(self, how: str) -> int:
-        self.say(how)
-        self.forked.append(int(await self.heard()))
+        self.send(how)
+        self.forked.append(int(await self.receive()))
         return self.forked[-1]

@@ -53,49 +53,49 @@ class Late:
 
 @dataclass
 class Pair:
-    """Both clients, both pools, and what either client has said."""
+    """Both clients, both pools, and the events of either client."""
 
     prefill: PrefillClient
     decode: DecodeClient
     source: Pool
     target: Pool
-    said_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = field(default_factory=list)
-    said_d: list[RoomReady | RoomFailed] = field(default_factory=list)
+    prefill_events: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = field(default_factory=list)
+    decode_events: list[RoomReady | RoomFailed] = field(default_factory=list)
 
     def poll(self) -> None:
         """What a scheduler does between two batches: asks both, waits for neither."""
-        self.said_p += self.prefill.poll()
-        self.said_d += self.decode.poll()
+        self.prefill_events += self.prefill.poll()
+        self.decode_events += self.decode.poll()
 
     def until(self, condition: Callable[[], object]) -> None:
         """Polls until the condition holds, asleep while nobody has anything to say."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert time.monotonic() < deadline, f"prefill said {self.said_p}, decode said {self.said_d}"
+            assert time.monotonic() < deadline, f"prefill: {self.prefill_events}, decode: {self.decode_events}"
             open_ones = [each for each in (self.prefill, self.decode) if each.fileno() >= 0]
             select.select(open_ones, [], [], 0.02)
             self.poll()
 
-    def prefill_said(self, room: int, kind: type[Any]) -> Any:
-        return next((said for said in self.said_p if isinstance(said, kind) and said.room == room), None)
+    def prefill_event(self, room: int, kind: type[Any]) -> Any:
+        return next((event for event in self.prefill_events if isinstance(event, kind) and event.room == room), None)
 
-    def decode_said(self, room: int, kind: type[Any]) -> Any:
-        return next((said for said in self.said_d if isinstance(said, kind) and said.room == room), None)
+    def decode_event(self, room: int, kind: type[Any]) -> Any:
+        return next((event for event in self.decode_events if isinstance(event, kind) and event.room == room), None)
 
     def ready(self, room: int) -> RoomReady:
-        self.until(lambda: self.decode_said(room, RoomReady) or self.decode_said(room, RoomFailed))
-        ready = self.decode_said(room, RoomReady)
-        assert ready is not None, self.said_d
+        self.until(lambda: self.decode_event(room, RoomReady) or self.decode_event(room, RoomFailed))
+        ready = self.decode_event(room, RoomReady)
+        assert ready is not None, self.decode_events
         return ready
 
     def failed(self, room: int) -> RoomFailed:
         """On decode's side."""
-        self.until(lambda: self.decode_said(room, RoomFailed))
-        return self.decode_said(room, RoomFailed)
+        self.until(lambda: self.decode_event(room, RoomFailed))
+        return self.decode_event(room, RoomFailed)
 
     def drained(self, room: int) -> None:
         """On prefill's side."""
-        self.until(lambda: self.prefill_said(room, RoomDrained))
+        self.until(lambda: self.prefill_event(room, RoomDrained))
 
     def expect(self, room: int, tokens: int, **more: Any) -> None:
         self.decode.expect(room, tokens=tokens, sources=[self.prefill.endpoint], **more)
@@ -118,8 +118,8 @@ class Pair:
         for room in itertools.count(1_000):
             self.decode.expect(room, tokens=16, sources=sources)
             self.send(room, 16)
-            self.until(lambda room=room: self.decode_said(room, RoomReady) or self.decode_said(room, RoomFailed))
-            if self.decode_said(room, RoomReady) is not None:
+            self.until(lambda room=room: self.decode_event(room, RoomReady) or self.decode_event(room, RoomFailed))
+            if self.decode_event(room, RoomReady) is not None:
                 return
             self.prefill.abort(room)
             time.sleep(0.1)

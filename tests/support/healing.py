@@ -44,7 +44,7 @@ def right(prompt: str, answer: Answer, max_tokens: int = TOKENS) -> bool:
     return answer.status == 200 and answer.text == plain.text(prompt, max_tokens)
 
 
-def said(events: Sequence[dict[str, Any]]) -> str:
+def text_of(events: Sequence[dict[str, Any]]) -> str:
     """The text of a stream's events."""
     return "".join(each["choices"][0]["text"] for each in events if "choices" in each)
 

@@ -69,9 +69,9 @@ class JsonProcess:
         try:
             return asked.result(seconds)
         except TimeoutError:
-            raise TimeoutError(f"no answer in {seconds} s; {self.said()}") from None
+            raise TimeoutError(f"no answer in {seconds} s; {self.log_end()}") from None
 
-    def said(self) -> str:
+    def log_end(self) -> str:
         """The last lines of its log."""
         return end_of(self.log)
 
@@ -105,7 +105,7 @@ class JsonProcess:
             with self._lock:
                 asked = self._asked.pop(reply["number"])
             if "error" in reply:
-                asked.set_exception(RuntimeError(f"{reply['error']}\n{self.said()}"))
+                asked.set_exception(RuntimeError(f"{reply['error']}\n{self.log_end()}"))
             else:
                 asked.set_result(reply["answer"])
         self.process.stdout.close()
@@ -117,7 +117,7 @@ class JsonProcess:
         with self._lock:
             left, self._asked = self._asked, {}
         for asked in left.values():
-            asked.set_exception(RuntimeError(f"it ended with status {self.process.returncode}; {self.said()}"))
+            asked.set_exception(RuntimeError(f"it ended with status {self.process.returncode}; {self.log_end()}"))
 
 
 class Requests:

@@ -33,11 +33,11 @@ Pair = tuple[str, str]
 
 @dataclass(eq=False)
 class Side:
-    """What one side of a room has said."""
+    """The events of one side of a room."""
 
     host: str
     life: int
-    said: list[str] = field(default_factory=list[str])
+    events: list[str] = field(default_factory=list[str])
     void: bool = False  # its process has been killed
 
     def __post_init__(self) -> None:
@@ -45,12 +45,12 @@ class Side:
 
     @property
     def ended(self) -> bool:
-        return self.void or not self.ends.isdisjoint(self.said)
+        return self.void or not self.ends.isdisjoint(self.events)
 
     @property
     def over(self) -> bool:
         """Ended, and what it held is given back."""
-        return self.ended and ("ready" not in self.said or "released" in self.said or self.void)
+        return self.ended and ("ready" not in self.events or "released" in self.events or self.void)
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class Room:
 
     @property
     def landed(self) -> bool:
-        return "ready" in self.decode.said
+        return "ready" in self.decode.events
 
 
 @dataclass(eq=False)
@@ -172,33 +172,33 @@ class Fleet:
     async def _read(self, host: Host) -> None:
         assert host.process.stdout is not None
         async for line in host.process.stdout:
-            self._hear(host, json.loads(line))
+            self._receive(host, json.loads(line))
 
-    def _hear(self, host: Host, said: dict[str, Any]) -> None:
-        kind, number = said["kind"], said["room"]
+    def _receive(self, host: Host, message: dict[str, Any]) -> None:
+        kind, number = message["kind"], message["room"]
         if kind == "up":
             host.up.set()
         elif kind in ("rest", "seen"):
             if (answer := self._answers.pop(number, None)) is not None and not answer.done():
-                answer.set_result(said)
+                answer.set_result(message)
         else:
-            self._happened(host, kind, number, said)
+            self._happened(host, kind, number, message)
 
-    def _happened(self, host: Host, kind: str, number: int, said: dict[str, Any]) -> None:
+    def _happened(self, host: Host, kind: str, number: int, message: dict[str, Any]) -> None:
         room = self.rooms.get(number)
         if room is None:
             self.wrong.append(f"{host.name}: room {number} is over, and yet {kind}")
             return
         side, other = room.sides if host.name in PREFILLS else room.sides[::-1]
-        if kind in side.said or (kind in side.ends and side.ended):
-            self.wrong.append(f"{host.name}: room {number} was {', '.join(side.said)}, and now {kind}")
-        side.said.append(kind)
-        if wrong := said.get("wrong"):
+        if kind in side.events or (kind in side.ends and side.ended):
+            self.wrong.append(f"{host.name}: room {number} was {', '.join(side.events)}, and now {kind}")
+        side.events.append(kind)
+        if wrong := message.get("wrong"):
             self.wrong.append(f"{host.name}: room {number}, {kind}: {wrong}")
         if kind == "ready":
-            room.seconds = said["seconds"]
+            room.seconds = message["seconds"]
         if kind == "failed":
-            room.detail = room.detail or f"{host.name}: {said['cause']}: {said['detail']}"
+            room.detail = room.detail or f"{host.name}: {message['cause']}: {message['detail']}"
             if not other.ended:
                 self.hosts[other.host].tell("abort", number)
         self._look(room)
@@ -211,7 +211,7 @@ class Fleet:
     # Rooms
 
     def begin(self, between: Pair, tokens: int = SMALL, *, push: str = "all", hold_s: float = 0.0) -> Room:
-        """Both sides hear of it; one that is dead never says anything. `push`: all, some (but its last cell), none."""
+        """Both sides are told; one that is dead reports nothing. `push`: all, some (but its last cell), none."""
         prefill, decode = (self.hosts[name] for name in between)
         sides = [Side(host.name, host.life, void=host.dead) for host in (prefill, decode)]
         room = Room(next(self._numbers), *sides)
@@ -232,18 +232,18 @@ class Fleet:
                 self.hosts[side.host].tell("abort", room.number)
 
     async def until(self, room: Room, condition: Callable[[], object], what: str) -> None:
-        """Waits for what the room's sides say."""
+        """Waits for events of the room's sides."""
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not condition():
                     room.changed.clear()
                     await room.changed.wait()
         except TimeoutError:
-            raise AssertionError(f"room {room.number} of {room.pair} is not {what}: {self.said(room)}") from None
+            raise AssertionError(f"room {room.number} of {room.pair} is not {what}: {self.events(room)}") from None
 
-    def said(self, room: Room) -> str:
+    def events(self, room: Room) -> str:
         """For a person."""
-        each = (f"{side.host} {'(killed) ' * side.void}said {side.said}" for side in room.sides)
+        each = (f"{side.host} {'(killed) ' * side.void}{side.events}" for side in room.sides)
         return f"{'; '.join(each)}; {room.detail}"
 
     async def over(self, room: Room) -> Room:
@@ -269,7 +269,7 @@ class Fleet:
         """Some of it has come, and some has not."""
 
         async def some() -> bool:
-            assert not room.decode.ended, self.said(room)
+            assert not room.decode.ended, self.events(room)
             return await self.rows(room) > 0
 
         await until(some, f"nothing of room {room.number} comes", PATIENCE_S)

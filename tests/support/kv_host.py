@@ -86,22 +86,22 @@ class Host:
         )
         self._partial = b""
 
-    def say(self, kind: str, room: int = 0, **more: Any) -> None:
+    def report(self, kind: str, room: int = 0, **more: Any) -> None:
         print(json.dumps({"kind": kind, "room": room, **more}), flush=True)
 
     def serve(self) -> None:
         """Until nobody tells it anything any more."""
         with self.client:
-            self.say("up")
+            self.report("up")
             while True:
                 timeout = self.late()
                 readable = select.select([0, self.client.fileno()], [], [], timeout)[0]
-                if 0 in readable and not self._hear():
+                if 0 in readable and not self._receive():
                     return
                 for event in self.client.poll():
                     self.happened(event)
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
         told = os.read(0, 1 << 16)
         *lines, self._partial = (self._partial + told).split(b"\n")
         for line in lines:
@@ -115,7 +115,7 @@ class Host:
     def do_rest(self, number: int) -> None:
         """What it holds, and what it has open."""
         files, engines = open_files(), len(children(os.getpid()))
-        self.say("rest", number, files=files, engines=engines, **self.held())
+        self.report("rest", number, files=files, engines=engines, **self.held())
 
     def late(self) -> float | None:
         """Seconds until something is to be done."""
@@ -182,21 +182,21 @@ class PrefillHost(Host):
         waiting = [each for each in self._waiting if each[0] == room]
         for each in waiting:
             self._waiting.remove(each)
-            self.say("drained", room)
+            self.report("drained", room)
         if not waiting:
             super().do_abort(room)
 
     def happened(self, event: RoomLeased | RoomLanded | RoomFailed | RoomDrained) -> None:
         match event:
             case RoomFailed(room, cause, detail):
-                self.say("failed", room, cause=cause.value, detail=detail)
+                self.report("failed", room, cause=cause.value, detail=detail)
             case RoomDrained(room):
                 self._free += self._pages.pop(room)
                 del self._tokens[room], self._pushed[room]
                 self._admit()
-                self.say("drained", room)
+                self.report("drained", room)
             case _:
-                self.say(type(event).__name__.removeprefix("Room").lower(), event.room)
+                self.report(type(event).__name__.removeprefix("Room").lower(), event.room)
 
     def held(self) -> dict[str, Any]:
         core = core_of(self.client)
@@ -227,7 +227,7 @@ class DecodeHost(Host):
 
     def do_seen(self, room: int) -> None:
         """Says whether a row of it has come."""
-        self.say("seen", room, rows=int(np.count_nonzero(self._rows[:, :, 0] >> np.uint64(32) == room)))
+        self.report("seen", room, rows=int(np.count_nonzero(self._rows[:, :, 0] >> np.uint64(32) == room)))
 
     def do_let_go(self, room: int) -> None:
         """It is held no longer."""
@@ -237,7 +237,7 @@ class DecodeHost(Host):
     def happened(self, event: RoomReady | RoomFailed) -> None:
         tokens, begun, hold_s = self._begun.pop(event.room)
         if isinstance(event, RoomFailed):
-            self.say("failed", event.room, cause=event.cause.value, detail=event.detail)
+            self.report("failed", event.room, cause=event.cause.value, detail=event.detail)
             return
         taken_s = time.monotonic() - begun
         slots = event.slots["kv"]
@@ -249,7 +249,7 @@ class DecodeHost(Host):
             self._rows[slots[first:end]] = pattern(event.room | _HELD, first, end)
         self._slots[event.room] = slots
         heapq.heappush(self._holding, (time.monotonic() + hold_s, event.room))
-        self.say("ready", event.room, wrong=wrong, seconds=taken_s)
+        self.report("ready", event.room, wrong=wrong, seconds=taken_s)
 
     def late(self) -> float | None:
         while self._holding:
@@ -259,7 +259,7 @@ class DecodeHost(Host):
             _, room = heapq.heappop(self._holding)
             wrong = self._looked_at(self._slots.pop(room), room | _HELD)
             self.client.release(room)
-            self.say("released", room, wrong=wrong)
+            self.report("released", room, wrong=wrong)
         return None
 
     def _looked_at(self, slots: NDArray[np.int64], room: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from pdtransfer.serve.process.fleet import Daemon
 from tests.support.engines import plain
 from tests.support.fleets import Answer, Site, prompts
-from tests.support.healing import right, said
+from tests.support.healing import right, text_of
 from tests.support.processes import deliver
 from tests.support.waiting import until
 
@@ -82,11 +82,11 @@ class Stream:
         await self._task
         text = plain.text(self._prompt, STREAM_TOKENS)
         last = self._events[-1]
-        assert text.startswith(said(self._events))
+        assert text.startswith(text_of(self._events))
         if "error" in last:
             assert last["error"]["code"] in LOST, last
             return False
-        return said(self._events) == text
+        return text_of(self._events) == text
 
 
 async def streams(site: Site, node: str) -> list[Stream]:

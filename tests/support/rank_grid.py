@@ -85,10 +85,10 @@ class Rank:
     core: Any
     pools: dict[str, Pool]
     components: dict[str, Component]
-    said: list[Any] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
 
-    def said_of(self, kind: type[Any]) -> list[Any]:
-        return [said for said in self.said if isinstance(said, kind)]
+    def events_of(self, kind: type[Any]) -> list[Any]:
+        return [effect for effect in self.events if isinstance(effect, kind)]
 
 
 class Grid:
@@ -191,7 +191,7 @@ class Grid:
                     self._maps[session] = components
                     self.take(rank, rank.core.mapped(session, reach.arena_bytes))
                 case _:
-                    rank.said.append(effect)
+                    rank.events.append(effect)
 
     def step(self) -> bool:
         """One thing that is due happens; whether there was one."""

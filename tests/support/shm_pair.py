@@ -49,7 +49,7 @@ class Process:
         self.forked: list[int] = []
 
     async def __aenter__(self) -> Process:
-        assert await self.heard() == "mapped"
+        assert await self.receive() == "mapped"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -58,18 +58,18 @@ class Process:
         self.started.kill()
         self.started.communicate()
 
-    async def heard(self) -> str:
+    async def receive(self) -> str:
         assert self.started.stdout is not None
         return (await asyncio.to_thread(self.started.stdout.readline)).strip()
 
-    def say(self, command: str) -> None:
+    def send(self, command: str) -> None:
         assert self.started.stdin is not None
         self.started.stdin.write(command + "\n")
         self.started.stdin.flush()
 
     async def fork(self) -> int:
-        self.say("fork")
-        self.forked.append(int(await self.heard()))
+        self.send("fork")
+        self.forked.append(int(await self.receive()))
         return self.forked[-1]
 
 

@@ -84,11 +84,11 @@ def prefill_host() -> None:
     )  # fmt: skip
     with client:
         print(json.dumps(client.endpoint), flush=True)
-        said: set[tuple[str, int]] = set()
+        events: set[tuple[str, int]] = set()
 
-        def has_said(kind: str, room: int) -> bool:
-            said.update((type(each).__name__.removeprefix("Room"), each.room) for each in client.poll())
-            return (kind, room) in said
+        def has_event(kind: str, room: int) -> bool:
+            events.update((type(each).__name__.removeprefix("Room"), each.room) for each in client.poll())
+            return (kind, room) in events
 
         for line in sys.stdin:
             match json.loads(line):
@@ -112,7 +112,7 @@ def prefill_host() -> None:
                     wait_for(lambda wire=wire: not wire.is_open, "prefill keeps the connection", PATIENCE_S)
                 case [kind, room]:
                     wait_for(
-                        lambda kind=kind, room=room: has_said(kind, room), f"room {room} is not {kind}", PATIENCE_S
+                        lambda kind=kind, room=room: has_event(kind, room), f"room {room} is not {kind}", PATIENCE_S
                     )
             print(json.dumps("done"), flush=True)
 
@@ -125,15 +125,15 @@ class Far:
             ["unshare", "--net", sys.executable, "-m", "tests.support.two_hosts"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self._heard()
+        self._receive()
 
     def ask(self, what: Any) -> Any:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
-        return self._heard()
+        return self._receive()
 
-    def _heard(self) -> Any:
+    def _receive(self) -> Any:
         assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
@@ -152,15 +152,15 @@ def decode_host(files: Path) -> dict[str, Any]:
         settings("d", Limits(), keys=d, allowed=known(p=p)), [component(pool("page_first", 1, TOKENS))], arena,
         options=ArenaOptions(socket_directory=files), prefix_cache=False,
     )  # fmt: skip
-    said: dict[int, RoomReady | RoomFailed] = {}
+    events: dict[int, RoomReady | RoomFailed] = {}
 
     def ended(room: int) -> RoomReady | RoomFailed:
         def has_ended() -> bool:
-            said.update((each.room, each) for each in client.poll())
-            return room in said
+            events.update((each.room, each) for each in client.poll())
+            return room in events
 
         wait_for(has_ended, f"room {room} has not ended", PATIENCE_S)
-        return said[room]
+        return events[room]
 
     def lands(room: int) -> bool:
         client.expect(room, tokens=TOKENS, sources=[endpoint])

@@ -47,12 +47,12 @@ class VllmPair:
     def learn(self) -> None:
         """Asks the prefill engine who it is."""
         made = self.serial([3, 4, 5], tokens=1, learns=True)
-        assert made.finish_reason == "length", self.decode.said()
+        assert made.finish_reason == "length", self.decode.log_end()
 
     def prefilled(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
         """Prefill by a serial proxy: what the engine returned, which is for decode."""
         made = self.prefill.generated(self.prefill.add(prompt, tokens=1, kv_transfer_params=SENDS | more))
-        assert made.kv_transfer_params is not None, self.prefill.said()
+        assert made.kv_transfer_params is not None, self.prefill.log_end()
         return made.kv_transfer_params
 
     def serial(self, prompt: Sequence[int], *, tokens: int, learns: bool = False) -> Generated:

@@ -87,15 +87,15 @@ def test_each_flood_says_to_a_listener_what_its_name_promises(name: str, keyed: 
     with listening(keyed=keyed) as listener:
         attack = (KEYED if keyed else KEYLESS)[name](listener.target)
 
-        def said() -> bool:
+        def has_met() -> bool:
             assert next(attack) >= 0
             kinds.update(listener.kinds())
             return SAID[name](kinds)
 
         if keyed and name == "junk":
-            assert not any(said() for _ in range(20)), "junk has no key"
+            assert not any(has_met() for _ in range(20)), "junk has no key"
         else:
-            wait_for(said, f"only {kinds}")
+            wait_for(has_met, f"only {kinds}")
 
 
 @pytest.mark.parametrize("name", [name for known in CLIENTS.values() for name in known])

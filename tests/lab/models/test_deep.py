@@ -30,11 +30,11 @@ def decode_of(attention, *, options=None, **more):
 
 def last_logits(engine, monkeypatch):
     """What the engine's model has said of the latest row that it was asked about."""
-    said = []
+    latest = []
     model = model_of(engine)
     plain = model.logits
-    monkeypatch.setattr(model, "logits", lambda x: said.append(plain(x)) or said[-1])
-    return said
+    monkeypatch.setattr(model, "logits", lambda x: latest.append(plain(x)) or latest[-1])
+    return latest
 
 
 @pytest.mark.parametrize("chunk_tokens", [512, 100, 64, 7])
@@ -42,14 +42,14 @@ def test_the_pool_and_the_logits_are_the_textbooks_however_the_prompt_is_cut(att
     prefill = prefill_of(attention, chunk_tokens=chunk_tokens, slots=1024)
     prefill.memory[:] = np.nan  # what is stale shows
     one = request(1, prompts(0, (70 if chunk_tokens == 7 else 300,))[0])
-    said = last_logits(prefill.engine, monkeypatch)
+    latest = last_logits(prefill.engine, monkeypatch)
     prefill.run(one)
     wanted, logits = textbook(model_of(prefill.engine), one.prompt)
     found = kv_of(prefill.memory, prefill.layout, prefill.slots(one))
     assert found.keys() == wanted.keys()
     for key in wanted:
         near(found[key], wanted[key])
-    near(said[-1][(len(one.prompt) - 1) % 64], logits)
+    near(latest[-1][(len(one.prompt) - 1) % 64], logits)
 
 
 def test_a_layer_is_offered_as_soon_as_it_is_computed_and_stays_as_it_is(attention):
@@ -58,14 +58,14 @@ def test_a_layer_is_offered_as_soon_as_it_is_computed_and_stays_as_it_is(attenti
     assert prefill.engine.admit(one)
     seen = []
     while not prefill.engine.idle:
-        for said in prefill.engine.step():
-            if isinstance(said, Computed):
-                slots = expand_pages(said.pages, 16, said.rows[1])[said.rows[0] :]
-                own = [key for key in heads_of(prefill.layout) if said.layers[0] <= key[1] < said.layers[1]]
+        for latest in prefill.engine.step():
+            if isinstance(latest, Computed):
+                slots = expand_pages(latest.pages, 16, latest.rows[1])[latest.rows[0] :]
+                own = [key for key in heads_of(prefill.layout) if latest.layers[0] <= key[1] < latest.layers[1]]
                 where = [places(prefill.layout, *key, slots) for key in own]
-                seen += [(said, place, prefill.memory[place].copy()) for place in where]
+                seen += [(latest, place, prefill.memory[place].copy()) for place in where]
             else:
-                assert isinstance(said, Prefilled)
+                assert isinstance(latest, Prefilled)
     assert [(cell.rows, cell.layers) for cell, _, _ in seen[:: len(seen) // 6]] == [
         (rows, (layer, layer + 1)) for rows in ((0, 128), (128, 200)) for layer in range(3)
     ]
@@ -83,12 +83,12 @@ def test_a_step_out_of_what_has_landed_is_the_textbooks(attention, lengths, monk
     prefill.run(*rooms)
     for room in rooms:
         decode.admit(room, prefill)
-    said = last_logits(decode.engine, monkeypatch)
+    latest = last_logits(decode.engine, monkeypatch)
     decode.step()  # tells what prefill picked, and makes the first step
     by_position = sorted(rooms, key=lambda room: len(room.prompt))
     for row, room in enumerate(by_position):
         ids = np.append(room.prompt, decode.tokens[room.room][0])
-        near(said[0][row], textbook(model_of(decode.engine), ids)[1])
+        near(latest[0][row], textbook(model_of(decode.engine), ids)[1])
     decode.run()
     assert all(len(decode.tokens[room.room]) == 3 for room in rooms)
 
@@ -120,9 +120,9 @@ def test_hisparse_picks_of_all_there_is_are_the_textbooks(attention, monkeypatch
     decode = decode_of(attention, options=options, hisparse=hisparse)
     one = request(1, prompts(5, (60,))[0], max_tokens=2, sparse=True)
     decode.admit(one, prefill.run(one))
-    said = last_logits(decode.engine, monkeypatch)
+    latest = last_logits(decode.engine, monkeypatch)
     decode.run()
-    near(said[0][0], textbook(model_of(decode.engine), np.append(one.prompt, decode.tokens[1][0]))[1])
+    near(latest[0][0], textbook(model_of(decode.engine), np.append(one.prompt, decode.tokens[1][0]))[1])
 
 
 def test_spans_tell_when_each_layer_was_computed(attention):

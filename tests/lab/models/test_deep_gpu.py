@@ -35,9 +35,9 @@ def test_prompts_of_one_length_go_by_graphs_and_each_has_its_own_rows(attention:
         for one in together:
             assert engine.admit(one)
         while not engine.idle:
-            for said in engine.step():
-                if hasattr(said, "pages"):
-                    pages[said.room] = said.pages
+            for latest in engine.step():
+                if hasattr(latest, "pages"):
+                    pages[latest.room] = latest.pages
     model, memory = model_of(engine), engine.model.flat.cpu().numpy()
     assert list(model._graphs._sizes._kept) == [256]
     for one in rooms:
@@ -70,7 +70,9 @@ def test_a_cards_pool_holds_the_textbooks_rows_in_one_chunk_and_in_many(attentio
     engine.model.flat.fill_(float("nan"))
     one = request(1, prompts(0, (500,))[0])
     assert engine.admit(one)
-    pages = [said.pages for _ in range(64) if not engine.idle for said in engine.step() if hasattr(said, "pages")][-1]
+    pages = [
+        latest.pages for _ in range(64) if not engine.idle for latest in engine.step() if hasattr(latest, "pages")
+    ][-1]
     wanted, _ = textbook(model_of(engine), one.prompt)
     found = kv_of(engine.model.flat.cpu().numpy(), engine.card.components[0].layout, slots_of_pages(pages, 16, 500))
     for key, rows in wanted.items():

@@ -254,14 +254,14 @@ def test_a_device_that_no_request_could_run_on_is_refused_at_the_start(change, n
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "errors"),
     [
         ({"top": "16"}, "engine_option = 'top=16': must be one of .*top_k"),
         ({"top_k": "x"}, "engine_option top_k: .*int"),
     ],
 )
-def test_an_option_that_the_engine_does_not_know_is_refused_with_those_that_it_does(option, said):
-    with pytest.raises(ConfigError, match=said):
+def test_an_option_that_the_engine_does_not_know_is_refused_with_those_that_it_does(option, errors):
+    with pytest.raises(ConfigError, match=errors):
         create(config("decode", options=option))
 
 

@@ -167,11 +167,11 @@ def test_a_place_that_is_refused_ends_its_room_on_all_ranks_or_the_group_that_di
             return str(error)
         return ""
 
-    said = together([lambda target=target: script(target) for target in targets])
+    errors = together([lambda target=target: script(target) for target in targets])
     if ranks == (1,):
-        assert said == [f"rank {rank} runs other HiSparse requests, or refused other ones" for rank in (1, 0)]
+        assert errors == [f"rank {rank} runs other HiSparse requests, or refused other ones" for rank in (1, 0)]
         return
-    assert said == ["", ""]
+    assert errors == ["", ""]
     for target in targets:
         assert isinstance(target.ends[1], Broken)
         assert "no place" in target.ends[1].detail

@@ -60,8 +60,8 @@ class Two:
     endpoint: str
     arena: ArenaMemory
     hbm: torch.Tensor
-    said: list[RoomReady | RoomFailed] = field(default_factory=list)
-    heard: list[str] = field(default_factory=list)
+    events: list[RoomReady | RoomFailed] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     @property
     def core(self) -> Any:
@@ -81,23 +81,23 @@ class Two:
         assert self.process.stdin is not None
         print(*words, file=self.process.stdin, flush=True)
 
-    def hears(self, line: str) -> None:
+    def wait_for_line(self, line: str) -> None:
         assert self.process.stdout is not None
-        while line not in self.heard:
+        while line not in self.lines:
             got = self.process.stdout.readline()
             assert got, "the other process has ended"
-            self.heard.append(got.strip())
+            self.lines.append(got.strip())
 
     def until(self, condition: Any) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert time.monotonic() < deadline, self.said
+            assert time.monotonic() < deadline, self.events
             time.sleep(0.002)
-            self.said += self.decode.poll()
+            self.events += self.decode.poll()
 
     def end_of(self, room: int) -> RoomReady | RoomFailed:
-        self.until(lambda: any(each.room == room for each in self.said))
-        return next(each for each in self.said if each.room == room)
+        self.until(lambda: any(each.room == room for each in self.events))
+        return next(each for each in self.events if each.room == room)
 
     def ready(self, room: int) -> RoomReady:
         end = self.end_of(room)

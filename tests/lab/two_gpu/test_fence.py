@@ -72,9 +72,9 @@ async def test_slots_of_a_killed_writer_are_quiet_only_after_the_last_write_and_
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER), card=device_index(devices[0])) as process:
         child = await process.child("fork") if forked else 0
-        process.say("push half" if memory == "arena" else "hbm")
+        process.send("push half" if memory == "arena" else "hbm")
         if memory == "hbm":
-            assert await process.heard() == "opened"
+            assert await process.receive() == "opened"
         await changes(lambda: part_of(arena, memory, 0))
         owner.revoke(WRITER)
         assert not owner.quiet(WRITER)

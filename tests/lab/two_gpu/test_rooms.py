@@ -70,7 +70,7 @@ def test_rooms_that_are_aborted_on_the_way_give_slots_back_that_nobody_writes_an
         free = it.free
         for room in range(1, 21):
             it.send(room, LARGE, how="begin" if room == 1 else "send")  # that one cannot come to its end before
-            it.hears(f"Leased {room}")
+            it.wait_for_line(f"Leased {room}")
             time.sleep(0.0007 * (room % 5))
             it.decode.abort(room)
             if isinstance(it.end_of(room), RoomReady):
@@ -80,7 +80,7 @@ def test_rooms_that_are_aborted_on_the_way_give_slots_back_that_nobody_writes_an
             assert kept(), "written after its proof"
         time.sleep(STILL_S)
         assert kept()
-        failed = sum(isinstance(each, RoomFailed) for each in it.said)
+        failed = sum(isinstance(each, RoomFailed) for each in it.events)
         measured(f"{failed} of 20 rooms were aborted on the way")
         assert failed
 
@@ -109,7 +109,7 @@ def test_a_killed_prefills_slots_stay_in_quarantine_until_nobody_writes_them(
         into.add(it.ready(1), 1, 100)
         free = it.free
         it.send(2, LARGE, how="begin")
-        it.hears("Leased 2")
+        it.wait_for_line("Leased 2")
         killed = time.monotonic()
         it.process.send_signal(signal.SIGKILL)
         shm = node_of(it.decode).transport._made["shm"]

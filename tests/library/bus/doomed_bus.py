@@ -28,11 +28,11 @@ from tests.support.bus_peers import hello
 from tests.support.internals import connections_of, dialled_by, route_of
 
 
-def say(**what: Any) -> None:
+def send(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def hear() -> Any:
+def receive() -> Any:
     return json.loads(sys.stdin.readline())
 
 
@@ -58,15 +58,15 @@ def stand_still(node: Bus) -> None:
 
 
 def stand_still_on(tcp: TcpConnection) -> None:
-    say(step="standing still")
-    expected = hear()["bytes"]
+    send(step="standing still")
+    expected = receive()["bytes"]
     while (received_bytes(tcp.fd) or 0) < expected or unread_in_kernel(tcp.fd):
         time.sleep(0.001)
-    say(step="read")
+    send(step="read")
     while is_watched(tcp.fd):
         time.sleep(0.001)
-    say(step="ended")
-    hear()
+    send(step="ended")
+    receive()
 
 
 def open_as(settings: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ async def main(settings: dict[str, Any]) -> None:
         if type(message) is Ping:
             node.send(peer, Pong(message.incarnation))
         number = message.incarnation if type(message) is Ping else 0
-        say(step="heard", number=number, route=(route_of(node, peer) or b"").hex())
+        send(step="received", number=number, route=(route_of(node, peer) or b"").hex())
 
     node = Bus(
         node="doomed", keys=KeyPair(**keys["own"]) if keys else None,
@@ -110,7 +110,7 @@ async def main(settings: dict[str, Any]) -> None:
     if settings["dials"]:
         node.send(node.dial(settings["dials"], "prefill"), hello("doomed"))
     else:
-        say(step="bound", endpoint=await node.bind("tcp://127.0.0.1:0"))
+        send(step="bound", endpoint=await node.bind("tcp://127.0.0.1:0"))
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read) if keys else await asyncio.sleep(60)
 
 

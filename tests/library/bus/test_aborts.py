@@ -30,15 +30,15 @@ class Doomed:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
-    def hear(self, step: str, **fields: Any) -> Any:
+    def wait_for(self, step: str, **fields: Any) -> Any:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            said = json.loads(line)
-            if said["step"] == step and fields.items() <= said.items():
-                return said
+            message = json.loads(line)
+            if message["step"] == step and fields.items() <= message.items():
+                return message
         raise AssertionError(f"it died with status {self.process.wait(30)} before {step}")
 
-    def say(self, **what: Any) -> None:
+    def send(self, **what: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
@@ -75,17 +75,17 @@ class Attack:
         dials = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}" if self.way == "dials" else ""
         self.running = doomed(options=self.options, dials=dials)
         process = self.running.__enter__()
-        self.port = 0 if dials else int(process.hear("bound")["endpoint"].rpartition(":")[2])
+        self.port = 0 if dials else int(process.wait_for("bound")["endpoint"].rpartition(":")[2])
         peer = self.connect()
         opening = frame(encode(hello("peer")))
-        peer.say(opening)
-        process.hear("standing still")
-        peer.say(self.text)
-        process.say(bytes=len(opening + self.text))
-        process.hear("read")
+        peer.send(opening)
+        process.wait_for("standing still")
+        peer.send(self.text)
+        process.send(bytes=len(opening + self.text))
+        process.wait_for("read")
         peer.reset()
         if "HEARTBEAT_IVL" not in self.options:  # then it may have died already
-            process.hear("ended")
+            process.wait_for("ended")
         return process
 
     def connect(self) -> Zmtp:
@@ -101,18 +101,18 @@ def test_a_closed_connection_with_an_unread_ping_aborts_no_process(way: str) -> 
     """libzmq#3937: a full queue, a closed connection, and then a write on it."""
     attack = Attack(way)
     with attack as process:
-        process.say(step="go on")
-        process.hear("heard", number=1)
+        process.send(step="go on")
+        process.wait_for("received", number=1)
         with attack.connect() as again:
-            again.say(frame(encode(hello("peer"))) + frame(encode(Ping(3))))
-            process.hear("heard", number=3)
+            again.send(frame(encode(hello("peer"))) + frame(encode(Ping(3))))
+            process.wait_for("received", number=3)
 
 
 @WITH_THE_BUG
 @pytest.mark.parametrize("way", ["binds", "dials"])
 def test_with_a_bounded_queue_a_ping_of_the_peers_aborts_the_process(way: str) -> None:
     with Attack(way, RCVHWM=256) as process:
-        process.say(step="go on")
+        process.send(step="go on")
         assert process.has_aborted
 
 
@@ -133,18 +133,18 @@ def test_choosing_the_next_routing_id_aborts_no_process(named: bool, context: zm
     }
     # The first and the last have ids of the ROUTER's own, as if the authenticator answered too late.
     with doomed(stands_still=False, named=[False, named, False], keys=keys) as process:
-        bound = process.hear("bound")["endpoint"]
+        bound = process.wait_for("bound")["endpoint"]
         first = Raw(context, bound, keys=listed[0], server=own.public)
-        first.say(hello("first"))
-        count = int.from_bytes(bytes.fromhex(process.hear("heard")["route"])[1:], "big")
+        first.send(hello("first"))
+        count = int.from_bytes(bytes.fromhex(process.wait_for("received")["route"])[1:], "big")
         following = b"\0" + ((count + 1) % (1 << 32)).to_bytes(4, "big")
         squatter = Raw(context, bound, keys=listed[1], server=own.public, routing_id=following)
-        squatter.say(hello("squatter"))
-        process.hear("heard")
+        squatter.send(hello("squatter"))
+        process.wait_for("received")
         newcomer = Raw(context, bound, keys=listed[2], server=own.public)
-        newcomer.say(hello("newcomer"), Ping(1))
+        newcomer.send(hello("newcomer"), Ping(1))
         if named:
-            process.hear("heard", number=1)
+            process.wait_for("received", number=1)
             assert newcomer.socket.poll(30_000)
             assert decode(newcomer.socket.recv()) == Pong(1)
         else:

@@ -28,9 +28,9 @@ async def test_messages_pass_both_ways_in_order_under_the_nodes_name() -> None:
         peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d0")
         for number in range(1, 501):
             assert decode_node.bus.send(peer, Ping(number))
-        await until(lambda: len(decode_node.heard) == 500)
-        assert prefill.heard == [("node:d0", hello("d0")), *(("node:d0", Ping(n)) for n in range(1, 501))]
-        assert decode_node.heard == [(peer, Pong(n)) for n in range(1, 501)]
+        await until(lambda: len(decode_node.received) == 500)
+        assert prefill.received == [("node:d0", hello("d0")), *(("node:d0", Ping(n)) for n in range(1, 501))]
+        assert decode_node.received == [(peer, Pong(n)) for n in range(1, 501)]
         assert (prefill.bus.received, prefill.bus.sent) == (501, 500)
         assert (decode_node.bus.received, decode_node.bus.sent) == (500, 500)
 
@@ -41,7 +41,7 @@ async def test_with_keys_a_peer_is_the_allow_lists_name_whatever_its_hello_says(
     async with Node("p", p, {"decode-7": d}) as prefill, Node("d", d, {"prefill-1": p}) as decode_node:
         peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind(ANY_PORT)}", "somebody-else")
         await decode_node.ping(peer, 1)
-        assert {name for name, _ in prefill.heard} == {"key:decode-7"}
+        assert {name for name, _ in prefill.received} == {"key:decode-7"}
         assert peer.startswith(p.public)
 
 
@@ -69,8 +69,8 @@ async def test_the_largest_frame_of_the_protocol_passes_encrypted() -> None:
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
         peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind(ANY_PORT)}", "d")
         assert decode_node.bus.send(peer, grant)
-        await until(lambda: len(prefill.heard) == 2)
-        assert prefill.heard[1] == ("key:d", grant)
+        await until(lambda: len(prefill.received) == 2)
+        assert prefill.received[1] == ("key:d", grant)
 
 
 def with_extents(part: Part, size: int) -> Part:
@@ -88,16 +88,16 @@ async def test_a_message_sent_just_before_close_arrives() -> None:
             assert decode_node.bus.send(peer, LARGE)
         assert decode_node.bus.send(peer, Goodbye(7, "shutdown"))
         await decode_node.bus.close()
-        await until(lambda: prefill.heard[-1:] == [("node:d", Goodbye(7, "shutdown"))])
+        await until(lambda: prefill.received[-1:] == [("node:d", Goodbye(7, "shutdown"))])
 
         listener = Node("l", limits=limits)
         peer = await prefill.meet(await listener.bus.bind(ANY_PORT), "p")
-        await until(lambda: len(listener.heard) == 1)
+        await until(lambda: len(listener.received) == 1)
         for _ in range(20):
             assert listener.bus.send("node:p", LARGE)
         assert listener.bus.send("node:p", Goodbye(8, "shutdown"))
         await listener.bus.close()
-        await until(lambda: prefill.heard[-1:] == [(peer, Goodbye(8, "shutdown"))])
+        await until(lambda: prefill.received[-1:] == [(peer, Goodbye(8, "shutdown"))])
 
 
 @on_loop
@@ -108,17 +108,17 @@ async def test_a_message_is_received_though_a_send_consumed_its_signal(
     port = router.bind_to_random_port("tcp://127.0.0.1")
     async with Node("p") as prefill, Node("d") as decode_node:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.say(hello("d"))
+        raw.send(hello("d"))
         peer = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
-        await until(lambda: len(prefill.heard) == 1 and router.poll(0) != 0)
+        await until(lambda: len(prefill.received) == 1 and router.poll(0) != 0)
         route = router.recv_multipart()[0]
-        raw.say(Pong(1))
+        raw.send(Pong(1))
         router.send_multipart([route, encode(Pong(2))])
         raw.socket.poll(100)  # blocking: both have arrived by then, and the loop has not read yet
         assert prefill.bus.send("node:d", Ping(3))
         assert decode_node.bus.send(peer, Ping(4))
-        await until(lambda: prefill.heard[-1] == ("node:d", Pong(1)))
-        await until(lambda: decode_node.heard == [(peer, Pong(2))])
+        await until(lambda: prefill.received[-1] == ("node:d", Pong(1)))
+        await until(lambda: decode_node.received == [(peer, Pong(2))])
 
 
 @on_loop
@@ -137,7 +137,7 @@ async def test_an_exception_of_the_node_stops_nothing() -> None:
         peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
         for number in range(1, 101):
             decode_node.bus.send(peer, Ping(number))
-        await until(lambda: len(decode_node.heard) == 100)
+        await until(lambda: len(decode_node.received) == 100)
         assert [type(failure) for failure in failures] == [ZeroDivisionError] * 50
 
 
@@ -158,15 +158,15 @@ async def test_unlisted_keys_are_refused_at_the_handshake_and_listed_peers_go_on
                 ),  # another peer's public key
             ]
             for raw in crowd:
-                raw.say(hello("d"), Ping(666))
+                raw.send(hello("d"), Ping(666))
             bare = tcp.create_connection(("127.0.0.1", int(bound.rpartition(":")[2])))
             bare.sendall(b"\x01\x00" + b"GET / HTTP/1.0\r\n\r\n" + os.urandom(4_096))
             peer = await decode_node.meet(f"{p.public}@{bound}", "d")
             await until(lambda: prefill.bus.strangers >= 1)
             await decode_node.ping(peer, 1)
             bare.close()
-        assert {name for name, _ in prefill.heard} == {"key:d"}
-        assert ("key:d", Ping(666)) not in prefill.heard
+        assert {name for name, _ in prefill.received} == {"key:d"}
+        assert ("key:d", Ping(666)) not in prefill.received
         assert all(raw.quiet for raw in crowd)
         assert stranger.public in caplog.text
 
@@ -263,13 +263,13 @@ async def test_an_address_that_can_never_be_bound_is_a_config_error() -> None:
 async def test_a_connection_must_open_with_hello(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.say(Ping(1), Ping(2))
-        answer = await raw.hear()
+        raw.send(Ping(1), Ping(2))
+        answer = await raw.receive()
         assert isinstance(answer, Reject)
         assert (answer.session, answer.reason) == (0, "hello_first")
-        raw.say(hello("d"), Ping(3))
-        assert await raw.hear() == Pong(3)
-        assert prefill.heard == [("node:d", hello("d")), ("node:d", Ping(3))]
+        raw.send(hello("d"), Ping(3))
+        assert await raw.receive() == Pong(3)
+        assert prefill.received == [("node:d", hello("d")), ("node:d", Ping(3))]
         assert [(name, type(error)) for name, error in prefill.refusals] == [("unknown:127.0.0.1", TurnedAwayError)]
         assert prefill.bus.refused == 2
 
@@ -279,15 +279,15 @@ async def test_a_connections_name_is_fixed_by_its_first_hello(context: zmq.Conte
     async with Node("p") as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         victim, thief = Raw(context, bound), Raw(context, bound)
-        victim.say(hello("victim"), Ping(1))
-        assert await victim.hear() == Pong(1)
-        thief.say(hello("thief"), hello("victim"), Ping(2))
-        answer = await thief.hear()
+        victim.send(hello("victim"), Ping(1))
+        assert await victim.receive() == Pong(1)
+        thief.send(hello("thief"), hello("victim"), Ping(2))
+        answer = await thief.receive()
         assert isinstance(answer, Reject)
         assert answer.fields == ("Hello.identity.node: node:victim, on a connection of node:thief",)
         assert [name for name, _ in prefill.refusals] == ["node:thief"]
         prefill.bus.send("node:victim", Ping(9))
-        assert await victim.hear() == Ping(9)
+        assert await victim.receive() == Ping(9)
         assert thief.quiet
 
 
@@ -295,11 +295,11 @@ async def test_a_connections_name_is_fixed_by_its_first_hello(context: zmq.Conte
 async def test_a_name_that_cannot_be_printed_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.say(hello("d\nforged log line"))
-        answer = await raw.hear()
+        raw.send(hello("d\nforged log line"))
+        answer = await raw.receive()
         assert isinstance(answer, Reject)
         assert answer.fields[0].startswith("Hello.identity.node")
-        assert prefill.heard == []
+        assert prefill.received == []
 
 
 @on_loop
@@ -309,20 +309,20 @@ async def test_a_newer_process_supersedes_the_connection_of_the_older_one_of_its
     async with Node("p") as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         old, new = Raw(context, bound), Raw(context, bound)
-        old.say(hello("d"), Ping(1))
-        assert await old.hear() == Pong(1)
-        new.say(hello("d", 8), Ping(2))
-        assert await new.hear() == Pong(2)
-        old.say(Ping(3), hello("d"), Ping(4))
-        answer = await old.hear()
+        old.send(hello("d"), Ping(1))
+        assert await old.receive() == Pong(1)
+        new.send(hello("d", 8), Ping(2))
+        assert await new.receive() == Pong(2)
+        old.send(Ping(3), hello("d"), Ping(4))
+        answer = await old.receive()
         assert isinstance(answer, Reject)
         assert answer.reason == "superseded"
         assert [name for name, _ in prefill.refusals] == ["unknown:127.0.0.1"]
         prefill.bus.send("node:d", Ping(5))
-        assert await new.hear() == Ping(5)
+        assert await new.receive() == Ping(5)
         await asyncio.sleep(0.05)
         assert old.quiet
-        assert [message for _, message in prefill.heard] == [hello("d"), Ping(1), hello("d", 8), Ping(2)]
+        assert [message for _, message in prefill.received] == [hello("d"), Ping(1), hello("d", 8), Ping(2)]
 
 
 @on_loop
@@ -333,17 +333,17 @@ async def test_a_second_connection_of_one_process_costs_the_first_nothing(
     async with Node("p", greets=True) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         first, second = Raw(context, bound), Raw(context, bound)
-        first.say(hello("d"), Ping(1))
-        assert [await first.hear(), await first.hear()] == [Goodbye(7, "met"), Pong(1)]
-        second.say(hello("d"))
-        assert await second.hear() == Goodbye(7, "met")
+        first.send(hello("d"), Ping(1))
+        assert [await first.receive(), await first.receive()] == [Goodbye(7, "met"), Pong(1)]
+        second.send(hello("d"))
+        assert await second.receive() == Goodbye(7, "met")
         assert prefill.bus.send("node:d", Ping(2))
-        assert await first.hear() == Ping(2)
-        second.say(Ping(3))
-        assert await second.hear() == Pong(3)
+        assert await first.receive() == Ping(2)
+        second.send(Ping(3))
+        assert await second.receive() == Pong(3)
         second.socket.close()
         await until(lambda: prefill.bus.send("node:d", Ping(4)) and not first.quiet)
-        assert await first.hear() == Ping(4)
+        assert await first.receive() == Ping(4)
         assert prefill.refusals == []
 
 
@@ -353,13 +353,13 @@ async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: z
     async with Node("p", p, {"d": d}) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         old = Raw(context, bound, keys=d, server=p.public)
-        old.say(hello("a"), Ping(1))
-        assert await old.hear() == Pong(1)
+        old.send(hello("a"), Ping(1))
+        assert await old.receive() == Pong(1)
         new = Raw(context, bound, keys=d, server=p.public)
-        new.say(hello("b"), Ping(2))
-        assert await new.hear() == Pong(2)
+        new.send(hello("b"), Ping(2))
+        assert await new.receive() == Pong(2)
         assert prefill.bus.send("key:d", Ping(3))
-        assert await new.hear() == Ping(3)
+        assert await new.receive() == Ping(3)
         assert old.quiet
 
 

@@ -32,12 +32,12 @@ __all__ = ["context"]  # a fixture
 async def test_a_routing_id_chosen_by_the_dialler_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT), routing_id=b"decode")
-        raw.say(hello("d"))
-        answer = await raw.hear()
+        raw.send(hello("d"))
+        answer = await raw.receive()
         assert isinstance(answer, Reject)
         assert answer.fields[0].startswith("routing id")
         assert not prefill.bus.send("node:d", Ping(1))
-        assert prefill.heard == []
+        assert prefill.received == []
 
 
 @on_loop
@@ -49,8 +49,8 @@ async def test_the_authenticator_replaces_the_routing_id_that_a_listed_key_chose
         bound = await prefill.bus.bind(ANY_PORT)
         for chosen in (b"", b"decode", b"\0abcd"):
             raw = Raw(context, bound, keys=d, server=p.public, routing_id=chosen)
-            raw.say(hello("d"), Ping(1))
-            assert await raw.hear() == Pong(1)
+            raw.send(hello("d"), Ping(1))
+            assert await raw.receive() == Pong(1)
             route = route_of(prefill.bus, "key:d")
             assert route is not None
             assert (route[:1], len(route)) == (b"\1", 9)
@@ -64,17 +64,17 @@ async def test_choosing_a_connected_peers_routing_id_receives_none_of_its_messag
     async with Node("p", p, {"victim": v, "thief": t}, replace(LIMITS, naming_ms=200)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         victim = Raw(context, bound, keys=v, server=p.public)
-        victim.say(hello("v"), Ping(1))
-        assert await victim.hear() == Pong(1)
+        victim.send(hello("v"), Ping(1))
+        assert await victim.receive() == Pong(1)
         route = route_of(prefill.bus, "key:victim")
         assert route is not None
         thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
-        thief.say(hello("v"), Ping(2))
-        assert await thief.hear() == Pong(2)
+        thief.send(hello("v"), Ping(2))
+        assert await thief.receive() == Pong(2)
         assert prefill.bus.send("key:victim", Ping(3))
-        assert await victim.hear() == Ping(3)
+        assert await victim.receive() == Ping(3)
         assert thief.quiet
-        assert [name for name, _ in prefill.heard] == ["key:victim"] * 2 + ["key:thief"] * 2
+        assert [name for name, _ in prefill.received] == ["key:victim"] * 2 + ["key:thief"] * 2
 
 
 @on_loop
@@ -86,23 +86,23 @@ async def test_choosing_a_closed_peers_routing_id_gives_no_other_name(
     async with Node("p", p, {"victim": v, "thief": t}) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         victim = Raw(context, bound, keys=v, server=p.public)
-        victim.say(hello("v"), Ping(1))
-        assert await victim.hear() == Pong(1)
+        victim.send(hello("v"), Ping(1))
+        assert await victim.receive() == Pong(1)
         route = route_of(prefill.bus, "key:victim")
         assert route is not None
         victim.socket.close()
         answer = None
         while answer is None:  # ZMQ refuses the victim's id until it has seen the victim's connection end
             thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
-            thief.say(Ping(2))
+            thief.send(Ping(2))
             with suppress(TimeoutError):
-                answer = await asyncio.wait_for(thief.hear(), 1)
+                answer = await asyncio.wait_for(thief.receive(), 1)
         assert isinstance(answer, Reject)
         assert answer.reason == "hello_first"
         await until(lambda: not prefill.bus.send("key:victim", Ping(3)))
-        thief.say(hello("v"), Ping(4))
-        assert await thief.hear() == Pong(4)
-        assert [name for name, _ in prefill.heard] == ["key:victim"] * 2 + ["key:thief"] * 2
+        thief.send(hello("v"), Ping(4))
+        assert await thief.receive() == Pong(4)
+        assert [name for name, _ in prefill.received] == ["key:victim"] * 2 + ["key:thief"] * 2
 
 
 @on_loop
@@ -112,20 +112,20 @@ async def test_a_breach_names_its_field_and_mutes_only_its_connection(
     async with Node("p", limits=replace(LIMITS, mute_ms=60_000)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
-        bad.say(hello("bad"), encode(Ping(1))[:-9] + b"\xa1x", Ping(2))
-        good.say(hello("good"), Ping(3))
-        answer = await bad.hear()
+        bad.send(hello("bad"), encode(Ping(1))[:-9] + b"\xa1x", Ping(2))
+        good.send(hello("good"), Ping(3))
+        answer = await bad.receive()
         assert isinstance(answer, Reject)
         assert (answer.reason, len(answer.fields)) == ("breach", 1)
-        assert await good.hear() == Pong(3)
+        assert await good.receive() == Pong(3)
         [(name, error)] = prefill.refusals
         assert name == "node:bad"
         assert answer.fields[0].startswith(f"{error.field}: ")
-        assert ("node:bad", Ping(2)) not in prefill.heard
+        assert ("node:bad", Ping(2)) not in prefill.received
         await until(lambda: prefill.bus.dropped == 1)
         unmute(prefill, "node:bad", 60)
-        bad.say(Ping(4))
-        assert await bad.hear() == Pong(4)
+        bad.send(Ping(4))
+        assert await bad.receive() == Pong(4)
 
 
 def unmute(node: Node, name: str, mute_s: float) -> None:
@@ -141,15 +141,15 @@ async def test_junk_of_any_kind_is_refused_and_the_bus_goes_on(context: zmq.Cont
     async with Node("p", limits=replace(LIMITS, mute_ms=0)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
-        bad.say(hello("bad"))
+        bad.send(hello("bad"))
         junk = [b"", b"\0", b"\xc1", b"\x90", b"\x93\x01\x15", b"\xdd\xff\xff\xff\xff"]
         junk += [os.urandom(40) for _ in range(200)]
-        bad.say(*junk)
-        good.say(hello("good"))
+        bad.send(*junk)
+        good.send(hello("good"))
         await until(lambda: len(prefill.refusals) == len(junk))
         assert {name for name, _ in prefill.refusals} == {"node:bad"}
-        good.say(Ping(1))
-        assert await good.hear() == Pong(1)
+        good.send(Ping(1))
+        assert await good.receive() == Pong(1)
 
 
 @on_loop
@@ -157,14 +157,14 @@ async def test_an_oversize_frame_ends_its_connection_and_no_other(context: zmq.C
     async with Node("p") as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
-        good.say(hello("good"))
-        bad.say(hello("bad"))
-        await until(lambda: len(prefill.heard) == 2)
-        bad.say(b"\x93\x01\x15" + bytes(FRAME_BYTES_MAX + 4_096))
+        good.send(hello("good"))
+        bad.send(hello("bad"))
+        await until(lambda: len(prefill.received) == 2)
+        bad.send(b"\x93\x01\x15" + bytes(FRAME_BYTES_MAX + 4_096))
         await until(lambda: bad.was_cut_off)
-        good.say(Ping(1))
-        assert await good.hear() == Pong(1)
-        assert len(prefill.heard) == 3
+        good.send(Ping(1))
+        assert await good.receive() == Pong(1)
+        assert len(prefill.received) == 3
 
 
 @on_loop
@@ -172,14 +172,14 @@ async def test_a_message_of_several_frames_is_a_breach_however_many(context: zmq
     async with Node("p", limits=replace(LIMITS, mute_ms=0)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
-        bad.say(hello("bad"))
+        bad.send(hello("bad"))
         bad.socket.send_multipart([encode(Ping(1)), encode(Ping(2))])
         bad.socket.send_multipart([encode(Ping(3))] * 10_000)
-        bad.say(Ping(4))
-        good.say(hello("good"), Ping(5))
-        assert await good.hear() == Pong(5)
-        await until(lambda: ("node:bad", Ping(4)) in prefill.heard)
-        assert [message for name, message in prefill.heard if name == "node:bad"] == [hello("bad"), Ping(4)]
+        bad.send(Ping(4))
+        good.send(hello("good"), Ping(5))
+        assert await good.receive() == Pong(5)
+        await until(lambda: ("node:bad", Ping(4)) in prefill.received)
+        assert [message for name, message in prefill.received if name == "node:bad"] == [hello("bad"), Ping(4)]
         assert [(name, error.field) for name, error in prefill.refusals] == [("node:bad", "frames")] * 2
 
 
@@ -208,10 +208,10 @@ async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: z
     async with Node("p", limits=limits) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         flood, good = Raw(context, bound), Raw(context, bound)
-        flood.say(hello("flood"))
-        good.say(hello("good"))
-        await until(lambda: len(prefill.heard) == 2)
-        prefill.heard.clear()
+        flood.send(hello("flood"))
+        good.send(hello("good"))
+        await until(lambda: len(prefill.received) == 2)
+        prefill.received.clear()
         wires = {each.name: each.tcp for each in connections_of(prefill.bus)}
 
         def stand_still_until(name: str, unread_bytes: int) -> None:
@@ -220,16 +220,16 @@ async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: z
                 time.sleep(0.001)
 
         # The loop is blocked until the flood has arrived, so the good peer's messages are last.
-        flood.say(*[Pong(1)] * 20_000)
+        flood.send(*[Pong(1)] * 20_000)
         stand_still_until("flood", 20_000 * len(frame(encode(Pong(1)))))
-        good.say(*[Ping(n) for n in range(1, 6)])
+        good.send(*[Ping(n) for n in range(1, 6)])
         stand_still_until("good", 5 * len(frame(encode(Ping(1)))))
         bursts, seen = [0], 0
-        while len(prefill.heard) < 20_005:
+        while len(prefill.received) < 20_005:
             await asyncio.sleep(0)
-            bursts.append(len(prefill.heard) - seen)
-            seen = len(prefill.heard)
-        places = [place for place, (name, _) in enumerate(prefill.heard) if name == "node:good"]
+            bursts.append(len(prefill.received) - seen)
+            seen = len(prefill.received)
+        places = [place for place, (name, _) in enumerate(prefill.received) if name == "node:good"]
         assert max(bursts) <= 2 * limits.turn_messages  # the reader's turn and the scheduled one
         assert places[-1] < 10_000
 
@@ -240,25 +240,25 @@ async def test_a_peer_that_does_not_read_blocks_no_other(context: zmq.Context[zm
         bound = await prefill.bus.bind(ANY_PORT)
         deaf, good = Raw(context, bound), Raw(context, bound)
         deaf.socket.set(zmq.RCVHWM, 1)
-        deaf.say(hello("deaf"))
-        good.say(hello("good"))
-        await until(lambda: len(prefill.heard) == 2)
+        deaf.send(hello("deaf"))
+        good.send(hello("good"))
+        await until(lambda: len(prefill.received) == 2)
         refused_after = 0
         while prefill.bus.send("node:deaf", LARGE) and refused_after < 3_000:
             refused_after += 1
             await asyncio.sleep(0)
         assert refused_after < 3_000
         assert prefill.bus.dropped == 1
-        good.say(Ping(1))
-        assert await good.hear() == Pong(1)
+        good.send(Ping(1))
+        assert await good.receive() == Pong(1)
 
 
 @on_loop
 async def test_sending_to_a_closed_peer_returns_false(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill, Node("d") as decode_node:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.say(hello("d"))
-        await until(lambda: len(prefill.heard) == 1)
+        raw.send(hello("d"))
+        await until(lambda: len(prefill.received) == 1)
         raw.socket.close()
         await until(lambda: not prefill.bus.send("node:d", Ping(1)))
         assert not prefill.bus.send("node:nobody", Ping(1))
@@ -298,13 +298,13 @@ async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(
     async with Node("p", p, {"villain": v, "good": g}, replace(limits, banned_ms=600_000)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         raw, good = (Raw(context, bound, keys=keys, server=p.public) for keys in (v, g))
-        raw.say(hello("v"), Ping(1))
-        good.say(hello("g"), Ping(1))
-        assert [await each.hear() for each in (raw, good)] == [Pong(1), Pong(1)]
+        raw.send(hello("v"), Ping(1))
+        good.send(hello("g"), Ping(1))
+        assert [await each.receive() for each in (raw, good)] == [Pong(1), Pong(1)]
         [tcp] = [each.tcp for each in connections_of(prefill.bus) if each.name == "key:villain"]
         assert tcp is not None
         many = 50 if message is LARGE else 20_000
-        raw.say(*[message] * many)
+        raw.send(*[message] * many)
         while not tcp.backlogged(limits):
             time.sleep(0.01)  # noqa: ASYNC251 - so that the loop reads none of them before
         strangers = prefill.bus.strangers
@@ -315,13 +315,13 @@ async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(
         assert {error.field for _, error in prefill.refusals} == {"unread"}
         assert not prefill.bus.send("key:villain", Ping(2))
         await until(lambda: prefill.bus.strangers > strangers)  # it reconnects
-        good.say(Ping(3))
-        assert await good.hear() == Pong(3)
+        good.send(Ping(3))
+        assert await good.receive() == Pong(3)
         assert prefill.bus._zap is not None
         prefill.bus._zap.ban(v.public, 0.0)  # the ban is over
         raw = Raw(context, bound, keys=v, server=p.public)  # ZMQ does not reconnect after a refusal
-        raw.say(hello("v"), Ping(4))
-        assert await raw.hear() == Pong(4)
+        raw.send(hello("v"), Ping(4))
+        assert await raw.receive() == Pong(4)
 
 
 @on_loop
@@ -331,17 +331,17 @@ async def test_an_endless_first_message_closes_its_connection(
     async with Node("p", limits=replace(LIMITS, unread_bytes_max=1 << 20, audit_ms=20)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         good = Raw(context, bound)
-        good.say(hello("good"))
+        good.send(hello("good"))
 
         def go_on_for_ever() -> None:
             with Zmtp(int(bound.rpartition(":")[2])) as endless, contextlib.suppress(OSError):
                 while True:
-                    endless.say(frame(bytes(1 << 16), more=True))
+                    endless.send(frame(bytes(1 << 16), more=True))
 
         await asyncio.get_running_loop().run_in_executor(None, go_on_for_ever)
         assert [(name, error.field) for name, error in prefill.refusals] == [("unknown:", "frames")]
-        good.say(Ping(1))
-        assert await good.hear() == Pong(1)
+        good.send(Ping(1))
+        assert await good.receive() == Pong(1)
 
 
 def test_a_connection_that_was_ended_is_not_reported_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,15 +368,15 @@ async def test_unread_bytes_are_exact(context: zmq.Context[zmq.Socket[bytes]]) -
         async with Node("p", keys, allowed) as prefill:
             dialler = d if keys else None
             raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=dialler, server=p.public if keys else "")
-            raw.say(hello("d"), Ping(1))
-            assert await raw.hear() == Pong(1)
+            raw.send(hello("d"), Ping(1))
+            assert await raw.receive() == Pong(1)
             [connection] = connections_of(prefill.bus)
             tcp = connection.tcp
             assert tcp is not None
             handshake = tcp.unread_bytes
             assert 0 < handshake < 1_024
             sizes = [Grant(1, 1, 1, 1, 0, (Part(0, 0, 1, bytes(8 * n)),), True, 1) for n in range(60)]
-            raw.say(*sizes, Ping(2), *[LARGE] * 3, Ping(3))
+            raw.send(*sizes, Ping(2), *[LARGE] * 3, Ping(3))
             raw.socket.send_multipart([encode(Ping(4))] * 3)
             await until(lambda: len(prefill.refusals) == 1)
             await until(lambda tcp=tcp: tcp.frames == 2 + 60 + 5 + 3)
@@ -388,15 +388,15 @@ async def test_a_muted_connection_that_keeps_sending_is_closed(context: zmq.Cont
     async with Node("p", limits=replace(LIMITS, mute_ms=60_000, hostile_max=100)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
-        good.say(hello("good"))
-        bad.say(hello("bad"), b"junk")
-        bad.say(*[Ping(2)] * 100)
+        good.send(hello("good"))
+        bad.send(hello("bad"), b"junk")
+        bad.send(*[Ping(2)] * 100)
         await until(lambda: prefill.bus.dropped == 100)
-        bad.say(Ping(2))
+        bad.send(Ping(2))
         await until(lambda: bad.was_cut_off)
         assert [(name, error.field) for name, error in prefill.refusals][-1] == ("node:bad", "muted")
-        good.say(Ping(1))
-        assert await good.hear() == Pong(1)
+        good.send(Ping(1))
+        assert await good.receive() == Pong(1)
 
 
 @pytest.mark.parametrize("hostile", [True, False], ids=["junk", "late messages"])
@@ -409,19 +409,19 @@ async def test_a_key_is_banned_for_what_is_hostile_and_not_for_what_a_dead_proce
     async with Node("p", p, {"d": d}, limits) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         old, new = (Raw(context, bound, keys=d, server=p.public) for _ in range(2))
-        old.say(hello("d"), Ping(1))
-        assert await old.hear() == Pong(1)
-        new.say(hello("d", 8), Ping(2))
-        assert await new.hear() == Pong(2)
-        old.say(*([b"junk"] if hostile else [Ping(3)] * 9), *[Ping(4)] * 11)
+        old.send(hello("d"), Ping(1))
+        assert await old.receive() == Pong(1)
+        new.send(hello("d", 8), Ping(2))
+        assert await new.receive() == Pong(2)
+        old.send(*([b"junk"] if hostile else [Ping(3)] * 9), *[Ping(4)] * 11)
         await until(lambda: [name for name, error in prefill.refusals if error.field == "muted"])
         strangers = prefill.bus.strangers
         later = Raw(context, bound, keys=d, server=p.public)
-        later.say(hello("d", 9), Ping(5))
+        later.send(hello("d", 9), Ping(5))
         if hostile:
             await until(lambda: prefill.bus.strangers > strangers)
         else:
-            assert await later.hear() == Pong(5)
+            assert await later.receive() == Pong(5)
 
 
 @on_loop
@@ -429,13 +429,13 @@ async def test_large_frames_take_turns_by_their_bytes(context: zmq.Context[zmq.S
     # After the small Hello alone, a slow loop would take this many bytes for a flood of small frames.
     async with Node("p", limits=replace(LIMITS, turn_bytes=1, unread_frames_max=1 << 20)) as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
-        raw.say(hello("d"), *[LARGE] * 20)
+        raw.send(hello("d"), *[LARGE] * 20)
         raw.socket.poll(200)  # blocking: they have arrived by then
         bursts = [0]
-        while len(prefill.heard) < 21:
-            before = len(prefill.heard)
+        while len(prefill.received) < 21:
+            before = len(prefill.received)
             await asyncio.sleep(0)
-            bursts.append(len(prefill.heard) - before)
+            bursts.append(len(prefill.received) - before)
         assert max(bursts) <= 2
 
 
@@ -456,30 +456,30 @@ async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(
     async with Node("p", p, {"villain": v, "good": g}) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         villain, good, late = (Raw(context, bound, keys=keys, server=p.public) for keys in (v, g, v))
-        villain.say(hello("v"), Ping(1))
-        good.say(hello("g"), Ping(1))
-        assert [await each.hear() for each in (villain, good)] == [Pong(1), Pong(1)]
+        villain.send(hello("v"), Ping(1))
+        good.send(hello("g"), Ping(1))
+        assert [await each.receive() for each in (villain, good)] == [Pong(1), Pong(1)]
         await until(lambda: late.shook_hands)
         assert prefill.bus.allow(AllowList({g.public: "good"})) == ["key:villain"]
         strangers, dropped = prefill.bus.strangers, prefill.bus.dropped
-        heard = len(prefill.heard)
+        before = len(prefill.received)
         assert not prefill.bus.send("key:villain", Ping(2))
-        late.say(hello("v"), Ping(5))  # it has completed the handshake and sent no message
+        late.send(hello("v"), Ping(5))  # it has completed the handshake and sent no message
         await until(lambda: prefill.bus.dropped > dropped + 1)  # its Ping may have found the connection at its end
         await until(lambda: villain.was_cut_off and late.was_cut_off)
         again = Raw(context, bound, keys=v, server=p.public)
-        again.say(hello("v"))
+        again.send(hello("v"))
         await until(lambda: prefill.bus.strangers >= strangers + 3)  # ZMQ reconnects for the other two
-        good.say(Ping(6))
-        assert await good.hear() == Pong(6)
-        assert [name for name, _ in prefill.heard[heard:]] == ["key:good"]
+        good.send(Ping(6))
+        assert await good.receive() == Pong(6)
+        assert [name for name, _ in prefill.received[before:]] == ["key:good"]
         assert all(each.quiet for each in (villain, late, again))
         assert prefill.refusals == []
         # Listed again, it sends Hello again.
         assert prefill.bus.allow(AllowList({g.public: "good", v.public: "villain"})) == []
         back = Raw(context, bound, keys=v, server=p.public)
-        back.say(hello("v"), Ping(8))
-        assert await back.hear() == Pong(8)
+        back.send(hello("v"), Ping(8))
+        assert await back.receive() == Pong(8)
 
 
 @on_loop
@@ -493,8 +493,8 @@ async def test_a_revoked_key_loses_the_lines_of_its_sessions_and_no_other_does(
         lines: dict[str, tcp.socket] = {}
         for session, (name, keys) in enumerate({"villain": v, "good": g}.items(), 1):
             peer = Raw(context, bound, keys=keys, server=p.public)
-            peer.say(hello(name), Ping(1))
-            assert await peer.hear() == Pong(1)
+            peer.send(hello(name), Ping(1))
+            assert await peer.receive() == Pong(1)
             ours, lines[name] = tcp.socketpair(tcp.AF_UNIX, tcp.SOCK_STREAM)
             prefill.bus.attach(f"key:{name}", session, ours, greeted=True)
             assert prefill.bus.send(f"key:{name}", Granted(session, 1))
@@ -515,14 +515,14 @@ async def test_a_renamed_key_must_send_hello_again(
     p, d = pair(), pair()
     async with Node("p", p, {"old": d}) as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=d, server=p.public)
-        raw.say(hello("d"), Ping(1))
-        assert await raw.hear() == Pong(1)
+        raw.send(hello("d"), Ping(1))
+        assert await raw.receive() == Pong(1)
         assert prefill.bus.allow(AllowList({d.public: "new"})) == ["key:old"]
         await until(lambda: raw.was_cut_off)
-        raw.say(Ping(2), hello("d"), Ping(3))
-        assert isinstance(await raw.hear(), Reject)
-        assert await raw.hear() == Pong(3)
-        assert prefill.heard[-1] == ("key:new", Ping(3))
+        raw.send(Ping(2), hello("d"), Ping(3))
+        assert isinstance(await raw.receive(), Reject)
+        assert await raw.receive() == Pong(3)
+        assert prefill.received[-1] == ("key:new", Ping(3))
 
 
 @on_loop
@@ -530,23 +530,23 @@ async def test_a_peer_that_causes_many_rejects_is_muted(context: zmq.Context[zmq
     async with Node("p", limits=replace(LIMITS, mute_ms=60_000, costs_max=12)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
-        bad.say(hello("bad"))
-        good.say(hello("good"))
-        await until(lambda: len(prefill.heard) == 2)
+        bad.send(hello("bad"))
+        good.send(hello("good"))
+        await until(lambda: len(prefill.received) == 2)
         for _ in range(8):
             assert prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
-        bad.say(Ping(1))
-        await until(lambda: ("node:bad", Ping(1)) in prefill.heard)
+        bad.send(Ping(1))
+        await until(lambda: ("node:bad", Ping(1)) in prefill.received)
         prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
         dropped = prefill.bus.dropped
-        bad.say(Ping(2))
+        bad.send(Ping(2))
         await until(lambda: prefill.bus.dropped == dropped + 1)
-        good.say(Ping(3))
-        assert await good.hear() == Pong(3)
+        good.send(Ping(3))
+        assert await good.receive() == Pong(3)
         unmute(prefill, "node:bad", 60)
-        bad.say(Ping(4))
-        await until(lambda: ("node:bad", Ping(4)) in prefill.heard)
-        assert ("node:bad", Ping(2)) not in prefill.heard
+        bad.send(Ping(4))
+        await until(lambda: ("node:bad", Ping(4)) in prefill.received)
+        assert ("node:bad", Ping(2)) not in prefill.received
 
 
 @on_loop
@@ -556,14 +556,14 @@ async def test_a_peer_that_repeats_hello_or_what_is_turned_away_is_muted(
     async with Node("p", limits=replace(LIMITS, mute_ms=60_000, costs_max=20)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         greets, nameless, good = Raw(context, bound), Raw(context, bound), Raw(context, bound)
-        greets.say(*[hello("bad")] * 9)
+        greets.send(*[hello("bad")] * 9)
         await until(lambda: prefill.bus.dropped == 3)
-        assert prefill.heard == [("node:bad", hello("bad"))] * 6, "the sixth mutes it"
-        nameless.say(*[Ping(1)] * 21, hello("late"))
+        assert prefill.received == [("node:bad", hello("bad"))] * 6, "the sixth mutes it"
+        nameless.send(*[Ping(1)] * 21, hello("late"))
         await until(lambda: prefill.bus.dropped == 4)
         assert prefill.bus.refused == 21
-        good.say(hello("good"), Ping(3))
-        assert await good.hear() == Pong(3)
+        good.send(hello("good"), Ping(3))
+        assert await good.receive() == Pong(3)
 
 
 @on_loop
@@ -589,18 +589,18 @@ async def test_a_key_may_claim_only_its_listed_roles(
         prefill.bus.allow(AllowList({d.public: "d"}, {d.public: frozenset({"decode"})}))
         raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=d, server=p.public)
         as_router = replace_role(hello("d"), "router")
-        raw.say(as_router, Ping(1))
-        refused = await raw.hear()
+        raw.send(as_router, Ping(1))
+        refused = await raw.receive()
         assert isinstance(refused, Reject)
         assert refused.fields == ("Hello.identity.role: the allow-list lets d be decode, not router",)
-        assert isinstance(await raw.hear(), Reject)  # answers the Ping: the connection has no name
-        raw.say(hello("d"), Ping(2))
-        assert await raw.hear() == Pong(2)
-        assert prefill.heard == [("key:d", hello("d")), ("key:d", Ping(2))]
+        assert isinstance(await raw.receive(), Reject)  # answers the Ping: the connection has no name
+        raw.send(hello("d"), Ping(2))
+        assert await raw.receive() == Pong(2)
+        assert prefill.received == [("key:d", hello("d")), ("key:d", Ping(2))]
         assert prefill.bus.allow(AllowList({d.public: "d"}, {d.public: frozenset({"router"})})) == ["key:d"]
         await until(lambda: raw.was_cut_off)
-        raw.say(hello("d"))
-        assert isinstance(await raw.hear(), Reject)
+        raw.send(hello("d"))
+        assert isinstance(await raw.receive(), Reject)
 
 
 def replace_role(message: Hello, role: str) -> Hello:
@@ -616,9 +616,9 @@ async def test_a_peer_that_disconnects_before_it_is_revoked_is_reported_too(
     async with Node("p", p, {"villain": v, "good": g}) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         villain, good = (Raw(context, bound, keys=keys, server=p.public) for keys in (v, g))
-        villain.say(hello("v"))
-        good.say(hello("g"))
-        await until(lambda: len(prefill.heard) == 2)
+        villain.send(hello("v"))
+        good.send(hello("g"))
+        await until(lambda: len(prefill.received) == 2)
         villain.socket.close()
         await until(lambda: not prefill.bus.send("key:villain", Ping(1)))
         assert prefill.bus.allow(AllowList({g.public: "good"})) == ["key:villain"]
@@ -674,13 +674,13 @@ async def test_a_session_replayed_on_another_connection_is_refused() -> None:
         peer = await decode_node.meet(f"{p.public}@tcp://127.0.0.1:{await replayer.open()}", "d")
         await decode_node.ping(peer, 1)
         await decode_node.ping(peer, 2)  # every Ping(1) of its own has arrived by now
-        heard = len(prefill.heard)
+        before = len(prefill.received)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(replayer.kept)
         await reader.read(64)  # the greeting, which is not secret
         while await reader.read(1 << 16):  # until the connection is closed
             pass
-        assert [message for _, message in prefill.heard[heard:] if message == Ping(1)] == []
+        assert [message for _, message in prefill.received[before:] if message == Ping(1)] == []
         await decode_node.ping(peer, 3)
         writer.close()
 
@@ -694,11 +694,11 @@ async def test_a_frame_replayed_on_its_connection_closes_it() -> None:
         await decode_node.ping(peer, 1)
         start = len(replayer.kept)
         assert decode_node.bus.send(peer, Ping(2))
-        await until(lambda: (peer, Pong(2)) in decode_node.heard)
+        await until(lambda: (peer, Pong(2)) in decode_node.received)
         replayer.replay(bytes(replayer.kept[start:]))
         await until(lambda: not dialled_by(decode_node.bus)[peer].connected)
         await decode_node.ping(peer, 3)  # on a new connection
-        assert [message for _, message in prefill.heard].count(Ping(2)) == 1
+        assert [message for _, message in prefill.received].count(Ping(2)) == 1
 
 
 def route(number: int) -> bytes:

@@ -60,19 +60,19 @@ class Ends:
         if len(self.taken) == self._broken:
             raise ValueError("a defect of the node")
 
-    def say(self, *frames: bytes) -> None:
+    def send(self, *frames: bytes) -> None:
         self.theirs.sendall(b"".join(pack("<I", len(frame)) + frame for frame in frames))
 
-    def heard(self) -> bytes:
-        heard = b""
+    def received(self) -> bytes:
+        received = b""
         while True:
             try:
                 part = self.theirs.recv(1 << 20)
             except BlockingIOError:
-                return heard
+                return received
             if not part:
-                return heard
-            heard += part
+                return received
+            received += part
 
 
 @on_loop
@@ -82,7 +82,7 @@ async def test_frames_come_whole_and_in_order_however_they_are_cut() -> None:
     for byte in b"".join(pack("<I", len(frame)) + frame for frame in frames[:3]):
         ends.theirs.send(bytes([byte]))
         await asyncio.sleep(0)
-    ends.say(frames[3], *frames)
+    ends.send(frames[3], *frames)
     await until(lambda: len(ends.taken) == 8)
     assert ends.taken == [*frames, *frames]
     ends.line.close()
@@ -91,7 +91,7 @@ async def test_frames_come_whole_and_in_order_however_they_are_cut() -> None:
 @on_loop
 async def test_a_turn_takes_a_bounded_number_of_frames() -> None:
     ends = Ends(turn_messages=4)
-    ends.say(*[b"x"] * 10)
+    ends.send(*[b"x"] * 10)
     seen: list[int] = []
     while len(ends.taken) < 10:
         before = len(ends.taken)
@@ -105,7 +105,7 @@ async def test_a_turn_takes_a_bounded_number_of_frames() -> None:
 async def test_an_exception_of_the_node_costs_no_frame_behind_it() -> None:
     ends, faults = Ends(broken=1), list[str]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(str(context.get("exception"))))
-    ends.say(b"1", b"2", b"3")
+    ends.send(b"1", b"2", b"3")
     await until(lambda: len(ends.taken) == 3)
     assert faults == ["a defect of the node"]
     ends.line.close()
@@ -119,15 +119,15 @@ async def test_a_line_sends_nothing_before_its_peer_has_opened_it() -> None:
     await asyncio.sleep(0.01)
     ends.theirs.sendall(OPENING[3:])
     await until(lambda: ends.line.send(b"now"))
-    assert ends.heard() == OPENING + pack("<I", 3) + b"now"
+    assert ends.received() == OPENING + pack("<I", 3) + b"now"
     ends.line.close()
 
 
-@pytest.mark.parametrize("said", [b"x", OPENING[:7] + b"!", b"\0" * 40])
+@pytest.mark.parametrize("sent", [b"x", OPENING[:7] + b"!", b"\0" * 40])
 @on_loop
-async def test_another_opening_ends_the_line(said: bytes) -> None:
+async def test_another_opening_ends_the_line(sent: bytes) -> None:
     ends = Ends(greeted=False)
-    ends.theirs.sendall(said)
+    ends.theirs.sendall(sent)
     await until(lambda: ends.ended)
     assert "it begins with" in str(ends.ended[0])
     assert not ends.line.send(b"x")
@@ -150,16 +150,16 @@ async def test_a_line_whose_peer_does_not_read_takes_no_more_and_cuts_no_frame()
         sent += 1
         assert sent < 10_000, "a Unix socket holds a bounded number of bytes"
     assert not ends.line.send(frame)
-    heard = b""
+    received = b""
     whole = len(OPENING) + sent * (4 + len(frame))
 
     def read() -> bool:
-        nonlocal heard
-        heard += ends.heard()
-        return len(heard) >= whole
+        nonlocal received
+        received += ends.received()
+        return len(received) >= whole
 
     await until(read)
-    assert heard == OPENING + sent * (pack("<I", len(frame)) + frame)
+    assert received == OPENING + sent * (pack("<I", len(frame)) + frame)
     assert ends.line.send(b"again")
     assert not ends.line.send(b"l" * (LIMITS.line_bytes_max + 1))
     ends.line.close()
@@ -175,20 +175,20 @@ async def test_a_frame_that_the_kernel_takes_a_part_of_arrives_whole_and_nothing
     ends = Ends()
     narrow(ends)
     frames = [bytes([number]) * LIMITS.line_bytes_max for number in range(3)]
-    heard = b""
+    received = b""
     for frame in frames:
         assert ends.line.send(frame)
         assert ends.line.unfinished == frame, "the kernel has taken a part of it"
         assert not ends.line.send(b"between")
 
         def read() -> bool:
-            nonlocal heard
-            heard += ends.heard()
+            nonlocal received
+            received += ends.received()
             return not ends.line.unfinished
 
         await until(read)
-    heard += ends.heard()
-    assert heard == OPENING + b"".join(pack("<I", len(frame)) + frame for frame in frames)
+    received += ends.received()
+    assert received == OPENING + b"".join(pack("<I", len(frame)) + frame for frame in frames)
     ends.line.close()
 
 
@@ -197,7 +197,7 @@ async def test_a_line_that_ends_within_a_frame_names_it() -> None:
     ends = Ends()
     narrow(ends)
     assert ends.line.send(b"x" * LIMITS.line_bytes_max)
-    ends.say(b"the last")
+    ends.send(b"the last")
     ends.theirs.close()
     await until(lambda: ends.ended)
     assert (ends.ended, ends.taken) == ([None], [b"the last"])
@@ -212,11 +212,11 @@ async def test_a_line_that_nobody_reads_takes_nothing_more(reads: bool) -> None:
     ends = Ends(line_unread_ms=50)
     for _ in range(10):
         if reads:
-            ends.heard()
+            ends.received()
         assert ends.line.send(b"read") or not reads
         await asyncio.sleep(0.02)
     assert ends.line.send(b"more") is reads
-    ends.heard()
+    ends.received()
     assert ends.line.send(b"again"), "it was read"
     ends.line.close()
 
@@ -228,7 +228,7 @@ async def test_a_closed_line_ends_although_a_forked_child_has_its_descriptor() -
     inherited = os.dup(ends.ours.fileno())
     ends.line.send(b"the last")
     ends.line.close()
-    assert ends.heard() == OPENING + pack("<I", 8) + b"the last"
+    assert ends.received() == OPENING + pack("<I", 8) + b"the last"
     assert ends.theirs.recv(1) == b"", "the end"
     with pytest.raises(BrokenPipeError):
         ends.theirs.send(b"x")
@@ -238,10 +238,10 @@ async def test_a_closed_line_ends_although_a_forked_child_has_its_descriptor() -
 @on_loop
 async def test_what_has_been_sent_is_read_at_once_and_within_a_bound() -> None:
     ends = Ends(line_queue_frames=100)
-    ends.say(*[b"x"] * 90)
+    ends.send(*[b"x"] * 90)
     ends.line.read_now()
     assert len(ends.taken) == 90
-    ends.say(*[b"x"] * 90)
+    ends.send(*[b"x"] * 90)
     for _ in range(3):
         ends.line.read_now()
     assert len(ends.taken) == 100, "the loop has not turned since"
@@ -271,13 +271,13 @@ async def joined() -> AsyncIterator[tuple[Node, Node, str]]:
     """A prefill's and a decode's bus with a line of SESSION, and decode's name for prefill."""
     async with Node("p") as prefill, Node("d") as decode_node:
         peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
-        await until(lambda: prefill.heard)
+        await until(lambda: prefill.received)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         prefill.bus.attach("node:d", SESSION, ours, greeted=False)
         theirs.recv(len(OPENING))
         decode_node.bus.attach(peer, SESSION, theirs, greeted=True)
         await asyncio.sleep(0.01)  # prefill's line has read the answer
-        prefill.heard.clear()
+        prefill.received.clear()
         yield prefill, decode_node, peer
 
 
@@ -292,11 +292,11 @@ async def test_what_is_sent_about_grants_goes_by_the_line_and_all_else_by_zmq() 
         assert not prefill.bus.send("node:d", replace_session(LANDED, 6)), "this session has no line"
         assert not prefill.bus.send("node:d", Ping(1))
         assert not prefill.bus.send("node:x", LANDED), "the line is of another peer"
-        await until(lambda: decode_node.heard)
-        assert decode_node.heard == [("p", LANDED)]
+        await until(lambda: decode_node.received)
+        assert decode_node.received == [("p", LANDED)]
         for message in (Released(SESSION, 1), Abort(SESSION, 1, 7)):
             assert decode_node.bus.send("p", message)
-        await until(lambda: len(prefill.heard) == 2)
+        await until(lambda: len(prefill.received) == 2)
         assert (decode_node.bus.received, prefill.bus.received) == (1, 2)
 
 
@@ -305,7 +305,7 @@ async def test_a_frame_too_long_for_the_line_goes_by_zmq() -> None:
     async with joined() as (prefill, decode_node, peer):
         grant = Grant(SESSION, 1, 1, 1, 0, (Part(0, 0, 1, bytes(LIMITS.line_bytes_max)),), True, 1)
         assert decode_node.bus.send(peer, grant)
-        await until(lambda: prefill.heard == [("node:d", grant)])
+        await until(lambda: prefill.received == [("node:d", grant)])
         assert lines_of(prefill.bus)
 
 
@@ -314,7 +314,7 @@ def replace_session(landed: Landed, session: int) -> Landed:
 
 
 @pytest.mark.parametrize(
-    ("said", "field"),
+    ("sent", "field"),
     [
         (encode(Ping(1)), "kind: Ping, which no line carries"),
         (encode(Granted(6, 1)), "Granted.session: 0x6, on the line of 0x5"),
@@ -322,9 +322,9 @@ def replace_session(landed: Landed, session: int) -> Landed:
     ],
 )
 @on_loop
-async def test_a_breach_ends_the_line_and_messages_go_by_zmq(said: bytes, field: str) -> None:
+async def test_a_breach_ends_the_line_and_messages_go_by_zmq(sent: bytes, field: str) -> None:
     async with joined() as (prefill, decode_node, peer):
-        assert lines_of(prefill.bus)[SESSION].send(said)
+        assert lines_of(prefill.bus)[SESSION].send(sent)
         await until(lambda: decode_node.refusals)
         name, error = decode_node.refusals[0]
         assert name == peer
@@ -332,7 +332,7 @@ async def test_a_breach_ends_the_line_and_messages_go_by_zmq(said: bytes, field:
         assert decode_node.bus.refused == 1
         await until(lambda: not lines_of(prefill.bus), "its end is seen")
         assert prefill.bus.send("node:d", LANDED)
-        await until(lambda: (peer, LANDED) in decode_node.heard)
+        await until(lambda: (peer, LANDED) in decode_node.received)
         assert lines_of(decode_node.bus) == {}
 
 
@@ -352,8 +352,8 @@ async def test_what_a_peer_has_sent_by_a_line_comes_before_what_it_sends_by_zmq(
         for message in (*sent, last):
             assert sender.bus.send(to, message)
         time.sleep(0.2)  # noqa: ASYNC251 - the I/O threads carry the last one meanwhile, and the loop reads nothing
-        await until(lambda: (source, last) in receiver.heard)
-        assert receiver.heard == [(source, message) for message in (*sent, last)]
+        await until(lambda: (source, last) in receiver.received)
+        assert receiver.received == [(source, message) for message in (*sent, last)]
 
 
 @on_loop
@@ -365,7 +365,7 @@ async def test_the_lines_of_a_process_and_no_others_are_read_before_its_messages
             await decode_node.ping(name, incarnation)  # by which its answer goes
             welcome = Welcome(1, Identity("n", "prefill", incarnation, Ranks(), "model", b"", 16))
             node.bus.send("node:d", welcome)
-            await until(lambda name=name, welcome=welcome: (name, welcome) in decode_node.heard)
+            await until(lambda name=name, welcome=welcome: (name, welcome) in decode_node.received)
         for node, name, session in ((prefill, peer, SESSION), (other, stranger, 6)):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             node.bus.attach("node:d", session, ours, greeted=False)
@@ -373,15 +373,15 @@ async def test_the_lines_of_a_process_and_no_others_are_read_before_its_messages
             decode_node.bus.attach(name, session, theirs, greeted=True)
         await decode_node.ping(alias, 10)
         await asyncio.sleep(0.01)  # the openings are read
-        decode_node.heard.clear()
+        decode_node.received.clear()
         strangers_reads: list[int] = []
         lines_of(decode_node.bus)[6].read_now = lambda: strangers_reads.append(1)  # type: ignore[method-assign]
         sent = [Landed(SESSION, number, 1, b"", b"") for number in range(1, 61)]
         for message in (*sent, Goodbye(8, "shutdown")):
             assert prefill.bus.send("node:d", message)
         time.sleep(0.2)  # noqa: ASYNC251 - the I/O threads carry the last one meanwhile, and the loop reads nothing
-        await until(lambda: (alias, Goodbye(8, "shutdown")) in decode_node.heard)
-        assert decode_node.heard == [*((peer, message) for message in sent), (alias, Goodbye(8, "shutdown"))]
+        await until(lambda: (alias, Goodbye(8, "shutdown")) in decode_node.received)
+        assert decode_node.received == [*((peer, message) for message in sent), (alias, Goodbye(8, "shutdown"))]
         assert not strangers_reads
 
 
@@ -406,8 +406,8 @@ async def test_a_frame_that_a_line_has_begun_goes_by_zmq_when_the_line_ends() ->
         assert prefill.bus.send("node:d", large)
         assert lines_of(prefill.bus)[SESSION].unfinished
         assert prefill.bus.send("node:d", Goodbye(7, "shutdown"))
-        await until(lambda: len(decode_node.heard) == 2)
-        assert decode_node.heard == [(peer, large), (peer, Goodbye(7, "shutdown"))]
+        await until(lambda: len(decode_node.received) == 2)
+        assert decode_node.received == [(peer, large), (peer, Goodbye(7, "shutdown"))]
         theirs.close()
 
 

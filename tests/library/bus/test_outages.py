@@ -33,12 +33,12 @@ async def test_a_restarted_listener_receives_hello_first_and_nothing_stale() -> 
         await until(lambda: not decode_node.bus.send(peer, Ping(2)))
         async with Node("p") as second:
             assert await second.bus.bind(bound) == bound
-            await until(lambda: bool(second.heard))
+            await until(lambda: bool(second.received))
             await decode_node.ping(peer, 3)
             # A busy machine may have Hello sent again; what was sent between the two listeners never comes.
-            first_said, *more = second.heard
-            assert first_said == ("node:d", hello("d"))
-            assert next(each for each in more if each != first_said) == ("node:d", Ping(3))
+            opening, *more = second.received
+            assert opening == ("node:d", hello("d"))
+            assert next(each for each in more if each != opening) == ("node:d", Ping(3))
 
 
 @on_loop
@@ -48,10 +48,10 @@ async def test_hello_is_sent_again_to_a_listener_that_forgot_it() -> None:
         await decode_node.ping(peer, 1)
         prefill.bus.hang_up("node:d")
         assert not prefill.bus.send("node:d", Ping(9))
-        prefill.heard.clear()
+        prefill.received.clear()
         await decode_node.ping(peer, 2)
-        assert prefill.heard[0] == ("node:d", hello("d"))
-        assert not [message for _, message in decode_node.heard if isinstance(message, Reject)]
+        assert prefill.received[0] == ("node:d", hello("d"))
+        assert not [message for _, message in decode_node.received if isinstance(message, Reject)]
 
 
 @on_loop
@@ -61,20 +61,20 @@ async def test_unread_messages_of_a_closed_peer_are_dropped_silently(
     async with Node("p") as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         raw = Raw(context, bound)
-        raw.say(hello("d"))
-        await until(lambda: prefill.heard == [("node:d", hello("d"))])
-        raw.say(*(Ping(number) for number in range(100)))
+        raw.send(hello("d"))
+        await until(lambda: prefill.received == [("node:d", hello("d"))])
+        raw.send(*(Ping(number) for number in range(100)))
         raw.socket.close(linger=10_000)
         while prefill.bus.send("node:d", Goodbye(7, "shutdown")):
             time.sleep(0.001)  # noqa: ASYNC251 - so that the loop reads none of them before
         await until(lambda: prefill.bus.dropped >= 101)
-        assert len(prefill.heard) == 1
+        assert len(prefill.received) == 1
         assert (prefill.refusals, prefill.bus.refused) == ([], 0)
         again = Raw(context, bound)
-        again.say(Ping(1))
-        assert isinstance(await again.hear(), Reject)  # a new connection still gets the reject "Hello first"
-        again.say(hello("d"))
-        await until(lambda: len(prefill.heard) == 2)
+        again.send(Ping(1))
+        assert isinstance(await again.receive(), Reject)  # a new connection still gets the reject "Hello first"
+        again.send(hello("d"))
+        await until(lambda: len(prefill.received) == 2)
 
 
 @pytest.mark.parametrize("at_first", ["does not list us", "has no keys"])
@@ -101,7 +101,7 @@ async def test_an_endpoint_that_refused_us_is_dialled_until_it_accepts(
         async with Node("p", p, {"d": d}) as prefill:
             await rebind(prefill, bound)
             await decode_node.ping(peer, 1)
-            assert prefill.heard[0] == ("key:d", hello("d"))
+            assert prefill.received[0] == ("key:d", hello("d"))
 
 
 @pytest.mark.parametrize(

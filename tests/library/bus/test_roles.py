@@ -83,12 +83,15 @@ async def test_a_welcome_in_another_role_than_the_dialled_one_is_a_refusal(
         listener.role = role
         bound = await listener.bus.bind(ANY_PORT)
         peer = await node.meet(f"{p.public}@{bound}" if p else bound, "d", dialled_role)
-        await until(lambda: bool(node.heard))
-        (heard,) = node.heard
+        await until(lambda: bool(node.received))
+        (received,) = node.received
         if role == dialled_role:
-            assert isinstance(heard[1], Welcome)
+            assert isinstance(received[1], Welcome)
             return
-        assert heard == (peer, Reject(0, "refused", (f"role: {peer} has {role!r}, it is dialled as {dialled_role!r}",)))
+        assert received == (
+            peer,
+            Reject(0, "refused", (f"role: {peer} has {role!r}, it is dialled as {dialled_role!r}",)),
+        )
 
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
@@ -100,14 +103,14 @@ async def test_a_peer_that_dials_claims_a_listed_role_alone(
     async with Node("p", p, {"peer": d}) as listener:
         listener.bus.allow(listed(d, listed_role))
         raw = Raw(context, await listener.bus.bind(ANY_PORT), keys=d, server=p.public)
-        raw.say(hello_as(role), Ping(1))
-        answer = await raw.hear()
+        raw.send(hello_as(role), Ping(1))
+        answer = await raw.receive()
         if role == listed_role:
             assert answer == Pong(1)
             return
         text = f"Hello.identity.role: the allow-list lets peer be {listed_role}, not {role}"
         assert answer == Reject(0, "breach", (text,))
-        assert not listener.heard
+        assert not listener.received
 
 
 @pytest.mark.parametrize(("listed_role", "role"), PAIRS)
@@ -119,13 +122,13 @@ async def test_a_peer_that_dialled_is_cut_off_once_its_role_is_taken_away(
     async with Node("p", p, {"peer": d}) as listener:
         listener.bus.allow(listed(d, role))
         raw = Raw(context, await listener.bus.bind(ANY_PORT), keys=d, server=p.public)
-        raw.say(hello_as(role), Ping(1))
-        assert await raw.hear() == Pong(1)
+        raw.send(hello_as(role), Ping(1))
+        assert await raw.receive() == Pong(1)
         revoked = listener.bus.allow(listed(d, listed_role))
         if role == listed_role:
             assert revoked == []
-            raw.say(Ping(2))
-            assert await raw.hear() == Pong(2)
+            raw.send(Ping(2))
+            assert await raw.receive() == Pong(2)
             return
         assert revoked == ["key:peer"]
         await until(lambda: raw.was_cut_off)

@@ -40,7 +40,7 @@ class Zmtp:
             read += piece
         return read
 
-    def say(self, text: bytes) -> None:
+    def send(self, text: bytes) -> None:
         """Sends what is said, as it is."""
         self.socket.sendall(text)
 

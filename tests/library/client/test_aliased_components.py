@@ -114,7 +114,7 @@ def test_both_groups_of_two_rooms_land_in_the_blocks_that_the_engine_chose(verif
         made.send(2, from_other_full, from_other_window)
         for room in (1, 2):
             ready = made.pair.ready(room)
-            made.pair.until(lambda room=room: made.pair.decode_said(room, RoomDrained))
+            made.pair.until(lambda room=room: made.pair.decode_event(room, RoomDrained))
             made.pair.drained(room)
         assert ready.slots["full"].tolist() == other_full.tolist()
         assert ready.slots["window"].tolist() == other_window.tolist()
@@ -133,7 +133,7 @@ def test_a_block_of_one_group_is_refused_to_the_other_until_its_room_has_drained
         assert failed.detail == "slots: some of 'window' belong to a room that has not drained"
         made.send(1, *blocks(4)[:2])
         made.pair.ready(1)
-        made.pair.until(lambda: made.pair.decode_said(1, RoomDrained))
+        made.pair.until(lambda: made.pair.decode_event(1, RoomDrained))
         made.expect(3, other_full, stolen)
         from_full, from_window = blocks(5)[:2]
         made.send(3, from_full, from_window)
@@ -159,7 +159,7 @@ def test_an_aborted_room_returns_the_blocks_of_both_groups() -> None:
         made.send(1, *blocks(9)[:2], after=Late())
         made.pair.decode.abort(1)
         assert made.pair.failed(1).cause is Cause.ABORTED
-        made.pair.until(lambda: made.pair.decode_said(1, RoomDrained))
+        made.pair.until(lambda: made.pair.decode_event(1, RoomDrained))
         made.expect(2, np.append(full[WINDOW_BLOCKS:], window), full[:WINDOW_BLOCKS])
         made.send(2, *blocks(10)[:2])
         made.pair.ready(2)

@@ -81,7 +81,7 @@ class PrefillScheduler:
             self.client.open(request.room, tokens=request.tokens)
 
     def step(self) -> None:
-        drained = {said.room for said in self.client.poll() if isinstance(said, RoomDrained)}
+        drained = {event.room for event in self.client.poll() if isinstance(event, RoomDrained)}
         for request in list(self.bootstrapping):
             request.see(self.client.state(request.room))
             if self.client.state(request.room) is KVPoll.WAITING_FOR_INPUT:
@@ -122,7 +122,7 @@ class DecodeScheduler:
 
     def step(self) -> None:
         self.steps += 1
-        ready = {said.room: said for said in self.client.poll() if isinstance(said, RoomReady)}
+        ready = {event.room: event for event in self.client.poll() if isinstance(event, RoomReady)}
         for room, request in list(self.waiting.items()):
             request.see(self.client.state(room))
             if self.client.state(room) is KVPoll.SUCCESS:
@@ -280,8 +280,8 @@ def test_growth_is_leased_and_not_written(pair: Pair) -> None:
 def test_totals_that_differ_fail_the_room_on_both_sides_with_both_values(pair: Pair) -> None:
     pair.expect(1, 40)
     pair.send(1, 41)
-    for failed in (pair.failed(1), pair.until(lambda: pair.prefill_said(1, RoomFailed))):
-        detail = (failed or pair.prefill_said(1, RoomFailed)).detail
+    for failed in (pair.failed(1), pair.until(lambda: pair.prefill_event(1, RoomFailed))):
+        detail = (failed or pair.prefill_event(1, RoomFailed)).detail
         assert "40" in detail
         assert "41" in detail
     pair.drained(1)
@@ -309,7 +309,7 @@ def test_rooms_wait_for_slots_in_order_and_one_that_never_fits_is_refused_at_onc
     assert "256" in pair.failed(4).detail
     for room in (1, 2, 3):
         pair.ready(room)
-        assert {said.room for said in pair.said_d if isinstance(said, RoomReady)} == set(range(1, room + 1))
+        assert {event.room for event in pair.decode_events if isinstance(event, RoomReady)} == set(range(1, room + 1))
         pair.decode.release(room)
 
 
@@ -331,15 +331,15 @@ def test_who_gives_up_hears_at_once_and_memory_is_safe_when_the_write_has_ended(
         pair.send(1, 40)
         assert gate.entered.wait(60)
         getattr(pair, side).abort(1)
-        pair.until(lambda: pair.prefill_said(1, RoomFailed) and pair.decode_said(1, RoomFailed))
+        pair.until(lambda: pair.prefill_event(1, RoomFailed) and pair.decode_event(1, RoomFailed))
         assert pair.prefill.state(1) is pair.decode.state(1) is KVPoll.FAILED
-        assert pair.prefill_said(1, RoomFailed).cause is Cause.ABORTED
-        assert pair.decode_said(1, RoomFailed).cause is Cause.ABORTED
+        assert pair.prefill_event(1, RoomFailed).cause is Cause.ABORTED
+        assert pair.decode_event(1, RoomFailed).cause is Cause.ABORTED
         # Several repetitions later the write is still under way: pages and slots are still its own.
         deadline = time.monotonic() + 0.3
         while time.monotonic() < deadline:
             pair.poll()
-            assert pair.prefill_said(1, RoomDrained) is None
+            assert pair.prefill_event(1, RoomDrained) is None
             assert not is_leasable(pair, 1)
             time.sleep(0.01)
         gate.opened.set()
@@ -374,7 +374,7 @@ def test_pages_of_a_room_that_decode_gives_up_before_its_grant_are_free_long_bef
         pair.decode.abort(2)
     assert pair.failed(2).cause.value == {"abort": "aborted"}.get(how, how)
     pair.drained(2)
-    assert pair.prefill_said(2, RoomFailed).cause.value == "aborted"
+    assert pair.prefill_event(2, RoomFailed).cause.value == "aborted"
 
 
 def test_decode_that_gives_up_a_room_which_prefill_never_opens_has_its_slots_back(pair: Pair) -> None:
@@ -397,7 +397,7 @@ def test_an_abort_that_crosses_ready_leaves_the_room_to_be_released(pair: Pair) 
     pair.decode.abort(1)  # Ready is said, and not polled yet.
     pair.ready(1)
     assert pair.decode.state(1) is KVPoll.SUCCESS
-    assert pair.decode_said(1, RoomFailed) is None
+    assert pair.decode_event(1, RoomFailed) is None
     assert not is_leasable(pair, 1)
     pair.decode.release(1)
     pair.decode.release(1)
@@ -415,7 +415,7 @@ def test_a_room_that_nobody_grants_fails_at_its_deadline_and_its_pages_are_safe(
     pair.prefill.push(1, pair.pages(1, 40), rows=(0, 40))
     pair.prefill.finish(1)
     pair.drained(1)
-    assert pair.prefill_said(1, RoomFailed).cause is Cause.DEADLINE
+    assert pair.prefill_event(1, RoomFailed).cause is Cause.DEADLINE
     assert pair.prefill.state(1) is KVPoll.FAILED
 
 
@@ -442,7 +442,7 @@ def test_nothing_is_read_before_its_event_fires(pair: Pair) -> None:
     start = int(arena_slots[0, 0])
     expected.land(slots[:20], np.arange(start, start + 20))
     pair.until(lambda: expected.holds(pair.arena))
-    assert pair.decode_said(1, RoomReady) is None
+    assert pair.decode_event(1, RoomReady) is None
     second.fired = True
     landed(pair, expected, 1, pages, 50)
     assert expected.holds(pair.arena)
@@ -476,7 +476,7 @@ def test_slots_are_the_engines_until_the_release_event_fires(pair: Pair) -> None
     pair.expect(2, 10)
     pair.send(2, 10)
     pair.until(lambda: swap_in.asked > 20)
-    assert pair.decode_said(2, RoomReady) is None
+    assert pair.decode_event(2, RoomReady) is None
     swap_in.fired = True
     pair.ready(2)
 
@@ -557,16 +557,16 @@ def test_fileno_is_readable_from_news_until_poll(pair: Pair) -> None:
     pair.expect(1, 10)
     assert not readable(pair.decode, 0.05)
     assert readable(pair.prefill, 60)
-    said = [type(each) for each in pair.prefill.poll()]
+    event = [type(each) for each in pair.prefill.poll()]
     pair.send(1, 10)
     assert readable(pair.decode, 60)
-    assert [type(said) for said in pair.decode.poll()] == [RoomReady]
+    assert [type(event) for event in pair.decode.poll()] == [RoomReady]
     assert not readable(pair.decode, 0)
     assert pair.decode.poll() == []
-    while len(said) < 4:
+    while len(event) < 4:
         assert readable(pair.prefill, 60)
-        said += [type(each) for each in pair.prefill.poll()]
-    assert said == [RoomAsked, RoomLeased, RoomLanded, RoomDrained]
+        event += [type(each) for each in pair.prefill.poll()]
+    assert event == [RoomAsked, RoomLeased, RoomLanded, RoomDrained]
 
 
 def test_an_engine_that_does_not_poll_is_told_of_a_bounded_number_of_rooms_that_decode_asks_for(
@@ -584,7 +584,7 @@ def test_an_engine_that_does_not_poll_is_told_of_a_bounded_number_of_rooms_that_
     assert [each.room for each in told if isinstance(each, RoomAsked)] == [1, 2, 3]
     assert [type(each) for each in told[3:]] == [RoomLeased, RoomLanded, RoomDrained], "what follows from its own calls"
     pair.expect(12, 10)
-    pair.until(lambda: pair.prefill_said(12, RoomAsked))
+    pair.until(lambda: pair.prefill_event(12, RoomAsked))
 
 
 def test_calls_of_many_threads_all_arrive(pair: Pair) -> None:
@@ -665,7 +665,7 @@ def test_misuse_that_only_the_node_sees_fails_its_room_with_the_reason_on_both_s
     pair.prefill.push(1, pages, rows=(0, 16))
     misuse(pair.prefill, pages)
     pair.drained(1)
-    for failed in (pair.prefill_said(1, RoomFailed), pair.failed(1)):
+    for failed in (pair.prefill_event(1, RoomFailed), pair.failed(1)):
         assert failed.cause is Cause.REFUSED
         assert all(word in failed.detail for word in words), failed
     pair.send(2, 40)
@@ -679,7 +679,7 @@ def test_finish_waits_for_every_cell_whatever_its_own_event(pair: Pair) -> None:
     pair.prefill.push(1, pages, rows=(0, 40), after=late)
     pair.prefill.finish(1)
     pair.until(lambda: late.asked > 20)
-    assert pair.decode_said(1, RoomReady) is None
+    assert pair.decode_event(1, RoomReady) is None
     late.fired = True
     assert pair.ready(1).slots["kv"].size == 40
     pair.drained(1)
@@ -709,7 +709,7 @@ def test_a_room_that_makes_no_sense_to_decode_fails_with_the_numbers(
 def test_a_room_that_makes_no_sense_to_prefill_fails_with_the_numbers(pair: Pair) -> None:
     pair.prefill.open(1, tokens=40, grants=0)
     pair.drained(1)
-    assert "0 grants" in pair.prefill_said(1, RoomFailed).detail
+    assert "0 grants" in pair.prefill_event(1, RoomFailed).detail
 
 
 def test_releasing_a_room_that_is_not_ready_fails_it(pair: Pair) -> None:
@@ -794,7 +794,7 @@ def test_close_ends_rooms_under_way_on_both_sides_and_gives_everything_back() ->
         pair.decode.close()
         pair.poll()
         pair.drained(1)
-        assert pair.prefill_said(1, RoomFailed).cause in (Cause.ABORTED, Cause.SHUTDOWN, Cause.PEER_LOST)
+        assert pair.prefill_event(1, RoomFailed).cause in (Cause.ABORTED, Cause.SHUTDOWN, Cause.PEER_LOST)
         failed = pair.failed(1)
         assert (failed.cause, failed.detail) == (Cause.SHUTDOWN, "this node is closed")
         assert pair.decode.state(2) is KVPoll.SUCCESS  # still the engine's
@@ -827,15 +827,15 @@ def test_rooms_that_have_landed_are_ready_although_prefill_leaves_before_decode_
     for room in rooms:
         pair.expect(room, 4)
         pair.prefill.open(room, tokens=4)
-    pair.until(lambda: all(pair.prefill_said(room, RoomLeased) for room in rooms))
+    pair.until(lambda: all(pair.prefill_event(room, RoomLeased) for room in rooms))
     assert lines_of(node_of(pair.prefill).bus), "the session has a line"
     pair.decode.release(1, after=Held(held))  # its loop asks the event, and stands still
     try:
         for room in rooms:
             pair.prefill.push(room, pair.pages(room, 4), rows=(0, 4))
             pair.prefill.finish(room, aux=b"")
-        pair.until(lambda: all(pair.prefill_said(room, RoomDrained) for room in rooms))
-        assert not any(pair.prefill_said(room, RoomFailed) for room in rooms)
+        pair.until(lambda: all(pair.prefill_event(room, RoomDrained) for room in rooms))
+        assert not any(pair.prefill_event(room, RoomFailed) for room in rooms)
         pair.prefill.close()
     finally:
         held.set()
@@ -857,7 +857,7 @@ def test_prefills_close_waits_for_writes_and_decode_hears_of_it(gate: Gate) -> N
         closing.join(60)
         assert not closing.is_alive()
         pair.poll()
-        assert [type(said) for said in pair.said_p] == [RoomLeased, RoomFailed, RoomDrained]
+        assert [type(event) for event in pair.prefill_events] == [RoomLeased, RoomFailed, RoomDrained]
         pair.until(lambda: is_leasable(pair, 1))
 
 
@@ -916,7 +916,7 @@ def test_a_prefill_that_comes_back_under_its_endpoint_is_served_again(pair: Pair
         writer=WriterOptions(pool_address=pair.source.memory.ctypes.data),
     ) as again:
         pair.prefill = again
-        pair.said_p.clear()
+        pair.prefill_events.clear()
         pair.whole_arena_is_free(3)
 
 
@@ -955,8 +955,8 @@ async def test_hands_are_ready_landed_and_drained(twins: Twins) -> None:
             hand = decode.expect(room, tokens=tokens, sources=[prefill.client.endpoint], prefix=2)
             opened, pages = prefill.open(room, tokens=tokens), pair.pages(room, tokens)
             opened.push(pages, rows=(0, tokens))
-            said = await opened.finish(aux=b"first")
-            assert said.kv_bytes == (tokens - 2) * pair.source.layout.row_bytes
+            event = await opened.finish(aux=b"first")
+            assert event.kv_bytes == (tokens - 2) * pair.source.layout.row_bytes
             ready = await hand.ready()
             assert ready is await hand.ready()
             assert ready.aux == b"first"
@@ -1070,9 +1070,9 @@ def test_who_is_taken_off_a_clients_allow_list_loses_its_rooms_and_is_met_again_
         source, client = [f"{p.public}@{pair.prefill.endpoint}"], getattr(pair, side)
         pair.decode.expect(1, tokens=16, sources=source)
         pair.prefill.open(1, tokens=16)
-        pair.until(lambda: pair.prefill_said(1, RoomLeased))
+        pair.until(lambda: pair.prefill_event(1, RoomLeased))
         client.allow(AllowList({}))
-        pair.until(lambda: (pair.prefill_said if side == "prefill" else pair.decode_said)(1, RoomFailed))
+        pair.until(lambda: (pair.prefill_event if side == "prefill" else pair.decode_event)(1, RoomFailed))
         client.allow(known[side])
         pair.prefill.abort(1)
         pair.serves_again(source)

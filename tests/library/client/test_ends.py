@@ -22,9 +22,9 @@ def _all_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def failed_at_prefill(pair: Pair, room: int) -> RoomFailed:
-    pair.until(lambda: pair.prefill_said(room, RoomFailed))
+    pair.until(lambda: pair.prefill_event(room, RoomFailed))
     pair.drained(room)
-    return pair.prefill_said(room, RoomFailed)
+    return pair.prefill_event(room, RoomFailed)
 
 
 @pytest.mark.parametrize("order", ["prefill first", "decode first"])
@@ -40,13 +40,13 @@ def test_where_the_two_do_not_fit_both_ends_fail_at_once_and_each_names_the_fact
         pair.expect(1, TOKENS)
         assert pair.failed(1).cause is Cause.REFUSED
         if order == "decode first":
-            pair.until(lambda: pair.prefill_said(1, RoomAsked))
+            pair.until(lambda: pair.prefill_event(1, RoomAsked))
             pair.send(1, TOKENS)
         failed = failed_at_prefill(pair, 1)
         assert failed.cause is Cause.ABORTED
         both = "block_size: d has '32', p '16'"
         assert both in failed.detail
-        assert both in pair.decode_said(1, RoomFailed).detail
+        assert both in pair.decode_event(1, RoomFailed).detail
         lines = [each.getMessage() for each in caplog.records if both in each.getMessage()]
         assert [line for line in lines if line.startswith("node:d is refused: ")], "prefill's own line"
         assert [line for line in lines if line.startswith("tcp://")], "decode's own line"
@@ -68,7 +68,7 @@ def test_a_room_that_decode_never_expects_fails_at_prefill() -> None:
         pair.decode.withdraw(1, sources=[pair.prefill.endpoint], detail="request r1: refused by its server")
         assert failed_at_prefill(pair, 1).detail == "node:d gave it up: request r1: refused by its server"
         pair.decode.withdraw(2, sources=[pair.prefill.endpoint])
-        pair.until(lambda: pair.prefill_said(2, RoomAsked))
+        pair.until(lambda: pair.prefill_event(2, RoomAsked))
         pair.send(2, TOKENS)
         assert failed_at_prefill(pair, 2).detail == "node:d gave it up"
 
@@ -88,9 +88,9 @@ def test_the_reason_of_an_abort_crosses_in_both_directions() -> None:
 def test_a_room_that_prefill_never_opens_fails_at_decode() -> None:
     with client_pair() as pair:
         pair.expect(1, TOKENS)
-        pair.until(lambda: pair.prefill_said(1, RoomAsked))
+        pair.until(lambda: pair.prefill_event(1, RoomAsked))
         pair.prefill.abort(1, "its client has left")
-        assert (pair.failed(1).cause, pair.prefill_said(1, RoomDrained)) == (Cause.ABORTED, None)
+        assert (pair.failed(1).cause, pair.prefill_event(1, RoomDrained)) == (Cause.ABORTED, None)
 
 
 def test_a_request_that_decode_cannot_take_is_told_to_prefill() -> None:

@@ -39,7 +39,7 @@ def chosen(seed: int, count: int = TOKENS, of: int = 256) -> np.ndarray:
 
 
 def drained(pair: Pair, room: int) -> None:
-    pair.until(lambda: pair.decode_said(room, RoomDrained))
+    pair.until(lambda: pair.decode_event(room, RoomDrained))
 
 
 def test_a_room_lands_where_the_engine_wants_it_and_drains_at_once(pair: Pair) -> None:
@@ -48,7 +48,7 @@ def test_a_room_lands_where_the_engine_wants_it_and_drains_at_once(pair: Pair) -
     pages = pair.send(1, TOKENS)
     ready = pair.ready(1)
     drained(pair, 1)
-    assert [type(said) for said in pair.said_d] == [RoomReady, RoomDrained]
+    assert [type(event) for event in pair.decode_events] == [RoomReady, RoomDrained]
     assert ready.slots["kv"].tolist() == slots.tolist()
     expected.land(slots_of_pages(pages, 16, TOKENS), slots)
     assert expected.holds(pair.arena)
@@ -63,7 +63,7 @@ def test_an_aborted_room_fails_at_once_and_drains_with_the_proof(pair: Pair) -> 
     slots, never = chosen(2), Late()
     pair.expect(1, TOKENS, slots={"kv": slots})
     pair.prefill.open(1, tokens=TOKENS)
-    pair.until(lambda: pair.prefill_said(1, RoomLeased))
+    pair.until(lambda: pair.prefill_event(1, RoomLeased))
     pair.prefill.push(1, pair.pages(1, TOKENS), rows=(0, TOKENS), after=never)
     pair.decode.abort(1)
     assert pair.failed(1).cause is Cause.ABORTED
@@ -78,10 +78,10 @@ def test_slots_are_not_given_back_while_a_write_of_their_room_is_under_way(gate:
     assert gate.entered.wait(60)
     pair.decode.abort(1)
     assert pair.failed(1).cause is Cause.ABORTED
-    pair.until(lambda: pair.prefill_said(1, RoomFailed))  # so prefill has answered what it could
+    pair.until(lambda: pair.prefill_event(1, RoomFailed))  # so prefill has answered what it could
     pair.expect(2, TOKENS, slots={"kv": slots})
     assert "that has not drained" in pair.failed(2).detail
-    assert pair.decode_said(1, RoomDrained) is None
+    assert pair.decode_event(1, RoomDrained) is None
     gate.opened.set()
     drained(pair, 1)
     pair.expect(3, TOKENS, slots={"kv": slots})
@@ -110,8 +110,8 @@ def test_rows_that_the_engine_has_do_not_cross_and_prefill_is_told(pair: Pair) -
     ready = pair.ready(1)
     assert ready.prefix == 16
     assert ready.slots["kv"].tolist() == slots[16:].tolist()
-    pair.until(lambda: pair.prefill_said(1, RoomLeased))
-    assert pair.prefill_said(1, RoomLeased) == RoomLeased(1, TOKENS, 16)
+    pair.until(lambda: pair.prefill_event(1, RoomLeased))
+    assert pair.prefill_event(1, RoomLeased) == RoomLeased(1, TOKENS, 16)
     expected.land(slots_of_pages(pages, 16, TOKENS)[16:], slots[16:])
     assert expected.holds(pair.arena)
 
@@ -165,11 +165,11 @@ def test_a_client_that_leases_takes_no_slots() -> None:
 
 def test_prefill_hears_of_a_room_before_it_is_open_and_learns_its_length(pair: Pair) -> None:
     pair.expect(1, TOKENS, slots={"kv": chosen(6)}, prefix=3)
-    pair.until(lambda: pair.prefill_said(1, RoomAsked))
-    assert pair.prefill_said(1, RoomAsked) == RoomAsked(1, TOKENS, 3)
+    pair.until(lambda: pair.prefill_event(1, RoomAsked))
+    assert pair.prefill_event(1, RoomAsked) == RoomAsked(1, TOKENS, 3)
     pair.prefill.open(1, tokens=None, grants=None)
-    pair.until(lambda: pair.prefill_said(1, RoomLeased))
-    assert pair.prefill_said(1, RoomLeased) == RoomLeased(1, TOKENS, 3)
+    pair.until(lambda: pair.prefill_event(1, RoomLeased))
+    assert pair.prefill_event(1, RoomLeased) == RoomLeased(1, TOKENS, 3)
     pair.prefill.push(1, pair.pages(1, TOKENS), rows=(0, TOKENS))
     pair.prefill.finish(1)
     pair.ready(1)
@@ -188,8 +188,8 @@ def test_quiesce_waits_until_the_pages_are_not_read_any_more(pair: Pair) -> None
     pair.prefill.open(1, tokens=TOKENS)
     pair.prefill.push(1, pair.pages(1, TOKENS), rows=(0, TOKENS), after=Late())
     assert pair.prefill.quiesce(1, 10.0)
-    said = pair.prefill.poll()
-    assert [type(each) for each in said if each.room == 1][-2:] == [RoomFailed, RoomDrained]
+    event = pair.prefill.poll()
+    assert [type(each) for each in event if each.room == 1][-2:] == [RoomFailed, RoomDrained]
     assert pair.prefill.quiesce(1, 0.0), "it has drained already"
     assert pair.decode.quiesce(1, 10.0)
 
@@ -209,7 +209,7 @@ def test_quiesce_of_a_room_that_has_failed_waits_until_it_has_drained(pair: Pair
     """Its writer does not answer: RoomFailed is not proof, and the slots may still be written."""
     pair.expect(1, TOKENS, slots={"kv": chosen(8)})
     pair.prefill.open(1, tokens=TOKENS)
-    pair.until(lambda: pair.prefill_said(1, RoomLeased))
+    pair.until(lambda: pair.prefill_event(1, RoomLeased))
     pair.prefill.push(1, pair.pages(1, TOKENS), rows=(0, TOKENS), after=(event := Blocking()))
     assert event.asked.wait(30.0)
     pair.decode.abort(1)

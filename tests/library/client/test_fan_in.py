@@ -33,16 +33,16 @@ Size = tuple[int, int]  # tensor-parallel ranks, stages
 
 @dataclass
 class Node:
-    """One client, its pool, and what it has said."""
+    """One client, its pool, and its events."""
 
     name: str
     client: Any
     pool: Pool
     component: Component
-    said: list[Any] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
 
-    def said_of(self, room: int, kind: type[Any]) -> Any:
-        return next((said for said in self.said if isinstance(said, kind) and said.room == room), None)
+    def event_of(self, room: int, kind: type[Any]) -> Any:
+        return next((event for event in self.events if isinstance(event, kind) and event.room == room), None)
 
 
 @dataclass
@@ -56,10 +56,10 @@ class Fleet:
         deadline = time.monotonic() + PATIENCE_S
         nodes = [*self.prefill, *self.decode]
         while not condition():
-            assert time.monotonic() < deadline, [(node.name, node.said) for node in nodes]
+            assert time.monotonic() < deadline, [(node.name, node.events) for node in nodes]
             select.select([node.client for node in nodes], [], [], 0.02)
             for node in nodes:
-                node.said += node.client.poll()
+                node.events += node.client.poll()
 
     @property
     def sources(self) -> list[str]:
@@ -77,8 +77,8 @@ class Fleet:
 
     def fails(self, room: int) -> RoomFailed:
         """On the first decode rank."""
-        self.until(lambda: self.decode[0].said_of(room, RoomFailed))
-        return self.decode[0].said_of(room, RoomFailed)
+        self.until(lambda: self.decode[0].event_of(room, RoomFailed))
+        return self.decode[0].event_of(room, RoomFailed)
 
     def fill(self, node: Node, seed: int, tokens: int) -> np.ndarray:
         """Random pages of the room, whose rows hold what every holder of them has."""
@@ -104,24 +104,26 @@ class Fleet:
     def failed(self, room: int) -> dict[str, Cause]:
         """Waits until every node has said that the room failed, and prefill that its pages are safe."""
         nodes = [*self.prefill, *self.decode]
-        self.until(lambda: all(node.said_of(room, RoomFailed) for node in nodes))
-        self.until(lambda: all(node.said_of(room, RoomDrained) for node in self.prefill))
-        return {node.name: node.said_of(room, RoomFailed).cause for node in nodes}
+        self.until(lambda: all(node.event_of(room, RoomFailed) for node in nodes))
+        self.until(lambda: all(node.event_of(room, RoomDrained) for node in self.prefill))
+        return {node.name: node.event_of(room, RoomFailed).cause for node in nodes}
 
     def check_landed(self, room: int, tokens: int) -> None:
         """Bitwise: each arena holds the room's rows of its own planes, and canaries beside them."""
-        self.until(lambda: all(node.said_of(room, RoomReady) or node.said_of(room, RoomFailed) for node in self.decode))
+        self.until(
+            lambda: all(node.event_of(room, RoomReady) or node.event_of(room, RoomFailed) for node in self.decode)
+        )
         for node in self.decode:
-            ready = node.said_of(room, RoomReady)
-            assert ready is not None, node.said
+            ready = node.event_of(room, RoomReady)
+            assert ready is not None, node.events
             expected = Expected(node.pool)
             expected.pool.__dict__["memory"] = np.full_like(node.pool.memory, CANARY)
             expected.land(np.arange(tokens), ready.slots["kv"][:tokens])
             assert expected.holds(node.pool.memory)
             assert ready.kv_bytes == tokens * node.pool.layout.row_bytes
             assert ready.aux == b"of p0"
-        self.until(lambda: all(node.said_of(room, RoomDrained) for node in self.prefill))
-        sent = sum(node.said_of(room, RoomLanded).kv_bytes for node in self.prefill)
+        self.until(lambda: all(node.event_of(room, RoomDrained) for node in self.prefill))
+        sent = sum(node.event_of(room, RoomLanded).kv_bytes for node in self.prefill)
         assert sent == sum(tokens * node.pool.layout.row_bytes for node in self.decode), "no byte twice"
 
 
@@ -207,9 +209,9 @@ def test_cells_wait_for_their_events_on_every_rank() -> None:
         events = [Late(), Late(), Late()]
         it.begin(1, 30)
         it.send(1, 30, after=events)
-        it.until(lambda: all(node.said_of(1, RoomLeased) for node in it.prefill))
+        it.until(lambda: all(node.event_of(1, RoomLeased) for node in it.prefill))
         it.until(lambda: all(event.asked for event in events[:1]))
-        assert it.decode[0].said_of(1, RoomReady) is None
+        assert it.decode[0].event_of(1, RoomReady) is None
         for event in events:
             event.fired = True
         it.check_landed(1, 30)
@@ -219,7 +221,7 @@ def test_cells_wait_for_their_events_on_every_rank() -> None:
 def test_whoever_gives_a_room_up_ends_it_for_all_and_the_next_one_lands(who: str) -> None:
     with fleet(MLA, (2, 1), (2, 1)) as it:
         it.begin(1, 40)
-        it.until(lambda: all(node.said_of(1, RoomLeased) for node in it.prefill))
+        it.until(lambda: all(node.event_of(1, RoomLeased) for node in it.prefill))
         next(node for node in (*it.prefill, *it.decode) if node.name == who).client.abort(1)
         assert set(it.failed(1).values()) == {Cause.ABORTED}
         it.begin(2, SLOTS)  # of all slots: none is left leased
@@ -231,8 +233,8 @@ def test_a_rank_too_few_is_refused_by_name_and_nothing_is_leased() -> None:
     with fleet(GQA, (2, 1), (1, 1)) as it:
         (decode,) = it.decode
         decode.client.expect(1, tokens=40, sources=it.sources[:1])
-        it.until(lambda: decode.said_of(1, RoomFailed))
-        failed = decode.said_of(1, RoomFailed)
+        it.until(lambda: decode.event_of(1, RoomFailed))
+        failed = decode.event_of(1, RoomFailed)
         text = f"component 'kv' layers 0..3 heads 1: no rank of {it.sources[0]} sends it"
         assert (failed.cause, failed.detail) == (Cause.PEER_LOST, text)
         it.begin(2, SLOTS)
@@ -246,8 +248,8 @@ def test_a_room_is_for_the_decode_ranks_that_it_names() -> None:
         it.send(1, 40)
         it.check_landed(1, 40)
         it.begin(2, 40, peers=["d0", "somebody"])
-        it.until(lambda: it.decode[1].said_of(2, RoomFailed))
-        failed = it.decode[1].said_of(2, RoomFailed)
+        it.until(lambda: it.decode[1].event_of(2, RoomFailed))
+        failed = it.decode[1].event_of(2, RoomFailed)
         assert failed.cause is Cause.BREACH
         assert failed.detail.endswith("is for ['node:d0', 'node:somebody'], not for node:d1")
 

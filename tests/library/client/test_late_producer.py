@@ -29,7 +29,7 @@ def test_each_layer_leaves_with_its_event_and_none_of_its_bytes_before() -> None
             own = layer_bytes(pair, layer)
             pool[own] = right[own]
             event.fired = True
-            pair.until(lambda layer=layer: (landed(pair, everywhere, layer) != CANARY).any() or pair.said_d)
+            pair.until(lambda layer=layer: (landed(pair, everywhere, layer) != CANARY).any() or pair.decode_events)
         ready = pair.ready(1)
         expected = Expected(pair.target)
         expected.land(slots_of_pages(pages, 16, 200), ready.slots["kv"])

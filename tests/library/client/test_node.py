@@ -617,11 +617,11 @@ class Stranger:
         self._socket.linger = 0
         self._socket.connect(endpoint)
 
-    async def say(self, *frames: Message | bytes) -> None:
+    async def send(self, *frames: Message | bytes) -> None:
         for frame in frames:
             await self._socket.send(frame if isinstance(frame, bytes) else encode(frame))
 
-    async def hear(self, kind: type[Message] | tuple[type[Message], ...]) -> Any:
+    async def receive(self, kind: type[Message] | tuple[type[Message], ...]) -> Any:
         """The next message of that kind, or of these."""
         while True:
             message = decode(await self._socket.recv())
@@ -642,11 +642,11 @@ async def stranger(endpoint: str) -> AsyncIterator[Stranger]:
 async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on() -> None:
     async with nodes() as it, stranger(it.endpoint) as other:
         identity = replace_identity(it, node="other")
-        await other.say(Hello(1, 1, identity))
-        assert (await other.hear(Welcome)).identity.node == "p"
+        await other.send(Hello(1, 1, identity))
+        assert (await other.receive(Welcome)).identity.node == "p"
         reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
-        await other.say(Register(5, (component(TARGET),), reach))
-        refused = await other.hear(Reject)
+        await other.send(Register(5, (component(TARGET),), reach))
+        refused = await other.receive(Reject)
         assert (refused.session, refused.reason) == (5, "transfer")
         assert "another" in refused.fields[0]
         it.expect(1)
@@ -672,25 +672,25 @@ async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced
         monkeypatch.setattr(it.prefill.transport, "map", map_)
         it.prefill._end_writer(5)
         async with stranger(it.endpoint) as other:
-            await other.say(Hello(1, 1, replace_identity(it, node="other")), Register(5, (component(TARGET),), reach))
-            refused = await other.hear((Reject, Registered))
+            await other.send(Hello(1, 1, replace_identity(it, node="other")), Register(5, (component(TARGET),), reach))
+            refused = await other.receive((Reject, Registered))
             assert (type(refused), refused.session) == (Reject, 5)
             assert "of the same id" in refused.fields[0]
         fenced.set()
         await until(lambda: not it.prefill._fencing)
         async with stranger(it.endpoint) as other:
-            await other.say(Hello(1, 1, replace_identity(it, node="third")), Register(5, (component(TARGET),), reach))
-            assert (await other.hear(Registered)).session == 5
+            await other.send(Hello(1, 1, replace_identity(it, node="third")), Register(5, (component(TARGET),), reach))
+            assert (await other.receive(Registered)).session == 5
 
 
 @on_loop
 async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_else() -> None:
     async with nodes() as it, stranger(it.endpoint) as other:
-        await other.say(Hello(1, 1, replace_identity(it, node="other")))
-        await other.hear(Welcome)
+        await other.send(Hello(1, 1, replace_identity(it, node="other")))
+        await other.receive(Welcome)
         begin = Begin(1, pack_ids([1, 2]), Sampling(3), ("x",), 1_000)
-        await other.say(begin)
-        assert "Begin" in (await other.hear(Reject)).fields[0]
+        await other.send(begin)
+        assert "Begin" in (await other.receive(Reject)).fields[0]
         it.expect(1)
         it.send(1)
         await it.ready(1)
@@ -709,8 +709,8 @@ async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
     try:
         async with stranger(endpoint) as other:
             hello = Hello(1, 1, settings("other").identity("decode"))
-            await other.say(hello, Ping(hello.identity.incarnation))
-            await other.hear(Welcome)
+            await other.send(hello, Ping(hello.identity.incarnation))
+            await other.receive(Welcome)
             await until(lambda: len(seen) == 2)
             assert seen == [("node:other", "Hello"), ("node:other", "Ping")]
             assert not node.core.draining
@@ -752,10 +752,10 @@ async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(
         it.send(1)
         await it.ready(1)
         session = next(iter(it.decode.core.prefill_peers.sessions))
-        await other.say(Hello(1, 1, replace_identity(it, node="other")))
-        await other.hear(Welcome)
-        await other.say(Goodbye(it.decode.core.prefill_peers.identity.incarnation, "shutdown"), Registered(session, 1))
-        await other.hear(Reject)
+        await other.send(Hello(1, 1, replace_identity(it, node="other")))
+        await other.receive(Welcome)
+        await other.send(Goodbye(it.decode.core.prefill_peers.identity.incarnation, "shutdown"), Registered(session, 1))
+        await other.receive(Reject)
         assert it.prefill.core.sessions[session].open
         it.expect(2)
         it.send(2)

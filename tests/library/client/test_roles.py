@@ -51,8 +51,8 @@ def test_a_key_of_another_role_that_is_dialled_as_prefill_never_receives_the_are
         pair.decode.dial(source_of(pair, p)[0])
         pair.decode.expect(1, tokens=16, sources=source_of(pair, p))
         pair.prefill.open(1, tokens=16)
-        pair.until(lambda: pair.decode_said(1, RoomFailed) or pair.prefill_said(1, RoomLeased))
-        failed = pair.decode_said(1, RoomFailed)
+        pair.until(lambda: pair.decode_event(1, RoomFailed) or pair.prefill_event(1, RoomLeased))
+        failed = pair.decode_event(1, RoomFailed)
         assert failed is not None, "the arena was handed over"
         assert failed.cause is Cause.REFUSED
         assert f"the allow-list lets p be {role}, not prefill" in failed.detail
@@ -67,10 +67,10 @@ def test_a_reload_that_takes_the_role_away_ends_sessions_and_lines_until_it_is_b
         source, client, peer = source_of(pair, p), getattr(pair, side), (d, "d") if side == "prefill" else (p, "p")
         pair.decode.expect(1, tokens=16, sources=source)
         pair.prefill.open(1, tokens=16)
-        pair.until(lambda: pair.prefill_said(1, RoomLeased))
+        pair.until(lambda: pair.prefill_event(1, RoomLeased))
         assert lines_of(node_of(client).bus)
         client.allow(listed(*peer, role))
-        pair.until(lambda: (pair.prefill_said if side == "prefill" else pair.decode_said)(1, RoomFailed))
+        pair.until(lambda: (pair.prefill_event if side == "prefill" else pair.decode_event)(1, RoomFailed))
         if side == "prefill":
             pair.until(lambda: not holds_arena(pair))  # decode's words reach it no more: it lets go after a silence
         assert not lines_of(node_of(client).bus)
@@ -86,5 +86,5 @@ def test_a_session_needs_the_right_role_in_both_lists(lost: tuple[str, str]) -> 
     with keyed_pair((lost[0],), (lost[1],)) as (pair, p, _):
         pair.decode.expect(1, tokens=16, sources=source_of(pair, p))
         pair.prefill.open(1, tokens=16)
-        pair.until(lambda: pair.decode_said(1, RoomFailed) or pair.prefill_said(1, RoomLeased))
-        assert (pair.decode_said(1, RoomFailed) is None) == (lost == ("decode", "prefill"))
+        pair.until(lambda: pair.decode_event(1, RoomFailed) or pair.prefill_event(1, RoomLeased))
+        assert (pair.decode_event(1, RoomFailed) is None) == (lost == ("decode", "prefill"))

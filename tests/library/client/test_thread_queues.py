@@ -131,7 +131,7 @@ def test_fileno_is_readable_while_poll_has_something(port: ThreadQueues[int]) ->
 
 def test_nothing_said_meanwhile_is_missed(port: ThreadQueues[int]) -> None:
     """One thread tells while another waits and polls, as often as it takes for them to meet anywhere."""
-    heard: list[int] = []
+    received: list[int] = []
     count = 20_000
 
     def tells() -> None:
@@ -140,26 +140,26 @@ def test_nothing_said_meanwhile_is_missed(port: ThreadQueues[int]) -> None:
 
     thread = threading.Thread(target=tells)
     thread.start()
-    while len(heard) < count:
+    while len(received) < count:
         assert port.wait(60)
-        heard += port.poll()
+        received += port.poll()
     thread.join()
-    assert heard == list(range(count))
+    assert received == list(range(count))
 
 
 def test_what_wakes_the_reader_is_there_when_it_looks(port: ThreadQueues[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader wakes, and polls, in the very moment in which it is woken."""
-    heard: list[int] = []
+    received: list[int] = []
     write = os.eventfd_write
 
     def wake(fd: int, value: int) -> None:
         write(fd, value)
-        heard.extend(port.poll())
+        received.extend(port.poll())
 
     monkeypatch.setattr(port_module.os, "eventfd_write", wake)
     port.to_engine(1)
     port.to_engine(2)
-    assert heard == [1, 2]
+    assert received == [1, 2]
 
 
 def test_wait_ends_with_its_time_or_with_news(port: ThreadQueues[int]) -> None:

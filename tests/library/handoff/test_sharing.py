@@ -103,7 +103,7 @@ def check_lands(
     grid.send(7, tokens)
     grid.run()
     for rank in grid.decode:
-        (ready,) = rank.said_of(RoomReady)
+        (ready,) = rank.events_of(RoomReady)
         whole_bytes = sum(
             each.bytes_of(each.rows(tokens) - prefix_rows(each, prefix)) for each in rank.components.values()
         )
@@ -114,7 +114,7 @@ def check_lands(
         rank.core.release(7, grid.now)
         assert rank.core.idle
     for rank in grid.prefill:
-        assert len(rank.said_of(RoomLanded)) == len(rank.said_of(RoomDrained)) == 1
+        assert len(rank.events_of(RoomLanded)) == len(rank.events_of(RoomDrained)) == 1
         assert rank.core.idle
 
 
@@ -138,10 +138,10 @@ def test_a_room_given_up_by_one_decode_rank_fails_on_every_prefill_rank_and_ever
     grid.take(grid.decode[0], grid.decode[0].core.abort(1, grid.now))
     grid.run()
     for rank in grid.prefill:
-        assert [said.cause for said in rank.said_of(RoomFailed)] == [Cause.ABORTED]
-        assert rank.said_of(RoomDrained)
+        assert [effect.cause for effect in rank.events_of(RoomFailed)] == [Cause.ABORTED]
+        assert rank.events_of(RoomDrained)
         assert rank.core.idle
-    assert [said.cause for rank in grid.decode for said in rank.said_of(RoomFailed)] == [Cause.ABORTED] * 2
+    assert [effect.cause for rank in grid.decode for effect in rank.events_of(RoomFailed)] == [Cause.ABORTED] * 2
     assert all(rank.core.idle for rank in grid.decode)
 
 
@@ -152,7 +152,7 @@ def test_a_rank_with_nothing_to_send_hears_that_the_room_was_given_up() -> None:
     grid.run()
     grid.take(grid.decode[0], grid.decode[0].core.abort(1, grid.now))
     grid.run()
-    assert [said.cause for said in grid.prefill[1].said_of(RoomFailed)] == [Cause.ABORTED]
+    assert [effect.cause for effect in grid.prefill[1].events_of(RoomFailed)] == [Cause.ABORTED]
 
 
 def test_the_engines_failure_on_a_rank_with_nothing_to_send_fails_the_room() -> None:
@@ -162,10 +162,10 @@ def test_the_engines_failure_on_a_rank_with_nothing_to_send_fails_the_room() -> 
     grid.run()
     grid.take(grid.prefill[1], grid.prefill[1].core.abort(1, grid.now, Cause.ENGINE, "out of luck"))
     grid.run()
-    assert [(said.cause, said.detail) for said in grid.decode[0].said_of(RoomFailed)] == [
+    assert [(effect.cause, effect.detail) for effect in grid.decode[0].events_of(RoomFailed)] == [
         (Cause.ENGINE, "p1: out of luck")
     ]
-    assert [said.cause for said in grid.prefill[0].said_of(RoomFailed)] == [Cause.ABORTED]
+    assert [effect.cause for effect in grid.prefill[0].events_of(RoomFailed)] == [Cause.ABORTED]
 
 
 # Coverage
@@ -187,17 +187,17 @@ def test_a_room_that_its_sources_do_not_cover_fails_at_once_and_leases_nothing(
     grid = Grid([part], prefill=prefill, decode=(1, 1), shuffle=random.Random(6))
     grid.expect(1, 8, sources)
     grid.run()
-    (failed,) = grid.decode[0].said
+    (failed,) = grid.decode[0].events
     assert (failed.cause, failed.detail) == (Cause.PEER_LOST, text)
     assert grid.decode[0].core.idle
     assert grid.decode[0].core.arena.free[0].free_slots == 64
     grid.expect(2, 8, sources)
-    assert grid.decode[0].said[1].detail == text, "sessions are up: it fails before anything is sent"
+    assert grid.decode[0].events[1].detail == text, "sessions are up: it fails before anything is sent"
     grid.expect(3, 8)
     grid.open(3, 8)
     grid.send(3, 8)
     grid.run()
-    assert isinstance(grid.decode[0].said[-1], RoomReady), "the whole group serves the next room"
+    assert isinstance(grid.decode[0].events[-1], RoomReady), "the whole group serves the next room"
 
 
 def test_planes_that_two_ranks_send_are_named_with_both() -> None:

@@ -136,10 +136,10 @@ def test_another_process_reads_and_writes_what_was_exported() -> None:
     arena.prefault()
     arena.mapping.array[:100] = 3
     packed = arena.export().packed
-    said = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-c", OTHER, packed.hex()], capture_output=True, text=True, check=True, cwd=REPO, timeout=120
     )
-    assert said.stdout.strip() == "300"
+    assert ran.stdout.strip() == "300"
     assert arena.mapping.array[100] == 77
     arena.close()
 

@@ -102,11 +102,11 @@ def test_another_process_reads_and_writes_a_cards_memory(by: str) -> None:
         here.synchronise(0)
     handle = cuda_ipc.export(GpuMemory(card=0, address=address, byte_count=4_000))
     assert by == "driver" or handle.offset, "a place in what torch has allocated at once"
-    said = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-c", OTHER, handle.packed.hex()], capture_output=True, text=True, check=False, cwd=REPO,
         timeout=120,
     )  # fmt: skip
-    assert said.stdout.strip() == str(999 * 1_000 // 2), said.stderr
+    assert ran.stdout.strip() == str(999 * 1_000 // 2), ran.stderr
     back, seen = here.pinned(4_000)
     here.copy(seen, address, 4_000, 0)
     here.synchronise(0)

@@ -31,10 +31,10 @@ def arena() -> Iterator[ArenaMemory]:
 
 
 def test_what_is_ready_is_backed_and_registered(arena: ArenaMemory) -> None:
-    card, said = FakeRegistrar(), list[int]()
+    card, reported = FakeRegistrar(), list[int]()
     arena.gpu = card
-    assert arena.prefault(said.append)
-    assert said == [2 * MIB, 4 * MIB, 5 * MIB]
+    assert arena.prefault(reported.append)
+    assert reported == [2 * MIB, 4 * MIB, 5 * MIB]
     assert arena.bytes_ready == arena.byte_count
     assert card.registered == {arena.mapping.address + at * MIB: min(2, 5 - at) * MIB for at in (0, 2, 4)}
     assert arena.mapping.registered is not None
@@ -42,22 +42,26 @@ def test_what_is_ready_is_backed_and_registered(arena: ArenaMemory) -> None:
 
 
 def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: ArenaMemory) -> None:
-    card, said = FakeRegistrar(), list[int]()
+    card, reported = FakeRegistrar(), list[int]()
     arena.gpu = card
-    assert not arena.prefault(said.append, lambda: arena.bytes_ready > 0)
-    assert said == [arena.bytes_ready] == [2 * MIB]
-    assert arena.prefault(said.append)
-    assert said == [2 * MIB, 4 * MIB, 5 * MIB]
+    assert not arena.prefault(reported.append, lambda: arena.bytes_ready > 0)
+    assert reported == [arena.bytes_ready] == [2 * MIB]
+    assert arena.prefault(reported.append)
+    assert reported == [2 * MIB, 4 * MIB, 5 * MIB]
 
 
 def test_what_is_needed_first_is_registered_to_its_end_and_the_rest_behind_it() -> None:
-    arena, card, said = ArenaMemory.create(8 * MIB, huge_pages="never", needed=3 * MIB), FakeRegistrar(), list[int]()
+    arena, card, reported = (
+        ArenaMemory.create(8 * MIB, huge_pages="never", needed=3 * MIB),
+        FakeRegistrar(),
+        list[int](),
+    )
     arena.gpu = card
-    assert arena.prefault(said.append)
-    assert said == [2 * MIB, 3 * MIB]
+    assert arena.prefault(reported.append)
+    assert reported == [2 * MIB, 3 * MIB]
     arena.need_all()
-    assert arena.prefault(said.append)
-    assert said[2:] == [5 * MIB, 7 * MIB, 8 * MIB]
+    assert arena.prefault(reported.append)
+    assert reported[2:] == [5 * MIB, 7 * MIB, 8 * MIB]
     sizes = {0: 2, 2: 1, 3: 2, 5: 2, 7: 1}
     assert card.registered == {arena.mapping.address + at * MIB: size * MIB for at, size in sizes.items()}
     arena.close()

@@ -259,11 +259,11 @@ def test_a_received_arena_without_the_right_seals_is_refused(seals: int, named: 
     os.close(fd)
 
 
-@pytest.mark.parametrize("said", [MIB - 4096, MIB + 4096, 0])
-def test_a_received_arena_of_another_size_is_refused_with_both_values(said: int) -> None:
+@pytest.mark.parametrize("announced", [MIB - 4096, MIB + 4096, 0])
+def test_a_received_arena_of_another_size_is_refused_with_both_values(announced: int) -> None:
     fd = memfd(MIB, SEAL | SHRINK | GROW)
-    with pytest.raises(TransportError, match=f"{MIB} bytes were received, {said} were announced"):
-        map_received(fd, said)
+    with pytest.raises(TransportError, match=f"{MIB} bytes were received, {announced} were announced"):
+        map_received(fd, announced)
     os.close(fd)
 
 

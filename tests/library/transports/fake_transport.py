@@ -26,7 +26,7 @@ from pdtransfer.transports.base import Ready, Wrote
 from pdtransfer.wire import Reach
 
 
-def unheard(order: Write, outcome: Outcome, text: str, checksum: int) -> None:
+def ignore_end(order: Write, outcome: Outcome, text: str, checksum: int) -> None:
     """For a test that looks at no end of a write."""
 
 
@@ -75,7 +75,7 @@ class Pending:
 
     order: Write
     cancelled: bool = False  # asked to stop: the test decides whether it was in time
-    said: bool = False  # that its outcome is unknown
+    reported: bool = False  # that its outcome is unknown
 
 
 @dataclass(slots=True, eq=False)
@@ -157,14 +157,14 @@ class FakeWriter:
             checksum = self._checksum(pending.order)
             self._copy(pending.order)
         if outcome is Outcome.UNKNOWN:
-            pending.said = True
+            pending.reported = True
         else:
             self.lose(pending)
         asyncio.get_running_loop().call_soon(self._wrote, pending.order, outcome, text, checksum)
 
     def land(self, pending: Pending) -> None:
         """The bytes of a write whose outcome is unknown land after all."""
-        assert pending.said
+        assert pending.reported
         self._copy(pending.order)
         self.lose(pending)
 
@@ -196,7 +196,7 @@ class FakeWriter:
         """What pends ends as FAILED, and is heard before this returns."""
         for session, mapped in list(self._sessions.items()):
             for pending in list(mapped.pending):
-                self.lose(pending) if pending.said else self.end(pending, Outcome.FAILED, "closed")
+                self.lose(pending) if pending.reported else self.end(pending, Outcome.FAILED, "closed")
             self.unmap(session)
         await asyncio.sleep(0)  # what was reported is heard
 

@@ -15,7 +15,7 @@ from pdtransfer.transports.copier import PIECE_BYTES, Copier, CopyWork, Piece
 
 
 def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
-    said, ended, started, gate = list[int](), list[int](), threading.Event(), threading.Event()
+    done, ended, started, gate = list[int](), list[int](), threading.Event(), threading.Event()
 
     def work_of(grant: int, count: int, byte_count: int) -> CopyWork[Verify]:
         """A work of some pieces, each of this many bytes, that says when each is done; none is before `gate`."""
@@ -23,7 +23,7 @@ def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
         def do() -> int:
             started.set()
             gate.wait()
-            said.append(grant)
+            done.append(grant)
             return 0
 
         pieces: Iterator[tuple[int, Piece]] = iter([(byte_count, do)] * count)
@@ -36,7 +36,7 @@ def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
         copier.add(work_of(2, 1, PIECE_BYTES // 4))
     gate.set()
     copier.close()
-    assert said == [1, 1, 2, 2, 2, 2, 1, 2, 1]
+    assert done == [1, 1, 2, 2, 2, 2, 1, 2, 1]
     assert sorted(ended) == [1, 2, 2, 2, 2, 2]
 
 

@@ -61,7 +61,7 @@ async def test_a_killed_writer_is_quiet_only_after_its_cards_last_write(
 ) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
-        process.say("push")
+        process.send("push")
         await changes(arena)
         owner.revoke(WRITER)
         assert not owner.quiet(WRITER)
@@ -82,7 +82,7 @@ async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
         child = await process.child("fork")
-        process.say("push")
+        process.send("push")
         await changes(arena)
         owner.revoke(WRITER)
         killed = time.monotonic()
@@ -111,7 +111,7 @@ async def test_a_child_that_runs_another_program_keeps_no_card_writing(
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
         await process.child("exec")
-        process.say("push")
+        process.send("push")
         await changes(arena)
         owner.revoke(WRITER)
         killed = time.monotonic()
@@ -126,7 +126,7 @@ async def test_a_child_that_runs_another_program_keeps_no_card_writing(
 async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena: ArenaMemory, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
-        process.say("push")
+        process.send("push")
         await changes(arena)
         owner.revoke(WRITER)
         deliver([process.started.pid], signal.SIGSTOP)
@@ -145,13 +145,13 @@ async def test_two_processes_write_one_arena_each_by_its_own_card(arena: ArenaMe
     reaches = await owner.offer(1), await owner.offer(2)
     async with CardProcess(reaches[0], 1, card=0) as first, CardProcess(reaches[1], 2, card=1) as second:
         for process in (first, second):
-            process.say("half")
-        assert [await process.heard() for process in (first, second)] == ["done", "done"]
+            process.send("half")
+        assert [await process.receive() for process in (first, second)] == ["done", "done"]
         half = ARENA_BYTES // 2
         for card in (0, 1):
             content = np.random.default_rng(card).integers(1, 256, ARENA_BYTES, dtype=np.uint8)[:half]
             assert np.array_equal(arena.mapping.array[card * half :][:half], content)
-        second.say("push")
+        second.send("push")
         await changes(arena)
         for session in (1, 2):
             owner.revoke(session)

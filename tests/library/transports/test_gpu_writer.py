@@ -253,11 +253,11 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
     await until(held.reached.is_set)
     held.open.set()
     await until(lambda: len(both.ended) == 3)
-    said = list(both.hinted)
-    assert set(said) == {3}
-    assert len(said) <= gpu_writer.HINTS_MAX
+    hinted = list(both.hinted)
+    assert set(hinted) == {3}
+    assert len(hinted) <= gpu_writer.HINTS_MAX
     await until(lambda: not both.writer._hints._posted)
-    assert both.hinted == said, "it has landed"
+    assert both.hinted == hinted, "it has landed"
     assert both.right
     await both.close()
 

@@ -48,17 +48,17 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
     mapping = SimpleNamespace(address=at, registered=SimpleNamespace(device_address=at))
     memory = Hbm(base=0, byte_count=size, address=target.memory.ctypes.data, card=0, handle=b"", free=lambda: None)
     component = Component("kv", "hbm", 1, Span(), source.layout)
-    said: list[str] = []
+    texts: list[str] = []
 
     async def run() -> None:
-        up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory, lambda _, text: said.append(text))  # type: ignore[arg-type]
+        up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory, lambda _, text: texts.append(text))  # type: ignore[arg-type]
         up.lift(Lift(1, 2, 3, (ComponentRows(component, 0, EXTENTS),)))
         await asyncio.to_thread(up._copier.close)  # it carries out what is queued
         assert not up._open
-        assert up.moved_bytes == (len(SLOTS) * source.layout.row_bytes if said == [""] else 0)
+        assert up.moved_bytes == (len(SLOTS) * source.layout.row_bytes if texts == [""] else 0)
 
     asyncio.run(run())
-    return said
+    return texts
 
 
 def pools() -> tuple[Tensors, Tensors]:

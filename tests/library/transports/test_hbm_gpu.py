@@ -66,8 +66,8 @@ async def test_a_killed_writers_card_is_done_with_our_memory_when_its_lock_is_fr
     hbm = tensor_of(owned.hbm)
     hbm.fill_(CANARY)
     async with CardProcess(await owner.offer(WRITER)) as process:
-        process.say("hbm")
-        assert await process.heard() == "opened"
+        process.send("hbm")
+        assert await process.receive() == "opened"
         await changes(hbm)
         assert bool((hbm[len(hbm) // 2 :] == CANARY).all()), "slots that are nobody's business"
         owner.revoke(WRITER)
@@ -90,8 +90,8 @@ async def test_a_forked_child_keeps_the_lock_and_maybe_the_card_writing(
     hbm = tensor_of(owned.hbm)
     async with CardProcess(await owner.offer(WRITER)) as process:
         child = await process.child("fork")
-        process.say("hbm")
-        assert await process.heard() == "opened"
+        process.send("hbm")
+        assert await process.receive() == "opened"
         await changes(hbm)
         owner.revoke(WRITER)
         killed = ended = time.monotonic()
@@ -119,8 +119,8 @@ async def test_memory_is_not_given_back_while_a_writer_may_be_there(tmp_path: Pa
     hbm = arena.hbm = Hbm.of_card(0, base=4 << 20, byte_count=64 << 20)
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
-        process.say("hbm")
-        assert await process.heard() == "opened"
+        process.send("hbm")
+        assert await process.receive() == "opened"
         await owner.close()
         view = tensor_of(hbm)
         hbm.close()

@@ -57,9 +57,9 @@ def test_the_transport_is_chosen_by_where_the_peer_is_and_what_both_take(
         with pytest.raises(TransportError, match=reason):
             select.choose(ours, HERE, peer)
         return
-    name, said = select.choose(ours, HERE, peer)
+    name, text = select.choose(ours, HERE, peer)
     assert name == chosen
-    assert reason in said
+    assert reason in text
 
 
 def test_a_transport_that_cannot_be_had_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.transports.shm.writer import ShmWriter
 from pdtransfer.wire import Reach
-from tests.library.transports.fake_transport import unheard
+from tests.library.transports.fake_transport import ignore_end
 from tests.support.internals import sessions_of
 from tests.support.processes import deliver, forked_descriptors, no_descriptors, open_files
 from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first
@@ -68,7 +68,7 @@ async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: ArenaMemor
         if way == "kill":
             process.started.kill()
         else:
-            process.say(way)
+            process.send(way)
         await until(lambda: owner.quiet(WRITER))
         if way == "unmap":
             assert process.started.poll() is None, "it lives, and cannot write"
@@ -100,7 +100,7 @@ async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: Ar
 async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(WRITER)) as process:
-        process.say("count")
+        process.send("count")
         await counts_on(arena)
         owner.revoke(WRITER)
         deliver([process.started.pid], signal.SIGSTOP)
@@ -166,7 +166,7 @@ def connected(reach: Reach) -> socket.socket:
     return peer
 
 
-async def said(peer: socket.socket) -> bytes:
+async def read_all(peer: socket.socket) -> bytes:
     """What came until the other end closed."""
     got = b""
     while True:
@@ -248,7 +248,7 @@ async def test_a_token_that_is_shown_too_late_is_refused(
     peer = connected(reach)
     request = handover.REQUEST.pack(handover.MAGIC, WRITER, reach.token)
     peer.send(request[:20])
-    assert await said(peer) == b""
+    assert await read_all(peer) == b""
     with pytest.raises(BrokenPipeError):
         peer.send(request[20:])
     peer.close()
@@ -264,7 +264,7 @@ async def test_junk_is_closed_and_others_go_on(arena: ArenaMemory, directory: Pa
     reach = await owner.offer(WRITER)
     peer = connected(reach)
     peer.send(junk)
-    assert await said(peer) == b""
+    assert await read_all(peer) == b""
     peer.close()
     os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
@@ -276,7 +276,7 @@ async def test_a_request_with_something_behind_it_is_refused(arena: ArenaMemory,
     reach = await owner.offer(WRITER)
     peer = connected(reach)
     peer.send(handover.REQUEST.pack(handover.MAGIC, WRITER, reach.token) + b"!")
-    assert await said(peer) == b""
+    assert await read_all(peer) == b""
     peer.close()
     os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
@@ -334,7 +334,7 @@ async def test_a_line_that_the_owner_cannot_keep_is_closed(arena: ArenaMemory, d
     peer, _ = await asked(owner, await owner.offer(WRITER))
     await handover.readable(peer)
     peer.send(OPENING)
-    assert len(await said(peer)) == 16, "the reply, and the end"
+    assert len(await read_all(peer)) == 16, "the reply, and the end"
     assert [str(fault) for fault in faults] == ["no line"]
     assert kept[0].fileno() < 0
     peer.close()
@@ -353,11 +353,11 @@ async def test_a_hand_over_ends_although_a_forked_child_has_its_descriptors(
     with forked_descriptors():
         waiting.sendall(bytes(48))
         async with asyncio.timeout(10):
-            assert (await said(waiting)) == b"", "the refusal"
+            assert (await read_all(waiting)) == b"", "the refusal"
         late = connected(wrong)  # it is not accepted before the listener ends
         await owner.close()
         async with asyncio.timeout(10):
-            assert (await said(peer)) == (await said(late)) == b""
+            assert (await read_all(peer)) == (await read_all(late)) == b""
         with pytest.raises(OSError, match=r"refused|No such file"):
             connected(wrong)
     for each in (peer, waiting, late):
@@ -376,7 +376,7 @@ async def test_whoever_opens_no_line_behind_the_hand_over_is_closed(
     peer, _ = await asked(owner, reach)
     await handover.readable(peer)
     peer.send(shown)
-    assert len(await said(peer)) == 16, "the reply, and the end"
+    assert len(await read_all(peer)) == 16, "the reply, and the end"
     peer.close()
     assert kept == []
     assert open_files() == before
@@ -391,7 +391,7 @@ async def test_a_writer_that_shows_no_token_gets_no_line(arena: ArenaMemory, dir
     peer, _ = await asked(owner, reach)
     with suppress(OSError):
         peer.send(OPENING)
-    assert await said(peer) == b""
+    assert await read_all(peer) == b""
     peer.close()
     assert kept == []
     await owner.close()
@@ -443,7 +443,7 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=half)
     told: list[int] = []
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), unheard)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
     reach = await decode.offer(WRITER)
     assert await prefill.map(WRITER, reach, (), told.append) == half
     held = open_files()
@@ -473,7 +473,7 @@ async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_t
     monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
     arena.mapping.prefault()
     told: list[int] = []
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), unheard)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
     assert await prefill.map(WRITER, await decode.offer(WRITER), (), told.append) == piece
     assert told == []
     await until(lambda: told[-1:] == [arena.byte_count])
@@ -488,7 +488,7 @@ async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_
 ) -> None:
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=4_096)
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), unheard)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
     assert await prefill.map(WRITER, await decode.offer(WRITER), ()) == 4_096
     held = open_files()
     prefill.unmap(WRITER)
@@ -501,7 +501,7 @@ async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_
 async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_the_reason(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), unheard)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
     with no_descriptors():
         reach = await decode.offer(WRITER)
         with pytest.raises(TransportError, match="Too many open files"):
@@ -747,7 +747,7 @@ async def test_what_is_not_a_sealed_arena_is_refused_and_closed(
     fds = [plain_memfd(size) for size in files]
     reach, server = await offering(directory, reply, fds)
     pool = Pool()
-    writer = ShmWriter((pool.component,), WriterOptions(pool_address=pool.address), unheard)
+    writer = ShmWriter((pool.component,), WriterOptions(pool_address=pool.address), ignore_end)
     before = open_files()
     with pytest.raises(TransportError, match=text):
         await writer.map(WRITER, reach, ())

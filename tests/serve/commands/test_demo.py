@@ -118,7 +118,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> FakeFleet:
 def answers(monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet) -> Callable[..., None]:
     """Sets the answer to each of two prompts, and the number of leaked slots."""
 
-    def say(*made: DemoAnswer, leaked: int = 0) -> None:
+    def answer_with(*made: DemoAnswer, leaked: int = 0) -> None:
         async def ask(*_: object) -> tuple[list[DemoAnswer], float]:
             return list(made), 2.0
 
@@ -132,7 +132,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet) -> Callable[..., 
         monkeypatch.setattr(demo, "_leaked", leak)
         monkeypatch.setattr(demo, "_reference", reference)
 
-    return say
+    return answer_with
 
 
 CONFIG = DemoConfig(requests=2, json=True)
@@ -336,8 +336,8 @@ USAGE = {"completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 64}}
 def test_pieces_of_a_stream_are_counted_as_tokens() -> None:
     answer, counts = DemoAnswer("a"), []
     piece = {"choices": [{"text": "x"}]}
-    said = {"choices": [{"delta": {"role": "assistant", "content": "x"}}]}
-    for event in (piece, said, piece | {"pdtransfer": DIGESTS, "usage": USAGE}):
+    first = {"choices": [{"delta": {"role": "assistant", "content": "x"}}]}
+    for event in (piece, first, piece | {"pdtransfer": DIGESTS, "usage": USAGE}):
         demo._event(answer, event, counts.append)
     assert (counts, answer.tokens, answer.cached, answer.facts) == ([1, 1, 7], 9, 64, DIGESTS)
     assert answer.text == "xxx"

@@ -40,7 +40,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *these: Probe) -> None:
     monkeypatch.setattr(doctor, "probes", lambda _: these)
 
 
-def says(name: str, state: Callable[..., Seen], *words: str) -> Probe:
+def probe_of(name: str, state: Callable[..., Seen], *words: str) -> Probe:
     return Probe(name, lambda _: state(*words))
 
 
@@ -73,7 +73,7 @@ def test_this_host_passes_and_json_equals_the_table(capsys: pytest.CaptureFixtur
 def test_missing_requirement_is_status_1_with_its_fix(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    only(monkeypatch, says("a", probes.ok, "fine"), says("b", probes.missing, "[none] of it", "get it"))
+    only(monkeypatch, probe_of("a", probes.ok, "fine"), probe_of("b", probes.missing, "[none] of it", "get it"))
     assert doctor.run(json=as_json) == 1
     out = capsys.readouterr().out
     assert "[none] of it" in out
@@ -82,7 +82,7 @@ def test_missing_requirement_is_status_1_with_its_fix(
 
 
 def test_warning_is_status_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    only(monkeypatch, says("a", probes.warn, "slow", "speed up"))
+    only(monkeypatch, probe_of("a", probes.warn, "slow", "speed up"))
     assert doctor.run(json=False) == 0
     out = capsys.readouterr().out
     assert "speed up" in out
@@ -94,7 +94,7 @@ def test_a_command_is_on_one_line_on_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     command = "echo " + " ".join("word" for _ in range(40))
-    only(monkeypatch, says("a", probes.warn, "slow " * 30, command))
+    only(monkeypatch, probe_of("a", probes.warn, "slow " * 30, command))
     doctor.run(json=False)
     out = capsys.readouterr().out
     assert command in out
@@ -123,7 +123,9 @@ def test_a_probe_that_raises_is_missing_if_required_and_other_probes_run(
     def breaks(_: Path) -> Seen:
         raise TypeError("a bug\nof two lines")
 
-    only(monkeypatch, Probe("a", breaks), Probe("b", breaks, "mend it", required=True), says("c", probes.ok, "fine"))
+    only(
+        monkeypatch, Probe("a", breaks), Probe("b", breaks, "mend it", required=True), probe_of("c", probes.ok, "fine")
+    )
     a, b, c = doctor.examine()
     assert (a.state, b.state, c.state) == ("warn", "missing", "ok")
     assert a.found == "cannot be tried: TypeError: a bug of two lines"

@@ -167,14 +167,14 @@ def test_a_key_is_sent_where_a_file_names_one(
     site: http.server.HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, url = tmp_path / "key", f"127.0.0.1:{site.server_port}"
-    for text, status, said in (
+    for text, status, reason in (
         ("sk-good\n", 0, ""),
         ("sk-bad", 1, "asks for an API key"),
         ("two words", 2, "one word"),
     ):
         file.write_text(text)
         assert main(["top", "--router", url, "--once", "--api-key", str(file)]) == status
-        assert said in capsys.readouterr().err
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,13 @@ def test_a_long_text_on_a_thread_lets_other_threads_run(text: CheckpointText, wa
 
 
 def test_a_chat_is_rendered_by_the_template(text: CheckpointText) -> None:
-    said = text.render(CHAT, reply=True)
-    assert said == f"{START}system\nbe kind{END}\n{START}user\nhello \u20ac{END}\n{START}assistant\n"
-    assert text.render(CHAT, reply=False) == said.removesuffix(f"{START}assistant\n")
-    ids = text.encode(said, special=False).tolist()
+    rendered = text.render(CHAT, reply=True)
+    assert rendered == f"{START}system\nbe kind{END}\n{START}user\nhello \u20ac{END}\n{START}assistant\n"
+    assert text.render(CHAT, reply=False) == rendered.removesuffix(f"{START}assistant\n")
+    ids = text.encode(rendered, special=False).tolist()
     assert ids.count(0) == 3
     detokenizer = text.detokenizer()
-    assert "".join(map(detokenizer.feed, ids)) == said.replace(START, "").replace(END, "")
+    assert "".join(map(detokenizer.feed, ids)) == rendered.replace(START, "").replace(END, "")
     assert token_name(text, 1) == END
 
 
@@ -136,8 +136,8 @@ def test_templates_have_what_transformers_gives_them(tmp_path: Path) -> None:
         "{{ documents is none }}"
     )
     text = load(write_tokenizer(tmp_path, template=template, pad_token=END))
-    said = f'{{"role": "system", "content": " be kind "}}{END}20{END}{{"a":1,"b":"€"}}True'
-    assert text.render(CHAT, reply=True) == said
+    rendered = f'{{"role": "system", "content": " be kind "}}{END}20{END}{{"a":1,"b":"€"}}True'
+    assert text.render(CHAT, reply=True) == rendered
 
 
 def test_texts_ids_and_chats_are_those_of_transformers(directory: Path, text: CheckpointText) -> None:

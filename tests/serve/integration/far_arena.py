@@ -48,14 +48,14 @@ class Decode:
             settings("d", Limits(), keys=d, allowed=known(p=p)), [component(self.target)], self.arena,
             options=ArenaOptions(socket_directory=files), prefix_cache=False,
         )  # fmt: skip
-        self.said: list[RoomReady | RoomFailed] = []
+        self.events: list[RoomReady | RoomFailed] = []
         self.rooms = 0
         self.held: RoomReady | None = None
 
     def ended(self, room: int) -> RoomReady | RoomFailed:
         def found() -> list[RoomReady | RoomFailed]:
-            self.said += self.client.poll()
-            return [each for each in self.said if each.room == room]
+            self.events += self.client.poll()
+            return [each for each in self.events if each.room == room]
 
         wait_for(found, f"room {room} has not ended", PATIENCE_S)
         return found()[0]
@@ -156,8 +156,8 @@ def faults(files: Path) -> dict[str, Any]:
         }
         it.client.release(it.held.room)  # pyright: ignore
         wait_for(lambda: it.client.poll() is None or core_of(it.client).idle, "leases are left", PATIENCE_S)
-        said = [each.room for each in it.said]
-        outcome["ended once"] = sorted(said) == list(range(1, it.rooms + 1))
+        rooms = [each.room for each in it.events]
+        outcome["ended once"] = sorted(rooms) == list(range(1, it.rooms + 1))
         outcome["free"] = core_of(it.client).arena.free[0].free_slots
     far.process.communicate(timeout=30)
     return outcome

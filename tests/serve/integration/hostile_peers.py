@@ -75,12 +75,12 @@ class Peer:
         self._socket, self._route = socket, route
         self.incarnation = 0
 
-    async def say(self, *messages: Message | bytes) -> None:
+    async def send(self, *messages: Message | bytes) -> None:
         for message in messages:
             frame = message if isinstance(message, bytes) else encode(message)
             await self._socket.send_multipart([frame] if self._route is None else [self._route, frame])
 
-    async def hear(self, *kinds: type[Any]) -> Any:
+    async def receive(self, *kinds: type[Any]) -> Any:
         """The next message of these kinds. Load and the like pass by."""
         async with asyncio.timeout(SECONDS):
             while True:
@@ -89,7 +89,7 @@ class Peer:
                 if route:
                     self._route = route[0]
                 if isinstance(message, Ping) and self.incarnation:
-                    await self.say(Pong(self.incarnation))
+                    await self.send(Pong(self.incarnation))
                 if isinstance(message, kinds):
                     return message
 
@@ -123,15 +123,15 @@ class FakeDecode:
     async def greet(self, node: str = "mallory") -> Welcome:
         mine = identity("decode", self._like, node)
         self.incarnation = mine.incarnation
-        await self.peer.say(Hello(1, 1, mine))
-        return await self.peer.hear(Welcome)
+        await self.peer.send(Hello(1, 1, mine))
+        return await self.peer.receive(Welcome)
 
     async def register(self) -> int:
         """A session whose arena is mapped."""
         session = secrets.randbits(63) + 1
-        await self.peer.say(Register(session, (self.component,), await self._transport.offer(session)))
-        said = await self.peer.hear(Registered, Reject)
-        assert isinstance(said, Registered), said
+        await self.peer.send(Register(session, (self.component,), await self._transport.offer(session)))
+        message = await self.peer.receive(Registered, Reject)
+        assert isinstance(message, Registered), message
         self.session = session
         return session
 
@@ -144,7 +144,7 @@ class FakeDecode:
         return bool((self.arena.mapping.array == CANARY).all())
 
     async def close(self) -> None:
-        await self.peer.say(Goodbye(self.incarnation, "shutdown"))
+        await self.peer.send(Goodbye(self.incarnation, "shutdown"))
         await self._transport.close()
         self.arena.close()
 
@@ -160,12 +160,12 @@ class FakePrefill:
 
     async def registered(self, *, arena_bytes: int | None = None) -> Register:
         """Meets decode, and says that the arena is mapped, which it is not."""
-        await self.peer.hear(Hello)
+        await self.peer.receive(Hello)
         mine = identity("prefill", self._like, "mallory")
         self.peer.incarnation = mine.incarnation
-        await self.peer.say(Welcome(1, mine))
-        register = await self.peer.hear(Register)
-        await self.peer.say(Registered(register.session, arena_bytes or register.reach.arena_bytes))
+        await self.peer.send(Welcome(1, mine))
+        register = await self.peer.receive(Register)
+        await self.peer.send(Registered(register.session, arena_bytes or register.reach.arena_bytes))
         return register
 
 
@@ -178,15 +178,15 @@ class FakeRouter:
     async def greet(self) -> Identity:
         mine = Identity(f"trickster-{secrets.token_hex(4)}", "router", secrets.randbits(64), Ranks(), "", b"", 16)
         self.peer.incarnation = mine.incarnation
-        await self.peer.say(Hello(1, 1, mine))
-        theirs = (await self.peer.hear(Welcome)).identity
-        await self.peer.hear(Load)
+        await self.peer.send(Hello(1, 1, mine))
+        theirs = (await self.peer.receive(Welcome)).identity
+        await self.peer.receive(Load)
         return theirs
 
     async def begin(self, *peers: str, tokens: int = 20, max_tokens: int = 4, **more: Any) -> int:
         room = secrets.randbits(63)
         prompt = more.pop("prompt", pack_ids([97 + at % 26 for at in range(tokens)]))
-        await self.peer.say(Begin(room, prompt, Sampling(max_tokens=max_tokens), peers, 20_000, **more))
+        await self.peer.send(Begin(room, prompt, Sampling(max_tokens=max_tokens), peers, 20_000, **more))
         return room
 
 

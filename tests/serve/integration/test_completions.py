@@ -127,8 +127,8 @@ def test_a_stream_says_the_same_as_the_whole(pair: tuple[Options, Running]) -> N
     async def case(site: Site) -> None:
         *pieces, last = await site.stream(text, max_tokens=12)
         expected = generated(text, 12, options)
-        said = "".join(each["choices"][0]["text"] for each in (*pieces, last))
-        assert said == text_of(expected)
+        streamed = "".join(each["choices"][0]["text"] for each in (*pieces, last))
+        assert streamed == text_of(expected)
         assert last["choices"][0]["finish_reason"] == "length"
         assert last["usage"]["completion_tokens"] == 12
         assert last["pdtransfer"]["tokens_digest"] == expected.tokens_digest.hex()

@@ -16,7 +16,7 @@ from pdtransfer.serve.process.fleet import Daemon
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.engines import plain
 from tests.support.fleets import ENGINE, LIMITS, Gates, Running, Site, prompts, running
-from tests.support.healing import decode, prefill, right, said
+from tests.support.healing import decode, prefill, right, text_of
 from tests.support.processes import deliver
 from tests.support.waiting import PATIENCE_S, until
 
@@ -76,10 +76,10 @@ def test_a_client_that_leaves_before_anything_has_landed_gives_everything_back(s
             tokens = (await site.metrics(site.router))["pdtransfer_generated_tokens_total"]
             asked.cancel()
 
-            async def heard() -> bool:
+            async def given_up() -> bool:
                 return not await rooms(site, site.decode)
 
-            await until(heard, "decode has given the room up")
+            await until(given_up, "decode has given the room up")
         await site.settled()
         assert (await site.metrics(site.router))["pdtransfer_generated_tokens_total"] == tokens
         await served(site)
@@ -131,7 +131,7 @@ async def under_way(
 
 def finished(events: list[dict[str, Any]], max_tokens: int = 60) -> bool:
     """The stream came to its end, with all its tokens."""
-    return "pdtransfer" in events[-1] and said(events) == plain.text("under way", max_tokens)
+    return "pdtransfer" in events[-1] and text_of(events) == plain.text("under way", max_tokens)
 
 
 async def ended(site: Site, daemon: Daemon) -> int:

@@ -213,9 +213,9 @@ def test_ranks_that_are_started_one_by_one_find_each_other_and_say_where_they_di
     leader = start(*ranks)
     other = None
     try:
-        _, said = follower.communicate(timeout=3 * PATIENCE_S)
+        _, output = follower.communicate(timeout=3 * PATIENCE_S)
         assert follower.returncode == 2
-        assert "the leader refuses this rank: page_size: '32' on rank tp1, '64' on its leader" in said
+        assert "the leader refuses this rank: page_size: '32' on rank tp1, '64' on its leader" in output
         other = start(*ranks, "--tp-rank", "1")
         assert leader.stdout is not None
         ready = json.loads(leader.stdout.readline())

@@ -101,13 +101,13 @@ def test_junk_is_refused_and_the_honest_go_on(fleet: Running, role: str) -> None
             async with dialler(daemon) as dial:
                 for frame in JUNK:
                     peer = dial()
-                    await peer.say(frame)
-                    assert (await peer.hear(Reject)).reason == "breach"
+                    await peer.send(frame)
+                    assert (await peer.receive(Reject)).reason == "breach"
                 for frame in (b"\xc1" * (5 << 20), encode(Goodbye(1, "shutdown")), encode(Ended(1))):
-                    await dial().say(frame)
+                    await dial().send(frame)
                 flood = dial()
                 for _ in range(3_000):
-                    await flood.say(b"\xc1")
+                    await flood.send(b"\xc1")
                 refused = (await site.metrics(daemon))["pdtransfer_bus_refused_total"]
                 assert refused >= len(JUNK)
 
@@ -166,14 +166,14 @@ def test_a_grant_that_makes_no_sense_is_refused_with_the_field_and_both_values(
     async def case(site: Site) -> None:
         async with mallory(site, tmp_path) as it:
             session = await it.register()
-            await it.peer.say(makes(it))
-            refused = await it.peer.hear(Reject)
+            await it.peer.send(makes(it))
+            refused = await it.peer.receive(Reject)
             assert (refused.session, refused.reason) == (session, "breach")
             text = "; ".join(refused.fields)
             assert "Grant" in text
             assert all(word in text for word in words), text
-            await it.peer.say(it.grant(1, part((0, 10))))  # the session is over
-            assert await it.peer.hear(Reject, Granted) == Reject(session, "unknown_session", ())
+            await it.peer.send(it.grant(1, part((0, 10))))  # the session is over
+            assert await it.peer.receive(Reject, Granted) == Reject(session, "unknown_session", ())
 
     fleet(case)
 
@@ -184,24 +184,24 @@ def test_grants_that_overlap_or_change_end_the_session_and_the_honest_go_on(flee
             async with mallory(site, tmp_path) as it:
                 session = await it.register()
                 first = it.grant(1, part((0, 10)))
-                await it.peer.say(first, first, first)
-                assert [await it.peer.hear(Granted, Reject) for _ in range(3)] == [Granted(session, 1)] * 3
-                await it.peer.say(it.grant(2, part((9, 10)), room=2))
-                refused = (await it.peer.hear(Reject)).fields[0]
+                await it.peer.send(first, first, first)
+                assert [await it.peer.receive(Granted, Reject) for _ in range(3)] == [Granted(session, 1)] * 3
+                await it.peer.send(it.grant(2, part((9, 10)), room=2))
+                refused = (await it.peer.receive(Reject)).fields[0]
                 assert all(word in refused for word in ("overlap", "9+10", "0+10")), refused
                 session = await it.register()
-                await it.peer.say(it.grant(1, part((0, 10))), it.grant(1, part((20, 10))))
-                assert "parts" in (await it.peer.hear(Reject)).fields[0]
+                await it.peer.send(it.grant(1, part((0, 10))), it.grant(1, part((20, 10))))
+                assert "parts" in (await it.peer.receive(Reject)).fields[0]
                 session = await it.register()
-                await it.peer.say(it.grant(1, part((0, 10))), it.grant(1, part((0, 10)), room=9))
-                assert "Grant.room: 9, grant 1 began with 1" in (await it.peer.hear(Reject)).fields[0]
+                await it.peer.send(it.grant(1, part((0, 10))), it.grant(1, part((0, 10)), room=9))
+                assert "Grant.room: 9, grant 1 began with 1" in (await it.peer.receive(Reject)).fields[0]
                 session = await it.register()
-                await it.peer.say(it.grant(1_000_000, part((0, 10))))  # outside the window: unanswered
-                await it.peer.say(Abort(session, 5), it.grant(5, part((0, 10))))
-                assert await it.peer.hear(Granted, Drained, Reject) == Drained(session, 5)
-                await it.peer.say(Released(session, 5))
-                await it.peer.say(it.grant(1, part((0, 10)), time_left_ms=50))
-                failed = await it.peer.hear(Failed)
+                await it.peer.send(it.grant(1_000_000, part((0, 10))))  # outside the window: unanswered
+                await it.peer.send(Abort(session, 5), it.grant(5, part((0, 10))))
+                assert await it.peer.receive(Granted, Drained, Reject) == Drained(session, 5)
+                await it.peer.send(Released(session, 5))
+                await it.peer.send(it.grant(1, part((0, 10)), time_left_ms=50))
+                failed = await it.peer.receive(Failed)
                 assert (failed.grant, failed.reason, failed.quiescent) == (1, "deadline", True)
 
         assert await beside(site.served, hostile) >= 1
@@ -213,15 +213,15 @@ def test_what_comes_before_its_time_or_under_another_session_is_refused(fleet: R
     async def case(site: Site) -> None:
         async with mallory(site, tmp_path) as it:
             it.session = secrets.randbits(63)
-            await it.peer.say(it.grant(1, part((0, 10))))
-            assert await it.peer.hear(Reject) == Reject(it.session, "unknown_session", ())
+            await it.peer.send(it.grant(1, part((0, 10))))
+            assert await it.peer.receive(Reject) == Reject(it.session, "unknown_session", ())
             session = await it.register()
             it.session = session + 1
-            await it.peer.say(it.grant(1, part((0, 10))), Abort(it.session, 1), Released(it.session, 1))
+            await it.peer.send(it.grant(1, part((0, 10))), Abort(it.session, 1), Released(it.session, 1))
             for _ in range(3):
-                assert await it.peer.hear(Reject) == Reject(session + 1, "unknown_session", ())
-            await it.peer.say(Landed(session, 1, 0, b""))
-            assert "Landed" in (await it.peer.hear(Reject)).fields[0]
+                assert await it.peer.receive(Reject) == Reject(session + 1, "unknown_session", ())
+            await it.peer.send(Landed(session, 1, 0, b""))
+            assert "Landed" in (await it.peer.receive(Reject)).fields[0]
 
     fleet(case)
 
@@ -233,16 +233,16 @@ def test_a_decode_that_guesses_a_label_gets_nothing_of_a_room_for_another(fleet:
             router = FakeRouter(dial())
             await router.greet()
             room = await router.begin("decode-0", tokens=10)
-            await router.peer.hear(Begun)
-            await it.peer.say(it.grant(1, part((0, 10)), room=room))
-            failed = await it.peer.hear(Failed, Landed)
+            await router.peer.receive(Begun)
+            await it.peer.send(it.grant(1, part((0, 10)), room=room))
+            failed = await it.peer.receive(Failed, Landed)
             assert isinstance(failed, Failed), failed
             assert (failed.reason, failed.quiescent) == ("breach", True)
-            await it.peer.say(Released(failed.session, 1))
-            await router.peer.say(Cancel(room, "aborted"))
-            end = await router.peer.hear(End)
+            await it.peer.send(Released(failed.session, 1))
+            await router.peer.send(Cancel(room, "aborted"))
+            end = await router.peer.receive(End)
             assert end.reason == "aborted", "the room is still there for whom it was meant for"
-            await router.peer.say(Ended(room))
+            await router.peer.send(Ended(room))
 
     fleet(case)
 
@@ -251,15 +251,15 @@ def test_a_session_belongs_to_who_registered_it(fleet: Running, tmp_path: Path) 
     async def case(site: Site) -> None:
         async with mallory(site, tmp_path) as it, dialler(site.prefill) as dial:
             session = await it.register()
-            await it.peer.say(it.grant(1, part((0, 10))))
-            await it.peer.hear(Granted)
+            await it.peer.send(it.grant(1, part((0, 10))))
+            await it.peer.receive(Granted)
             thief = dial()
-            await thief.say(Hello(1, 1, msgspec.structs.replace(identity("decode", it._like, "thief"))))
+            await thief.send(Hello(1, 1, msgspec.structs.replace(identity("decode", it._like, "thief"))))
             for message in (Abort(session, 1), it.grant(2, part((20, 10))), Released(session, 1)):
-                await thief.say(message)
-                assert "is not a session of node:thief" in (await thief.hear(Reject)).fields[0]
-            await it.peer.say(Abort(session, 1))  # it is as alive as before
-            assert await it.peer.hear(Drained, Reject) == Drained(session, 1)
+                await thief.send(message)
+                assert "is not a session of node:thief" in (await thief.receive(Reject)).fields[0]
+            await it.peer.send(Abort(session, 1))  # it is as alive as before
+            assert await it.peer.receive(Drained, Reject) == Drained(session, 1)
 
     fleet(case)
 
@@ -280,8 +280,8 @@ def test_an_arena_that_is_not_what_was_said_is_refused(fleet: Running, tmp_path:
             ]
             for each in bad:
                 session = secrets.randbits(63) + 1
-                await it.peer.say(msgspec.structs.replace(await register_of(it, session), reach=each))
-                refused = await it.peer.hear(Reject, Registered)
+                await it.peer.send(msgspec.structs.replace(await register_of(it, session), reach=each))
+                refused = await it.peer.receive(Reject, Registered)
                 assert isinstance(refused, Reject), each
                 assert refused.session == session
                 await asyncio.sleep(0)
@@ -307,8 +307,8 @@ def test_who_takes_an_honest_nodes_name_disturbs_it_and_no_more(fleet: Running, 
         async with dialler(site.prefill) as dial:
             engine = create(decode_config(Path("s")).engine_config)
             thief = dial()
-            await thief.say(Hello(1, 1, identity("decode", _Like(engine), "decode-0")))
-            await thief.hear(Welcome)
+            await thief.send(Hello(1, 1, identity("decode", _Like(engine), "decode-0")))
+            await thief.receive(Welcome)
 
             async def served() -> bool:
                 return (await site.complete("does it work")).status == 200
@@ -329,7 +329,7 @@ async def lured(site: Site) -> AsyncIterator[tuple[FakeRouter, FakePrefill]]:
         async with dialler(site.decode) as dial:
             router = FakeRouter(dial())
             yield router, FakePrefill(context, await router.greet())
-            await router.peer.say(Goodbye(router.peer.incarnation, "shutdown"))
+            await router.peer.send(Goodbye(router.peer.incarnation, "shutdown"))
     finally:
         context.destroy(linger=0)
 
@@ -355,13 +355,13 @@ def test_a_prefill_that_lies_fails_its_room_and_decodes_slots_come_back(
             async with lured(site) as (router, prefill):
                 room = await router.begin(prefill.endpoint)
                 await prefill.registered()
-                grant = await prefill.peer.hear(Grant)
+                grant = await prefill.peer.receive(Grant)
                 assert grant.room == room
-                await prefill.peer.say(lie(grant))  # pyright: ignore
-                end = await router.peer.hear(End)
+                await prefill.peer.send(lie(grant))  # pyright: ignore
+                end = await router.peer.receive(End)
                 assert (end.room, end.tokens) == (room, 0)
                 assert all(word in end.detail for word in words), end
-                await router.peer.say(Ended(room))
+                await router.peer.send(Ended(room))
 
         await beside(site.served, hostile)
 
@@ -376,12 +376,12 @@ def test_a_landing_of_nothing_generates_from_nobody_elses_bytes(fleet: Running) 
             async with lured(site) as (router, prefill):
                 room = await router.begin(prefill.endpoint)
                 register = await prefill.registered()
-                grant = await prefill.peer.hear(Grant)
+                grant = await prefill.peer.receive(Grant)
                 (component,) = register.components
-                await prefill.peer.say(Landed(grant.session, grant.grant, 20 * component.layout.row_bytes, b"junk"))
-                end = await router.peer.hear(End)
+                await prefill.peer.send(Landed(grant.session, grant.grant, 20 * component.layout.row_bytes, b"junk"))
+                end = await router.peer.receive(End)
                 assert (end.room, end.reason) == (room, "engine")  # its aux is no hand-off of a prefill
-                await router.peer.say(Ended(room))
+                await router.peer.send(Ended(room))
 
         await beside(site.served, hostile)
 
@@ -395,19 +395,19 @@ def test_words_of_peers_make_no_labels(fleet: Running) -> None:
         async with lured(site) as (router, prefill):
             room = await router.begin(prefill.endpoint)
             await prefill.registered()
-            grant = await prefill.peer.hear(Grant)
-            await prefill.peer.say(Failed(grant.session, grant.grant, 'x"} 1\npwned{a="', "", quiescent=True))
-            assert (await router.peer.hear(End)).reason == "transfer"
-            await router.peer.say(Ended(room))
+            grant = await prefill.peer.receive(Grant)
+            await prefill.peer.send(Failed(grant.session, grant.grant, 'x"} 1\npwned{a="', "", quiescent=True))
+            assert (await router.peer.receive(End)).reason == "transfer"
+            await router.peer.send(Ended(room))
             room = await router.begin(prefill.endpoint)
-            while (grant := await prefill.peer.hear(Grant)).room != room:
+            while (grant := await prefill.peer.receive(Grant)).room != room:
                 pass  # the first room's, said again before its end was heard
-            await router.peer.say(Cancel(room, "pwned too"))
-            while (await prefill.peer.hear(Abort)).grant != grant.grant:
+            await router.peer.send(Cancel(room, "pwned too"))
+            while (await prefill.peer.receive(Abort)).grant != grant.grant:
                 pass
-            await prefill.peer.say(Drained(grant.session, grant.grant))
-            assert (await router.peer.hear(End)).reason == "aborted"
-            await router.peer.say(Ended(room))
+            await prefill.peer.send(Drained(grant.session, grant.grant))
+            assert (await router.peer.receive(End)).reason == "aborted"
+            await router.peer.send(Ended(room))
         text = (await site.get(site.decode, "/metrics"))[1]
         assert "pwned" not in text
         reasons = set(re.findall(r'pdtransfer_rooms_ended_total\{reason="(.*?)"\}', text))
@@ -422,16 +422,16 @@ def test_slots_of_a_writer_that_holds_the_arena_stay_quarantined_until_it_lets_g
         async with lured(site) as (router, prefill):
             room = await router.begin(prefill.endpoint)
             register = await prefill.registered()
-            grant = await prefill.peer.hear(Grant)
+            grant = await prefill.peer.receive(Grant)
             fd = await receive(register.reach, register.session, seconds=PATIENCE_S)
             mapping = map_received(fd, register.reach.arena_bytes)
             os.close(fd)
             try:
-                await prefill.peer.say(b"\xc1")
-                await prefill.peer.say(Failed(grant.session, grant.grant, "engine", "still writing", quiescent=False))
-                end = await router.peer.hear(End)
+                await prefill.peer.send(b"\xc1")
+                await prefill.peer.send(Failed(grant.session, grant.grant, "engine", "still writing", quiescent=False))
+                end = await router.peer.receive(End)
                 assert end.room == room
-                await router.peer.say(Ended(room))
+                await router.peer.send(Ended(room))
                 prefill.peer.incarnation = 0  # falls silent
 
                 async def quarantined() -> bool:
@@ -473,10 +473,10 @@ def test_a_begin_that_makes_no_sense_ends_with_the_reason(
             await router.greet()
             peers = begin.get("peers", [site.prefill.ready["endpoint"]])
             room = await router.begin(*peers, **{name: each for name, each in begin.items() if name != "peers"})
-            end = await router.peer.hear(End)
+            end = await router.peer.receive(End)
             assert (end.room, end.reason) == (room, "refused")
             assert all(word in end.detail for word in words), end
-            await router.peer.say(Ended(room), Goodbye(router.peer.incarnation, "shutdown"))
+            await router.peer.send(Ended(room), Goodbye(router.peer.incarnation, "shutdown"))
 
     fleet(case)
 
@@ -497,10 +497,10 @@ def test_prefill_ends_a_begin_that_makes_no_sense_too(
             router = FakeRouter(dial())
             await router.greet()
             room = await router.begin("decode-0", **begin)
-            end = await router.peer.hear(End)
+            end = await router.peer.receive(End)
             assert (end.room, end.reason) == (room, "refused")
             assert all(word in end.detail for word in words), end
-            await router.peer.say(Ended(room), Goodbye(router.peer.incarnation, "shutdown"))
+            await router.peer.send(Ended(room), Goodbye(router.peer.incarnation, "shutdown"))
 
     fleet(case)
 
@@ -511,9 +511,9 @@ def test_a_router_that_sends_what_no_router_sends_is_told_and_costs_nobody_else(
             async with dialler(site.fleet.of(role)[0]) as dial:
                 router = FakeRouter(dial())
                 await router.greet()
-                await router.peer.say(Load(True, False, 0, 0, 1, 1), Tokens(1, 0, b"\1\0\0\0"), Begun(1))
+                await router.peer.send(Load(True, False, 0, 0, 1, 1), Tokens(1, 0, b"\1\0\0\0"), Begun(1))
                 for name in ("Load", "Tokens", "Begun"):
-                    assert name in (await router.peer.hear(Reject)).fields[0]
-                await router.peer.say(Goodbye(router.peer.incarnation, "shutdown"))
+                    assert name in (await router.peer.receive(Reject)).fields[0]
+                await router.peer.send(Goodbye(router.peer.incarnation, "shutdown"))
 
     fleet(case)

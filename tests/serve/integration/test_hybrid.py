@@ -53,7 +53,7 @@ def test_a_host_layout_that_a_component_does_not_have_is_one_line_with_both_name
 ) -> None:
     flags = ["--bind=tcp://127.0.0.1:0", "--http=127.0.0.1:0", "--host-layout=page_head"]
     assert main(["decode", "--engine-option=pools=deepseek_v4", *flags]) == 2
-    said = capsys.readouterr().err
-    assert "component 'c4'" in said
-    assert "'page_head' must be one of " + ", ".join(ITEM_LAYOUTS) in said
-    assert len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert "component 'c4'" in output
+    assert "'page_head' must be one of " + ", ".join(ITEM_LAYOUTS) in output
+    assert len(output.splitlines()) == 1

@@ -96,7 +96,7 @@ def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(
             assert await sessions() == 1
             allow.write_text("decode-0 is not a line")
             site.prefill.process.send_signal(signal.SIGHUP)
-            await until(lambda: said(site, "the allow-list is unchanged"))
+            await until(lambda: logged(site, "the allow-list is unchanged"))
             await site.served()
             allow.write_text("".join(line for line in before.splitlines(keepends=True) if "decode-0" not in line))
             site.prefill.process.send_signal(signal.SIGHUP)
@@ -116,7 +116,7 @@ def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(
         await until(served, "it is listed again")
         await site.settled()
 
-    async def said(site: Site, text: str) -> bool:
+    async def logged(site: Site, text: str) -> bool:
         return text in site.log(site.prefill)
 
     keyed(case)

@@ -79,7 +79,7 @@ def test_a_room_that_is_ready_before_its_bytes_are_there_is_seen(tmp_path: Path,
     async def case() -> None:
         async with two_prefills_and_a_decode(tmp_path, planted) as fleet:
             room = fleet.begin(("p0", "d0"), push="none")
-            await fleet.until(room, lambda: "leased" in room.prefill.said, "leased")
+            await fleet.until(room, lambda: "leased" in room.prefill.events, "leased")
             deliver(fleet.hosts["d0"].engines(), signal.SIGSTOP)
             fleet.push(room)
             await fleet.over(room)
@@ -103,7 +103,7 @@ class Mute(Host):
 
 
 @pytest.fixture
-def heard() -> Fleet:
+def fleet() -> Fleet:
     """A fleet with one room, its first, between p0 and d0."""
     fleet = Fleet(None, Path())  # pyright: ignore
     fleet.hosts = {name: Mute(name) for name in ("p0", "d0")}
@@ -111,19 +111,19 @@ def heard() -> Fleet:
     return fleet
 
 
-def hear(fleet: Fleet, *words: str, **more: str) -> list[str]:
+def report(fleet: Fleet, *words: str, **more: str) -> list[str]:
     """`host kind` for each; what is found wrong."""
     for word in words:
         name, kind = word.split()
-        fleet._hear(fleet.hosts[name], {"kind": kind, "room": 1, "seconds": 0.1, "cause": "c", "detail": "d"} | more)
+        fleet._receive(fleet.hosts[name], {"kind": kind, "room": 1, "seconds": 0.1, "cause": "c", "detail": "d"} | more)
     return fleet.wrong
 
 
-def test_each_end_once_is_right(heard: Fleet) -> None:
-    assert not hear(heard, "p0 leased", "p0 landed", "d0 ready", "p0 drained")
-    assert heard.rooms, "decode still holds it"
-    assert not hear(heard, "d0 released")
-    assert not heard.rooms
+def test_each_end_once_is_right(fleet: Fleet) -> None:
+    assert not report(fleet, "p0 leased", "p0 landed", "d0 ready", "p0 drained")
+    assert fleet.rooms, "decode still holds it"
+    assert not report(fleet, "d0 released")
+    assert not fleet.rooms
 
 
 @pytest.mark.parametrize(
@@ -138,22 +138,22 @@ def test_each_end_once_is_right(heard: Fleet) -> None:
     ],
     ids=" ".join,
 )
-def test_a_second_end_is_seen(heard: Fleet, words: tuple[str, ...]) -> None:
-    assert not hear(heard, *words[:-1])
-    assert hear(heard, words[-1])
+def test_a_second_end_is_seen(fleet: Fleet, words: tuple[str, ...]) -> None:
+    assert not report(fleet, *words[:-1])
+    assert report(fleet, words[-1])
 
 
-def test_what_a_host_finds_wrong_is_kept(heard: Fleet) -> None:
-    assert "slot 7" in hear(heard, "d0 ready", wrong="slot 7: room 2")[0]
+def test_what_a_host_finds_wrong_is_kept(fleet: Fleet) -> None:
+    assert "slot 7" in report(fleet, "d0 ready", wrong="slot 7: room 2")[0]
 
 
-def test_a_room_that_never_ends_is_seen(heard: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_room_that_never_ends_is_seen(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_fleet, "PATIENCE_S", 0.05)
-    (room,) = heard.rooms.values()
-    hear(heard, "d0 failed")  # and prefill says nothing
+    (room,) = fleet.rooms.values()
+    report(fleet, "d0 failed")  # and prefill says nothing
 
     with pytest.raises(AssertionError, match="over"):
-        asyncio.run(heard.over(room))
+        asyncio.run(fleet.over(room))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_room_that_never_ends_is_seen(heard: Fleet, monkeypatch: pytest.Monkey
     ids=["slots", "leases", "descriptors", "engines"],
 )
 def test_what_is_left_behind_is_seen(
-    heard: Fleet, monkeypatch: pytest.MonkeyPatch, now: dict[str, int], what: str
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, now: dict[str, int], what: str
 ) -> None:
     monkeypatch.setattr(kv_fleet, "PATIENCE_S", 0.05)
     rests = {"files": 9, "engines": 2, "used": 0, "idle": True}
@@ -175,15 +175,15 @@ def test_what_is_left_behind_is_seen(
     async def rest(_: str) -> dict[str, int]:
         return rests
 
-    monkeypatch.setattr(heard, "rest", rest)
-    before = asyncio.run(heard.at_rest())
+    monkeypatch.setattr(fleet, "rest", rest)
+    before = asyncio.run(fleet.at_rest())
     assert before == {"p0": 9, "d0": 9}
     rests |= now
     with pytest.raises(AssertionError, match=what):
-        asyncio.run(heard.at_rest(before))
+        asyncio.run(fleet.at_rest(before))
 
 
 def test_a_side_whose_process_was_killed_need_say_nothing() -> None:
     assert Side("d0", 0, void=True).over
     assert not Side("d0", 0).over
-    assert not Side("d0", 0, said=["ready"]).over
+    assert not Side("d0", 0, events=["ready"]).over

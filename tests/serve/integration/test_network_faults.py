@@ -65,7 +65,7 @@ async def halfway(fleet: Fleet) -> AsyncGenerator[Room]:
     """A large room of HIT that has begun to land, but for its last cell, and a small one whose cells are not there yet;
     both end within."""
     waiting = fleet.begin(HIT, push="none")
-    await fleet.until(waiting, lambda: "leased" in waiting.prefill.said, "leased")
+    await fleet.until(waiting, lambda: "leased" in waiting.prefill.events, "leased")
     large = fleet.begin(HIT, LARGE, push="some")
     await fleet.halfway(large)
     yield large

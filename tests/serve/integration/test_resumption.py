@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.fleets import ENGINE, LIMITS, Gates, Site, prompts, running
-from tests.support.healing import said
+from tests.support.healing import text_of
 from tests.support.loads import named, strike
 from tests.support.waiting import until
 
@@ -46,16 +46,16 @@ def test_a_stream_whose_decode_is_killed_reads_as_if_nothing_had_happened(
         with gates.closed("decode"):
             events = list[dict[str, Any]]()
             reading = asyncio.ensure_future(read(site, events))
-            await until(lambda: said(events), "the first token")
-            while len(said(events)) < READ_MIN:  # a request that is admitted lets the others there have a step
+            await until(lambda: text_of(events), "the first token")
+            while len(text_of(events)) < READ_MIN:  # a request that is admitted lets the others there have a step
                 short = {**asked, "max_tokens": 2, "min_tokens": 0}
                 nudges = await asyncio.gather(*(site.complete(text, **short) for text in (prompt, *prompts(2, 9, 9))))
                 assert {each.status for each in nudges} == {200}
-            assert len(said(events)) < TOKENS
+            assert len(text_of(events)) < TOKENS
             await strike(site, await decoding(site), signal.SIGKILL)
         await reading
         text, choices = wanted.text, [each["choices"][0] for each in events]
-        assert said(events) == text
+        assert text_of(events) == text
         assert choices[-1]["finish_reason"] == wanted.body["choices"][0]["finish_reason"]
         if "logprobs" in asked:
             scores = [score for each in choices for score in each["logprobs"]["token_logprobs"]]

@@ -21,7 +21,7 @@ import pytest
 from pdtransfer.serve.process.fleet import Daemon
 from tests.support.engines import plain
 from tests.support.fleets import Running, Site, prompts, running
-from tests.support.healing import QUICK, Rest, decode, healed, met, prefill, right, said
+from tests.support.healing import QUICK, Rest, decode, healed, met, prefill, right, text_of
 from tests.support.loads import killed
 from tests.support.paths import REPO
 from tests.support.waiting import until
@@ -87,7 +87,7 @@ def test_a_router_without_descriptors_finishes_what_it_has_and_serves_again_with
                 with pytest.raises((aiohttp.ClientError, TimeoutError)):
                     async with asyncio.timeout(0.5):  # nobody can take the connection: it is closed, or waits
                         await site.complete("comes too late")
-            assert said([first, *[event async for event in events]]) == plain.text("under way", 3_000)
+            assert text_of([first, *[event async for event in events]]) == plain.text("under way", 3_000)
         await healed(site, before)
 
     on(case)
@@ -172,7 +172,7 @@ def test_a_wall_clock_that_steps_changes_nothing(stepped_clock: Path, tmp_path_f
                 events = site.events("stream", max_tokens=60)
                 first = await anext(events)
                 step(stepped_clock, days * DAY_S)
-                assert said([first, *[event async for event in events]]) == plain.text("stream", 60)
+                assert text_of([first, *[event async for event in events]]) == plain.text("stream", 60)
                 answers = await asyncio.gather(*under_way)
                 assert all(right(text, answer, 60) for text, answer in zip(asked, answers, strict=True)), answers
                 created = (await site.complete("when")).body["created"]
@@ -216,7 +216,7 @@ def test_a_client_that_does_not_read_its_stream_holds_up_nobody_and_misses_nothi
         lines = (await reader.read()).split(b"data: ")[1:-1]
         writer.close()
         events = [json.loads(line[: line.rindex(b"}") + 1]) for line in lines]
-        assert said(events) == plain.text("slow", tokens)
+        assert text_of(events) == plain.text("slow", tokens)
         await healed(site, before)
 
     on(case)

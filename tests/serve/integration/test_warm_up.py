@@ -34,7 +34,7 @@ def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
     async def case() -> None:
         async with aiohttp.ClientSession(f"http://{http}") as client:
 
-            async def says(status: int) -> bool:
+            async def answers(status: int) -> bool:
                 try:
                     async with client.get("/health") as response:
                         return response.status == status
@@ -51,12 +51,12 @@ def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
                     await until(warming_up, "it warms up")
                     done, _ = await asyncio.wait([ready], timeout=0.5)
                     assert not done, "it says that it is ready"
-                    assert await says(503)
+                    assert await answers(503)
                 except BaseException:
                     daemon.process.kill()
                     raise
             await asyncio.wait_for(ready, PATIENCE_S)
-            assert await says(200)
+            assert await answers(200)
             daemon.process.terminate()
             assert await daemon.process.wait() == 0
 

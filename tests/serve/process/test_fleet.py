@@ -84,10 +84,10 @@ def test_a_router_alone_starts_says_where_it_listens_and_ends_with_status_0(tmp_
             assert (router.ready["node"], router.ready["role"]) == ("r", "router")
             assert fleet.of("prefill") == []
         assert router.process.returncode == 0
-        said = (tmp_path / "router.log").read_text()
-        assert "Traceback" not in said
-        assert "name a prefill worker with --prefill tcp://host:port" in said
-        assert "name a decode worker with --decode tcp://host:port" in said
+        log = (tmp_path / "router.log").read_text()
+        assert "Traceback" not in log
+        assert "name a prefill worker with --prefill tcp://host:port" in log
+        assert "name a decode worker with --decode tcp://host:port" in log
 
     run(case)
 

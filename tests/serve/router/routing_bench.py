@@ -28,13 +28,13 @@ class Bench:
         self.effects = self.routing.start(self.now)
         for peer in (*prefill, *decode):
             self.welcome(peer)
-            self.hear(peer, (loads or {}).get(peer, LOAD))
+            self.receive(peer, (loads or {}).get(peer, LOAD))
 
     def welcome(self, peer: str, incarnation: int = 1, **who) -> list:
         role = "prefill" if peer.startswith("tcp://p") else "decode"
-        return self.hear(peer, Welcome(1, identity(peer[6:8], role, incarnation, **who)))
+        return self.receive(peer, Welcome(1, identity(peer[6:8], role, incarnation, **who)))
 
-    def hear(self, peer: str, *messages) -> list:
+    def receive(self, peer: str, *messages) -> list:
         self.effects = [effect for each in messages for effect in self.routing.receive(peer, each, self.now)]
         return self.effects
 

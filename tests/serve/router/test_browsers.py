@@ -29,7 +29,7 @@ SAFE_LISTED = [*FORMS, "application/x-www-form-urlencoded", ""]
 STORED = "Basic " + base64.b64encode(f"me:{A}".encode()).decode()
 
 
-async def said(url: str, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+async def fetch(url: str, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
     """Sends these headers and no others; returns the answer."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     headers = {"Host": f"127.0.0.1:{port}"} | {name.replace("_", "-"): value for name, value in headers.items()}
@@ -68,12 +68,12 @@ def test_a_page_of_another_site_makes_nothing_generate(engine: str, tmp_path: Pa
             for each in evidence:
                 for kind in (*SAFE_LISTED, "application/json"):
                     headers = {"Authorization": STORED, "Content_Type": kind} | each
-                    status, answer = await said(it.url, "POST", PATH, BODY, **headers)
+                    status, answer = await fetch(it.url, "POST", PATH, BODY, **headers)
                     assert status == 403, (headers, answer)
                     assert "another site" in json.loads(answer)["error"]["message"]
-                assert (await said(it.url, "OPTIONS", PATH, Authorization=STORED, **each))[0] == 403
+                assert (await fetch(it.url, "OPTIONS", PATH, Authorization=STORED, **each))[0] == 403
             for kind in FORMS:  # as old browsers send a form, without any evidence
-                status, _ = await said(it.url, "POST", PATH, BODY, Authorization=STORED, Content_Type=kind)
+                status, _ = await fetch(it.url, "POST", PATH, BODY, Authorization=STORED, Content_Type=kind)
                 assert status == 415, kind
             assert generated(it) == 0
 
@@ -92,7 +92,7 @@ def test_other_clients_send_what_they_like_and_pages_of_this_router_json(engine:
                 "application/octet-stream",
             ]
             for kind in kinds:  # the first is curl's
-                assert (await said(it.url, "POST", PATH, BODY, Content_Type=kind))[0] == 200
+                assert (await fetch(it.url, "POST", PATH, BODY, Content_Type=kind))[0] == 200
             own = it.url.removeprefix("http://")
             pages = [
                 {"Origin": it.url},
@@ -100,9 +100,9 @@ def test_other_clients_send_what_they_like_and_pages_of_this_router_json(engine:
                 {"Origin": it.url, "Sec_Fetch_Site": "same-origin"},
             ]
             for page in pages:
-                assert (await said(it.url, "POST", PATH, BODY, Content_Type="application/json", **page))[0] == 200
-                assert (await said(it.url, "POST", PATH, BODY, Content_Type="text/x", **page))[0] == 415
-                assert (await said(it.url, "POST", PATH, BODY, **page))[0] == 415
+                assert (await fetch(it.url, "POST", PATH, BODY, Content_Type="application/json", **page))[0] == 200
+                assert (await fetch(it.url, "POST", PATH, BODY, Content_Type="text/x", **page))[0] == 415
+                assert (await fetch(it.url, "POST", PATH, BODY, **page))[0] == 415
             assert generated(it) == 7
 
     case()
@@ -125,17 +125,17 @@ def test_by_a_name_that_is_not_its_own_nothing_is_read(engine: str) -> None:
                 "a@127.0.0.1",
             ):
                 for path in PATHS:
-                    status, answer = await said(it.url, "GET", path, Host=host, Sec_Fetch_Site="same-origin")
+                    status, answer = await fetch(it.url, "GET", path, Host=host, Sec_Fetch_Site="same-origin")
                     assert status == 403, (host, path)
                     assert b"is not a name of this server" in answer
             names = ["localhost", "LOCALHOST:1", "a.localhost", "127.0.0.1", "[::1]:80", "10.1.2.3", "api.example:443"]
             for host in (*names, "API.example.", "b.inner.example"):
-                assert (await said(it.url, "GET", "/live", Host=host))[0] == 200, host
+                assert (await fetch(it.url, "GET", "/live", Host=host))[0] == 200, host
             cross = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors", "Sec_Fetch_Dest": "script"}
-            assert {(await said(it.url, "GET", path, **cross))[0] for path in PATHS} == {403}
+            assert {(await fetch(it.url, "GET", path, **cross))[0] for path in PATHS} == {403}
             link = cross | {"Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
-            assert (await said(it.url, "GET", "/", **link))[0] == 200, "a link to the status page"
-            assert (await said(it.url, "GET", "/", **link | {"Sec_Fetch_Dest": "iframe"}))[0] == 403
+            assert (await fetch(it.url, "GET", "/", **link))[0] == 200, "a link to the status page"
+            assert (await fetch(it.url, "GET", "/", **link | {"Sec_Fetch_Dest": "iframe"}))[0] == 403
 
     case()
 
@@ -143,15 +143,15 @@ def test_by_a_name_that_is_not_its_own_nothing_is_read(engine: str) -> None:
 @on_loop
 async def test_two_hosts_in_one_request_must_both_be_its_own() -> None:
     async with site() as it:
-        status, _ = await said(it.url, "GET", "/live", X="1\r\nHost: evil.example")
+        status, _ = await fetch(it.url, "GET", "/live", X="1\r\nHost: evil.example")
         assert status in (400, 403)
 
 
 @on_loop
 async def test_a_listener_that_may_have_any_name_still_asks_where_a_request_comes_from() -> None:
     async with site(allowed_hosts=("*",)) as it:
-        assert (await said(it.url, "GET", "/live", Host="what.ever"))[0] == 200
-        assert (await said(it.url, "GET", "/live", Host="what.ever", Origin="http://other"))[0] == 403
+        assert (await fetch(it.url, "GET", "/live", Host="what.ever"))[0] == 200
+        assert (await fetch(it.url, "GET", "/live", Host="what.ever", Origin="http://other"))[0] == 403
 
 
 def test_ports_of_daemons_and_of_the_admin_api_have_the_same_rules(tmp_path: Path) -> None:
@@ -159,11 +159,11 @@ def test_ports_of_daemons_and_of_the_admin_api_have_the_same_rules(tmp_path: Pat
         listener = HttpListener(application(lambda: Health(True, {}), CollectorRegistry()), allowed_hosts=("d0",))
         admin = AdminApi(Membership.__new__(Membership), written(tmp_path / "token", A))
         daemon, of_admin = await listener.open("127.0.0.1:0"), await admin.open("127.0.0.1:0")
-        assert (await said(daemon, "GET", "/metrics", Host="d0:7102"))[0] == 200
-        assert (await said(daemon, "GET", "/metrics", Host="d1"))[0] == 403
-        assert (await said(of_admin, "GET", "/workers", Host="d0", **bearer(A)))[0] == 403
+        assert (await fetch(daemon, "GET", "/metrics", Host="d0:7102"))[0] == 200
+        assert (await fetch(daemon, "GET", "/metrics", Host="d1"))[0] == 403
+        assert (await fetch(of_admin, "GET", "/workers", Host="d0", **bearer(A)))[0] == 403
         headers = {"Origin": "http://evil.example", "Content_Type": "application/json"}
-        assert (await said(of_admin, "POST", "/workers", b"{}", **headers, **bearer(A)))[0] == 403
+        assert (await fetch(of_admin, "POST", "/workers", b"{}", **headers, **bearer(A)))[0] == 403
         await listener.close()
         await admin.close()
 
@@ -185,12 +185,12 @@ def test_with_keys_only_a_client_with_one_sees_names_in_health(engine: str, tmp_
     async def case() -> None:
         async with of_engine(engine, api_keys=written(tmp_path / "keys", A)) as it:
             for headers in ({}, bearer("x" * 30), {"Authorization": STORED[:-4]}):
-                assert await said(it.url, "GET", "/health", **headers) == (200, b'{"ready":true}')
+                assert await fetch(it.url, "GET", "/health", **headers) == (200, b'{"ready":true}')
             for headers in (bearer(A), {"Authorization": STORED}):
-                told = json.loads((await said(it.url, "GET", "/health", **headers))[1])
+                told = json.loads((await fetch(it.url, "GET", "/health", **headers))[1])
                 assert len(told["servers" if engine == "vllm" else "workers"]) == 2
         async with of_engine(engine) as it:
-            told = json.loads((await said(it.url, "GET", "/health"))[1])
+            told = json.loads((await fetch(it.url, "GET", "/health"))[1])
             assert len(told["servers" if engine == "vllm" else "workers"]) == 2, "without keys, everybody"
 
     case()
@@ -211,10 +211,10 @@ async def test_a_trace_that_is_not_valid_is_not_passed_on() -> None:
             "ff" + TRACE[2:],
             "\xff" * 55,
         ):
-            await said(it.url, "POST", PATH, BODY, traceparent=parent, tracestate="a=b")
+            await fetch(it.url, "POST", PATH, BODY, traceparent=parent, tracestate="a=b")
             for each in (it.decode[0].seen[-1], it.prefill[0].seen[-1]):
                 assert not {"traceparent", "tracestate"} & {name.lower() for name in each.headers}
         for state, passed in (("a=b", "a=b"), ("a=" + "b" * 600, None), ("a=b\u00e9", None)):
-            await said(it.url, "POST", PATH, BODY, traceparent=TRACE, tracestate=state)
+            await fetch(it.url, "POST", PATH, BODY, traceparent=TRACE, tracestate=state)
             seen = it.decode[0].seen[-1].headers
             assert (seen["traceparent"], seen.get("tracestate")) == (TRACE, passed)

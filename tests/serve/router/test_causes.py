@@ -33,7 +33,7 @@ def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready
     refused = bench.submit()
     assert isinstance(refused, Refusal)
     assert "can work together; the router's /health says why" in refused.detail
-    bench.hear(D, LOAD)
+    bench.receive(D, LOAD)
     assert list(bench.routing.workers.models()) == ["m"]
     assert whys(bench) == {P: "", D: ""}
     assert isinstance(bench.submit(), Accepted)
@@ -43,8 +43,8 @@ def test_a_prefill_that_has_come_back_has_its_time_to_be_found_by_decode() -> No
     bench = Bench()
     bench.wait(FOUND_S)
     bench.welcome(P, incarnation=2)
-    bench.hear(D, REFUSED)
-    bench.hear(P, LOAD)  # ready at last
+    bench.receive(D, REFUSED)
+    bench.receive(P, LOAD)  # ready at last
     assert isinstance(bench.submit(), Accepted), "its room waits for the session"
     bench.wait(FOUND_S)
     assert isinstance(bench.submit(), Refusal)
@@ -76,8 +76,8 @@ def test_a_full_prefill_that_alone_can_be_used_is_waited_for() -> None:
 def test_workers_without_a_common_transport_are_not_ready() -> None:
     bench = Bench()
     far = msgspec.structs.replace(identity("p0", "prefill", 2), transports=("mooncake",))
-    bench.hear(P, Welcome(1, far))
-    bench.hear(P, LOAD)
+    bench.receive(P, Welcome(1, far))
+    bench.receive(P, LOAD)
     assert not bench.routing.workers.models()
     assert whys(bench)[P] == "d0 cannot use p0: transport: mooncake there, shm here"
 
@@ -85,7 +85,7 @@ def test_workers_without_a_common_transport_are_not_ready() -> None:
 def test_another_models_weights_are_named_on_both() -> None:
     bench = Bench()
     bench.welcome(P, 2, weights=b"\x12\x34\x56\x78\x9a")
-    bench.hear(P, LOAD)
+    bench.receive(P, LOAD)
     there = whys(bench)
     assert there[P].startswith("it has m/12345678, and no ready worker of the other role has: m/")
     assert there[D].endswith(": m/12345678")
@@ -93,8 +93,8 @@ def test_another_models_weights_are_named_on_both() -> None:
 
 def test_the_second_worker_of_a_name_is_refused_both_are_told_and_the_first_goes_on() -> None:
     bench = Bench(prefill=(P,), decode=(D, D2))
-    bench.hear(D2, Goodbye(1, "shutdown"))
-    bench.hear(D2, Welcome(1, identity("d0", "decode", 2)))
+    bench.receive(D2, Goodbye(1, "shutdown"))
+    bench.receive(D2, Welcome(1, identity("d0", "decode", 2)))
     told = [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)]
     text = f"node: 'd0' is the name of {D2} and of {D}: give each its own --node"
     assert [(e.peer, e.message.reason, e.message.fields) for e in told] == [
@@ -105,30 +105,30 @@ def test_the_second_worker_of_a_name_is_refused_both_are_told_and_the_first_goes
     assert whys(bench) == {P: "", D: "", D2: text}
     assert not bench.routing.workers.by_peer[D2].usable
     assert isinstance(bench.submit(), Accepted)
-    bench.hear(D2, Welcome(1, identity("d0", "decode", 2)))
+    bench.receive(D2, Welcome(1, identity("d0", "decode", 2)))
     assert [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)] == [], "told once"
-    bench.hear(D, Goodbye(1, "shutdown"))
-    bench.hear(D2, Welcome(1, identity("d0", "decode", 2)))
+    bench.receive(D, Goodbye(1, "shutdown"))
+    bench.receive(D2, Welcome(1, identity("d0", "decode", 2)))
     assert bench.routing.workers.by_peer[D2].identity is not None
     assert whys(bench)[D2] == "it is not ready yet"
 
 
 def test_a_second_name_of_a_worker_gets_no_rooms_costs_the_first_nothing_and_takes_over() -> None:
     bench = Bench(prefill=(P, P2))
-    bench.hear(P2, Goodbye(1, "shutdown"))
+    bench.receive(P2, Goodbye(1, "shutdown"))
     same = Welcome(1, identity("p0", "prefill"))
     text = f"the same worker as {P}: its rooms go there"
-    bench.hear(P2, Welcome(1, identity("p0", "prefill", 2)))
+    bench.receive(P2, Welcome(1, identity("p0", "prefill", 2)))
     assert whys(bench)[P2].startswith("node: 'p0' is the name of"), "another process of this name"
     bench.routing.workers.by_peer[P2].liveness = Liveness(LIMITS, bench.now)
-    bench.hear(P2, same)
+    bench.receive(P2, same)
     assert [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)] == []
     assert [e for e in bench.effects if isinstance(e, WorkerChanged)] == [WorkerChanged(P2, text, orderly=True)]
     assert whys(bench) == {P: "", P2: text, D: ""}
     assert isinstance(bench.submit(), Accepted)
     assert {e.peer for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Begin)} == {P, D}
-    bench.hear(P, Goodbye(1, "shutdown"))
-    bench.hear(P2, same)
+    bench.receive(P, Goodbye(1, "shutdown"))
+    bench.receive(P2, same)
     assert bench.routing.workers.by_peer[P2].identity is not None
     assert bench.routing.workers.by_peer[P2].why == ""
 
@@ -137,7 +137,7 @@ def test_a_second_name_of_a_worker_gets_no_rooms_costs_the_first_nothing_and_tak
 def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(reason: str) -> None:
     bench = Bench()
     assert isinstance(bench.submit(), Accepted)
-    bench.hear(D, Reject(0, reason, ("why",)))
+    bench.receive(D, Reject(0, reason, ("why",)))
     (failed,) = [e for e in bench.effects if isinstance(e, Fail)]
     assert failed.status == 503
     refused = bench.submit()
@@ -148,7 +148,7 @@ def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(reason: str
 
 def test_a_worker_that_said_goodbye_is_not_back_before_another_process_is_there() -> None:
     bench = Bench()
-    bench.hear(D, Goodbye(1, "shutdown"))
+    bench.receive(D, Goodbye(1, "shutdown"))
     hellos = [e for e in bench.wait(LIMITS.resend_ms / 1e3) if isinstance(e, Send) and isinstance(e.message, Hello)]
     assert [hello.peer for hello in hellos] == [D]
     bench.welcome(D)  # the answer to a Hello that crossed its Goodbye
@@ -161,11 +161,11 @@ def test_a_worker_that_said_goodbye_is_not_back_before_another_process_is_there(
 def test_a_load_that_comes_after_goodbye_says_nothing_of_the_next_process() -> None:
     bench = Bench()
     load = bench.routing.workers.by_peer[D].load
-    bench.hear(D, Goodbye(1, "shutdown"))
-    bench.hear(D, load)
-    bench.hear(D, Welcome(1, identity("d0", "decode", 2)))
+    bench.receive(D, Goodbye(1, "shutdown"))
+    bench.receive(D, load)
+    bench.receive(D, Welcome(1, identity("d0", "decode", 2)))
     assert whys(bench)[D] == "it is not ready yet"
-    bench.hear(D, load)
+    bench.receive(D, load)
     assert whys(bench)[D] == ""
 
 

@@ -103,24 +103,24 @@ async def test_a_connection_being_served_is_not_closed() -> None:
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
     """Reads until the connection is closed or reset."""
-    said = b""
+    sent = b""
     with suppress(ConnectionError):
         while some := await reader.read(1_000):
-            said += some
-    return said
+            sent += some
+    return sent
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /li", b"GET /live HTTP/1.1\r\nHost: localhost\r\nX: 1\r\n"])
-def test_half_a_request_is_not_waited_for(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent", [b"", b"GET /li", b"GET /live HTTP/1.1\r\nHost: localhost\r\nX: 1\r\n"])
+def test_half_a_request_is_not_waited_for(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limit.ConnectionLimiter.__init__, "__kwdefaults__", {"wait_s": 0.2})
 
     async def case() -> None:
         async with listening() as (listener, connect):
             reader, writer = await connect()
-            writer.write(said)
+            writer.write(sent)
             over = asyncio.ensure_future(ended(reader))
             while not (await asyncio.wait([over], timeout=0.05))[0]:
-                if said and not writer.is_closing():
+                if sent and not writer.is_closing():
                     writer.write(b"x")  # a single byte now and then extends no deadline
             assert await over == b""
             assert await live(await connect())

@@ -58,9 +58,9 @@ class Fleet:
 
     def connect(self, peer: str, free: int = 1_000) -> None:
         role = "prefill" if peer == P else "decode"
-        self.hear(peer, Welcome(1, identity(f"n{peer[-1]}", role)), Load(True, False, 0, 0, free, 1_000))
+        self.receive(peer, Welcome(1, identity(f"n{peer[-1]}", role)), Load(True, False, 0, 0, free, 1_000))
 
-    def hear(self, peer: str, *messages) -> list:
+    def receive(self, peer: str, *messages) -> list:
         return [effect for each in messages for effect in self.routing.receive(peer, each, self.now)]
 
     def begin(self) -> tuple[int, str]:
@@ -73,8 +73,8 @@ class Fleet:
 
     def end(self, room: int, decode: str) -> list:
         """The room's whole answer."""
-        effects = self.hear(P, End(room, "done", "", 0))
-        return effects + self.hear(decode, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
+        effects = self.receive(P, End(room, "done", "", 0))
+        return effects + self.receive(decode, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
 
     def wait(self, seconds: float) -> list:
         effects, self.now = list[object](), self.now + seconds
@@ -96,7 +96,7 @@ def test_a_drained_worker_gets_no_new_room_its_rooms_end_and_it_can_be_taken_in_
     assert [each for each in ended if isinstance(each, Finish)]
     assert at in fleet.routing.workers.by_peer, "a drained one stays"
     fleet.routing.add_worker(at, "decode", fleet.now)
-    fleet.hear(other, Load(True, False, 0, 0, 10, 1_000))
+    fleet.receive(other, Load(True, False, 0, 0, 10, 1_000))
     assert fleet.begin()[1] == at
 
 
@@ -110,18 +110,18 @@ def test_a_removed_worker_leaves_after_its_last_room_and_its_last_answer_is_ackn
     kinds = [type(each.message) if isinstance(each, Send) else WorkerLeft for each in effects]
     assert kinds[-3:] == [Ended, Goodbye, WorkerLeft], "nothing is sent after its connection is closed"
     assert at not in fleet.routing.workers.by_peer
-    assert fleet.hear(at, Pong(1), Tokens(room, 0, pack_ids([1]))) == []
+    assert fleet.receive(at, Pong(1), Tokens(room, 0, pack_ids([1]))) == []
     assert not [each for each in fleet.wait(1.0) if isinstance(each, Send) and each.peer == at]
 
 
 def test_the_end_of_an_old_room_does_not_remove_a_worker_that_was_added_again() -> None:
     fleet = Fleet()
     room, at = fleet.begin()
-    fleet.hear(P, End(room, "done", "", 0))
+    fleet.receive(P, End(room, "done", "", 0))
     assert WorkerLeft(P) in fleet.routing.remove_worker(P), "decode still runs"
     fleet.routing.add_worker(P, "prefill", fleet.now)
     fleet.connect(P)
-    effects = fleet.hear(at, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
+    effects = fleet.receive(at, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
     assert [each for each in effects if isinstance(each, Finish)]
     assert not [each for each in effects if isinstance(each, WorkerLeft)]
     fleet.routing.remove_worker(P)
@@ -134,7 +134,7 @@ def test_a_removed_worker_that_restarts_leaves_and_is_not_met_again() -> None:
     fleet = Fleet()
     _, at = fleet.begin()
     fleet.routing.remove_worker(at)
-    effects = fleet.hear(at, Welcome(1, identity(f"n{at[-1]}", "decode", 2)))
+    effects = fleet.receive(at, Welcome(1, identity(f"n{at[-1]}", "decode", 2)))
     assert WorkerLeft(at) in effects
     assert WorkerChanged(at, "") not in effects, "it has left"
     assert not [each for each in effects if isinstance(each, Send) and isinstance(each.message, Ping)]
@@ -145,7 +145,7 @@ def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once() -> None:
     assert WorkerLeft(D) in fleet.routing.remove_worker(D)
     room, at = fleet.begin()
     fleet.routing.remove_worker(D2)
-    effects = fleet.hear(at, Goodbye(1, "shutdown"))
+    effects = fleet.receive(at, Goodbye(1, "shutdown"))
     assert WorkerLeft(D2) in effects
     assert not [each for each in effects if isinstance(each, Send) and isinstance(each.message, Hello)]
     assert not fleet.routing.workers.models()

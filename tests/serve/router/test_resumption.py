@@ -30,7 +30,7 @@ def resumable(sampling: Sampling = DRAWN, **more) -> Bench:
 
 
 def delivered(bench: Bench, *ids: int, room: int = 1, peer: str = D) -> None:
-    bench.hear(peer, Tokens(room, 0, pack_ids(list(ids))))
+    bench.receive(peer, Tokens(room, 0, pack_ids(list(ids))))
 
 
 def prefill_of(bench: Bench, room: int) -> str:
@@ -46,7 +46,7 @@ def test_the_rest_of_an_answer_is_asked_of_another_decode_with_the_tokens_so_far
     elif how == "new process":
         bench.welcome(D, 7)
     else:
-        bench.hear(D, End(1, how, "", 3))
+        bench.receive(D, End(1, how, "", 3))
     begin, *repeated = bench.sent(Begin, D2)
     assert {each.room for each in repeated} <= {begin.room}
     assert not bench.sent(Begin, D)
@@ -57,12 +57,12 @@ def test_the_rest_of_an_answer_is_asked_of_another_decode_with_the_tokens_so_far
     assert (retry.request, retry.next_room, retry.next_prompt_tokens, retry.resumed) == (1, begin.room, 7, True)
     assert (bench.routing.resumptions, bench.routing.retries) == (1, 0)
 
-    bench.hear(D2, Tokens(begin.room, 0, pack_ids([23, 24])))
+    bench.receive(D2, Tokens(begin.room, 0, pack_ids([23, 24])))
     assert bench.of(Emit) == [Emit(1, [24])]
     ids = list(range(23, 33))
-    bench.hear(D2, Tokens(begin.room, 0, pack_ids(ids)), End(begin.room, "length", "", 10))
+    bench.receive(D2, Tokens(begin.room, 0, pack_ids(ids)), End(begin.room, "length", "", 10))
     assert bench.of(Emit) == [Emit(1, ids[2:])]
-    bench.hear(prefill_of(bench, begin.room), End(begin.room, "done", "", 0))
+    bench.receive(prefill_of(bench, begin.room), End(begin.room, "done", "", 0))
     (finish,) = bench.of(Finish)
     assert (finish.request, finish.room, finish.resumptions) == (1, begin.room, 1)
 
@@ -78,10 +78,10 @@ def test_an_answer_is_resumed_only_where_the_request_allows_it() -> None:
 def test_logprobs_of_the_token_that_is_picked_again_are_dropped_with_it() -> None:
     bench = resumable(Sampling(12, logprobs=True))
     rows = [Logprobs(-0.5 - at).pack() for at in range(3)]
-    bench.hear(D, Tokens(1, 0, pack_ids([21]), rows[0]))
-    bench.hear(D, End(1, "engine", "", 1))
+    bench.receive(D, Tokens(1, 0, pack_ids([21]), rows[0]))
+    bench.receive(D, End(1, "engine", "", 1))
     (begin,) = bench.sent(Begin, D2)
-    bench.hear(D2, Tokens(begin.room, 0, pack_ids([21, 22, 23]), b"".join(rows)))
+    bench.receive(D2, Tokens(begin.room, 0, pack_ids([21, 22, 23]), b"".join(rows)))
     assert bench.of(Emit) == [Emit(1, [22, 23], rows[1] + rows[2])]
 
 
@@ -98,7 +98,7 @@ def test_logprobs_of_the_token_that_is_picked_again_are_dropped_with_it() -> Non
 def test_workers_learn_what_was_generated_only_where_a_pick_depends_on_it(sampling: Sampling, generated: int) -> None:
     bench = resumable(sampling)
     delivered(bench, 21, 22, 23)
-    bench.hear(D, End(1, "engine", "", 3))
+    bench.receive(D, End(1, "engine", "", 3))
     (begin,) = bench.sent(Begin, D2)
     assert begin.sampling.generated == generated
 
@@ -109,18 +109,18 @@ def test_an_answer_that_lacked_only_its_end_gets_it_and_no_token_more() -> None:
     bench.welcome(D, 7)
     (begin,) = bench.sent(Begin, D2)
     assert begin.sampling.max_tokens == 1
-    bench.hear(D2, Tokens(begin.room, 0, pack_ids([23])), End(begin.room, "length", "", 1))
+    bench.receive(D2, Tokens(begin.room, 0, pack_ids([23])), End(begin.room, "length", "", 1))
     assert not bench.of(Emit)
-    effects = bench.hear(prefill_of(bench, begin.room), End(begin.room, "done", "", 0))
+    effects = bench.receive(prefill_of(bench, begin.room), End(begin.room, "done", "", 0))
     assert [each.decode.reason for each in effects if isinstance(each, Finish)] == ["length"]
 
 
 def test_a_room_that_picks_another_token_than_was_delivered_is_not_gone_on_with() -> None:
     bench = resumable()
     delivered(bench, 21, 22)
-    bench.hear(D, End(1, "engine", "", 2))
+    bench.receive(D, End(1, "engine", "", 2))
     (begin,) = bench.sent(Begin, D2)
-    bench.hear(D2, Tokens(begin.room, 0, pack_ids([20, 24])))
+    bench.receive(D2, Tokens(begin.room, 0, pack_ids([20, 24])))
     assert not bench.of(Emit)
     assert bench.sent(Cancel, D2) == [Cancel(begin.room, "engine")]
     assert [each.detail for each in bench.of(Retry)] == ["d1: cannot resume: it picks 20 where 22 was delivered"]
@@ -133,7 +133,7 @@ def test_an_answer_is_resumed_so_many_times_and_then_fails() -> None:
     for done in range(RESUMPTIONS_MAX + 1):
         delivered(bench, *ids[max(0, done - 1) : done + 1], room=done + 1, peer=peer)
         assert bench.of(Emit) == [Emit(1, [ids[done]])]
-        bench.hear(peer, End(done + 1, "engine", "", min(done + 1, 2)))
+        bench.receive(peer, End(done + 1, "engine", "", min(done + 1, 2)))
         peer = D2 if peer == D else D
         assert bool(bench.sent(Begin, peer)) is (done < RESUMPTIONS_MAX)
     (failed,) = bench.of(Fail)
@@ -142,10 +142,10 @@ def test_an_answer_is_resumed_so_many_times_and_then_fails() -> None:
 
 def test_an_answer_is_resumed_after_a_retry_before_its_first_token() -> None:
     bench = resumable()
-    bench.hear(P, End(1, "transfer", "", 0))
+    bench.receive(P, End(1, "transfer", "", 0))
     peer = D if bench.sent(Begin, D) else D2
     delivered(bench, 21, room=2, peer=peer)
-    bench.hear(peer, End(2, "engine", "", 1))
+    bench.receive(peer, End(2, "engine", "", 1))
     assert [each.room for each in bench.sent(Begin, D if peer == D2 else D2)] == [3]
     assert (bench.routing.retries, bench.routing.resumptions) == (1, 1)
 
@@ -173,7 +173,7 @@ def test_an_answer_that_no_prompt_could_hold_is_not_kept() -> None:
     delivered(bench, 21, 22)
     (room,) = bench.routing.rooms
     assert len(room.so_far.ids) == 8
-    bench.hear(D, Tokens(1, 2, pack_ids([23])), End(1, "engine", "", 3))
+    bench.receive(D, Tokens(1, 2, pack_ids([23])), End(1, "engine", "", 3))
     assert not room.so_far.ids
     assert not bench.sent(Begin)
     assert bench.of(Fail)
@@ -182,9 +182,9 @@ def test_an_answer_that_no_prompt_could_hold_is_not_kept() -> None:
 def test_a_resumption_that_is_refused_fails_for_the_reason_of_the_loss() -> None:
     bench = resumable()
     delivered(bench, 21, 22)
-    bench.hear(D, End(1, "shutdown", "it ends", 2))
+    bench.receive(D, End(1, "shutdown", "it ends", 2))
     for room, peer in ((2, D2), (3, D), (4, D2)):
-        bench.hear(peer, End(room, "refused", "generated: the engine does not support it", 0))
+        bench.receive(peer, End(room, "refused", "generated: the engine does not support it", 0))
         if bench.of(Fail):
             break
     (failed,) = bench.of(Fail)

@@ -85,11 +85,11 @@ def test_a_stream_has_the_same_text_in_pieces_and_then_done() -> None:
             body = {"prompt": "żółw", "max_tokens": 16, "stream": True}
             async with it.http.post(it.url + "/v1/completions", json=body) as response:
                 assert (response.status, response.content_type) == (200, "text/event-stream")
-                said = await response.content.readuntil(b"\n\n")
+                answer = await response.content.readuntil(b"\n\n")
                 it.decode[0].more.set()
-                said += await response.content.read()
-            assert said.endswith(b"\n\n")
-            *events, done = [each.removeprefix("data: ") for each in said.decode()[:-2].split("\n\n")]
+                answer += await response.content.read()
+            assert answer.endswith(b"\n\n")
+            *events, done = [each.removeprefix("data: ") for each in answer.decode()[:-2].split("\n\n")]
             assert done == "[DONE]"
             *pieces, last = [json.loads(each) for each in events]
             assert len(pieces) >= 1
@@ -423,12 +423,12 @@ def test_a_disconnected_clients_room_is_cancelled_on_both_workers() -> None:
 
 def test_a_worker_that_is_listed_again_is_dialled_again(tmp_path: Path) -> None:
     async def case() -> None:
-        heard = asyncio.Event()
+        received = asyncio.Event()
         line = generate(tmp_path / "r0")
         keys, router_keys = generate_pair(), KeyPair.read(tmp_path / "r0.key")
         everybody = AllowList({keys.public: "p0", router_keys.public: "r0"})
         (tmp_path / "peers").write_text(f"{line}\np0 {keys.public}\n")
-        bus = Bus(node="p0", keys=keys, allowed=everybody, receive=lambda *_: heard.set(), refused=lambda *_: None)
+        bus = Bus(node="p0", keys=keys, allowed=everybody, receive=lambda *_: received.set(), refused=lambda *_: None)
         endpoint = f"{keys.public}@" + await bus.bind("tcp://127.0.0.1:0")
         router = router_of(
             RouterConfig(
@@ -439,15 +439,15 @@ def test_a_worker_that_is_listed_again_is_dialled_again(tmp_path: Path) -> None:
         try:
             await router.open()
             async with asyncio.timeout(PATIENCE_S):
-                await heard.wait()
+                await received.wait()
             backend = router.backend
             assert isinstance(backend, Daemons)
             backend.allow(AllowList({router_keys.public: "r0"}))
             await asyncio.sleep(0)
-            heard.clear()
+            received.clear()
             backend.allow(everybody)
             async with asyncio.timeout(PATIENCE_S):
-                await heard.wait()
+                await received.wait()
         finally:
             await router.close()
             await bus.close()
@@ -640,9 +640,9 @@ def test_the_process_reports_its_address_imports_no_torch_and_stops_on_sigterm()
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
-        assert (said["ready"], said["role"], said["node"]) == (True, "router", "r")
-        assert re.fullmatch(r"127\.0\.0\.1:\d+", said["http"])
+        answer = json.loads(process.stdout.readline())
+        assert (answer["ready"], answer["role"], answer["node"]) == (True, "router", "r")
+        assert re.fullmatch(r"127\.0\.0\.1:\d+", answer["http"])
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read().strip() == "False"
         assert process.wait(timeout=PATIENCE_S) == 0

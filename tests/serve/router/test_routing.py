@@ -132,7 +132,7 @@ def decoded_by(bench: Bench, *, first: int = 7, length: int = 200, **more: objec
     """The decode worker of a new request, which then has hardly any load."""
     bench.submit(first=first, length=length, **more)
     peer = next(each.peer for each in bench.of(Send) if each.peer in (D, D2))
-    bench.hear(peer, bench.routing.workers.by_peer[peer].load)
+    bench.receive(peer, bench.routing.workers.by_peer[peer].load)
     return peer
 
 
@@ -140,7 +140,7 @@ def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
     bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=900)})
     assert decoded_by(bench) == D
     assert decoded_by(bench, first=1_000) == D, "the freer one, for a prompt that nobody knows"
-    bench.hear(D, replace_load(slots_free=800))
+    bench.receive(D, replace_load(slots_free=800))
     assert decoded_by(bench) == D, "192 tokens are known there: they count as 768 free slots"
     assert decoded_by(bench, first=2_000) == D2
     assert decoded_by(bench, first=2_000, length=130) == D2
@@ -150,17 +150,17 @@ def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
 def test_a_much_freer_decode_is_chosen_before_one_with_the_prefix() -> None:
     bench = Bench(decode=(D, D2), loads={D: replace_load(slots_free=2_000), D2: replace_load(slots_free=1_000)})
     assert decoded_by(bench) == D
-    bench.hear(D, replace_load(slots_free=400))
-    bench.hear(D2, replace_load(slots_free=400 + 4 * 192 + 1))
+    bench.receive(D, replace_load(slots_free=400))
+    bench.receive(D2, replace_load(slots_free=400 + 4 * 192 + 1))
     assert decoded_by(bench) == D2
-    bench.hear(D2, replace_load(slots_free=400 + 4 * 192 + 1))
+    bench.receive(D2, replace_load(slots_free=400 + 4 * 192 + 1))
     assert decoded_by(bench) == D2, "and both know it now"
 
 
 def test_a_prompt_does_not_queue_for_its_prefix_while_another_has_slots() -> None:
     bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=300)})
     assert decoded_by(bench, max_tokens=1) == D
-    bench.hear(D, replace_load(slots_free=8))
+    bench.receive(D, replace_load(slots_free=8))
     assert decoded_by(bench, max_tokens=1) == D2, "9 slots would be needed, the prefix less"
 
 
@@ -171,7 +171,7 @@ def test_a_prefix_that_is_not_cached_counts_nothing(differs: str) -> None:
     assert decoded_by(bench) == D
     if differs == "restart":
         bench.welcome(D, 7)
-    bench.hear(D, replace_load(slots_free=800))
+    bench.receive(D, replace_load(slots_free=800))
     assert decoded_by(bench, **({"salt": b"s"} if differs == "salt" else {})) == D2
 
 
@@ -216,18 +216,18 @@ def test_a_ping_names_prefill_ranks_to_decode_and_none_to_prefill() -> None:
 def test_each_connection_change_is_reported_and_each_reason_for_refusal_once() -> None:
     bench, told = Bench(decode=(D, D2)), list[WorkerChanged]()
 
-    def hear(peer: str, *messages: Message) -> None:
-        bench.hear(peer, *messages)
+    def receive(peer: str, *messages: Message) -> None:
+        bench.receive(peer, *messages)
         told.extend(bench.of(WorkerChanged))
 
     no = f"{P} refuses (refused): model"
-    hear(P, Pong(1), Reject(0, "refused", ("model",)), Reject(0, "refused", ("model",)), Reject(0, "full", ()))
+    receive(P, Pong(1), Reject(0, "refused", ("model",)), Reject(0, "refused", ("model",)), Reject(0, "full", ()))
     assert told == [WorkerChanged(P, no), WorkerChanged(P, f"{P} refuses (full): ")]
     told.clear()
     who = Welcome(1, identity("p0", "prefill", 2))
-    hear(P, who, who)
+    receive(P, who, who)
     assert told == [WorkerChanged(P, "")]
-    hear(D, Goodbye(1, "shutdown"))
+    receive(D, Goodbye(1, "shutdown"))
     assert told[1:] == [WorkerChanged(D, f"{D} sent Goodbye (shutdown)", orderly=True)]
     bench.silence(LIMITS.silence_ms / 1e3 + 1)
     assert {each.peer for each in bench.of(WorkerChanged)} == {P, D2}
@@ -236,7 +236,7 @@ def test_each_connection_change_is_reported_and_each_reason_for_refusal_once() -
 
 def test_a_ping_names_every_rank_of_a_prefill_group() -> None:
     bench, ranks = Bench(), (Member("p0", ""), Member("p0-1", "tcp://p0:2"))
-    bench.hear(P, Welcome(1, msgspec.structs.replace(identity("p0", "prefill"), group=ranks)))
+    bench.receive(P, Welcome(1, msgspec.structs.replace(identity("p0", "prefill"), group=ranks)))
     bench.effects = []
     assert introduced(bench, D) == [(P, "tcp://p0:2")]
 
@@ -244,7 +244,7 @@ def test_a_ping_names_every_rank_of_a_prefill_group() -> None:
 def test_a_group_without_an_endpoint_for_each_rank_is_not_used() -> None:
     """A Begin or a Ping with an empty endpoint would be our breach, and cost all rooms of that decode worker."""
     bench, ranks = Bench(prefill=(P, P2)), (Member("p0", ""), Member("p0-1", "tcp://p0:2"), Member("p0-2", ""))
-    bench.hear(P, Welcome(1, msgspec.structs.replace(identity("p0", "prefill"), group=ranks)))
+    bench.receive(P, Welcome(1, msgspec.structs.replace(identity("p0", "prefill"), group=ranks)))
     worker = bench.routing.workers.by_peer[P]
     assert not worker.usable
     assert worker.why == f"group: {P} gives no endpoint for p0-2"
@@ -257,10 +257,10 @@ def test_a_group_without_an_endpoint_for_each_rank_is_not_used() -> None:
 @pytest.mark.parametrize("leaves", [Goodbye(1, "shutdown"), replace_load(draining=True), Reject(0, "refused", ())])
 def test_a_ping_names_only_connected_prefills(leaves: Message) -> None:
     bench = Bench(prefill=(P, P2))
-    bench.hear(P, leaves)
+    bench.receive(P, leaves)
     assert introduced(bench, D) == [(P2,)]
     bench.welcome(P, 2)
-    bench.hear(P, LOAD)
+    bench.receive(P, LOAD)
     assert introduced(bench, D) == [(P, P2)]
 
 
@@ -276,14 +276,14 @@ def test_a_ping_names_few_ranks_and_all_of_them_in_turn() -> None:
 
 def test_no_ready_worker_is_503_and_all_full_is_429() -> None:
     bench = Bench(prefill=(P,), decode=(D,))
-    bench.hear(D, replace_load(ready=False))
+    bench.receive(D, replace_load(ready=False))
     refused = bench.submit()
     assert (refused.status, refused.retry_ms > 0) == (503, True)
     assert "no decode worker is ready" in refused.detail
-    bench.hear(D, replace_load(slots_free=0, rooms_queued=LIMITS.queue_max))
+    bench.receive(D, replace_load(slots_free=0, rooms_queued=LIMITS.queue_max))
     refused = bench.submit()
     assert (refused.status, refused.cause, refused.retry_ms > 0) == (429, Cause.FULL, True)
-    bench.hear(D, LOAD)
+    bench.receive(D, LOAD)
     assert isinstance(bench.submit(), Accepted)
 
 
@@ -319,13 +319,13 @@ def test_draining_router_accepts_no_requests_and_finishes_its_own() -> None:
 def test_a_pair_has_one_model_and_equal_weights() -> None:
     bench = Bench()
     bench.welcome(D, 2, weights=b"other")
-    bench.hear(D, LOAD)
+    bench.receive(D, LOAD)
     refused = bench.submit()
     assert refused.status == 503
     assert "prefill has m/77, decode has m/6f746865" in refused.detail, "the beginnings of what differs"
     assert bench.routing.workers.models() == {}
     bench.welcome(D, 3, weights=b"w")
-    bench.hear(D, LOAD)
+    bench.receive(D, LOAD)
     assert bench.submit(model="another").status == 503
     assert isinstance(bench.submit(model="m"), Accepted)
 
@@ -335,20 +335,20 @@ def test_a_model_is_as_long_as_the_longest_pair_that_serves_it() -> None:
     assert bench.routing.workers.models() == {"m": TOKENS_MAX}, "nobody says"
     for incarnation, (peer, tokens) in enumerate({P: 900, P2: 500, D: 700, D2: 0}.items(), 2):
         bench.welcome(peer, incarnation, context_tokens=tokens)
-        bench.hear(peer, LOAD)
+        bench.receive(peer, LOAD)
     assert bench.routing.workers.models() == {"m": 900}, "D2 does not say"
     bench.welcome(D2, 9, context_tokens=300)
-    bench.hear(D2, LOAD)
+    bench.receive(D2, LOAD)
     assert bench.routing.workers.models() == {"m": 700}
     for peer in (P2, D2):
         bench.welcome(peer, 11, weights=b"other", context_tokens=800)
-        bench.hear(peer, LOAD)
+        bench.receive(peer, LOAD)
     assert bench.routing.workers.models() == {"m": 800}, "of other weights under that name"
 
 
 def test_hisparse_goes_to_a_decode_that_supports_it() -> None:
     bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=10)})
-    bench.hear(D2, replace_load(slots_free=10, enable_hisparse=True))
+    bench.receive(D2, replace_load(slots_free=10, enable_hisparse=True))
     bench.submit(enable_hisparse=True)
     assert bench.sent(Begin, D2)[0].enable_hisparse
     assert bench.sent(Begin, P)[0].enable_hisparse
@@ -368,27 +368,27 @@ def test_hisparse_without_a_capable_decode_is_decoded_densely() -> None:
 
 def test_hisparse_waits_for_capable_decodes_while_they_are_full() -> None:
     bench = Bench(decode=(D, D2))
-    bench.hear(D2, replace_load(enable_hisparse=True, rooms_queued=bench.routing._limits.queue_max))
+    bench.receive(D2, replace_load(enable_hisparse=True, rooms_queued=bench.routing._limits.queue_max))
     assert bench.submit(enable_hisparse=True).status == 429
     assert isinstance(bench.submit(), Accepted)
 
 
 def test_a_decode_that_is_full_for_hisparse_accepts_dense_rooms() -> None:
     bench = Bench()
-    bench.hear(D, replace_load(enable_hisparse=True))
+    bench.receive(D, replace_load(enable_hisparse=True))
     bench.submit(enable_hisparse=True)
     (begin,) = bench.sent(Begin, D)
-    bench.hear(D, End(begin.room, "full", "hisparse_queue_max", 0, retry_ms=60_000))
+    bench.receive(D, End(begin.room, "full", "hisparse_queue_max", 0, retry_ms=60_000))
     assert bench.submit(enable_hisparse=True).status == 429
     assert isinstance(bench.submit(), Accepted)
 
 
 def test_hisparse_refused_by_the_only_capable_decode_is_retried_densely() -> None:
     bench = Bench(decode=(D, D2))
-    bench.hear(D2, replace_load(enable_hisparse=True))
+    bench.receive(D2, replace_load(enable_hisparse=True))
     bench.submit(enable_hisparse=True)
     (begin,) = bench.sent(Begin, D2)
-    bench.hear(D2, End(begin.room, "refused", "enable_hisparse: this node is without it", 0))
+    bench.receive(D2, End(begin.room, "refused", "enable_hisparse: this node is without it", 0))
     again = bench.sent(Begin, D) or bench.sent(Begin, D2)[1:]
     assert [each.enable_hisparse for each in again[:1]] == [False]
 
@@ -408,38 +408,38 @@ def test_a_worker_is_chosen_by_the_slots_for_the_requests_kind() -> None:
 
 
 def finish(bench: Bench, room: int, *, tokens: int = 1) -> list:
-    bench.hear(P, End(room, "done", "", 0))
-    return bench.hear(D, Tokens(room, 0, pack_ids(list(range(tokens)))), End(room, "length", "", tokens))
+    bench.receive(P, End(room, "done", "", 0))
+    return bench.receive(D, Tokens(room, 0, pack_ids(list(range(tokens)))), End(room, "length", "", tokens))
 
 
 def test_begin_repeats_until_begun() -> None:
     bench = Bench()
     room = bench.submit().request
-    bench.hear(P, Begun(room))
+    bench.receive(P, Begun(room))
     bench.wait(0.6)
     assert len(bench.sent(Begin, D)) >= 3
     assert not bench.sent(Begin, P)
-    bench.hear(D, Begun(room))
+    bench.receive(D, Begun(room))
     assert not [each for each in bench.wait(1) if isinstance(each.message, Begin)]
 
 
 def test_repeated_overlapping_and_late_tokens_are_emitted_once_in_order() -> None:
     bench = Bench()
     room = bench.submit(max_tokens=9).request
-    assert bench.hear(D, Tokens(room, 2, pack_ids([2, 3]))) == [Send(D, TokensAcked(room, 0))]
-    assert bench.hear(D, Tokens(room, 0, pack_ids([0, 1]))) == [Emit(room, [0, 1]), Send(D, TokensAcked(room, 2))]
-    assert bench.hear(D, Tokens(room, 0, pack_ids([0, 1]))) == [Send(D, TokensAcked(room, 2))]
-    assert bench.hear(D, Tokens(room, 1, pack_ids([1, 2, 3]))) == [Emit(room, [2, 3]), Send(D, TokensAcked(room, 4))]
+    assert bench.receive(D, Tokens(room, 2, pack_ids([2, 3]))) == [Send(D, TokensAcked(room, 0))]
+    assert bench.receive(D, Tokens(room, 0, pack_ids([0, 1]))) == [Emit(room, [0, 1]), Send(D, TokensAcked(room, 2))]
+    assert bench.receive(D, Tokens(room, 0, pack_ids([0, 1]))) == [Send(D, TokensAcked(room, 2))]
+    assert bench.receive(D, Tokens(room, 1, pack_ids([1, 2, 3]))) == [Emit(room, [2, 3]), Send(D, TokensAcked(room, 4))]
 
 
 def test_end_that_overtakes_its_tokens_waits_for_them() -> None:
     bench = Bench()
     room = bench.submit(max_tokens=3).request
-    bench.hear(P, End(room, "done", "", 0, kv_bytes=11))
+    bench.receive(P, End(room, "done", "", 0, kv_bytes=11))
     assert bench.sent(Ended) == [Ended(room)]
     last = End(room, "length", "", 3, tokens_digest=b"t")
-    assert bench.hear(D, last) == [], "unanswered, so that it repeats with what is missing"
-    bench.hear(D, Tokens(room, 0, pack_ids([5, 6, 7])))
+    assert bench.receive(D, last) == [], "unanswered, so that it repeats with what is missing"
+    bench.receive(D, Tokens(room, 0, pack_ids([5, 6, 7])))
     done = Finish(room, room, last, End(room, "done", "", 0, kv_bytes=11), "d0", "p0")
     assert bench.effects == [Emit(room, [5, 6, 7]), Send(D, TokensAcked(room, 3)), Send(D, Ended(room)), done]
     assert bench.routing.room_count == 0
@@ -449,27 +449,27 @@ def test_an_end_that_repeats_while_the_other_worker_goes_on_is_answered_again() 
     bench = Bench()
     room = bench.submit().request
     for _ in range(2):
-        assert bench.hear(P, End(room, "done", "", 0)) == [Send(P, Ended(room))]
+        assert bench.receive(P, End(room, "done", "", 0)) == [Send(P, Ended(room))]
 
 
 def test_messages_about_unknown_rooms_are_answered_so_that_the_worker_stops() -> None:
     bench = Bench()
-    assert bench.hear(D, Begun(77)) == [Send(D, Cancel(77, "aborted"))]
-    assert bench.hear(D, Tokens(77, 0, b"")) == [Send(D, Cancel(77, "aborted"))]
-    assert bench.hear(D, End(77, "stop", "", 0)) == [Send(D, Ended(77))]
+    assert bench.receive(D, Begun(77)) == [Send(D, Cancel(77, "aborted"))]
+    assert bench.receive(D, Tokens(77, 0, b"")) == [Send(D, Cancel(77, "aborted"))]
+    assert bench.receive(D, End(77, "stop", "", 0)) == [Send(D, Ended(77))]
 
 
 def test_another_workers_room_and_another_kind_are_breaches() -> None:
     bench = Bench(decode=(D, D2))
     room = bench.submit().request
     with pytest.raises(RemoteProtocolError, match=r"room: .* is not on"):
-        bench.hear(D2, End(room, "stop", "", 0))
+        bench.receive(D2, End(room, "stop", "", 0))
     with pytest.raises(RemoteProtocolError, match=r"Tokens\.room"):
-        bench.hear(P, Tokens(room, 0, pack_ids([1])))
+        bench.receive(P, Tokens(room, 0, pack_ids([1])))
     with pytest.raises(RemoteProtocolError, match=r"kind: .*Cancel"):
-        bench.hear(D, Cancel(room, "aborted"))
+        bench.receive(D, Cancel(room, "aborted"))
     with pytest.raises(RemoteProtocolError, match=r"Tokens\.ids"):
-        bench.hear(D, Tokens(room, 0, b"123"))
+        bench.receive(D, Tokens(room, 0, b"123"))
     finish(bench, room)
     assert bench.of(Finish), "the room goes on"
 
@@ -477,7 +477,7 @@ def test_another_workers_room_and_another_kind_are_breaches() -> None:
 def test_more_tokens_than_requested_fail_the_room() -> None:
     bench = Bench()
     room = bench.submit(max_tokens=2).request
-    bench.hear(D, Tokens(room, 0, pack_ids([1])), Tokens(room, 1, pack_ids([2, 3])))
+    bench.receive(D, Tokens(room, 0, pack_ids([1])), Tokens(room, 1, pack_ids([2, 3])))
     (failed,) = bench.of(Fail)
     assert (failed.cause, failed.status) == (Cause.BREACH, 502)
     assert bench.of(Emit) == [Emit(room, [1])]
@@ -486,7 +486,7 @@ def test_more_tokens_than_requested_fail_the_room() -> None:
 def test_an_end_with_another_token_count_fails_the_room() -> None:
     bench = Bench()
     room = bench.submit(max_tokens=5).request
-    bench.hear(D, Tokens(room, 0, pack_ids([1, 2])), End(room, "stop", "", 1))
+    bench.receive(D, Tokens(room, 0, pack_ids([1, 2])), End(room, "stop", "", 1))
     assert bench.of(Fail)[0].cause is Cause.BREACH
 
 
@@ -495,10 +495,10 @@ def test_a_failing_end_cancels_the_other_side_until_it_ends(failing: str, other:
     bench = Bench()
     bench.submit()
     # The retry, so it is final.
-    bench.hear(failing, End(1, "engine", "broken", 0))
-    bench.hear(other, End(1, "aborted", "", 0))
-    bench.hear(other, Begun(2))
-    bench.hear(failing, End(2, "engine", "broken", 0))
+    bench.receive(failing, End(1, "engine", "broken", 0))
+    bench.receive(other, End(1, "aborted", "", 0))
+    bench.receive(other, Begun(2))
+    bench.receive(failing, End(2, "engine", "broken", 0))
     assert bench.sent(Cancel, other) == [Cancel(2, "engine")]
     (failed,) = bench.of(Fail)
     assert (failed.request, failed.cause, failed.status) == (1, Cause.ENGINE, 500)
@@ -506,26 +506,26 @@ def test_a_failing_end_cancels_the_other_side_until_it_ends(failing: str, other:
     bench.wait(1)
     assert len(bench.sent(Cancel, other)) >= 3
     assert not bench.sent(Cancel, failing)
-    assert bench.hear(other, End(2, "aborted", "", 0)) == [Send(other, Ended(2))]
+    assert bench.receive(other, End(2, "aborted", "", 0)) == [Send(other, Ended(2))]
     assert bench.routing.room_count == 0
 
 
 def test_a_prefill_that_decode_made_abort_leaves_the_cause_to_decode() -> None:
     bench = Bench(decode=(D, D2))
     bench.submit()
-    assert bench.hear(P, End(1, "aborted", "D aborted it", 0)) == [Send(P, Ended(1))]
+    assert bench.receive(P, End(1, "aborted", "D aborted it", 0)) == [Send(P, Ended(1))]
     assert not bench.of(Fail)
-    bench.hear(D, End(1, "full", "", 0, retry_ms=700))
+    bench.receive(D, End(1, "full", "", 0, retry_ms=700))
     assert [each.room for each in bench.sent(Begin, D2)] == [2], "retried as a worker that is full is"
 
 
 def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
     bench = Bench()
     room = bench.submit(max_tokens=2).request
-    bench.hear(D, Tokens(room, 0, pack_ids([1])))
-    assert bench.hear(P, Goodbye(1, "shutdown"))
+    bench.receive(D, Tokens(room, 0, pack_ids([1])))
+    assert bench.receive(P, Goodbye(1, "shutdown"))
     assert not bench.of(Fail)
-    bench.hear(D, Tokens(room, 1, pack_ids([2])), End(room, "length", "", 2))
+    bench.receive(D, Tokens(room, 1, pack_ids([2])), End(room, "length", "", 2))
     (done,) = bench.of(Finish)
     assert done.prefill is None
 
@@ -533,7 +533,7 @@ def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
 def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_workers() -> None:
     bench = Bench()
     room = bench.submit().request
-    bench.hear(D, Tokens(room, 0, pack_ids([1, 2])))
+    bench.receive(D, Tokens(room, 0, pack_ids([1, 2])))
     stopped = bench.routing.stop(room, bench.now)
     assert [each for each in stopped if isinstance(each, Finish)] == [Finish(room, room, None, None, "d0", "p0")]
     cancels = [(each.peer, each.message) for each in stopped if isinstance(each, Send)]
@@ -542,8 +542,8 @@ def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_wo
     assert (bench.routing.request_count, bench.routing.room_count) == (0, 1)
     bench.wait(1)
     assert bench.sent(Cancel, D), "it repeats until the room has ended"
-    bench.hear(D, Tokens(room, 2, pack_ids([3])), End(room, "aborted", "", 3))
-    bench.hear(P, End(room, "done", "", 0))
+    bench.receive(D, Tokens(room, 2, pack_ids([3])), End(room, "aborted", "", 3))
+    bench.receive(P, End(room, "done", "", 0))
     assert not [each for each in bench.effects if isinstance(each, Emit | Finish | Fail)]
     assert bench.routing.room_count == 0
 
@@ -551,12 +551,12 @@ def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_wo
 def test_a_room_that_ended_as_it_was_stopped_counts_once() -> None:
     bench = Bench()
     room = bench.submit(max_tokens=2).request
-    bench.hear(D, End(room, "length", "", 2))  # overtakes its tokens
-    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    bench.receive(D, End(room, "length", "", 2))  # overtakes its tokens
+    bench.receive(D, Tokens(room, 0, pack_ids([1])))
     assert [type(each) for each in bench.routing.stop(room, bench.now)].count(Finish) == 1
-    bench.hear(D, End(room, "length", "", 2))
+    bench.receive(D, End(room, "length", "", 2))
     assert bench.effects == [Send(D, Ended(room))]
-    bench.hear(P, End(room, "done", "", 0))
+    bench.receive(P, End(room, "done", "", 0))
     assert bench.effects == [Send(P, Ended(room))]
     assert bench.routing.room_count == 0
 
@@ -570,9 +570,9 @@ def test_logprobs_are_emitted_with_the_ids_that_are_new() -> None:
     accepted = bench.routing.submit(scored_request(), bench.now)
     assert isinstance(accepted, Accepted)
     room = accepted.request
-    bench.hear(D, Tokens(room, 0, pack_ids([5, 6]), rows[0] + rows[1]))
+    bench.receive(D, Tokens(room, 0, pack_ids([5, 6]), rows[0] + rows[1]))
     assert bench.of(Emit) == [Emit(room, [5, 6], rows[0] + rows[1])]
-    bench.hear(D, Tokens(room, 1, pack_ids([6, 7, 8]), b"".join(rows[1:])))
+    bench.receive(D, Tokens(room, 1, pack_ids([6, 7, 8]), b"".join(rows[1:])))
     assert bench.of(Emit) == [Emit(room, [7, 8], rows[2] + rows[3])]
 
 
@@ -582,14 +582,14 @@ def test_wrong_logprobs_fail_their_room_alone(logprobs: bytes) -> None:
     accepted = bench.routing.submit(scored_request(), bench.now)
     assert isinstance(accepted, Accepted)
     other = bench.submit().request
-    bench.hear(D, Tokens(accepted.request, 0, pack_ids([5]), logprobs))
+    bench.receive(D, Tokens(accepted.request, 0, pack_ids([5]), logprobs))
     # It is tried once more, and fails then.
     (again,) = {each.room for each in bench.sent(Begin)}
-    bench.hear(D, Tokens(again, 0, pack_ids([5]), logprobs))
+    bench.receive(D, Tokens(again, 0, pack_ids([5]), logprobs))
     (failed,) = bench.of(Fail)
     assert (failed.cause, failed.status) == (Cause.BREACH, 502)
     assert "logprobs" in failed.detail
-    bench.hear(D, Tokens(other, 0, pack_ids([5])))
+    bench.receive(D, Tokens(other, 0, pack_ids([5])))
     assert bench.of(Emit) == [Emit(other, [5])]
     assert bench.routing.workers.by_peer[D].usable
 
@@ -600,12 +600,12 @@ def test_wrong_logprobs_fail_their_room_alone(logprobs: bytes) -> None:
 def test_a_room_that_failed_before_its_first_token_is_retried_once_elsewhere() -> None:
     bench = Bench(prefill=(P, P2))
     bench.submit()
-    bench.hear(P, End(1, "transfer", "", 0))
+    bench.receive(P, End(1, "transfer", "", 0))
     assert bench.sent(Cancel, D) == [Cancel(1, "transfer")]
     assert [each.room for each in bench.sent(Begin, P2)] == [2]
     assert [each.room for each in bench.sent(Begin, D)] == [2]
     assert not bench.of(Fail)
-    bench.hear(D, Tokens(2, 0, pack_ids([9])))
+    bench.receive(D, Tokens(2, 0, pack_ids([9])))
     assert bench.of(Emit) == [Emit(1, [9])], "under the label that the client's request is known by"
 
 
@@ -617,22 +617,22 @@ def test_a_failure_between_two_workers_is_retried_with_another_pair(told_by: str
     bench.submit()
     assert bench.sent(Begin, P)
     assert bench.sent(Begin, D)
-    bench.hear(told_by, End(1, cause, "", 0))
+    bench.receive(told_by, End(1, cause, "", 0))
     assert [each.room for each in bench.sent(Begin, P2) + bench.sent(Begin, D2)] == [2, 2]
 
 
 def test_a_decode_refused_by_its_prefill_is_tried_with_another() -> None:
     bench = Bench(prefill=(P, P2))
     bench.submit()
-    bench.hear(D, End(1, "refused", "components differ", 0))
+    bench.receive(D, End(1, "refused", "components differ", 0))
     assert [each.room for each in bench.sent(Begin, P2) + bench.sent(Begin, D)] == [2, 2]
 
 
 def test_a_second_failure_is_final() -> None:
     bench = Bench(prefill=(P, P2))
     bench.submit()
-    bench.hear(P, End(1, "transfer", "", 0))
-    bench.hear(P2, End(2, "transfer", "", 0))
+    bench.receive(P, End(1, "transfer", "", 0))
+    bench.receive(P2, End(2, "transfer", "", 0))
     assert not bench.sent(Begin)
     assert bench.of(Fail)[0].request == 1
 
@@ -640,7 +640,7 @@ def test_a_second_failure_is_final() -> None:
 def test_a_streamed_room_is_not_retried() -> None:
     bench = Bench(decode=(D, D2))
     room = bench.submit().request
-    bench.hear(D, Tokens(room, 0, pack_ids([1])), End(room, "engine", "", 1))
+    bench.receive(D, Tokens(room, 0, pack_ids([1])), End(room, "engine", "", 1))
     assert not bench.sent(Begin)
     assert bench.of(Fail)[0].status == 500
 
@@ -648,9 +648,9 @@ def test_a_streamed_room_is_not_retried() -> None:
 def test_a_full_worker_is_avoided_for_its_retry_time() -> None:
     bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=500)})
     bench.submit()
-    bench.hear(D, End(1, "full", "queue", 0, retry_ms=1_500))
+    bench.receive(D, End(1, "full", "queue", 0, retry_ms=1_500))
     assert bench.sent(Begin, D2)
-    bench.hear(D2, End(2, "full", "queue", 0, retry_ms=900))
+    bench.receive(D2, End(2, "full", "queue", 0, retry_ms=900))
     (failed,) = bench.of(Fail)
     assert (failed.status, failed.retry_ms) == (429, 900)
     refused = bench.submit()
@@ -663,7 +663,7 @@ def test_a_full_worker_is_avoided_for_its_retry_time() -> None:
 def test_a_request_refused_by_its_only_worker_is_not_retried() -> None:
     bench = Bench()
     bench.submit()
-    bench.hear(D, End(1, "refused", "too long", 0))
+    bench.receive(D, End(1, "refused", "too long", 0))
     assert not bench.sent(Begin)
     assert (bench.of(Fail)[0].status, bench.of(Fail)[0].cause) == (400, Cause.REFUSED)
 
@@ -682,9 +682,9 @@ def test_cancel_ends_the_request_without_a_retry() -> None:
 def test_a_room_without_progress_ends_at_its_deadline_and_is_forgotten_at_the_next() -> None:
     bench = Bench()
     room = bench.submit().request
-    bench.hear(P, Begun(room))
+    bench.receive(P, Begun(room))
     bench.wait(5)
-    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    bench.receive(D, Tokens(room, 0, pack_ids([1])))
     bench.wait(5)
     assert not bench.of(Fail), "a token is progress"
     bench.wait(4)
@@ -708,7 +708,7 @@ def test_hello_repeats_until_welcome() -> None:
 def test_a_silent_worker_is_lost_with_its_rooms_and_sent_hello_again() -> None:
     bench = Bench()
     room = bench.submit().request
-    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    bench.receive(D, Tokens(room, 0, pack_ids([1])))
     bench.silence(LIMITS.silence_ms / 1e3 + 0.3)
     (failed,) = bench.of(Fail)
     assert (failed.cause, failed.status) == (Cause.PEER_LOST, 503)
@@ -716,29 +716,29 @@ def test_a_silent_worker_is_lost_with_its_rooms_and_sent_hello_again() -> None:
     assert bench.submit().status == 503
     for peer in (P, D):
         bench.welcome(peer)
-        bench.hear(peer, LOAD)
+        bench.receive(peer, LOAD)
     assert isinstance(bench.submit(), Accepted)
 
 
 def test_a_restarted_worker_is_detected_by_its_pong() -> None:
     bench = Bench(decode=(D, D2))
     bench.submit()
-    bench.hear(D, Pong(2))
+    bench.receive(D, Pong(2))
     assert [each.room for each in bench.sent(Begin, D2)] == [2], "tried again where a worker is"
     bench.wait(LIMITS.resend_ms / 1e3)
     assert bench.sent(Hello, D)
     bench.welcome(D, 2)
-    bench.hear(D, Pong(1))
+    bench.receive(D, Pong(1))
     assert not bench.sent(Hello), "a late word of the old process"
     assert bench.welcome(D, 1) == []
 
 
 def test_a_worker_of_another_role_or_one_that_refuses_is_not_used() -> None:
     bench = Bench()
-    bench.hear(D, Welcome(1, identity("d0", "prefill", 2)))
+    bench.receive(D, Welcome(1, identity("d0", "prefill", 2)))
     assert "role" in bench.routing.workers.by_peer[D].why
     assert bench.submit().status == 503
-    bench.hear(P, Reject(0, "refused", ("version: 2..3 against 1",)))
+    bench.receive(P, Reject(0, "refused", ("version: 2..3 against 1",)))
     assert "version: 2..3 against 1" in bench.routing.workers.by_peer[P].why
     bench.silence(LIMITS.resend_ms_max / 1e3)
     assert len(bench.sent(Hello, P)) == 1, "asked again, slowly"
@@ -758,9 +758,11 @@ def test_a_worker_that_breaks_the_protocol_is_lost_with_its_rooms() -> None:
 def test_a_worker_that_requires_hello_gets_one_and_is_kept() -> None:
     bench = Bench()
     bench.submit()
-    assert bench.hear(D, Reject(0, "hello_required", ())) == [], "so soon after a Welcome it answers an earlier message"
+    assert bench.receive(D, Reject(0, "hello_required", ())) == [], (
+        "so soon after a Welcome it answers an earlier message"
+    )
     bench.wait(LIMITS.resend_ms / 1e3)
-    assert [type(each.message) for each in bench.hear(D, Reject(0, "hello_required", ()))] == [Hello]
+    assert [type(each.message) for each in bench.receive(D, Reject(0, "hello_required", ()))] == [Hello]
     assert bench.routing.room_count == 1
 
 
@@ -779,5 +781,5 @@ def test_a_late_message_of_an_earlier_process_does_not_lose_a_worker_forever() -
     bench.silence(3 * LIMITS.silence_ms / 1e3)
     assert not bench.routing.workers.by_peer[P].usable
     bench.welcome(P, 1)
-    bench.hear(P, LOAD)
+    bench.receive(P, LOAD)
     assert bench.routing.workers.by_peer[P].usable

@@ -20,7 +20,7 @@ def test_a_slow_worker_gets_rooms_only_where_no_other_can() -> None:
     bench = Bench(prefill=(P, P2), limits=LIMITS)
     bench.wait(SLOW_S, silent=P)
     assert {prefill_of(bench) for _ in range(4)} == {P2}
-    bench.hear(P, Pong(1))
+    bench.receive(P, Pong(1))
     assert P in {prefill_of(bench) for _ in range(4)}
     alone = Bench(limits=LIMITS)
     alone.wait(SLOW_S, silent=P)

@@ -121,12 +121,12 @@ def test_a_follower_takes_free_ports_unless_others_are_given() -> None:
 
 def test_settings_common_to_all_ranks_include_the_weights_and_the_sizes() -> None:
     config = PrefillConfig(engine_option=("layers=1",), slots=256)
-    said = common(config, create(config.engine_config).card)
-    assert said["slots"] == "256"
-    assert said["chunk_tokens"] == "512"
-    assert len(said["weights"]) == 32
+    described = common(config, create(config.engine_config).card)
+    assert described["slots"] == "256"
+    assert described["chunk_tokens"] == "512"
+    assert len(described["weights"]) == 32
     other = PrefillConfig(engine_option=("layers=1", "seed=1"), slots=256)
-    assert common(other, create(other.engine_config).card)["weights"] != said["weights"]
+    assert common(other, create(other.engine_config).card)["weights"] != described["weights"]
 
 
 def test_the_router_names_every_rank_of_a_group_to_the_other_side() -> None:

@@ -37,12 +37,12 @@ TRACEPARENT = f"00-{'a1' * 16}-{'b2' * 8}-01"
 TOKENS = 130  # two blocks of the prefix cache, and something
 
 
-class Heard:
-    """What a daemon's routers have been told."""
+class Routers:
+    """Routers of a daemon, and what it has sent them."""
 
     def __init__(self, daemon: PrefillDaemon | DecodeDaemon, *routers: str) -> None:
-        self.daemon, self.said = daemon, list[tuple[str, Message]]()
-        daemon.desk._send = lambda peer, message: bool(self.said.append((peer, message))) or True
+        self.daemon, self.sent = daemon, list[tuple[str, Message]]()
+        daemon.desk._send = lambda peer, message: bool(self.sent.append((peer, message))) or True
         for router in routers:
             daemon.desk.receive(f"node:{router}", Hello(1, 1, identity(router, "router", 1)))
 
@@ -52,7 +52,7 @@ class Heard:
 
     def ends(self, router: str, room: int) -> list[End]:
         """Without repetitions."""
-        ends = [m for to, m in self.said if to == f"node:{router}" and isinstance(m, End) and m.room == room]
+        ends = [m for to, m in self.sent if to == f"node:{router}" and isinstance(m, End) and m.room == room]
         return list(dict.fromkeys(ends))
 
     async def over(self, router: str, room: int) -> End:
@@ -90,13 +90,13 @@ class Prefill:
         )
         port.attach(asyncio.get_running_loop())
         self.thread = engine_thread.start(self.daemon.thread, lambda _: None)
-        self.heard, self.endpoint = Heard(self.daemon, "a", "b"), ""
+        self.routers, self.endpoint = Routers(self.daemon, "a", "b"), ""
 
     def begin(self, router: str, room: int, node: str) -> Begin:
         """Has the room computed for this decode node; returns the other Begin of it, decode's."""
         prompt = pack_ids([97 + at % 26 for at in range(TOKENS)])
         ids = {"request_id": f"r{room}", "traceparent": TRACEPARENT}
-        self.heard.tell(router, Begin(room, prompt, Sampling(4), (node,), 30_000, **ids))
+        self.routers.tell(router, Begin(room, prompt, Sampling(4), (node,), 30_000, **ids))
         return Begin(room, prompt, Sampling(4), (self.endpoint,), 30_000, **ids)
 
     async def drained(self) -> None:
@@ -129,7 +129,7 @@ async def prefill() -> AsyncIterator[Prefill]:
 async def decode(
     sockets: Path, *, ranks: Ranks | None = None, wrap: Any = lambda engine: engine, **more: Any
 ) -> AsyncIterator[Any]:
-    """A daemon with `heard` and `ended`; its orders stay in its port until somebody runs its thread."""
+    """A daemon with `routers` and `ended`; its orders stay in its port until somebody runs its thread."""
     config = DecodeConfig(**OPTIONS | more, socket_directory=sockets)
     engine = wrap(create_engine(config.factory, config.engine_config))
     arena, port = ArenaMemory.create(engine.card.arena_bytes, huge_pages="never"), ThreadQueues[Order]()
@@ -141,7 +141,7 @@ async def decode(
         ended=ended,
     )  # fmt: skip
     daemon.ended = records
-    daemon.heard = Heard(daemon, "a", "b")
+    daemon.routers = Routers(daemon, "a", "b")
     port.attach(asyncio.get_running_loop())
     try:
         yield daemon

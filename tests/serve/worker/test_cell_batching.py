@@ -38,10 +38,10 @@ def cell(room=1, component="kv", rows=(0, 128), layers=(0, 1), after=None):
 def chunk(rows, *, room=1, index=False):
     """What a step a layer says."""
     for layer in range(LAYERS):
-        said = [cell(room, rows=rows, layers=(layer, layer + 1))]
+        cells_of_layer = [cell(room, rows=rows, layers=(layer, layer + 1))]
         if index and layer % 2 == 0:
-            said.append(cell(room, "index", rows, (layer, layer + 1)))
-        yield said
+            cells_of_layer.append(cell(room, "index", rows, (layer, layer + 1)))
+        yield cells_of_layer
 
 
 def told(made, steps):
@@ -94,7 +94,7 @@ def test_chunks_stay_apart():
 def test_rooms_and_components_are_put_together_apart():
     made = CellBatcher([KV, INDEX])
     both = zip(chunk((0, 1_000), index=True), chunk((0, 500), room=2, index=True), strict=True)
-    cells = told(made, [said for pair in both for said in pair])
+    cells = told(made, [cells_of_layer for pair in both for cells_of_layer in pair])
     for room, tokens in ((1, 1_000), (2, 500)):
         own = [each for each in cells if each.room == room]
         assert (covered([each for each in own if each.component == "kv"]) == 1).all()

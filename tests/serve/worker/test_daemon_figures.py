@@ -9,16 +9,16 @@ from pdtransfer.errors import Cause
 from pdtransfer.serve.engine_api import Finished, HotFigures, Token
 from pdtransfer.serve.worker.engine_thread import Generate
 from pdtransfer.wire import Begin, Cancel, Ping, Pong, Sampling, Tally, WorkerFigures, pack_ids
-from tests.serve.worker.daemon_pair import TOKENS, Heard, decode, prefill
+from tests.serve.worker.daemon_pair import TOKENS, Routers, decode, prefill
 from tests.support.waiting import on_loop, until
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are
 
 
-def figures(heard: Heard, router: str = "a") -> tuple[WorkerFigures, ...]:
-    heard.said.clear()
-    heard.tell(router, Ping(1))
-    (pong,) = [message for _, message in heard.said if isinstance(message, Pong)]
+def figures(routers: Routers, router: str = "a") -> tuple[WorkerFigures, ...]:
+    routers.sent.clear()
+    routers.tell(router, Ping(1))
+    (pong,) = [message for _, message in routers.sent if isinstance(message, Pong)]
     return pong.figures
 
 
@@ -33,12 +33,12 @@ async def generates(daemon: Any) -> Generate:
 @on_loop
 async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> None:
     async with prefill() as left, decode(tmp_path) as right:
-        right.heard.tell("a", left.begin("a", 7, "d0"))
-        (before,) = figures(right.heard)
+        right.routers.tell("a", left.begin("a", 7, "d0"))
+        (before,) = figures(right.routers)
         assert before.rooms == (Tally("connecting", 1),)
         local_id = (await generates(right)).request.room
-        end = await left.heard.over("a", 7)
-        (sent,), (held,) = figures(left.heard), figures(right.heard)
+        end = await left.routers.over("a", 7)
+        (sent,), (held,) = figures(left.routers), figures(right.routers)
         assert end.kv_bytes > 0
         assert (sent.tokens, sent.kv_bytes, sent.copy_us) == (TOKENS, end.kv_bytes, end.copy_us)
         assert (sent.rooms_done, sent.rooms_failed, sent.sessions) == (1, 0, (Tally("shm", 1),))
@@ -46,7 +46,7 @@ async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> No
         assert held.prefix_queried_tokens == TOKENS // 64 * 64
         made = [Token(room=local_id, index=at, id=97) for at in range(2)]
         right.rank.on_outcomes([*made, Finished(room=local_id, reason="length")])
-        (done,) = figures(right.heard)
+        (done,) = figures(right.routers)
         assert (done.tokens, done.rooms_done, done.rooms) == (2, 1, ())
         assert done.uptime_ms >= held.uptime_ms
         await left.drained()
@@ -56,12 +56,12 @@ async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> No
 async def test_failed_rooms_are_counted_and_a_stranger_gets_no_figures(tmp_path: Path) -> None:
     async with decode(tmp_path) as daemon:
         for room in (7, 8, 9):
-            daemon.heard.tell("a", Begin(room, pack_ids([97] * 9), Sampling(4), (NOWHERE,), 30_000))
+            daemon.routers.tell("a", Begin(room, pack_ids([97] * 9), Sampling(4), (NOWHERE,), 30_000))
         for room, cause in ((7, Cause.ABORTED), (8, Cause.DEADLINE), (9, Cause.ENGINE)):
-            daemon.heard.tell("a", Cancel(room, cause.value))
-        (one,) = figures(daemon.heard)
+            daemon.routers.tell("a", Cancel(room, cause.value))
+        (one,) = figures(daemon.routers)
         assert (one.rooms_done, one.rooms_failed, one.rooms_cancelled, one.rooms) == (0, 2, 1, ())
-        assert figures(daemon.heard, "stranger") == ()
+        assert figures(daemon.routers, "stranger") == ()
 
 
 class Figured:
@@ -80,6 +80,6 @@ class Figured:
 async def test_hisparse_figures_are_its_engines(tmp_path: Path) -> None:
     sparse: dict[str, Any] = {"enable_hisparse": True, "engine_option": ("layers=1", "top_k=16"), "hot_tokens": 32}
     async with decode(tmp_path, wrap=Figured, **sparse, device_slots=66, dense_slots=256) as daemon:
-        (one,) = figures(daemon.heard)
+        (one,) = figures(daemon.routers)
         assert (one.hisparse_running, one.hisparse_waiting) == (1, 2)
         assert (one.hot_hits, one.hot_misses, one.swapped_bytes) == (3, 4, 5)

@@ -23,8 +23,8 @@ ROOM = 7
 async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
         thread = engine_thread.start(d.thread, lambda _: None)
-        d.heard.tell("a", p.begin("a", ROOM, "d0"))
-        written, generated = await p.heard.over("a", ROOM), await d.heard.over("a", ROOM)
+        d.routers.tell("a", p.begin("a", ROOM, "d0"))
+        written, generated = await p.routers.over("a", ROOM), await d.routers.over("a", ROOM)
         d.port.to_engine(Quit())
         await asyncio.to_thread(thread.join, 10)
         (of_prefill,), (of_decode,) = p.ended, d.ended
@@ -59,11 +59,11 @@ async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(direct
 @on_loop
 async def test_a_room_that_its_router_gives_up_is_recorded_as_cancelled(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
-        d.heard.tell("a", p.begin("a", ROOM, "d0"))
+        d.routers.tell("a", p.begin("a", ROOM, "d0"))
         await until(lambda: any(room.landing is not None for room in d.rank.rooms.values()))
-        d.heard.tell("a", CancelRoom(ROOM, "aborted"))
+        d.routers.tell("a", CancelRoom(ROOM, "aborted"))
         thread = engine_thread.start(d.thread, lambda _: None)
-        await d.heard.over("a", ROOM)
+        await d.routers.over("a", ROOM)
         d.port.to_engine(Quit())
         await asyncio.to_thread(thread.join, 10)
         (record,) = d.ended
@@ -78,9 +78,9 @@ async def test_rooms_that_never_start_are_recorded_with_their_cause(directory: P
         begin = replace(
             p.begin("a", ROOM, "d0"), room=8, sampling=replace(p.begin("a", 9, "d0").sampling, max_tokens=0)
         )
-        d.heard.tell("a", replace(begin, prompt=b""))
+        d.routers.tell("a", replace(begin, prompt=b""))
         d.desk.service.load(replace(d.load(), draining=True), 0.0)
-        d.heard.tell("a", replace(begin, room=10))
+        d.routers.tell("a", replace(begin, room=10))
         assert isinstance(d.load(), Load)
         refused, draining = d.ended
         assert (refused.cause, refused.detail, refused.prompt_tokens) == (Cause.REFUSED, "prompt: no tokens", 0)

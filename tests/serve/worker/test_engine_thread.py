@@ -158,10 +158,10 @@ class Site:
         self.died: list[BaseException] = []
         self.bursts: list[int] = []
         self.stepped: list[Stepped] = []
-        self.work = kind(engine, self.port, self._heard, leader_steps(engine, self.port, None))
+        self.work = kind(engine, self.port, self._receive, leader_steps(engine, self.port, None))
         self.thread = engine_thread.start(self.work, self.died.append)
 
-    def _heard(self, outcomes: list) -> None:
+    def _receive(self, outcomes: list) -> None:
         self.stepped += [each for each in outcomes if isinstance(each, Stepped)]
         outcomes = [each for each in outcomes if not isinstance(each, Stepped)]
         self.bursts.append(len(outcomes))
@@ -375,8 +375,9 @@ def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
     assert done == orders
     assert [order for step in announced for order in step] == orders
     for step in announced:
-        said = tuple(StepOrder("generate", each.request.room, each.aux) for each in step if isinstance(each, Generate))
-        assert wire.decode(wire.encode(StepOrders(1, said))) == StepOrders(1, said)
+        generated = [order for order in step if isinstance(order, Generate)]
+        step_orders = tuple(StepOrder("generate", order.request.room, order.aux) for order in generated)
+        assert wire.decode(wire.encode(StepOrders(1, step_orders))) == StepOrders(1, step_orders)
 
 
 def test_an_engine_that_has_something_to_warm_up_does_so_on_its_thread_before_anything_else() -> None:

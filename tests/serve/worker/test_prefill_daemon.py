@@ -42,9 +42,9 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
         config = PrefillConfig(slots=1_024, http="")
         engine = create_engine(config.factory, config.engine_config)
         settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
-        port, said = ThreadQueues[Order](), list[tuple[str, Message]]()
+        port, sent = ThreadQueues[Order](), list[tuple[str, Message]]()
         made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
-        made.desk._send = lambda peer, message: bool(said.append((peer, message))) or True
+        made.desk._send = lambda peer, message: bool(sent.append((peer, message))) or True
         follower = JoinedRank(Ranks(1, 2), "p0-tp1")
         begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
         try:
@@ -54,7 +54,7 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
                 made.desk.receive("node:a", message)
             assert made.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
             made.desk.receive("node:b", begin)
-            (end,) = [message for peer, message in said if peer == "node:b" and isinstance(message, End)]
+            (end,) = [message for peer, message in sent if peer == "node:b" and isinstance(message, End)]
             assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0000000000000007 is in use")
             assert not [order for order in port.poll() if isinstance(order, Free)], (
                 "the follower may still read its pages"

@@ -51,10 +51,10 @@ class Daemon:
     def __init__(self, **limits) -> None:
         self.limits = replace(LIMITS, **limits)
         self.service, self.now = Service(identity("d", "decode"), self.limits), 0.0
-        self.hear(A, hello("a"))
-        self.hear(B, hello("b"))
+        self.receive(A, hello("a"))
+        self.receive(B, hello("b"))
 
-    def hear(self, peer: str, *messages) -> list:
+    def receive(self, peer: str, *messages) -> list:
         return [effect for each in messages for effect in self.service.receive(peer, each, self.now)]
 
     def tokens(self, room: int, *ids: int) -> list:
@@ -103,110 +103,110 @@ def test_routers_are_bounded() -> None:
 def test_pong_tells_our_incarnation_even_to_a_stranger_and_brings_the_load() -> None:
     daemon = Daemon()
     daemon.service.load(LOAD, 0.0)
-    assert daemon.hear(A, Ping(1)) == [Send(A, Pong(1)), Send(A, LOAD)]
-    assert daemon.hear("node:stranger", Ping(9)) == [Send("node:stranger", Pong(1))]
-    assert daemon.hear("node:stranger", begin(5)) == []
+    assert daemon.receive(A, Ping(1)) == [Send(A, Pong(1)), Send(A, LOAD)]
+    assert daemon.receive("node:stranger", Ping(9)) == [Send("node:stranger", Pong(1))]
+    assert daemon.receive("node:stranger", begin(5)) == []
 
 
 def test_a_routers_ping_names_peers_that_rooms_may_name_and_a_strangers_or_a_dead_processs_does_not() -> None:
     daemon = Daemon()
-    assert daemon.hear(A, Ping(1, ("tcp://p:1", "tcp://p:2"))) == [
+    assert daemon.receive(A, Ping(1, ("tcp://p:1", "tcp://p:2"))) == [
         Send(A, Pong(1)),
         IntroducePeers(("tcp://p:1", "tcp://p:2")),
     ]
-    assert daemon.hear(A, Ping(7, ("tcp://p:1",))) == [], "another process than said Hello"
-    assert daemon.hear("node:stranger", Ping(1, ("tcp://p:1",))) == [Send("node:stranger", Pong(1))]
+    assert daemon.receive(A, Ping(7, ("tcp://p:1",))) == [], "another process than said Hello"
+    assert daemon.receive("node:stranger", Ping(1, ("tcp://p:1",))) == [Send("node:stranger", Pong(1))]
 
 
 def test_begin_starts_once_and_repeats_are_answered_begun() -> None:
     daemon = Daemon()
-    assert daemon.hear(A, begin(7)) == [StartRoom(A, begin(7)), Send(A, Begun(7))]
-    assert daemon.hear(A, begin(7), begin(7)) == [Send(A, Begun(7))] * 2
+    assert daemon.receive(A, begin(7)) == [StartRoom(A, begin(7)), Send(A, Begun(7))]
+    assert daemon.receive(A, begin(7), begin(7)) == [Send(A, Begun(7))] * 2
 
 
 def test_late_begin_after_the_end_is_answered_with_that_end() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     end = End(7, "done", "", 0, kv_bytes=5)
     assert daemon.end(7, "done", kv_bytes=5) == [Send(A, end)]
-    assert daemon.hear(A, begin(7)) == [Send(A, end)], "before Ended"
-    daemon.hear(A, Ended(7))
+    assert daemon.receive(A, begin(7)) == [Send(A, end)], "before Ended"
+    daemon.receive(A, Ended(7))
     assert daemon.service.room_count == 0
-    assert daemon.hear(A, begin(7)) == [Send(A, end)], "and after"
+    assert daemon.receive(A, begin(7)) == [Send(A, end)], "and after"
 
 
 def test_memory_of_ended_rooms_is_bounded_a_router() -> None:
     daemon = Daemon()
-    daemon.hear(B, Cancel(1, "aborted"))
+    daemon.receive(B, Cancel(1, "aborted"))
     for room in range(ENDED_ROOMS_MAX + 10):
-        daemon.hear(A, Cancel(room, "aborted"))
+        daemon.receive(A, Cancel(room, "aborted"))
     assert len(daemon.service._routers[A].ended) == ENDED_ROOMS_MAX
-    assert messages(daemon.hear(A, begin(ENDED_ROOMS_MAX + 9)), End)
-    assert messages(daemon.hear(B, begin(1)), End), "one router cannot push out another's"
+    assert messages(daemon.receive(A, begin(ENDED_ROOMS_MAX + 9)), End)
+    assert messages(daemon.receive(B, begin(1)), End), "one router cannot push out another's"
 
 
 def test_cancel_that_overtakes_its_begin_refuses_it_for_ever() -> None:
     daemon = Daemon()
-    (ended,) = daemon.hear(A, Cancel(7, "deadline"))
+    (ended,) = daemon.receive(A, Cancel(7, "deadline"))
     assert ended.message.reason == "aborted"
-    assert daemon.hear(A, begin(7)) == [ended]
-    daemon.hear(A, Ended(7))
-    assert daemon.hear(A, begin(7)) == [ended]
+    assert daemon.receive(A, begin(7)) == [ended]
+    daemon.receive(A, Ended(7))
+    assert daemon.receive(A, begin(7)) == [ended]
 
 
 def test_cancel_stops_once_and_the_end_is_a_failure_whatever_the_daemon_says() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     daemon.tokens(7, 1, 2)
-    assert daemon.hear(A, Cancel(7, "deadline")) == [StopRoom(7, Cause.DEADLINE)]
-    assert daemon.hear(A, Cancel(7, "deadline")) == []
+    assert daemon.receive(A, Cancel(7, "deadline")) == [StopRoom(7, Cause.DEADLINE)]
+    assert daemon.receive(A, Cancel(7, "deadline")) == []
     assert daemon.tokens(7, 3) == []
     assert daemon.end(7, "length") == [Send(A, End(7, "deadline", "", 2))]
     assert daemon.end(7, "stop") == [], "only the first end counts"
-    assert daemon.hear(A, Cancel(7, "deadline")) == [Send(A, End(7, "deadline", "", 2))]
+    assert daemon.receive(A, Cancel(7, "deadline")) == [Send(A, End(7, "deadline", "", 2))]
 
 
 def test_a_hello_of_another_role_is_a_breach_and_no_router() -> None:
     daemon = Daemon()
     with pytest.raises(RemoteProtocolError, match="role: prefill, only a router"):
-        daemon.hear("node:p", Hello(1, 1, identity("p", "prefill", 1)))
-    assert daemon.hear("node:p", begin(7)) == []
+        daemon.receive("node:p", Hello(1, 1, identity("p", "prefill", 1)))
+    assert daemon.receive("node:p", begin(7)) == []
 
 
 def test_another_routers_room_is_a_breach_and_stays_as_it_is() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     daemon.tokens(7, 1)
     for message in (begin(7), Cancel(7, "aborted"), TokensAcked(7, 1), Ended(7)):
         with pytest.raises(RemoteProtocolError, match="room: 0000000000000007 is not node:b's"):
-            daemon.hear(B, message)
+            daemon.receive(B, message)
     assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 0, pack_ids([1]))]
     with pytest.raises(RemoteProtocolError, match="kind: Tokens is not a message from a router to a daemon"):
-        daemon.hear(A, Tokens(7, 0, b""))
+        daemon.receive(A, Tokens(7, 0, b""))
 
 
 def test_tokens_repeat_from_the_first_unacknowledged_one_until_acknowledged() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     assert daemon.tokens(7, 5, 6) == [Send(A, Tokens(7, 0, pack_ids([5, 6])))]
     assert daemon.tokens(7, 8) == [Send(A, Tokens(7, 2, pack_ids([8])))], "what was sent is not sent at once again"
     assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 0, pack_ids([5, 6, 8]))]
-    daemon.hear(A, TokensAcked(7, 2))
+    daemon.receive(A, TokensAcked(7, 2))
     assert set(messages(daemon.wait(1), Tokens)) == {Tokens(7, 2, pack_ids([8]))}
-    daemon.hear(A, TokensAcked(7, 1), TokensAcked(7, 99))
+    daemon.receive(A, TokensAcked(7, 1), TokensAcked(7, 99))
     assert messages(daemon.wait(1), Tokens), "late and wild acknowledgements change nothing"
-    daemon.hear(A, TokensAcked(7, 3))
+    daemon.receive(A, TokensAcked(7, 3))
     assert not messages(daemon.wait(1), Tokens)
 
 
 def test_a_slow_router_gets_one_window_and_holds_no_more_than_max_tokens() -> None:
     daemon = Daemon()
     total = TOKENS_BURST_MAX + 1_000
-    daemon.hear(A, begin(7, max_tokens=total))
+    daemon.receive(A, begin(7, max_tokens=total))
     ids = list(range(total))
     (first,) = messages(daemon.tokens(7, *ids), Tokens)
     assert first == Tokens(7, 0, pack_ids(ids[:TOKENS_BURST_MAX]))
-    assert daemon.hear(A, TokensAcked(7, 100)) == [
+    assert daemon.receive(A, TokensAcked(7, 100)) == [
         Send(A, Tokens(7, TOKENS_BURST_MAX, pack_ids(ids[TOKENS_BURST_MAX : TOKENS_BURST_MAX + 100])))
     ]
     assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 100, pack_ids(ids[100 : 100 + TOKENS_BURST_MAX]))]
@@ -216,12 +216,12 @@ def test_a_slow_router_gets_one_window_and_holds_no_more_than_max_tokens() -> No
 
 def test_logprobs_travel_with_their_ids_and_are_as_many_as_the_request_asks_for() -> None:
     daemon, sampling = Daemon(), Sampling(9_000, logprobs=True, top_logprobs=1)
-    daemon.hear(A, Begin(7, pack_ids([1]), sampling, ("peer",), 1_000))
+    daemon.receive(A, Begin(7, pack_ids([1]), sampling, ("peer",), 1_000))
     total = TOKENS_BURST_MAX + 3
     rows = [Logprobs(-float(index), ((index, -0.5),)).pack() for index in range(total)]
     (first,) = messages(daemon.service.tokens(7, list(range(total)), 0.0, logprobs=b"".join(rows)), Tokens)
     assert first.logprobs == b"".join(rows[:TOKENS_BURST_MAX])
-    (rest,) = messages(daemon.hear(A, TokensAcked(7, 3)), Tokens)
+    (rest,) = messages(daemon.receive(A, TokensAcked(7, 3)), Tokens)
     assert (rest.first, rest.logprobs) == (TOKENS_BURST_MAX, b"".join(rows[TOKENS_BURST_MAX:]))
     (again, *_) = messages(daemon.wait(0.06), Tokens)
     assert (again.first, again.logprobs) == (3, b"".join(rows[3 : 3 + TOKENS_BURST_MAX]))
@@ -232,55 +232,55 @@ def test_logprobs_travel_with_their_ids_and_are_as_many_as_the_request_asks_for(
 
 def test_end_repeats_until_ended_with_what_is_unacknowledged() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     daemon.tokens(7, 1, 2)
     daemon.end(7, "stop")
     again = daemon.wait(1)
     assert set(messages(again, End)) == {End(7, "stop", "", 2)}
     assert set(messages(again, Tokens)) == {Tokens(7, 0, pack_ids([1, 2]))}
-    daemon.hear(A, Ended(7))
+    daemon.receive(A, Ended(7))
     assert not daemon.wait(1)
 
 
 def test_a_long_reason_is_cut_to_what_the_wire_takes() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     (end,) = daemon.service.end(End(7, "engine", "x" * 10_000, 0), daemon.now)
     assert decode(encode(end.message)).detail == "x" * TEXT_LENGTH_MAX
 
 
 def test_ended_for_a_room_that_runs_changes_nothing() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
-    assert daemon.hear(A, Ended(7)) == []
+    daemon.receive(A, begin(7))
+    assert daemon.receive(A, Ended(7)) == []
     assert daemon.tokens(7, 1)
 
 
 def test_a_quiet_room_says_begun_so_that_a_router_which_forgot_it_can_cancel() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     assert messages(daemon.wait(LIMITS.resend_ms_max / 1e3 + 0.01), Begun) == [Begun(7)]
 
 
 def test_a_silent_routers_rooms_stop_and_nobody_elses() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
-    daemon.hear(B, begin(8))
+    daemon.receive(A, begin(7))
+    daemon.receive(B, begin(8))
     effects = daemon.wait(LIMITS.silence_ms / 1e3 + 0.3, alive=(B,))
     assert [each for each in effects if isinstance(each, StopRoom)] == [StopRoom(7, Cause.PEER_LOST)]
     daemon.end(7, "aborted")
     assert not [each for each in daemon.wait(1, alive=(B,)) if each.peer == A], "nothing is said to the silent"
-    assert daemon.hear(A, begin(9)) == [], "not before it is heard again"
-    daemon.hear(A, Ping(1))
-    assert daemon.hear(A, begin(9))
+    assert daemon.receive(A, begin(9)) == [], "not before it is heard again"
+    daemon.receive(A, Ping(1))
+    assert daemon.receive(A, begin(9))
     assert End(7, "aborted", "", 0) in messages(daemon.wait(1), End)
 
 
 def test_a_slow_router_keeps_its_rooms_and_one_that_is_gone_loses_them() -> None:
     daemon = Daemon(slow_ms=2_000, silence_ms=10_000)
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     assert not [each for each in daemon.wait(9.5, alive=()) if isinstance(each, StopRoom)]
-    daemon.hear(A, Ping(1))
+    daemon.receive(A, Ping(1))
     assert daemon.service.gone(A, "its connection has ended", daemon.now) == []
     effects = daemon.wait(2.6, alive=())
     assert [each for each in effects if isinstance(each, StopRoom)] == [StopRoom(7, Cause.PEER_LOST)]
@@ -288,7 +288,7 @@ def test_a_slow_router_keeps_its_rooms_and_one_that_is_gone_loses_them() -> None
 
 def test_evidence_about_a_router_that_was_forgotten_is_nothing() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     daemon.end(7, "aborted")
     away = max(LIMITS.room_deadline_ms, 2 * LIMITS.silence_ms) / 1e3
     daemon.now += away
@@ -300,7 +300,7 @@ def test_evidence_about_a_router_that_was_forgotten_is_nothing() -> None:
 
 def test_a_router_that_stays_away_is_forgotten_once_its_rooms_have_ended() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
+    daemon.receive(A, begin(7))
     away = LIMITS.room_deadline_ms / 1e3 + 1
     daemon.wait(away, alive=(B,))
     assert daemon.service.knows(A), "the daemon has not ended its room"
@@ -312,40 +312,40 @@ def test_a_router_that_stays_away_is_forgotten_once_its_rooms_have_ended() -> No
 
 def test_a_restarted_routers_rooms_stop_and_late_words_of_the_old_one_do_nothing() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
-    stop, welcome = daemon.hear(A, hello("a", 2))
+    daemon.receive(A, begin(7))
+    stop, welcome = daemon.receive(A, hello("a", 2))
     assert (stop, type(welcome.message)) == (StopRoom(7, Cause.PEER_RESTARTED), Welcome)
-    daemon.hear(A, begin(8))
-    assert daemon.hear(A, hello("a", 1)) == []
-    assert daemon.hear(A, Ping(1)) == []
+    daemon.receive(A, begin(8))
+    assert daemon.receive(A, hello("a", 1)) == []
+    assert daemon.receive(A, Ping(1)) == []
     assert daemon.tokens(8, 1), "the new one's room runs"
 
 
 def test_goodbye_stops_a_routers_rooms() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
-    assert daemon.hear(A, Goodbye(99, "shutdown")) == [], "another incarnation's"
-    assert daemon.hear(A, Goodbye(1, "shutdown")) == [StopRoom(7, Cause.SHUTDOWN)]
+    daemon.receive(A, begin(7))
+    assert daemon.receive(A, Goodbye(99, "shutdown")) == [], "another incarnation's"
+    assert daemon.receive(A, Goodbye(1, "shutdown")) == [StopRoom(7, Cause.SHUTDOWN)]
 
 
 def test_a_router_that_rejects_us_has_its_rooms_stopped() -> None:
     daemon = Daemon()
-    daemon.hear(A, begin(7))
-    daemon.hear(B, begin(8))
-    assert daemon.hear(A, Reject(0, "breach", ("Tokens.ids: 3 bytes",))) == [StopRoom(7, Cause.BREACH)]
+    daemon.receive(A, begin(7))
+    daemon.receive(B, begin(8))
+    assert daemon.receive(A, Reject(0, "breach", ("Tokens.ids: 3 bytes",))) == [StopRoom(7, Cause.BREACH)]
 
 
 def test_a_full_or_draining_daemon_refuses_and_says_so_again() -> None:
     daemon = Daemon(rooms_max=1)
-    daemon.hear(A, begin(7))
-    full, refused = daemon.hear(B, begin(8))
+    daemon.receive(A, begin(7))
+    full, refused = daemon.receive(B, begin(8))
     assert refused == RefusedRoom(begin(8), full.message)
     assert (full.message.reason, full.message.retry_ms > 0) == ("full", True)
     daemon.end(7)
-    daemon.hear(A, Ended(7))
-    assert daemon.hear(B, begin(8)) == [full], "it may have arrived: the room stays refused, and is reported once"
+    daemon.receive(A, Ended(7))
+    assert daemon.receive(B, begin(8)) == [full], "it may have arrived: the room stays refused, and is reported once"
     daemon.service.load(Load(True, True, 0, 0, 1, 1), 0.0)
-    draining, refused = daemon.hear(B, begin(9))
+    draining, refused = daemon.receive(B, begin(9))
     assert refused == RefusedRoom(begin(9), draining.message)
     assert draining.message.reason == "shutdown"
 
@@ -353,7 +353,7 @@ def test_a_full_or_draining_daemon_refuses_and_says_so_again() -> None:
 def test_a_router_that_cancels_what_never_began_makes_us_remember_a_bounded_number() -> None:
     daemon = Daemon()
     for room in range(ENDED_ROOMS_MAX + 100):
-        daemon.hear(A, Cancel(room, "aborted"))
+        daemon.receive(A, Cancel(room, "aborted"))
     assert len(daemon.service._routers[A].ended) == ENDED_ROOMS_MAX
     assert daemon.service.room_count == 0
 
@@ -361,20 +361,20 @@ def test_a_router_that_cancels_what_never_began_makes_us_remember_a_bounded_numb
 def test_prompts_are_bounded_by_their_bytes_until_their_rooms_are_over() -> None:
     daemon = Daemon(prompts_bytes_max=3 * 12)
     for room in (1, 2, 3):
-        daemon.hear(A, begin(room))
-    full, _ = daemon.hear(A, begin(4))
+        daemon.receive(A, begin(room))
+    full, _ = daemon.receive(A, begin(4))
     assert full.message.detail == "prompts: 36 bytes and 12 more, prompts_bytes_max is 36"
     assert (full.message.reason, full.message.retry_ms > 0) == ("full", True)
     daemon.end(2)
-    assert daemon.hear(B, begin(5))[0].message.reason == "full", "its End was not acknowledged"
-    daemon.hear(A, Ended(2))
-    assert any(isinstance(effect, StartRoom) for effect in daemon.hear(B, begin(6)))
+    assert daemon.receive(B, begin(5))[0].message.reason == "full", "its End was not acknowledged"
+    daemon.receive(A, Ended(2))
+    assert any(isinstance(effect, StartRoom) for effect in daemon.receive(B, begin(6)))
     # B's room is over when B has been away for long.
     daemon.end(6)
     daemon.now = 2 * daemon.limits.room_deadline_ms / 1e3
-    daemon.hear(A, Ping(1))
+    daemon.receive(A, Ping(1))
     daemon.service.tick(daemon.now)
-    assert any(isinstance(effect, StartRoom) for effect in daemon.hear(A, begin(7)))
+    assert any(isinstance(effect, StartRoom) for effect in daemon.receive(A, begin(7)))
 
 
 def test_load_is_told_when_it_changes_but_not_too_often() -> None:
@@ -415,7 +415,7 @@ def test_a_restarted_router_finds_every_daemon_free_again() -> None:
 def test_a_router_that_was_once_taken_for_an_earlier_process_of_itself_gets_back() -> None:
     """As test_routing's: what a dead router had left on its way came after the live one's Hello."""
     daemon = Daemon()
-    daemon.hear(A, hello("a", 2), hello("a", 3), hello("a", 2))
+    daemon.receive(A, hello("a", 2), hello("a", 3), hello("a", 2))
     daemon.wait(2 * LIMITS.silence_ms / 1e3)
-    (welcome,) = daemon.hear(A, hello("a", 2))
+    (welcome,) = daemon.receive(A, hello("a", 2))
     assert isinstance(welcome.message, Welcome)

@@ -315,7 +315,7 @@ def test_damage_in_the_arena_is_caught_before_anybody_reads_it(
         failed = pair.failed(2)
         assert failed.cause is Cause.TRANSFER
         assert pair.prefill.endpoint in failed.detail
-        assert pair.decode_said(2, RoomReady) is None
+        assert pair.decode_event(2, RoomReady) is None
         if damage is put_a_row_of_another_room:
             pair.decode.release(1)
         pair.whole_arena_is_free(3)
@@ -399,8 +399,8 @@ def test_abort_of_a_room_that_is_being_read_keeps_its_slots_until_it_is(monkeypa
         pair.expect(2, 256)
         pair.send(2, 256, pages=pair.all_pages())
         pair.drained(1)
-        assert pair.decode_said(2, RoomReady) is None
-        assert not pair.prefill_said(2, type(pair.said_p[0])), "nothing is granted on slots that are read"
+        assert pair.decode_event(2, RoomReady) is None
+        assert not pair.prefill_event(2, type(pair.prefill_events[0])), "nothing is granted on slots that are read"
         held.go.set()
         pair.ready(2)
 

@@ -92,5 +92,5 @@ def test_the_demo_over_mooncake_is_identical_on_a_card(hisparse: list[str]) -> N
         [*command, "--transport", "mooncake", "--verify", *hisparse], capture_output=True, text=True, timeout=240
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    said = json.loads(ran.stdout)
-    assert said["identical"] == said["requests"] == 4
+    report = json.loads(ran.stdout)
+    assert report["identical"] == report["requests"] == 4

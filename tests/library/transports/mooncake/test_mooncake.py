@@ -42,7 +42,7 @@ from pdtransfer.transports.mooncake.ring import SLOT_BYTES, SLOTS, SendRing
 from pdtransfer.transports.mooncake.settings import why_not
 from pdtransfer.transports.mooncake.writer import MooncakeWriter, targets_of
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
-from tests.library.transports.fake_transport import unheard
+from tests.library.transports.fake_transport import ignore_end
 from tests.support.client_pair import LIMITS, component, settings
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import CANARY, Pool, bytes_written, mla
@@ -341,16 +341,16 @@ async def test_an_engine_listens_on_every_interface_whatever_it_is_told(monkeypa
             assert sorted(listening(engine)) == ["0" * 8] * 2 + ["0" * 32] * 2, "SECURITY.md says so, and why"
 
 
-@pytest.mark.parametrize("said", [b"x", child.REPLY.pack(child.DONE, SLOTS), child.REPLY.pack(9, 0)])
+@pytest.mark.parametrize("reply", [b"x", child.REPLY.pack(child.DONE, SLOTS), child.REPLY.pack(9, 0)])
 @on_loop
-async def test_an_engine_that_says_what_makes_no_sense_is_ended(said: bytes) -> None:
+async def test_an_engine_that_says_what_makes_no_sense_is_ended(reply: bytes) -> None:
     async with both() as it:
         await it.map()
         deliver([it.theirs()], signal.SIGSTOP)
         it.write(1, 0, LARGE)
         mapped = sessions_of(it.writer)[SESSION]
         await until(lambda: mapped.batches)
-        it.writer._on_replies(mapped, said)
+        it.writer._on_replies(mapped, reply)
         await until(lambda: it.ended)
         assert it.ended[1][0] is Outcome.UNKNOWN
         await it.writer.fence(SESSION)
@@ -771,7 +771,7 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
 @pytest.mark.parametrize("transport", ["shm", "mooncake"])
 @on_loop
 async def test_a_writer_that_closes_maps_nothing_more(transport: Any) -> None:
-    made = select.PrefillTransports((latent("layer_first", 1),), WriterOptions(transport=transport), wrote=unheard)
+    made = select.PrefillTransports((latent("layer_first", 1),), WriterOptions(transport=transport), wrote=ignore_end)
     await made.close()
     with pytest.raises(TransportError, match="closing"):
         await made.map(1, replace(REACH, transport=transport), (latent("page_first", 1),))
@@ -793,7 +793,7 @@ async def test_an_arena_that_closes_starts_no_engine_for_a_session_that_comes_me
 @on_loop
 async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody() -> None:
     async with both() as it:
-        made = select.PrefillTransports((it.target,), WriterOptions(transport="mooncake"), wrote=unheard)
+        made = select.PrefillTransports((it.target,), WriterOptions(transport="mooncake"), wrote=ignore_end)
         await made.map(SESSION, await it.owner.offer(SESSION), (it.target,))
         made.unmap(SESSION)
         assert await made.fence(SESSION)

@@ -107,7 +107,7 @@ def test_a_directory_that_is_no_checkpoint_is_one_line_that_names_it(
     role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([role, f"--model={tmp_path}", "--bind=tcp://127.0.0.1:0", "--http=127.0.0.1:0"]) == 2
-    said = capsys.readouterr().err
-    assert f"model = '{tmp_path}': " in said
-    assert "config.json" in said
-    assert len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert f"model = '{tmp_path}': " in output
+    assert "config.json" in output
+    assert len(output.splitlines()) == 1

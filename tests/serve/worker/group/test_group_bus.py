@@ -78,8 +78,8 @@ class Follower(GroupFollower):
 
     def __init__(self, endpoint: str, settings: NodeSettings | None = None, words: RankJoin | None = None) -> None:
         super().__init__(settings or node("f"), "decode", endpoint, words or join())
-        self.said: list[Message] = []
-        self.take = self.said.append
+        self.taken: list[Message] = []
+        self.take = self.taken.append
 
 
 class Pair:
@@ -113,7 +113,7 @@ class Stranger:
         for frame in frames:
             self._socket.send(frame if isinstance(frame, bytes) else encode(frame))
 
-    async def heard(self, kind: type[Any]) -> Any:
+    async def receive(self, kind: type[Any]) -> Any:
         while True:
             await until(lambda: bool(self._socket.poll(0)))
             if isinstance(message := decode(self._socket.recv()), kind):
@@ -121,7 +121,7 @@ class Stranger:
 
     async def joined(self, leader: Leader, **more: Any) -> None:
         self.send(hello("f"))
-        await self.heard(Welcome)
+        await self.receive(Welcome)
         self.send(join(**more))
         await leader.joined()
 
@@ -142,11 +142,11 @@ async def test_all_that_a_leader_says_comes_once_and_in_order_and_so_do_reports(
             leader.step([Drop(at)])
             follower.bus.send(RankReady, at, 5, 3)
         leader.introduce(("tcp://p0:1",))
-        await until(lambda: len(follower.said) == 2_001 and len(leader.reports) == 1_000)
-        rooms, steps = (follower.said[first:2_000:2] for first in (0, 1))
+        await until(lambda: len(follower.taken) == 2_001 and len(leader.reports) == 1_000)
+        rooms, steps = (follower.taken[first:2_000:2] for first in (0, 1))
         assert rooms == [RankRoom(2 * at + 1, at, BEGIN) for at in range(1_000)]
         assert steps == [StepOrders(2 * at + 2, (StepOrder("drop", at),)) for at in range(1_000)]
-        assert follower.said[-1].peers == ("tcp://p0:1",)  # type: ignore[attr-defined]
+        assert follower.taken[-1].peers == ("tcp://p0:1",)  # type: ignore[attr-defined]
         assert leader.reports == [RankReady(at + 1, at, 5, 3) for at in range(1_000)]
 
 
@@ -200,7 +200,7 @@ async def test_a_second_process_of_one_rank_is_refused_and_the_first_goes_on(nam
         await second.close()
         leader.step([])
         follower.bus.send(RankDrained, 3)
-        await until(lambda: bool(follower.said and leader.reports))
+        await until(lambda: bool(follower.taken and leader.reports))
         assert not leader.lost.is_set()
 
 
@@ -209,10 +209,10 @@ async def test_a_peer_of_another_role_cannot_join() -> None:
     leader = Leader()
     stranger = Stranger(await leader.listen())
     stranger.send(Hello(1, 1, node("f").identity("prefill")))
-    reject = await stranger.heard(Reject)
+    reject = await stranger.receive(Reject)
     assert reject.fields == ("role: 'prefill' there, 'decode' here",)
     stranger.send(join())
-    assert (await stranger.heard(Reject)).reason == "hello_first"
+    assert (await stranger.receive(Reject)).reason == "hello_first"
     assert not leader.followers
     stranger.close()
     await leader.close()
@@ -373,7 +373,7 @@ async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     follower = Follower(f"tcp://127.0.0.1:{port}")
     joining = asyncio.ensure_future(follower.join())
 
-    async def heard(kind: type[Message]) -> bytes:
+    async def receive(kind: type[Message]) -> bytes:
         while True:
             await until(lambda: bool(socket.poll(0)))
             route, frame = socket.recv_multipart()
@@ -383,9 +383,9 @@ async def test_a_leader_that_leaves_a_gap_talks_nonsense_or_freezes_is_lost(
     def nonsense(message: Message) -> None:
         raise RemoteProtocolError("kind", type(message).__name__)
 
-    route = await heard(Hello)
+    route = await receive(Hello)
     socket.send_multipart([route, encode(Welcome(1, node("l").identity("decode")))])
-    await heard(RankJoin)
+    await receive(RankJoin)
     socket.send_multipart([route, encode(RankMeet(1, (TENSORS,), SECRET))])
     assert (await joining).port == 1
     follower.take = nonsense

@@ -156,9 +156,9 @@ async def test_only_a_rank_with_the_secret_connects_and_strangers_keep_none_out(
     ranks = [RankSockets(each) for each in ranks_of(2, 1)]
     endpoints = [rank.listen(HOST) for rank in ranks]
     port = int(endpoints[0].rpartition(":")[2])
-    said = [b"", SECRET, bytes(32) + b"\1\0", SECRET + b"\0\0", SECRET + b"\7\0", b"GET / HTTP/1.1\r\n" * 9]
-    strangers = [socket.create_connection((HOST, port)) for _ in said]
-    for stranger, words in zip(strangers, said, strict=True):
+    openings = [b"", SECRET, bytes(32) + b"\1\0", SECRET + b"\0\0", SECRET + b"\7\0", b"GET / HTTP/1.1\r\n" * 9]
+    strangers = [socket.create_connection((HOST, port)) for _ in openings]
+    for stranger, words in zip(strangers, openings, strict=True):
         stranger.sendall(words)
         stranger.setblocking(False)
     strangers[1].shutdown(socket.SHUT_WR)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from tools.lint import arrays, asserts, device_waits, modules, tests_tree
+from tools.lint import arrays, asserts, device_waits, modules, tests_tree, words
 from tools.lint.sources import Source, parsed
 
 Rule = Callable[[Iterable[Source]], Iterator[str]]
@@ -32,6 +32,10 @@ def alike(files: Iterable[Source]) -> Iterator[str]:
         (alike, "x.py", "def f(x: int) -> int:\n '''A.'''\n return x + 1\ndef g(x):\n return x + 1", "x.py:4: g does"),
         (tests_tree.imports, "tests/x.py", "from tests.library.test_a import b", "tests.library.test_a.b"),
         (tests_tree.imports, "tests/x.py", "import tests.conftest", "tests.conftest"),
+        (words.phrases, "x.py", "raise ValueError(f'{a} is none of {b}')", "x.py:1: 'is none of' in a text"),
+        (words.phrases, "x.py", "log.error('%s is no message', a)", "say 'is not a message from X to Y'"),
+        (words.phrases, "x.py", "Flag(help='Refused for ever.')", "say 'permanently'"),
+        (words.phrases, "x.py", "text = f'{a} is none of b'\nraise ValueError(text)", "x.py:1: 'is none of'"),
     ],
 )
 def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, complaint: str) -> None:
@@ -49,6 +53,7 @@ def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, com
         (alike, "x.py", "def f(x):\n return x + 1\ndef g(x):\n return x + 2"),
         (alike, "x.py", "def f(x):\n return x + 1\nasync def g(x):\n return x + 1"),
         (tests_tree.imports, "tests/x.py", "from tests.support.waiting import until"),
+        (words.phrases, "x.py", "# There is none, for ever.\nraise ValueError('must be one of a, b')"),
     ],
 )
 def test_what_a_rule_allows_is_not_found(rule: Rule, path: str, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from . import arrays, asserts, device_waits, modules, tests_tree
+from . import arrays, asserts, device_waits, modules, tests_tree, words
 from .sources import product, sources
 
 
@@ -22,6 +22,7 @@ def complaints() -> Iterator[str]:
     yield from device_waits.streams(both)
     yield from device_waits.engines(both)
     yield from device_waits.loops(package)
+    yield from words.phrases(both)
     yield from tests_tree.folders()
     yield from tests_tree.imports(tests)
     yield from tests_tree.general_helpers(tests)

@@ -37,7 +37,7 @@ from ..handoff.sharing import Replicas
 from ..layout.layout import Component, slots_of_rows
 from ..limits import PEERS_MAX, TOKENS_MAX
 from ..memory.arena_memory import ArenaMemory
-from ..threads import cpus_of, in_thread, run_loop, run_on
+from ..threads import cpus_of, run_loop, run_on
 from ..transports.device_events import Event
 from ..transports.options import ArenaOptions, WriterOptions
 from ..wire import Member, pack_ids
@@ -248,7 +248,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
                 condemned=condemned,
             )
             try:
-                await in_thread(node.transport.prepare)
+                await node.prepare()
                 self.endpoint = await node.bus.bind(bind)
             except PDTransferError:
                 await node.close()

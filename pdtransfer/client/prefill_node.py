@@ -36,6 +36,7 @@ from ..handoff.prefill.sessions import PrefillSessions
 from ..handoff.ready_gate import ReadyGate
 from ..handoff.sharing import Replicas, holds_of
 from ..layout.layout import Component
+from ..threads import in_thread
 from ..transports.device_events import Event, EventQueue
 from ..transports.options import WriterOptions, of_node
 from ..transports.select import PrefillTransports
@@ -100,6 +101,10 @@ class PrefillNode:
         self._landed_ns: dict[int, dict[int, int]] = {}  # by session and grant, until it is acknowledged
         self.stamp_ns = 0  # CLOCK_MONOTONIC of the latest write's end or finish, whichever landed the latest room
         self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
+
+    async def prepare(self) -> None:
+        """As PrefillTransports.prepare, off the loop: to be awaited before the node listens."""
+        await in_thread(self.transport.prepare)
 
     def set_group(self, members: tuple[Member, ...]) -> None:
         """As PrefillSessions.set_group."""

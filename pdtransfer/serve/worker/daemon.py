@@ -317,6 +317,8 @@ async def _opened(
     try:
         thread = engine_thread.start(rank.thread, lambda _: _call(loop, shared.died.set), lambda: _call(loop, warm.set))
         await _first(warm, shared.died)
+        if isinstance(rank, PrefillRank):  # after the engine: it may capture graphs while it warms up
+            await rank.node.prepare()
         yield thread, "" if shared.died.is_set() else _endpoint(config, rank.node.bus.listen(shared.reserved))
     finally:
         await rank.node.close()

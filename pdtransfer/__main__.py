@@ -17,7 +17,10 @@ def main() -> int:
     if DAEMONS & set(sys.argv):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        from .serve.commands.cli import main
+        from .environment import without_collection
+
+        with without_collection():
+            from .serve.commands.cli import main
     except KeyboardInterrupt:
         return INTERRUPTED
     except ModuleNotFoundError as error:  # installed for an engine's clients alone

@@ -45,12 +45,11 @@ def taken(transport: str, *, loopback: bool = False) -> tuple[str, ...]:
     """The transports that a node takes, in the order of the registry; on `loopback` auto opens no port to other hosts.
     Raises TransportError where the one that it is to take cannot be used."""
     if transport == "auto":
-        usable = tuple(name for name, each in TRANSPORTS.items() if not each.why_not())
-        wide = [name for name in usable if _listens_everywhere(name)]
-        if loopback and wide:
+        wide = [name for name in TRANSPORTS if loopback and _listens_everywhere(name)]
+        if wide:  # whether they could be used is not asked: that loads their libraries
             names = ", ".join(wide)
             log.info("this node is bound to loopback: auto leaves out %s, which listens on every interface", names)
-        return tuple(name for name in usable if not (loopback and name in wide))
+        return tuple(name for name, each in TRANSPORTS.items() if name not in wide and not each.why_not())
     if reason := TRANSPORTS[transport].why_not():
         raise TransportError(f"transport {transport}: {reason}")
     return (transport,)
@@ -58,11 +57,11 @@ def taken(transport: str, *, loopback: bool = False) -> tuple[str, ...]:
 
 def needs_no_guard(transport: str, *, loopback: bool) -> str:
     """Why a node of this setting opens no port that is to be closed to strangers; empty where it may open one."""
+    if loopback and transport == "auto":
+        return "this node is bound to loopback"
     wide = [name for name in TRANSPORTS if transport in ("auto", name) and _listens_everywhere(name)]
     usable = [name for name in wide if not TRANSPORTS[name].why_not()]
-    if not usable:
-        return f"transport {transport} opens no port here"
-    return "this node is bound to loopback" if loopback and transport == "auto" else ""
+    return "" if usable else f"transport {transport} opens no port here"
 
 
 def _listens_everywhere(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from ...environment import without_collection
 from ..process import logs
 from ..settings.worker import DecodeConfig, PrefillConfig
 from .flags import FLAT
@@ -20,7 +21,8 @@ def decode(config: Annotated[DecodeConfig | None, FLAT] = None) -> int:
 
 
 def _run(config: PrefillConfig | DecodeConfig) -> int:
-    from ..worker.daemon import run
+    with without_collection():
+        from ..worker.daemon import run
 
     logs.start_for(config)
     return run(config)

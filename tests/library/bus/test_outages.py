@@ -207,10 +207,11 @@ async def test_descriptors_and_threads_return_after_close() -> None:
 
     await life()
     await until(lambda: threads_of("ZMQ") == 0)  # a joined thread stays visible for a moment
+    # A lookup of "localhost" that was under way at the close may have its file open still: at most one.
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         await life()
-    await until(lambda: (len(os.listdir("/proc/self/fd")), threads_of("ZMQ")) == (before, 0))
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before and threads_of("ZMQ") == 0)
 
 
 def threads_of(prefix: str) -> int:

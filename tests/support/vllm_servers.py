@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import aiohttp
@@ -260,6 +261,15 @@ class ServerSite:
         self.backend.upstream.probe = look
         await until(lambda: fake.url in looked_at, "the look before this one has ended")
         await fake.close()
+        # A request on a kept connection whose end is not read yet would meet a server that dies, not one that refuses.
+        port = int(fake.url.rpartition(":")[2])
+        await until(lambda: not is_dialled(port), "the router has closed its connections to it")
+
+
+def is_dialled(port: int) -> bool:
+    """Whether a socket of this host is connected to that port of 127.0.0.1."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return any(line.split()[2] == f"0100007F:{port:04X}" for line in lines)
 
 
 @asynccontextmanager

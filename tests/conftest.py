@@ -92,12 +92,20 @@ def own_logs() -> Iterator[None]:
             logging.root.removeHandler(handler)
 
 
+SIGNALS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+
+
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """A daemon that ran in this process has it ignore signals from then on: processes of later tests inherit that."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    """A daemon that ran in this process has it ignore signals from then on: processes of later tests inherit that. It
+    may have run in a fixture of a module, which ends behind those of its last test."""
+    _restore_signals()
     yield
-    for number, handler in before.items():
+    _restore_signals()
+
+
+def _restore_signals() -> None:
+    for number, handler in SIGNALS.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
 

@@ -644,7 +644,7 @@ def test_misuse_that_shows_at_once_raises_and_harms_no_room(
     [
         (lambda prefill, pages: prefill.push(1, pages, rows=(10, 40)), ["[10, 40)", "offered already"]),
         (lambda prefill, pages: prefill.push(1, [*pages, 9], rows=(16, 49)), ["[16, 49)", "40"]),
-        (lambda prefill, pages: prefill.push(1, [32, 33, 34], rows=(16, 40)), ["slots", "512"]),
+        (lambda prefill, pages: prefill.push(1, [32, 33, 34], rows=(16, 40)), ["slots", "511"]),
         (lambda prefill, pages: prefill.push(1, pages, rows=(16, 40), layers=(1, 3)), ["layers", "[1, 3]"]),
         (lambda prefill, pages: prefill.finish(1, aux=bytes(AUX_BYTES_MAX + 1)), ["aux", str(AUX_BYTES_MAX + 1)]),
         (lambda prefill, pages: (prefill.finish(1), prefill.finish(1)), ["finished already"]),
@@ -691,7 +691,7 @@ def test_finish_waits_for_every_cell_whatever_its_own_event(pair: Pair) -> None:
         ({"growth": -1}, ["growth -1"]),
         ({"prefix": 41}, ["prefix 41", "40"]),
         ({"sources": []}, ["sources"]),
-        ({"sources": ["tcp://127.0.0.1:1"] * 2}, ["one twice"]),
+        ({"sources": ["tcp://127.0.0.1:1"] * 2}, ["each once"]),
         ({"sources": ["127.0.0.1:1"]}, ["127.0.0.1:1", "tcp://"]),
         ({"growth": 300}, ["340", "256"]),
     ],

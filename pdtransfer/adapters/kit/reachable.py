@@ -40,7 +40,7 @@ class Reachable:
         """KEY@ of the peer that the list has under this name; empty without a list."""
         if self.allowed is None:
             return ""
-        found = next((key for key, listed in self.allowed.names.items() if listed == name), None)
-        if found is None:
+        key = next((key for key, listed in self.allowed.names.items() if listed == name), None)
+        if key is None:
             raise RequestError(f"remote_engine_id: {name!r} is not on this engine's list of peers")
-        return f"{found}@"
+        return f"{key}@"

@@ -85,10 +85,10 @@ class CachePart:
 
     def slots(self, indices: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """The slots of SGLang's indices, int64: of pages the slots of their tokens, else the indices themselves."""
-        found = np.asarray(indices, np.int64).reshape(-1)
+        slots = np.asarray(indices, np.int64).reshape(-1)
         if self.rows != "tokens":
-            return found
-        return (found[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+            return slots
+        return (slots[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ def kv_buffers(args: Any) -> Buffers:
 
 def state_buffers(args: Any) -> list[Buffers]:
     """Where the states of SGLang's KVArgs are."""
-    found = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
-    return [Buffers(*each) for each in found]
+    states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
+    return [Buffers(*each) for each in states]
 
 
 def extent_of(buffers: Sequence[Buffers], card: int | None) -> Extent:

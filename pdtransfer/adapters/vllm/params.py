@@ -120,8 +120,8 @@ def own_label(engine_id: str, request_id: str) -> str:
 def shared_id(request_id: str) -> str | None:
     """The id that another engine gives to a request with the same X-Request-Id; None unless that has a UUID, since
     another id may come again, as after a restart."""
-    found = _ENGINES_OWN.sub("", request_id)
-    return found if _UUID.search(found) else None
+    without_suffix = _ENGINES_OWN.sub("", request_id)
+    return without_suffix if _UUID.search(without_suffix) else None
 
 
 def answer(
@@ -177,8 +177,8 @@ def _derived(asked: TransferParams, reachable: Reachable) -> list[str]:
         raise RequestError(f"tp_size: {len(ranks)} ranks, from port {port} on")
     name = _required("remote_engine_id", asked.remote_engine_id) if reachable.allowed is not None else ""
     return [
-        f"{reachable.key_of(name if at == 0 else f'{name}-{label(each)}')}{address_of(host, port + at)}"
-        for at, each in enumerate(ranks)
+        f"{reachable.key_of(name if index == 0 else f'{name}-{label(rank)}')}{address_of(host, port + index)}"
+        for index, rank in enumerate(ranks)
     ]
 
 

@@ -92,15 +92,15 @@ def pools(
     replicas: dict[str, tuple[int, int]] = {}
     layers: list[tuple[int, ...]] = []
     complete_after: dict[str, tuple[int, int]] = {}
-    for at, (group, names) in enumerate(groups):
+    for index, (group, names) in enumerate(groups):
         planes: list[Plane] = []
         page_sizes: set[int] = set()
-        own: dict[int, str] = {}  # by address
+        name_at: dict[int, str] = {}  # by address
         seen: Counter[int] = Counter()
         last: dict[int, str] = {}  # by layer
         held = (0, 1)
         for order, name in enumerate(names):
-            if name not in views or own.setdefault(views[name].data_ptr(), name) != name:
+            if name not in views or name_at.setdefault(views[name].data_ptr(), name) != name:
                 continue
             layer = layer_number(name, order)
             number = str(seen[layer] or "")
@@ -131,7 +131,7 @@ def pools(
             raise ConfigError(f"{group.name}: {error}") from None
         rows.append(BlockRows(Component(component, memory, tokens_per_row, Span(), layout), group.block_size, parts))
         layers.append(tuple(last))
-        complete_after |= {name: (at, layer) for layer, name in last.items()}
+        complete_after |= {name: (index, layer) for layer, name in last.items()}
     return Pools(tuple(rows), replicas, tuple(layers), complete_after)
 
 
@@ -146,8 +146,8 @@ def range_of(views: Iterable[Any]) -> tuple[int, int]:
 
 def layer_number(name: str, order: int) -> int:
     """The model's number of a layer, which vLLM writes into its name; else its place among the names."""
-    found = re.search(r"\.(\d+)(?:\.|$)", name)
-    return int(found[1]) if found else order
+    match = re.search(r"\.(\d+)(?:\.|$)", name)
+    return int(match[1]) if match else order
 
 
 def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -160,11 +160,11 @@ def _planes(name: str, view: Any, layer: int, kind: str, *, blocks: int, base: i
         raise ConfigError(f"{name}: a KV cache of shape {tuple(view.shape)}, not [{blocks}, heads, tokens, width]")
     count = view.shape[1]
     first = heads.first(count)
-    own = range(first, first + count)
+    head_range = range(first, first + count)
     axes: Sequence[Axis] = ("page", "head")
     if count > 1 and view.stride(1) < view.stride(2):
         # A token's heads lie together: they cannot be told apart, so this rank's block is one thing.
-        view, own = view.transpose(1, 2), range(heads.ranks.tp_rank, heads.ranks.tp_rank + 1)
+        view, head_range = view.transpose(1, 2), range(heads.ranks.tp_rank, heads.ranks.tp_rank + 1)
         axes = ("page",)
     parts = view.shape[0] // blocks
     dtype = str(view.dtype).removeprefix("torch.")
@@ -173,8 +173,8 @@ def _planes(name: str, view: Any, layer: int, kind: str, *, blocks: int, base: i
             plane
             for part in range(parts)
             for plane in strided_layout(
-                {(layer, f"{kind}.{part}" if part else kind): view[part::parts]}, axes=axes, heads=own, origin=base,
-                dtype=dtype if dtype in DTYPE_BYTES else "uint8",
+                {(layer, f"{kind}.{part}" if part else kind): view[part::parts]}, axes=axes, heads=head_range,
+                origin=base, dtype=dtype if dtype in DTYPE_BYTES else "uint8",
             ).planes
         ]  # fmt: skip
     except (LocalProtocolError, ValueError) as error:
@@ -196,9 +196,9 @@ def _token_planes(
                 continue
             first = heads.first(count) * size
             for head in range(count):
-                own = range(first + head * size, first + (head + 1) * size)
+                head_range = range(first + head * size, first + (head + 1) * size)
                 one = {(layer, kind + number): view[:, :, head]}
-                made += strided_layout(one, axes=("page", "row", "head"), heads=own, origin=base).planes
+                made += strided_layout(one, axes=("page", "row", "head"), heads=head_range, origin=base).planes
     except (LocalProtocolError, ValueError) as error:
         raise ConfigError(f"{name}: {error}") from None
     return made

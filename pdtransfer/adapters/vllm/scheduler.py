@@ -173,40 +173,40 @@ class SchedulerSide:
 
         None, to be asked again, while another request receives the same prompt: its blocks will be in the prefix cache.
         """
-        known = self._receives.get(request.request_id)
-        if known is None:
+        receive = self._receives.get(request.request_id)
+        if receive is None:
             return 0
-        if known.behind is not None and known.behind.state is not _LoadState.NONE:
+        if receive.behind is not None and receive.behind.state is not _LoadState.NONE:
             return None
-        return max(0, self._received_tokens(known.tokens) - computed) if known.state is _LoadState.WANTED else 0
+        return max(0, self._received_tokens(receive.tokens) - computed) if receive.state is _LoadState.WANTED else 0
 
     def on_blocks(self, request: VLLMRequest, blocks: BlockTable, external_tokens: int) -> None:
         """A request has blocks, for `external_tokens` that come from a peer; called again without any, later."""
         name = request.request_id
-        known = self._receives.get(name)
-        if known is None:
+        receive = self._receives.get(name)
+        if receive is None:
             return
-        if known.state is not _LoadState.WANTED:
-            known.state = _LoadState.NONE  # its load is over: it runs
+        if receive.state is not _LoadState.WANTED:
+            receive.state = _LoadState.NONE  # its load is over: it runs
             return
         if external_tokens == 0:
-            self._decline(name, known)
+            self._decline(name, receive)
             return
-        known.state = _LoadState.ORDERED
-        prefix = self._received_tokens(known.tokens) - external_tokens
-        slots = tuple(slots_of(blocks[group.index], group.rows(known.tokens)) for group in self._groups)
+        receive.state = _LoadState.ORDERED
+        prefix = self._received_tokens(receive.tokens) - external_tokens
+        slots = tuple(slots_of(blocks[group.index], group.rows(receive.tokens)) for group in self._groups)
         landing = [
             [slot for slot in own[prefix // group.block_size :] if slot >= 0]
             for group, own in zip(self._groups, slots, strict=True)
         ]
-        if known.source is None:
-            known.failed = True
+        if receive.source is None:
+            receive.failed = True
             self._orders.refusals.append(Refuse(name, tuple(landing[0])))
             return
-        known.blocks = frozenset(landing[0])
-        known.kv_bytes = sum(size * len(own) for size, own in zip(self._block_bytes, landing, strict=True))
+        receive.blocks = frozenset(landing[0])
+        receive.kv_bytes = sum(size * len(own) for size, own in zip(self._block_bytes, landing, strict=True))
         self._orders.receives.append(
-            Receive(name, known.source.room(name), known.source.sources, known.tokens, prefix, slots)
+            Receive(name, receive.source.room(name), receive.source.sources, receive.tokens, prefix, slots)
         )
 
     def orders(self, step: ScheduledStep) -> Orders:
@@ -225,8 +225,8 @@ class SchedulerSide:
 
     def on_failed_loads(self, requests: Collection[str], blocks: Collection[int]) -> None:
         """Loads have failed: of these requests, or into these blocks where vLLM knows no requests."""
-        for name, known in self._receives.items() if requests or blocks else ():
-            known.failed |= name in requests or not known.blocks.isdisjoint(blocks)
+        for name, receive in self._receives.items() if requests or blocks else ():
+            receive.failed |= name in requests or not receive.blocks.isdisjoint(blocks)
 
     @property
     def has_word_for_peers(self) -> bool:
@@ -287,15 +287,15 @@ class SchedulerSide:
         """Of wrong parameters: whether no load was asked for, so that none can fail."""
         return isinstance(params, dict) and not cast("dict[object, object]", params).get("do_remote_prefill")
 
-    def _decline(self, name: str, known: _Receive) -> None:
+    def _decline(self, name: str, receive: _Receive) -> None:
         """Has prefill's side of the room end at once."""
-        known.state = _LoadState.NONE
-        if known.source is None:
+        receive.state = _LoadState.NONE
+        if receive.source is None:
             return
-        known.declined, source = True, known.source
-        none = tuple((-1,) * group.rows(known.tokens) for group in self._groups)
+        receive.declined, source = True, receive.source
+        none = tuple((-1,) * group.rows(receive.tokens) for group in self._groups)
         self._orders.receives.append(
-            Receive(name, source.room(name), source.sources, known.tokens, known.tokens, none, awaited=False)
+            Receive(name, source.room(name), source.sources, receive.tokens, receive.tokens, none, awaited=False)
         )
 
     def _update_tables(self, step: ScheduledStep) -> dict[str, int]:
@@ -314,8 +314,8 @@ class SchedulerSide:
             if name in cached.resumed_req_ids:
                 send.blocks = [list(ids) for ids in more]
             else:
-                for known, ids in zip(send.blocks, more, strict=True):
-                    known.extend(ids)
+                for blocks, ids in zip(send.blocks, more, strict=True):
+                    blocks.extend(ids)
         return computed
 
     def _order_chunk(self, name: str, send: _Send, before: int, after: int, made: Orders) -> None:
@@ -331,12 +331,12 @@ class SchedulerSide:
             made.opens.append(Open(name, self._label(send), send.tokens))
         send.complete = after >= send.tokens
         rows: list[Rows] = []
-        for at, group in enumerate(self._groups):
+        for index, group in enumerate(self._groups):
             # Blocks that this engine's prefix cache has had count as computed by this chunk.
             end = group.rows(send.tokens) if send.complete else after // group.block_size
-            if (first := send.ordered[at]) < end:
-                rows.append(Rows(at, first, end, tuple(send.blocks[group.index][:end])))
-                send.ordered[at] = end
+            if (first := send.ordered[index]) < end:
+                rows.append(Rows(index, first, end, tuple(send.blocks[group.index][:end])))
+                send.ordered[index] = end
         if rows:
             made.chunks.append(Chunk(name, tuple(rows), send.complete))
 

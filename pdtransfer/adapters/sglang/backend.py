@@ -21,7 +21,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_device, get_parallel
+from sglang.srt.runtime_context import get_device, get_memory, get_parallel
 
 from ...client.api import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
 from ...environment import adapter_settings
@@ -100,6 +100,8 @@ class Manager(dialect.KVManager):
 
     def _pools(self, place: Place) -> KVPools:
         args = self.kv_args
+        if self._is_compressed and get_memory().enable_hisparse:
+            raise ConfigError("enable_hisparse: SGLang hands DeepSeek V4's KV to it with its Mooncake backend alone")
         return pools(args, self._model(), place, kv=kv_buffers(args), states=state_buffers(args))
 
     def _memory(self) -> tuple[CacheMemory, Extent]:
@@ -177,14 +179,21 @@ class Manager(dialect.KVManager):
     def _facts(self) -> dict[str, Any]:
         """All that makes two engines' rows the same bytes for the same tokens, whatever their ranks and pages."""
         config = self._model_config
-        return model_facts(
+        facts = model_facts(
             config.hf_text_config.to_dict(), dtype=config.dtype, cache=self._cache_dtype,
             quantization=config.quantization,
         )  # fmt: skip
+        return facts | ({"kv_layout": self.kv_args.kv_layout} if self._is_compressed else {})
 
     def _shown_facts(self) -> dict[str, str]:
         """The same by the names that peers see where one differs."""
-        return named_facts(self._facts(), rows="tokens", engine=f"SGLang {version('sglang')}")
+        rows = "pages" if self._is_compressed else "tokens"
+        return named_facts(self._facts(), rows=rows, engine=f"SGLang {version('sglang')}")
+
+    @property
+    def _is_compressed(self) -> bool:
+        """Whether the model's layers keep a row for several tokens, as DeepSeek V4's do."""
+        return bool(getattr(self.kv_args, "mla_compression_ratios", None))
 
     @property
     def _cache_dtype(self) -> str:

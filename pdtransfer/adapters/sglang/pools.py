@@ -4,6 +4,11 @@ The KV cache is a buffer for each layer and kind, of a row for each token: pages
 and heads split. A head of a plane is one number of a model's head, so that peers may keep the numbers apart. A state
 (SGLang's word for whatever else a layer keeps) is a component of its own. Its rows are tokens, where they are KV of a
 sliding window; or SGLang's own items, one for a page or one for a request.
+
+DeepSeek V4's KV cache is compressed: a layer keeps a row for 4 tokens, with an index of such rows, or a row for 128,
+and beside either the tokens that wait for their row. SGLang lists its buffers by these kinds. A page of them holds
+values apart from scales, and is padded. So an item is a whole page, and the last one crosses whole, however few of its
+tokens the request has.
 """
 
 from __future__ import annotations
@@ -19,11 +24,13 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from ...limits import AUX_BYTES_MAX, COMPONENTS_MAX
+from ...wire import Ranks
 from ..kit.cache_memory import Extent
 from ..kit.heads import Heads
 
 Memory = Literal["dram", "hbm"]
 Rows = Literal["tokens", "pages", "once"]
+Kind = tuple[str, int]  # of a buffer, and its layer
 Place = Callable[[int], tuple[int, Memory]]
 """What a buffer at an address counts its base from, and the memory that it is in."""
 
@@ -33,11 +40,14 @@ OPAQUE = "uint8"  # bytes that only SGLang understands
 DRAFT_LAYER = 0x8000  # the first layer of a draft model, whose buffers follow the model's own
 PAGE_SIZE_MAX = 256
 
+WINDOW = "swa"  # the state of sliding windows
 _ROWS: dict[str, Rows] = {
-    "swa": "tokens", "dsa": "pages", "mamba": "once", "qsa_pending": "once", "qsa_compressed": "pages",
+    WINDOW: "tokens", "dsa": "pages", "mamba": "once", "qsa_pending": "once", "qsa_compressed": "pages",
     "block_scale": "pages", "block_scale_swa": "pages",
 }  # fmt: skip
 _REPLICATED = {"dsa"}  # the same on all ranks; of the others each rank has its own part
+_COMPRESSED_ROWS: dict[str, Rows] = {WINDOW: "pages", "c128_state": "once"}  # DeepSeek V4's, the same on all ranks
+_RATIOS = {0, 4, 128}  # tokens of a row, in DeepSeek V4's layers; 0 for a window alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +138,14 @@ def pools(args: Any, model: HeadCounts, place: Place, *, kv: Buffers, states: Se
     """
     _check(args, states)
     page_size = int(args.page_size)
+    ranks = model.heads.ranks
+    if ratios := _ratios(args):
+        return _compressed_pools(args, ratios, ranks, place, kv=kv, states=states)
     parts: list[CachePart] = []
     replicas: dict[str, tuple[int, int]] = {}
 
     def add(name: str, rows: Rows, planes: list[Plane], slots: int, buffers: Buffers) -> None:
-        try:
-            layout = Layout(tuple(planes), 1, slots)
-            tokens_per_row = page_size if rows == "pages" else 1
-            memories: set[Memory] = {place(address)[1] for address in buffers.addresses}
-            if len(memories) > 1:
-                raise ConfigError(f"{name}: some of its buffers are in host memory, and some are not")
-            component = Component(
-                name, memories.pop(), tokens_per_row, Span("once" if rows == "once" else "all"), layout
-            )
-        except ValueError as error:
-            raise ConfigError(f"{name}: {error}") from None
-        parts.append(CachePart(component, rows, page_size))
+        parts.append(_part(name, rows, planes, slots, {place(each)[1] for each in buffers.addresses}, page_size))
 
     def of_heads(name: str, buffers: Buffers, layers: Sequence[int], heads: Heads, count: int) -> list[Plane]:
         kinds = ("latent",) if model.latent else ("k", "v")
@@ -182,53 +184,111 @@ def pools(args: Any, model: HeadCounts, place: Place, *, kv: Buffers, states: Se
             planes = of_heads(kind, buffers, numbers, model.window_heads, model.window_head_count)
             add(kind, rows, planes, _slots(kind, buffers, page_size), buffers)
             continue
-        ranks = model.heads.ranks
         replicated = kind in _REPLICATED
         replicas[kind] = (ranks.tp_rank, ranks.tp_size) if replicated else (0, 1)
-        planes = _items(buffers, numbers, 0 if replicated else ranks.tp_rank, place)
+        planes = _items(buffers, _numbered(numbers), 0 if replicated else ranks.tp_rank, place)
         add(kind, rows, planes, _slots(kind, buffers, 1), buffers)
     return KVPools(tuple(parts), replicas)
+
+
+def _compressed_pools(
+    args: Any, ratios: Sequence[int], ranks: Ranks, place: Place, *, kv: Buffers, states: Sequence[Buffers]
+) -> KVPools:
+    """DeepSeek V4's, of layers with these ratios: the same on all ranks."""
+    page_size, parts = int(args.page_size), list[CachePart]()
+
+    def add(name: str, rows: Rows, buffers: Buffers, kinds: Sequence[Kind]) -> None:
+        if len(buffers.addresses) != len(kinds):
+            wanted = " and ".join(f"{count} of {kind}" for kind, count in Counter(kind for kind, _ in kinds).items())
+            raise ConfigError(
+                f"{name}: {len(buffers.addresses)} buffers are not {wanted}, as DeepSeek V4's layers have"
+            )
+        # SGLang rounds each kind up by itself: all of them have the pages that its allocator hands out.
+        slots = min(count // item for count, item in zip(buffers.byte_counts, buffers.item_bytes, strict=True))
+        memories: set[Memory] = {place(address)[1] for address in buffers.addresses}
+        parts.append(_part(name, rows, _items(buffers, kinds, 0, place), slots, memories, page_size))
+
+    add(KV, "pages", kv, _kinds_of(ratios, ("c4", 4), ("c4_index", 4), ("c128", 128)))
+    for kind, buffers in zip(_kinds(args), states, strict=True):
+        count = len(buffers.addresses)
+        if kind != WINDOW:
+            add(kind, _COMPRESSED_ROWS[kind], buffers, _kinds_of(ratios, ("c128_state", 128)))
+        elif any(part.name == kind for part in parts):
+            # A draft model has windows alone.
+            add(f"{kind}_draft", "pages", buffers, [("window", DRAFT_LAYER + layer) for layer in range(count)])
+        else:
+            # A page of the window has the ring of the tokens that wait for their row of 4 there.
+            waiting = _kinds_of(ratios, ("c4_state", 4), ("c4_index_state", 4))
+            windows = [("window", layer) for layer in range(min(len(ratios), count - len(waiting)))]
+            add(kind, "pages", buffers, windows + waiting)
+    return KVPools(tuple(parts), {part.name: (ranks.tp_rank, ranks.tp_size) for part in parts})
+
+
+def _kinds_of(ratios: Sequence[int], *kinds: tuple[str, int]) -> list[Kind]:
+    """Kind by kind, each with its ratio, a buffer for each layer that has this ratio: the order of SGLang's lists."""
+    return [(kind, layer) for kind, ratio in kinds for layer, found in enumerate(ratios) if found == ratio]
+
+
+def _part(name: str, rows: Rows, planes: list[Plane], slots: int, memories: set[Memory], page_size: int) -> CachePart:
+    try:
+        layout = Layout(tuple(planes), 1, slots)
+        if len(memories) > 1:
+            raise ConfigError(f"{name}: some of its buffers are in host memory, and some are not")
+        tokens_per_row = page_size if rows == "pages" else 1
+        span = Span("once" if rows == "once" else "all")
+        component = Component(name, memories.pop(), tokens_per_row, span, layout)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return CachePart(component, rows, page_size)
 
 
 def _check(args: Any, states: Sequence[Buffers]) -> None:
     if (aux_bytes := sum(args.aux_item_lens)) > AUX_BYTES_MAX:
         raise ConfigError(f"metadata of a request: {aux_bytes} bytes, at most {AUX_BYTES_MAX} can cross")
-    if getattr(args, "mla_compression_ratios", None):
-        raise ConfigError("KV cache: compressed by layers (DeepSeek V4), which cannot cross yet")
     if 1 + len(states) > COMPONENTS_MAX:
         raise ConfigError(f"KV cache: {len(states)} states, at most {COMPONENTS_MAX - 1} can cross")
+    compressed = bool(_ratios(args))
+    rows = _COMPRESSED_ROWS if compressed else _ROWS
     kinds = _kinds(args)
     for kind in kinds:
-        if kind not in _ROWS or kinds.count(kind) > 1:
-            raise ConfigError(f"state {kind}: cannot cross yet, one each of {', '.join(sorted(_ROWS))} can")
-        if kind == "swa" and getattr(args, "swa_kv_cache_layout", None) != "nhd":
+        # SGLang lists the windows of a draft model of DeepSeek V4's as a second state.
+        if kind not in rows or kinds.count(kind) > (2 if compressed and kind == WINDOW else 1):
+            raise ConfigError(f"state {kind}: cannot cross yet, one each of {', '.join(sorted(rows))} can")
+        if kind == WINDOW and not compressed and getattr(args, "swa_kv_cache_layout", None) != "nhd":
             raise ConfigError(f"state swa: its layout is {args.swa_kv_cache_layout}, nhd can cross")
+
+
+def _ratios(args: Any) -> list[int]:
+    """The tokens of a row, for each layer of DeepSeek V4; empty for other models."""
+    ratios = [int(ratio) for ratio in getattr(args, "mla_compression_ratios", None) or ()]
+    if unknown := sorted(set(ratios) - _RATIOS):
+        raise ConfigError(f"KV cache: compressed by {unknown}, which cannot cross yet; {sorted(_RATIOS)} can")
+    return ratios
 
 
 def _kinds(args: Any) -> list[str]:
     return [str(getattr(kind, "value", kind)) for kind in args.state_types]
 
 
-def _items(buffers: Buffers, layers: Sequence[int], head: int, place: Place) -> list[Plane]:
-    """One plane a buffer, of whole items that only SGLang understands; several of one layer are of several kinds."""
-    made: list[Plane] = []
-    seen: Counter[int] = Counter()
-    for address, item, layer in zip(buffers.addresses, buffers.item_bytes, layers, strict=True):
-        made.append(
-            Plane(
-                layer=layer,
-                kind=f"item{seen[layer] or ''}",
-                dtype="uint8",
-                head_start=head,
-                head_count=1,
-                base=address - place(address)[0],
-                page_stride=item,
-                row_stride=item,
-                row_bytes=item,
-            )
+def _numbered(layers: Sequence[int]) -> list[Kind]:
+    """Items of these layers; several of one layer are of several kinds."""
+    counts: Counter[int] = Counter()
+    kinds: list[Kind] = []
+    for layer in layers:
+        kinds.append((f"item{counts[layer] or ''}", layer))
+        counts[layer] += 1
+    return kinds
+
+
+def _items(buffers: Buffers, kinds: Sequence[Kind], head: int, place: Place) -> list[Plane]:
+    """One plane a buffer, of whole items that only SGLang understands."""
+    return [
+        Plane(
+            layer=layer, kind=kind, dtype=OPAQUE, head_start=head, head_count=1, base=address - place(address)[0],
+            page_stride=item, row_stride=item, row_bytes=item,
         )
-        seen[layer] += 1
-    return made
+        for address, item, (kind, layer) in zip(buffers.addresses, buffers.item_bytes, kinds, strict=True)
+    ]  # fmt: skip
 
 
 def _whole(name: str, item: int, page_size: int) -> int:

@@ -103,7 +103,8 @@ class SendingSide:
             return
         sent.pushed, last = True, aux is not None
         first = self.prefix(bootstrap_room) + first_page * self._page_size
-        self._push(sent, self._parts[0], first, self._parts[0].slots(pages), after, last=last)
+        kv = self._parts[0]
+        self._push(sent, kv, first // kv.component.tokens_per_row, kv.slots(pages), after, last=last)
         if aux is None:
             return
         end = first + len(pages) * self._page_size

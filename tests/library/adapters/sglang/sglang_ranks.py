@@ -70,6 +70,50 @@ class Pool:
         )  # fmt: skip
 
 
+RATIOS = [0, 4, 128, 4]
+
+
+class CompressedPool(Pool):
+    """DeepSeek V4's of these ratios, as SGLang lists it: kind by kind, each a buffer for each of its layers. Kinds have
+    items of their own sizes, and not all the same number of them."""
+
+    def __init__(
+        self, raw: np.ndarray | None, page_size: int, heads: int = 1, states: Sequence[str] = (), latent: bool = True
+    ) -> None:
+        pages, fours, wides = SLOTS // page_size, RATIOS.count(4), RATIOS.count(128)
+        self.shapes = {
+            "kv": [(fours, pages + 3, 72), (fours, pages + 3, 24), (wides, pages + 9, 8)],
+            "swa": [(len(RATIOS), pages, 104), (fours, pages + 1, 48), (fours, pages + 1, 16)],
+            "swa_draft": [(1, pages, 104)],
+            "c128_state": [(wides, REQUESTS, 64)],
+        }
+        wanted = {name: self.shapes[name] for name in ("kv", *states)}
+        byte_count = sum(int(np.prod(shape)) for shapes in wanted.values() for shape in shapes)
+        raw = np.zeros(byte_count, np.uint8) if raw is None else raw[:byte_count]
+        self.raw, self.page_size, self.states = raw, page_size, list(states)
+        self.items: dict[str, list[np.ndarray]] = {}  # of each buffer (items, bytes)
+        at = 0
+        for name, shapes in wanted.items():
+            self.items[name] = []
+            for count, *item in shapes:
+                for _ in range(count):
+                    self.items[name].append(raw[at : at + int(np.prod(item))].reshape(item))
+                    at += int(np.prod(item))
+
+    def _buffers(self, name: str) -> Buffers:
+        items = self.items[name]
+        return Buffers(
+            [each.ctypes.data for each in items], [each.nbytes for each in items], [len(each[0]) for each in items]
+        )
+
+    @property
+    def args(self) -> Any:
+        args = super().args
+        args.state_types = [name.removesuffix("_draft") for name in self.states]
+        args.mla_compression_ratios, args.swa_kv_cache_layout = RATIOS, None
+        return args
+
+
 def model_of(ranks: Ranks, latent: bool = False, total: int = HEADS) -> HeadCounts:
     """A model of this many KV heads, or of one latent."""
     heads, count = Heads(1 if latent else total, ranks), max(1, total // ranks.tp_size)
@@ -154,7 +198,7 @@ def slots_of(pages: Any, page_size: int) -> np.ndarray:
 def world(
     *, prefill_tp: int = 1, prefill_dp: int = 1, decode_tp: int = 1, prefill_page: int = 4, decode_page: int = 4,
     states: Sequence[str] = (), latent: bool = False, host: bool = False, copied_up: bool = False, seed: int = 1,
-    decode_weights: bytes = b"w",
+    decode_weights: bytes = b"w", pool_type: type[Pool] = Pool,
 ) -> Iterator[World]:  # fmt: skip
     """Engines of this many tensor parallel ranks, and this many of prefill; with `host`, decode has a host pool too."""
     random = np.random.default_rng(seed)
@@ -164,7 +208,7 @@ def world(
     with ExitStack() as stack:
         for at in range(prefill_tp * prefill_dp):
             ranks = Ranks(at % prefill_tp, prefill_tp)
-            pool = Pool(None, prefill_page, HEADS // prefill_tp, states, latent)
+            pool = pool_type(None, prefill_page, HEADS // prefill_tp, states, latent)
             pool.raw[:] = random.integers(0, 250, len(pool.raw), np.uint8)
             if latent:  # every rank has the same
                 latent_data = pool.raw.copy() if latent_data is None else latent_data
@@ -180,15 +224,15 @@ def world(
             ranks = Ranks(at, decode_tp)
             shape = decode_page, HEADS // decode_tp, states, latent
             if host or copied_up:
-                pool = Pool(None, *shape)
+                pool = pool_type(None, *shape)
                 memory = CacheMemory([len(pool.raw)])
                 extent = extent_of([kv_buffers(pool.args), *state_buffers(pool.args)], None)
-                host_pool = Pool(memory.beside(extent, len(pool.raw)).numpy(), *shape) if host else None
+                host_pool = pool_type(memory.beside(extent, len(pool.raw)).numpy(), *shape) if host else None
                 target = memory.target(extent)
                 arena, place = target.arena, target.place
             else:
                 arena = ArenaMemory.create(1 << 20)
-                pool, host_pool = Pool(np.frombuffer(arena.mapping.view, np.uint8), *shape), None
+                pool, host_pool = pool_type(np.frombuffer(arena.mapping.view, np.uint8), *shape), None
                 start = arena.mapping.address
                 place = lambda _, start=start: (start, "dram")  # noqa: E731
             described = described_of(pool, ranks, latent, place)

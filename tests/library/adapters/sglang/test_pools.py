@@ -121,7 +121,6 @@ def test_windows_may_have_other_heads() -> None:
     ("states", "changed", "text"),
     [
         ((), {"aux_item_lens": [1 << 16, 64]}, "metadata of a request: 65600 bytes, at most 65536 can cross"),
-        ((), {"mla_compression_ratios": [4, 128]}, "DeepSeek V4"),
         (("dsa",), {"state_types": ["dsa_tail"]}, "state dsa_tail: cannot cross yet, one each of block_scale"),
         (("swa",), {"swa_kv_cache_layout": "hnd"}, "state swa: its layout is hnd, nhd can cross"),
         ((), {"kv_item_lens": [128] * 5 + [127]}, "kv: an item of 127 bytes is not a page of 4 rows"),

@@ -1,0 +1,133 @@
+"""DeepSeek V4's compressed KV cache: what SGLang lists of it becomes components, and crosses by whole pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
+
+from pdtransfer import KVPoll
+from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, KVPools, kv_buffers, pools, state_buffers
+from pdtransfer.errors import ConfigError
+from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
+from pdtransfer.wire import Ranks
+from tests.library.adapters.sglang.sglang_ranks import AUX, SLOTS, CompressedPool, Rank, model_of, world
+
+STATES = ("swa", "c128_state")
+
+
+def made_of(pool: CompressedPool, ranks: Ranks | None = None, **changed: Any) -> KVPools:
+    args, base = pool.args, pool.raw.ctypes.data
+    vars(args).update(changed)
+    return pools(
+        args, model_of(ranks or Ranks(), latent=True), lambda _: (base, "dram"),
+        kv=kv_buffers(args), states=state_buffers(args),
+    )  # fmt: skip
+
+
+def test_each_kind_of_buffer_is_planes_of_its_layers() -> None:
+    pool = CompressedPool(None, 4, states=("swa", "c128_state", "swa_draft"))
+    pool.raw[:] = np.random.default_rng(2).integers(0, 256, len(pool.raw), np.uint8)
+    components = made_of(pool).components
+    kinds = {each.name: [(plane.kind, plane.layer) for plane in each.layout.planes] for each in components}
+    assert kinds == {
+        "kv": [("c4", 1), ("c4", 3), ("c4_index", 1), ("c4_index", 3), ("c128", 2)],
+        "swa": [
+            *(("window", layer) for layer in range(4)),
+            ("c4_state", 1), ("c4_state", 3), ("c4_index_state", 1), ("c4_index_state", 3),
+        ],
+        "c128_state": [("c128_state", 2)],
+        "swa_draft": [("window", DRAFT_LAYER)],
+    }  # fmt: skip
+    # A row is an item. Those that only some kinds have are nobody's.
+    pages = SLOTS // 4
+    assert [(each.span.kind, each.tokens_per_row, each.layout.slots) for each in components] == [
+        ("all", 4, pages + 3), ("all", 4, pages), ("once", 1, 6), ("all", 4, pages),
+    ]  # fmt: skip
+    for component in components:
+        for at, (plane, items) in enumerate(zip(component.layout.planes, pool.items[component.name], strict=True)):
+            row = pool.raw[component.layout.address(at, 5) :][: plane.row_bytes]
+            assert np.array_equal(row, items[5])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
+def test_any_prefill_ranks_share_what_a_decode_rank_has(sizes: tuple[int, int]) -> None:
+    """All ranks have the same."""
+    held = []
+    for rank in range(sizes[0]):
+        source = made_of(CompressedPool(None, 4, states=STATES), Ranks(rank, sizes[0]))
+        held.append(holds_of(source.components, Ranks(rank, sizes[0]), source.replicas))
+    for rank in range(sizes[1]):
+        target = made_of(CompressedPool(None, 4, states=STATES), Ranks(rank, sizes[1])).components
+        shares = {str(number): share_of(target, holds, rank) for number, holds in enumerate(held)}
+        assert uncovered(target, shares) == ""
+
+
+@pytest.mark.parametrize(
+    ("states", "changed", "text"),
+    [
+        ((), {"mla_compression_ratios": [0, 1, 2, 4]}, r"compressed by \[1, 2\], which cannot cross yet; \[0, 4, 128"),
+        (
+            (), {"mla_compression_ratios": [4, 4, 128, 4]},
+            "kv: 5 buffers are not 3 of c4 and 3 of c4_index and 1 of c128, as DeepSeek V4's layers have",
+        ),
+        (("swa",), {"mla_compression_ratios": [4, 4, 4, 4]}, "kv: 5 buffers are not"),
+        (("c128_state",), {"state_types": ["swa_ring"]}, "state swa_ring: cannot cross yet, one each of c128_st"),
+        (("c128_state",), {"state_types": ["swa"]}, "swa: 1 buffers are not 2 of c4_state and 2 of c4_index_state"),
+        (("swa", "swa_draft", "swa_draft"), {}, "state swa: cannot cross yet"),
+        (STATES, {"state_types": ["c128_state", "c128_state"]}, "state c128_state: cannot cross yet"),
+    ],
+)  # fmt: skip
+def test_what_cannot_cross_is_refused_with_the_reason(
+    states: tuple[str, ...], changed: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        made_of(CompressedPool(None, 4, states=states), **changed)
+
+
+def landed(sources: list[Rank], targets: list[Rank], name: str, source: list[int], target: list[int]) -> bool:
+    """Whether items of one component are decode's, on all ranks, and its others are still zero."""
+    for rank in targets:
+        assert isinstance(rank.pool, CompressedPool)
+        assert isinstance(sources[0].pool, CompressedPool)
+        for computed, items in zip(sources[0].pool.items[name], rank.pool.items[name], strict=True):
+            others = np.setdiff1d(np.arange(len(items)), target)
+            if not np.array_equal(computed[source], items[target]) or items[others].any():
+                return False
+    return True
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("waiting", [True, False])
+def test_pages_and_states_cross_by_their_own_indices(sizes: tuple[int, int], *, waiting: bool) -> None:
+    """A request of three pages, two of them behind decode's prefix, in chunks; where its length is a multiple of 128 no
+    token waits for its row, and SGLang names no state of the request."""
+    with world(prefill_tp=sizes[0], decode_tp=sizes[1], states=STATES, latent=True, pool_type=CompressedPool) as made:
+        ours, theirs = ([np.array([6, 1]), np.array(row)] for row in (([4], [2]) if waiting else ([], [])))
+        theirs[0] = np.array([3, 0])
+        made.meet(7, [1, 8], prefix=4, states=theirs)
+        assert made.prefill[0].side.prefix(7) == 4
+        made.push(7, [5])
+        made.push(7, [2], first_page=1, aux=AUX, states=ours)
+        made.until(7, KVPoll.SUCCESS)
+        assert landed(made.prefill, made.decode, "kv", [5, 2], [1, 8])
+        assert landed(made.prefill, made.decode, "swa", [6, 1], [3, 0])
+        assert landed(made.prefill, made.decode, "c128_state", *(([4], [2]) if waiting else ([], [])))
+
+
+def test_a_state_that_only_decode_waits_for_fails_the_request() -> None:
+    with world(states=STATES, latent=True, pool_type=CompressedPool) as made:
+        made.meet(7, [1], states=[np.array([3]), np.array([2])])
+        made.push(7, [5], aux=AUX, states=[np.array([6]), np.array([], np.int64)])
+        made.until(7, KVPoll.FAILED)
+
+
+def test_pages_of_unequal_sizes_are_refused() -> None:
+    with world(prefill_page=8, states=STATES, latent=True, pool_type=CompressedPool) as made:
+        made.expect(7, [1], states=[np.array([3]), np.array([2])])
+        made.begin(7)
+        made.until(7, KVPoll.FAILED, made.decode)
+        assert "tokens_per_row" in made.decode[0].states[7][-1].reason

@@ -298,7 +298,7 @@ def main() -> None:
             before = [view.copy() for view in target.views()]
             decode.expect(room, pages, prefix=prefix, states=states, aux_index=0, sources=[p.endpoint])
             prefill.begin(room)
-            until(prefill, KVPoll.WAITING_FOR_INPUT)
+            reach(prefill, KVPoll.WAITING_FOR_INPUT)
             assert prefill.prefix(room) == prefix
             request = SimpleNamespace(
                 rid=str(room), start_send_idx=prefix, origin_input_ids=range(tokens), extend_end=tokens,
@@ -308,8 +308,8 @@ def main() -> None:
             for end in range(prefix + 200, tokens, 200):  # chunks that end within pages
                 scheduler.send_kv_chunk(request, end_idx=end)
             scheduler.send_kv_chunk(request, last_chunk=True)
-            until(decode, KVPoll.SUCCESS)
-            until(prefill, KVPoll.SUCCESS)
+            reach(decode, KVPoll.SUCCESS)
+            reach(prefill, KVPoll.SUCCESS)
             compared += check(source, target, requests, prefix, tokens)
             items = [pages, *states]
             names = [at for at, buffers in enumerate(target.buffers) for _ in buffers.addresses]
@@ -320,7 +320,7 @@ def main() -> None:
     print(f"compared {compared} bytes of {len(LENGTHS) + len(longer)} requests")
 
 
-def until(side: Any, state: KVPoll) -> None:
+def reach(side: Any, state: KVPoll) -> None:
     changes: list[Any] = []
 
     def reached() -> bool:

@@ -183,7 +183,7 @@ class Manager(dialect.KVManager):
             config.hf_text_config.to_dict(), dtype=config.dtype, cache=self._cache_dtype,
             quantization=config.quantization,
         )  # fmt: skip
-        return facts | ({"kv_layout": self.kv_args.kv_layout} if self._is_compressed else {})
+        return facts | ({"kv_layout": getattr(self.kv_args, "kv_layout", None)} if self._is_compressed else {})
 
     def _shown_facts(self) -> dict[str, str]:
         """The same by the names that peers see where one differs."""

@@ -212,7 +212,7 @@ class World:
                     assert label not in self.ends, "answered twice"
                     self.ends[label] = effect
                     if isinstance(effect, Finish):
-                        assert effect.resumptions or len(self.tokens[label]) == effect.decode.tokens
+                        assert effect.room.resumptions or len(self.tokens[label]) == effect.room.decode.tokens
                         assert len(self.tokens[label]) == self.requests[label].sampling.max_tokens
 
     def carry(self, daemon: Daemon, message: Message, *, to_router: bool) -> None:

@@ -19,8 +19,8 @@ import msgspec
 from ...errors import ConfigError
 from .backends.daemons.completions import ReadCompletion, ReadText
 from .backends.servers.dialects import ReadRelayed
-from .front.body_frames import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED, RefusedBody
-from .front.json_bodies import BadRequestError
+from .front.body_frames import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED
+from .front.json_bodies import RefusedRequestError
 from .front.text import TextCodec, load_text
 
 READINGS: msgspec.msgpack.Decoder[ReadCompletion | ReadText | ReadRelayed] = msgspec.msgpack.Decoder(
@@ -60,8 +60,8 @@ def _read(pipe: socket.socket, text: TextCodec, reading: bytes, body: bytes) -> 
         read = READINGS.decode(reading).read(body, text)
         parts, read.parts = read.parts, []
         head = msgspec.msgpack.encode(read)
-    except BadRequestError as error:
-        _answer(pipe, REFUSED, msgspec.msgpack.encode(RefusedBody.of(error)))
+    except RefusedRequestError as error:
+        _answer(pipe, REFUSED, msgspec.msgpack.encode((error.param, error.text, error.code, error.status)))
     except Exception as error:  # noqa: BLE001 -- whatever it is, the next body is read
         _answer(pipe, FAILED, f"{type(error).__name__}: {error}"[:500].encode(errors="replace"))
     else:

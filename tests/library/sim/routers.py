@@ -96,7 +96,7 @@ class RouterNode(Process):
         request = CompletionRequest(prompt=client.prompt, sampling=sampling, enable_resume=resumed)
         taken = self.core.submit(request, self.clock)
         if isinstance(taken, Refusal):
-            client.over(f"refused {taken.status}")
+            client.over(f"refused {taken.cause.value}")
             return
         assert isinstance(taken, Accepted)
         self.clients[taken.request], self.labels[client] = client, taken.request

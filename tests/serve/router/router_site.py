@@ -15,7 +15,9 @@ from pdtransfer.client.core_driver import EffectRunner, LoopClock, Ticker
 from pdtransfer.handoff.send import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.backends.daemons.backend import Daemons
+from pdtransfer.serve.router.backends.daemons.completions import Completion, completion_of, read_body
 from pdtransfer.serve.router.front.router import Router
+from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequest, EndedRequests
@@ -27,6 +29,12 @@ from tests.support.waiting import until
 LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=100, silence_ms=10_000, room_deadline_ms=60_000)
 TIMES = {"queue_us": 1_000, "compute_us": 2_000, "transfer_us": 3_000}, {"queue_us": 9, "admission_us": 4_000}
 LOAD = Load(True, False, 0, 0, 10_000, 10_000)
+
+
+def parse(body: bytes, *, seed: int, chat: bool = False) -> Completion:
+    """The rooms of a body, whatever models are served."""
+    text = BytesText()
+    return completion_of(read_body(body, chat=chat, text=text), seed=seed, text=text, served={})
 
 
 def generated(begin: Begin) -> list[int]:

@@ -23,7 +23,8 @@ from pdtransfer.serve.process.request_lines import fields_of
 from pdtransfer.serve.process.signals import reload_on_hangup
 from pdtransfer.serve.process.tls import ServerTls
 from pdtransfer.serve.router.front.api_keys import ApiKeys
-from pdtransfer.serve.router.front.key_limits import ApiKey, KeyLimitError
+from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
+from pdtransfer.serve.router.front.key_limits import ApiKey
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.tracing.ended_request import EndedRequests
@@ -126,7 +127,7 @@ def test_a_key_has_its_limits_and_keeps_its_use_when_the_file_is_read_again() ->
     key = keys.find(f"Bearer {A}")
     assert key is not None
     with key.use(0.0):
-        with pytest.raises(KeyLimitError, match="1 answers of this API key are open, and 1 more"), key.use(0.0):
+        with pytest.raises(RefusedRequestError, match="1 answers of this API key are open, and 1 more"), key.use(0.0):
             pass
         keys.replace(f"{A} a open=2", source="keys")
         again = keys.find(f"Bearer {A}")
@@ -142,7 +143,7 @@ def test_a_rate_lets_a_second_of_requests_through_at_once_and_says_when_to_come_
     for _ in range(2):
         with key.use(100.0):
             pass
-    with pytest.raises(KeyLimitError) as refused, key.use(100.0):
+    with pytest.raises(RefusedRequestError) as refused, key.use(100.0):
         pass
     assert 400 <= refused.value.retry_ms <= 501
     with key.use(100.0 + refused.value.retry_ms / 1e3):
@@ -156,7 +157,7 @@ def used(key: ApiKey, now: float, times: int) -> int:
         try:
             with key.use(now):
                 passed += 1
-        except KeyLimitError:
+        except RefusedRequestError:
             pass
     return passed
 

@@ -21,7 +21,7 @@ from pdtransfer.serve.router.backends.servers.dialects import ReadRelayed
 from pdtransfer.serve.router.front import body_readers
 from pdtransfer.serve.router.front.body_frames import BodyReading
 from pdtransfer.serve.router.front.body_readers import BodyReaders, ReadingProcess
-from pdtransfer.serve.router.front.json_bodies import BadRequestError
+from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import unpack_ids
 from tests.serve.router.router_site import site
@@ -90,7 +90,7 @@ def test_no_body_of_any_shape_is_read_on_the_loop_beyond_some_kilobytes(read_her
         async with readers() as its:
             for name, (reading, body, field) in HOSTILE.items():
                 assert len(body) > HTTP_BODY_BYTES_MAX * 0.9
-                with pytest.raises(BadRequestError) as refused:
+                with pytest.raises(RefusedRequestError) as refused:
                     await its.read(reading, body, nothing)
                 assert (refused.value.param, refused.value.status) == (field, 400), (name, refused.value)
             assert not read_here
@@ -175,7 +175,7 @@ async def test_a_process_that_dies_fails_its_request_alone_and_another_takes_ove
         failing = asyncio.create_task(its.read(COMPLETION, LARGE, nothing))
         await until(lambda: its.under_way)
         os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(BadRequestError, match="the process that read the body has ended") as failed:
+        with pytest.raises(RefusedRequestError, match="the process that read the body has ended") as failed:
             await failing
         assert failed.value.status == 500
         assert (await idle(its)).pid != process.pid
@@ -188,7 +188,7 @@ def test_a_body_that_takes_too_long_is_given_up_and_its_process_replaced(monkeyp
             process = await idle(its)
             frozen(process)
             monkeypatch.setattr(body_readers, "READ_S", 0.2)
-            with pytest.raises(BadRequestError, match="takes longer than 0 s"):
+            with pytest.raises(RefusedRequestError, match="takes longer than 0 s"):
                 await its.read(COMPLETION, LARGE, nothing)
             monkeypatch.undo()
             assert (await idle(its)).pid != process.pid

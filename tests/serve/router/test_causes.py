@@ -8,6 +8,7 @@ from string import ascii_letters
 import msgspec
 import pytest
 
+from pdtransfer.errors import Cause
 from pdtransfer.handoff.liveness import NAME_TAKEN, Liveness
 from pdtransfer.handoff.send import Send
 from pdtransfer.serve.router.backends.daemons import worker_pool
@@ -70,7 +71,7 @@ def test_a_full_prefill_that_alone_can_be_used_is_waited_for() -> None:
     bench.wait(FOUND_S)
     refused = bench.submit()
     assert isinstance(refused, Refusal)
-    assert refused.status == 429
+    assert refused.cause is Cause.FULL
 
 
 def test_workers_without_a_common_transport_are_not_ready() -> None:
@@ -139,10 +140,10 @@ def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(reason: str
     assert isinstance(bench.submit(), Accepted)
     bench.receive(D, Reject(0, reason, ("why",)))
     (failed,) = [e for e in bench.effects if isinstance(e, Fail)]
-    assert failed.status == 503
+    assert failed.cause is Cause.PEER_LOST
     refused = bench.submit()
     assert isinstance(refused, Refusal)
-    assert (refused.status, refused.retry_ms) == (503, LIMITS.resend_ms_max)
+    assert (refused.cause, refused.retry_ms) == (Cause.PEER_LOST, LIMITS.resend_ms_max)
     assert reason in whys(bench)[D]
 
 

@@ -13,11 +13,11 @@ from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.daemons.answering import TURN_TOKENS_MAX, GrowingAnswer, Reply
 from pdtransfer.serve.router.backends.daemons.answers import AnswerForm
 from pdtransfer.serve.router.backends.daemons.backend import LOGPROBS_INLINE_MAX
-from pdtransfer.serve.router.backends.daemons.completions import parse
-from pdtransfer.serve.router.backends.daemons.router_effects import Finish, Refusal
+from pdtransfer.serve.router.backends.daemons.router_effects import Finish, Refusal, RoomReport
+from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import End, Logprobs, unpack_ids
-from tests.serve.router.router_site import LIMITS, Site, site
+from tests.serve.router.router_site import LIMITS, Site, parse, site
 from tests.support.openai_types import checked_answer
 from tests.support.waiting import run_on_loop, until
 
@@ -147,7 +147,7 @@ def test_a_room_that_cannot_begin_takes_the_others_with_it(monkeypatch: pytest.M
 
             def refusing(request, now):
                 calls.append(request)
-                return Refusal(Cause.FULL, "full", 429, 1_000) if len(calls) == 3 else submit(request, now)
+                return Refusal(Cause.FULL, "full", 1_000) if len(calls) == 3 else submit(request, now)
 
             monkeypatch.setattr(it.backend.routing, "submit", refusing)
             status, content, response = await it.post(prompt="abc", n=4, max_tokens=2)
@@ -218,18 +218,19 @@ def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> N
         body = {"prompt": "x", "n": 3, "max_tokens": count + 1, "logprobs": 0, "stop": stop}
         completion = parse(json.dumps(body).encode(), seed=1)
         news, turns, stopped = asyncio.Event(), 0, []
-        replies = {each: Reply(news, 0.0) for each in range(3)}
+        client = ClientRequest(node="r", path="/v1/completions", request_id="r-1")
+        replies = {each: Reply(client, news, 0.0) for each in range(3)}
         scores = b"".join(Logprobs(-float(at)).pack() for at in range(count))
 
         def stopping(request: int) -> None:
             stopped.append(request)
-            replies[request].close(Finish(request, 1, None, None, "d", "p"))
+            replies[request].ended(Finish(request, RoomReport(1, "p", "d")), 0.0)
 
         answer = GrowingAnswer(completion, replies, news, BytesText(), stopping)
         for each, reply in replies.items():
             reply.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
             if each or stop is None:
-                reply.close(Finish(each, 1, None, None, "d", "p"))
+                reply.ended(Finish(each, RoomReport(1, "p", "d")), 0.0)
 
         async def other() -> None:
             nonlocal turns

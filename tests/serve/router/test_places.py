@@ -14,7 +14,8 @@ import pytest
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.serve.router.front import openai_http
 from pdtransfer.serve.router.front.api_keys import ApiKeys
-from pdtransfer.serve.router.front.key_limits import ApiKey, KeyLimitError
+from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
+from pdtransfer.serve.router.front.key_limits import ApiKey
 from tests.serve.router.client_keys import A, bearer, written
 from tests.serve.router.router_site import LIMITS, Site, site
 from tests.support.vllm_servers import ServerSite, server_site
@@ -92,9 +93,9 @@ def test_a_request_of_many_answers_takes_them_from_a_full_second_and_the_next_wa
         use.widen(10, 0.0)
     assert key.tokens == -8.0
     for now in (1.0, 4.4):
-        with pytest.raises(KeyLimitError), key.use(now):
+        with pytest.raises(RefusedRequestError), key.use(now):
             pass
-    with key.use(4.6) as use, pytest.raises(KeyLimitError) as refused:
+    with key.use(4.6) as use, pytest.raises(RefusedRequestError) as refused:
         use.widen(2, 4.6)
     assert key.tokens == pytest.approx(1.2), "what is refused takes nothing"
     with key.use(4.6 + refused.value.retry_ms / 1e3) as use:

@@ -54,7 +54,7 @@ def test_the_rest_of_an_answer_is_asked_of_another_decode_with_the_tokens_so_far
     assert begin.sampling == replace_fields(DRAWN, max_tokens=10, min_tokens=4, generated=2)
     assert (begin.salt, begin.request_id) == (b"s", "r")
     (retry,) = bench.of(Retry)
-    assert (retry.request, retry.next_room, retry.next_prompt_tokens, retry.resumed) == (1, begin.room, 7, True)
+    assert (retry.request, retry.next_room, retry.resumed) == (1, begin.room, True)
     assert (bench.routing.resumptions, bench.routing.retries) == (1, 0)
 
     bench.receive(D2, Tokens(begin.room, 0, pack_ids([23, 24])))
@@ -64,7 +64,8 @@ def test_the_rest_of_an_answer_is_asked_of_another_decode_with_the_tokens_so_far
     assert bench.of(Emit) == [Emit(1, ids[2:])]
     bench.receive(prefill_of(bench, begin.room), End(begin.room, "done", "", 0))
     (finish,) = bench.of(Finish)
-    assert (finish.request, finish.room, finish.resumptions) == (1, begin.room, 1)
+    assert (finish.request, finish.room.id, finish.room.resumptions) == (1, begin.room, 1)
+    assert finish.room.prompt_tokens == 7
 
 
 def test_an_answer_is_resumed_only_where_the_request_allows_it() -> None:
@@ -112,7 +113,7 @@ def test_an_answer_that_lacked_only_its_end_gets_it_and_no_token_more() -> None:
     bench.receive(D2, Tokens(begin.room, 0, pack_ids([23])), End(begin.room, "length", "", 1))
     assert not bench.of(Emit)
     effects = bench.receive(prefill_of(bench, begin.room), End(begin.room, "done", "", 0))
-    assert [each.decode.reason for each in effects if isinstance(each, Finish)] == ["length"]
+    assert [each.room.decode.reason for each in effects if isinstance(each, Finish)] == ["length"]
 
 
 def test_a_room_that_picks_another_token_than_was_delivered_is_not_gone_on_with() -> None:
@@ -188,7 +189,7 @@ def test_a_resumption_that_is_refused_fails_for_the_reason_of_the_loss() -> None
         if bench.of(Fail):
             break
     (failed,) = bench.of(Fail)
-    assert failed.status == 503
+    assert failed.cause is Cause.SHUTDOWN
     assert "it ends" in failed.detail
     assert "was not resumed" in failed.detail
 

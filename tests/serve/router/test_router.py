@@ -21,12 +21,11 @@ from pdtransfer.bus.keys import AllowList, KeyPair, generate, generate_pair
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.serve.router.backends.daemons.backend import Daemons
-from pdtransfer.serve.router.backends.daemons.completions import parse
-from pdtransfer.serve.router.front.json_bodies import BadRequestError
+from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.wire import End, Goodbye, Reject, Sampling, Tokens, pack_biases, unpack_ids
-from tests.serve.router.router_site import LIMITS, LOAD, site
+from tests.serve.router.router_site import LIMITS, LOAD, parse, site
 from tests.support.waiting import PATIENCE_S, run_on_loop, until
 
 
@@ -236,7 +235,7 @@ BAD_CHATS = [
 
 @pytest.mark.parametrize(("body", "param", "text"), BAD_CHATS, ids=[str(body[-64:]) for body, _, _ in BAD_CHATS])
 def test_a_bad_chat_is_refused_by_the_name_of_its_field(body: bytes, param: str | None, text: str) -> None:
-    with pytest.raises(BadRequestError) as refused:
+    with pytest.raises(RefusedRequestError) as refused:
         parse(body, seed=1, chat=True)
     assert refused.value.param == param
     assert text in str(refused.value)
@@ -244,7 +243,7 @@ def test_a_bad_chat_is_refused_by_the_name_of_its_field(body: bytes, param: str 
 
 @pytest.mark.parametrize(("body", "param", "text"), BAD, ids=[str(body[:48]) for body, _, _ in BAD])
 def test_a_bad_body_is_refused_by_the_name_of_its_field(body: bytes, param: str | None, text: str) -> None:
-    with pytest.raises(BadRequestError) as refused:
+    with pytest.raises(RefusedRequestError) as refused:
         parse(body, seed=1)
     assert refused.value.param == param
     assert text in str(refused.value)

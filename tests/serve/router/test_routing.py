@@ -10,7 +10,14 @@ import pytest
 from pdtransfer.errors import Cause, RemoteProtocolError
 from pdtransfer.handoff.send import Send
 from pdtransfer.limits import AHEAD_PING, TOKENS_MAX, Limits
-from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, WorkerChanged
+from pdtransfer.serve.router.backends.daemons.router_effects import (
+    Accepted,
+    Emit,
+    Fail,
+    Finish,
+    RoomReport,
+    WorkerChanged,
+)
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.wire import (
@@ -109,7 +116,7 @@ def test_answers_are_resumed_in_a_storm_and_none_has_a_token_twice_or_lacks_one(
         ends += world.ends.values()
         resumptions += world.routing.resumptions
     assert resumptions
-    assert any(isinstance(end, Finish) and end.resumptions for end in ends)
+    assert any(isinstance(end, Finish) and end.room.resumptions for end in ends)
 
 
 # Placement
@@ -278,11 +285,11 @@ def test_no_ready_worker_is_503_and_all_full_is_429() -> None:
     bench = Bench(prefill=(P,), decode=(D,))
     bench.receive(D, replace_load(ready=False))
     refused = bench.submit()
-    assert (refused.status, refused.retry_ms > 0) == (503, True)
+    assert (refused.cause, refused.retry_ms > 0) == (Cause.PEER_LOST, True)
     assert "no decode worker is ready" in refused.detail
     bench.receive(D, replace_load(slots_free=0, rooms_queued=LIMITS.queue_max))
     refused = bench.submit()
-    assert (refused.status, refused.cause, refused.retry_ms > 0) == (429, Cause.FULL, True)
+    assert (refused.cause, refused.retry_ms > 0) == (Cause.FULL, True)
     bench.receive(D, LOAD)
     assert isinstance(bench.submit(), Accepted)
 
@@ -296,7 +303,7 @@ def test_too_many_rooms_is_429() -> None:
     bench = Bench(limits=replace(LIMITS, rooms_max=2))
     assert isinstance(bench.submit(), Accepted)
     assert isinstance(bench.submit(), Accepted)
-    assert bench.submit().status == 429
+    assert bench.submit().cause is Cause.FULL
 
 
 def test_draining_workers_get_no_rooms() -> None:
@@ -311,7 +318,7 @@ def test_draining_router_accepts_no_requests_and_finishes_its_own() -> None:
     bench = Bench()
     taken = bench.submit(max_tokens=1)
     bench.routing.drain()
-    assert bench.submit().status == 503
+    assert bench.submit().cause is Cause.SHUTDOWN
     finish(bench, taken.request)
     assert bench.routing.request_count == 0
 
@@ -321,12 +328,12 @@ def test_a_pair_has_one_model_and_equal_weights() -> None:
     bench.welcome(D, 2, weights=b"other")
     bench.receive(D, LOAD)
     refused = bench.submit()
-    assert refused.status == 503
+    assert refused.cause is Cause.PEER_LOST
     assert "prefill has m/77, decode has m/6f746865" in refused.detail, "the beginnings of what differs"
     assert bench.routing.workers.models() == {}
     bench.welcome(D, 3, weights=b"w")
     bench.receive(D, LOAD)
-    assert bench.submit(model="another").status == 503
+    assert bench.submit(model="another").cause is Cause.PEER_LOST
     assert isinstance(bench.submit(model="m"), Accepted)
 
 
@@ -369,7 +376,7 @@ def test_hisparse_without_a_capable_decode_is_decoded_densely() -> None:
 def test_hisparse_waits_for_capable_decodes_while_they_are_full() -> None:
     bench = Bench(decode=(D, D2))
     bench.receive(D2, replace_load(enable_hisparse=True, rooms_queued=bench.routing._limits.queue_max))
-    assert bench.submit(enable_hisparse=True).status == 429
+    assert bench.submit(enable_hisparse=True).cause is Cause.FULL
     assert isinstance(bench.submit(), Accepted)
 
 
@@ -379,7 +386,7 @@ def test_a_decode_that_is_full_for_hisparse_accepts_dense_rooms() -> None:
     bench.submit(enable_hisparse=True)
     (begin,) = bench.sent(Begin, D)
     bench.receive(D, End(begin.room, "full", "hisparse_queue_max", 0, retry_ms=60_000))
-    assert bench.submit(enable_hisparse=True).status == 429
+    assert bench.submit(enable_hisparse=True).cause is Cause.FULL
     assert isinstance(bench.submit(), Accepted)
 
 
@@ -440,7 +447,7 @@ def test_end_that_overtakes_its_tokens_waits_for_them() -> None:
     last = End(room, "length", "", 3, tokens_digest=b"t")
     assert bench.receive(D, last) == [], "unanswered, so that it repeats with what is missing"
     bench.receive(D, Tokens(room, 0, pack_ids([5, 6, 7])))
-    done = Finish(room, room, last, End(room, "done", "", 0, kv_bytes=11), "d0", "p0")
+    done = Finish(room, RoomReport(room, "p0", "d0", End(room, "done", "", 0, kv_bytes=11), last, 5))
     assert bench.effects == [Emit(room, [5, 6, 7]), Send(D, TokensAcked(room, 3)), Send(D, Ended(room)), done]
     assert bench.routing.room_count == 0
 
@@ -479,7 +486,7 @@ def test_more_tokens_than_requested_fail_the_room() -> None:
     room = bench.submit(max_tokens=2).request
     bench.receive(D, Tokens(room, 0, pack_ids([1])), Tokens(room, 1, pack_ids([2, 3])))
     (failed,) = bench.of(Fail)
-    assert (failed.cause, failed.status) == (Cause.BREACH, 502)
+    assert failed.cause is Cause.BREACH
     assert bench.of(Emit) == [Emit(room, [1])]
 
 
@@ -501,7 +508,7 @@ def test_a_failing_end_cancels_the_other_side_until_it_ends(failing: str, other:
     bench.receive(failing, End(2, "engine", "broken", 0))
     assert bench.sent(Cancel, other) == [Cancel(2, "engine")]
     (failed,) = bench.of(Fail)
-    assert (failed.request, failed.cause, failed.status) == (1, Cause.ENGINE, 500)
+    assert (failed.request, failed.cause) == (1, Cause.ENGINE)
     assert "broken" in failed.detail
     bench.wait(1)
     assert len(bench.sent(Cancel, other)) >= 3
@@ -527,7 +534,7 @@ def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
     assert not bench.of(Fail)
     bench.receive(D, Tokens(room, 1, pack_ids([2])), End(room, "length", "", 2))
     (done,) = bench.of(Finish)
-    assert done.prefill is None
+    assert done.room.prefill is None
 
 
 def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_workers() -> None:
@@ -535,7 +542,9 @@ def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_wo
     room = bench.submit().request
     bench.receive(D, Tokens(room, 0, pack_ids([1, 2])))
     stopped = bench.routing.stop(room, bench.now)
-    assert [each for each in stopped if isinstance(each, Finish)] == [Finish(room, room, None, None, "d0", "p0")]
+    assert [each for each in stopped if isinstance(each, Finish)] == [
+        Finish(room, RoomReport(room, "p0", "d0", prompt_tokens=5))
+    ]
     cancels = [(each.peer, each.message) for each in stopped if isinstance(each, Send)]
     assert cancels == [(P, Cancel(room, "aborted")), (D, Cancel(room, "aborted"))]
     assert bench.routing.stop(room, bench.now) == bench.routing.cancel(room, bench.now) == []
@@ -587,7 +596,7 @@ def test_wrong_logprobs_fail_their_room_alone(logprobs: bytes) -> None:
     (again,) = {each.room for each in bench.sent(Begin)}
     bench.receive(D, Tokens(again, 0, pack_ids([5]), logprobs))
     (failed,) = bench.of(Fail)
-    assert (failed.cause, failed.status) == (Cause.BREACH, 502)
+    assert failed.cause is Cause.BREACH
     assert "logprobs" in failed.detail
     bench.receive(D, Tokens(other, 0, pack_ids([5])))
     assert bench.of(Emit) == [Emit(other, [5])]
@@ -642,7 +651,7 @@ def test_a_streamed_room_is_not_retried() -> None:
     room = bench.submit().request
     bench.receive(D, Tokens(room, 0, pack_ids([1])), End(room, "engine", "", 1))
     assert not bench.sent(Begin)
-    assert bench.of(Fail)[0].status == 500
+    assert bench.of(Fail)[0].cause is Cause.ENGINE
 
 
 def test_a_full_worker_is_avoided_for_its_retry_time() -> None:
@@ -652,9 +661,9 @@ def test_a_full_worker_is_avoided_for_its_retry_time() -> None:
     assert bench.sent(Begin, D2)
     bench.receive(D2, End(2, "full", "queue", 0, retry_ms=900))
     (failed,) = bench.of(Fail)
-    assert (failed.status, failed.retry_ms) == (429, 900)
+    assert (failed.cause, failed.retry_ms) == (Cause.FULL, 900)
     refused = bench.submit()
-    assert (refused.status, 800 < refused.retry_ms <= 901) == (429, True), "the first to have room again"
+    assert (refused.cause, 800 < refused.retry_ms <= 901) == (Cause.FULL, True), "the first to have room again"
     bench.wait(1.0)
     assert isinstance(bench.submit(), Accepted)
     assert not bench.sent(Begin, D)
@@ -665,7 +674,7 @@ def test_a_request_refused_by_its_only_worker_is_not_retried() -> None:
     bench.submit()
     bench.receive(D, End(1, "refused", "too long", 0))
     assert not bench.sent(Begin)
-    assert (bench.of(Fail)[0].status, bench.of(Fail)[0].cause) == (400, Cause.REFUSED)
+    assert bench.of(Fail)[0].cause is Cause.REFUSED
 
 
 def test_cancel_ends_the_request_without_a_retry() -> None:
@@ -688,7 +697,7 @@ def test_a_room_without_progress_ends_at_its_deadline_and_is_forgotten_at_the_ne
     bench.wait(5)
     assert not bench.of(Fail), "a token is progress"
     bench.wait(4)
-    assert (bench.of(Fail)[0].cause, bench.of(Fail)[0].status) == (Cause.DEADLINE, 504)
+    assert bench.of(Fail)[0].cause is Cause.DEADLINE
     assert bench.sent(Cancel, P)
     bench.wait(LIMITS.room_deadline_ms / 1e3 + 1)
     assert bench.routing.room_count == 0, "its workers never ended it"
@@ -711,9 +720,9 @@ def test_a_silent_worker_is_lost_with_its_rooms_and_sent_hello_again() -> None:
     bench.receive(D, Tokens(room, 0, pack_ids([1])))
     bench.silence(LIMITS.silence_ms / 1e3 + 0.3)
     (failed,) = bench.of(Fail)
-    assert (failed.cause, failed.status) == (Cause.PEER_LOST, 503)
+    assert failed.cause is Cause.PEER_LOST
     assert bench.sent(Hello, D)
-    assert bench.submit().status == 503
+    assert bench.submit().cause is Cause.PEER_LOST
     for peer in (P, D):
         bench.welcome(peer)
         bench.receive(peer, LOAD)
@@ -737,7 +746,7 @@ def test_a_worker_of_another_role_or_one_that_refuses_is_not_used() -> None:
     bench = Bench()
     bench.receive(D, Welcome(1, identity("d0", "prefill", 2)))
     assert "role" in bench.routing.workers.by_peer[D].why
-    assert bench.submit().status == 503
+    assert bench.submit().cause is Cause.PEER_LOST
     bench.receive(P, Reject(0, "refused", ("version: 2..3 against 1",)))
     assert "version: 2..3 against 1" in bench.routing.workers.by_peer[P].why
     bench.silence(LIMITS.resend_ms_max / 1e3)
@@ -770,7 +779,7 @@ def test_close_fails_open_requests_and_sends_goodbye() -> None:
     bench = Bench()
     bench.submit()
     bench.effects = bench.routing.close(bench.now)
-    assert bench.of(Fail)[0].status == 503
+    assert bench.of(Fail)[0].cause is Cause.SHUTDOWN
     assert {e.peer for e in bench.of(Send) if isinstance(e.message, Goodbye)} == {P, D}
 
 

@@ -10,10 +10,21 @@ from ....errors import Cause, WorldError
 from ..fleet.site import WorkerSite
 from .body_frames import BodyReading, Read
 from .client_request import ClientRequest
-from .statuses import STATUSES
 from .text import TextCodec
 
 JSON = "application/json"
+STATUSES = {
+    Cause.ABORTED: 499,
+    Cause.DEADLINE: 504,
+    Cause.PEER_LOST: 503,
+    Cause.PEER_RESTARTED: 503,
+    Cause.BREACH: 502,
+    Cause.REFUSED: 400,
+    Cause.FULL: 429,
+    Cause.TRANSFER: 502,
+    Cause.ENGINE: 500,
+    Cause.SHUTDOWN: 503,
+}  # of an answer that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +174,7 @@ class Backend(WorkerSite, Protocol[Asked]):
         ...
 
     def request(self, read: Any, body: bytes, client: ClientRequest) -> Asked:
-        """The request of a body that was read. Raises BadRequestError."""
+        """The request of a body that was read. Raises RefusedRequestError."""
         ...
 
     async def answer(self, request: Asked, client: ClientRequest) -> WholeAnswer | AnswerStream:
@@ -171,7 +182,7 @@ class Backend(WorkerSite, Protocol[Asked]):
         ...
 
     async def look_up(self, path: str, authorization: str) -> WholeAnswer:
-        """Answers a GET; `authorization` is the client's header. Raises BadRequestError and AnswerFailedError."""
+        """Answers a GET; `authorization` is the client's header. Raises RefusedRequestError and AnswerFailedError."""
         ...
 
     def usable(self) -> bool:

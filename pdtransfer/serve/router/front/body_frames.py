@@ -7,17 +7,17 @@ A reading is described by a small struct, so that it can be done in another proc
 from __future__ import annotations
 
 import struct
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from msgspec import Struct
 
-from .json_bodies import BadRequestError
 from .text import TextCodec
 
 ASK = struct.Struct("<II")  # lengths of what to do, and of the body: both follow
 ANSWER = struct.Struct("<BII")  # kind, length of what follows, and the number of parts behind it
 PART = struct.Struct("<I")  # length of a part, which follows
 READY, READ, REFUSED, FAILED = range(4)  # kinds of answers; READY comes once, before all others
+Refusal: TypeAlias = tuple[str | None, str, str | None, int]  # param, text, code and status of a RefusedRequestError
 
 Result_co = TypeVar("Result_co", bound="Read", covariant=True)
 
@@ -37,7 +37,7 @@ class BodyReading(Protocol[Result_co]):
         ...
 
     def read(self, body: bytes, text: TextCodec) -> Result_co:
-        """Reads a body. Raises BadRequestError."""
+        """Reads a body. Raises RefusedRequestError."""
         ...
 
 
@@ -45,21 +45,3 @@ class WrittenAnswer(Struct, kw_only=True):
     """The answer to a request that takes no worker: its JSON is the only part."""
 
     parts: list[bytes] = []
-
-
-class RefusedBody(Struct, frozen=True):
-    """A BadRequestError, as it crosses."""
-
-    param: str | None
-    text: str
-    code: str | None
-    status: int
-
-    @classmethod
-    def of(cls, error: BadRequestError) -> RefusedBody:
-        """The error as a struct."""
-        return cls(error.param, error.text, error.code, error.status)
-
-    def error(self) -> BadRequestError:
-        """The struct as an error."""
-        return BadRequestError(self.param, self.text, code=self.code, status=self.status)

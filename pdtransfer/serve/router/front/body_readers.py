@@ -21,8 +21,8 @@ from typing import TypeVar
 import msgspec
 
 from ....environment import child_environment
-from .body_frames import ANSWER, ASK, FAILED, PART, READY, REFUSED, BodyReading, Read, RefusedBody
-from .json_bodies import BadRequestError
+from .body_frames import ANSWER, ASK, FAILED, PART, READY, REFUSED, BodyReading, Read, Refusal
+from .json_bodies import RefusedRequestError
 from .text import TextCodec
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class BodyReaders:
         self.under_way: dict[asyncio.Task[object], ReadingProcess] = {}
 
     async def read(self, reading: BodyReading[Result], body: bytes, ended: Callable[[], None]) -> Result:
-        """Reads a body. Raises BadRequestError. `ended` is called once nobody needs the body any more: after a client
-        that leaves meanwhile, since its body is read to the end."""
+        """Reads a body. Raises RefusedRequestError. `ended` is called once nobody needs the body any more: after a
+        client that leaves meanwhile, since its body is read to the end."""
         if len(body) <= self._inline_bytes_max:
             try:
                 return reading.read(body, self._text)
@@ -113,10 +113,10 @@ async def _read(process: ReadingProcess, reading: BodyReading[Result], body: byt
         return await process.read(reading, body)
     except TimeoutError:
         log.error("process %s has not read a body of %d bytes within %.0f s", process.pid, len(body), READ_S)
-        raise BadRequestError(None, f"the body takes longer than {READ_S:.0f} s to read") from None
+        raise RefusedRequestError(None, f"the body takes longer than {READ_S:.0f} s to read") from None
     except (OSError, EOFError) as error:
         log.error("process %s, which reads bodies, has failed: %s", process.pid, error)
-        raise BadRequestError(None, "the process that read the body has ended", status=500) from None
+        raise RefusedRequestError(None, "the process that read the body has ended", status=500) from None
     finally:
         if not process.usable:
             await process.close()
@@ -137,8 +137,8 @@ class ReadingProcess:
         return 0 if self._process is None else self._process.pid
 
     async def read(self, reading: BodyReading[Result], body: bytes) -> Result:
-        """Has it read a body. Raises BadRequestError; and TimeoutError, OSError and EOFError, after which it is to be
-        closed, as after a cancellation."""
+        """Has it read a body. Raises RefusedRequestError; and TimeoutError, OSError and EOFError, after which it is to
+        be closed, as after a cancellation."""
         self.usable = False
         pipe, loop = self._pipe or await self._start(), asyncio.get_running_loop()
         call = msgspec.msgpack.encode(reading)
@@ -151,7 +151,8 @@ class ReadingProcess:
                 raise EOFError(head.decode(errors="replace"))
             if kind == REFUSED:
                 self.usable = True
-                raise msgspec.msgpack.decode(head, type=RefusedBody).error()
+                param, text, code, status = msgspec.msgpack.decode(head, type=Refusal)
+                raise RefusedRequestError(param, text, code=code, status=status)
             read = msgspec.msgpack.decode(head, type=reading.result)
             for _ in range(parts):
                 (length,) = PART.unpack(await _received(pipe, PART.size))

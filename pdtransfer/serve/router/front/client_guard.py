@@ -15,7 +15,7 @@ from ....bus.sockets import LogThrottle
 from ....errors import ConfigError
 from ...process.signals import read_again
 from ...settings.router import RouterConfig
-from .key_limits import KeyLimitError
+from .json_bodies import RefusedRequestError
 from .openai_http import API_KEY_USE, error_response, refusal
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def authenticated(keys: ApiKeys, count: Callable[[int], None]) -> Middleware:
             with key.use(now) as use:
                 request[API_KEY_USE] = use
                 return await handler(request)
-        except KeyLimitError as why:
-            count(429)
+        except RefusedRequestError as why:
+            count(why.status)
             return refusal(why)
 
     return through

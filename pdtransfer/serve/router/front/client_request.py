@@ -12,7 +12,7 @@ from ....errors import Cause
 from ....limits import NAME_LENGTH_MAX
 from ...tracing.ended_request import EndedRequest, TraceContext
 from ...tracing.spans import TimedSpan
-from .json_bodies import BadRequestError
+from .json_bodies import RefusedRequestError
 
 REQUEST_ID, TRACEPARENT = "X-Request-Id", "traceparent"  # headers
 LEFT = 499  # the status in the record of a request whose client left
@@ -29,7 +29,7 @@ class ClientRequest:
     trace: TraceContext | None = None  # its own span, or the client's where it has none
     parent_span: str = ""
     continues_trace: bool = False  # the client has sent a valid traceparent
-    refused: BadRequestError | None = None  # what is wrong with it already
+    refused: RefusedRequestError | None = None  # what is wrong with it already
     key_name: str = ""  # of its API key
     began_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None  # when the first token came
@@ -61,7 +61,7 @@ class ClientRequest:
         request_id, refused = headers.get(REQUEST_ID) or uuid.uuid4().hex, None
         try:
             checked_request_id(request_id)
-        except BadRequestError as error:
+        except RefusedRequestError as error:
             request_id, refused = uuid.uuid4().hex, error
         theirs = TraceContext.parse(headers.get(TRACEPARENT, ""))
         own, parent = theirs, ""
@@ -75,7 +75,7 @@ class ClientRequest:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Raises BadRequestError for what `accept` has found."""
+        """Raises RefusedRequestError for what `accept` has found."""
         if self.refused is not None:
             raise self.refused
 
@@ -135,9 +135,9 @@ class ClientRequest:
 
 
 def checked_request_id(text: str) -> str:
-    """Returns it. Raises BadRequestError for one that a server may not take."""
+    """Returns it. Raises RefusedRequestError for one that a server may not take."""
     if not 1 <= len(text) <= NAME_LENGTH_MAX or not text.isascii() or not text.isprintable():
-        raise BadRequestError("X-Request-Id", f"must be 1 to {NAME_LENGTH_MAX} printable ASCII characters")
+        raise RefusedRequestError("X-Request-Id", f"must be 1 to {NAME_LENGTH_MAX} printable ASCII characters")
     return text
 
 

@@ -17,16 +17,19 @@ _MISSING = re.compile(r"^Object missing required field `(\w+)`")
 Parsed = TypeVar("Parsed")
 
 
-class BadRequestError(LocalProtocolError):
-    """The request is invalid. `param` is the field, None for the body as a whole; `code` is OpenAI's error code."""
+class RefusedRequestError(LocalProtocolError):
+    """The request is invalid, or beyond a limit. `param` is the field, None for the request as a whole; `code` is
+    OpenAI's error code. `retry_ms` is when to ask again, of 429."""
 
-    def __init__(self, param: str | None, text: str, *, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, param: str | None, text: str, *, code: str | None = None, status: int = 400, retry_ms: int = 0
+    ) -> None:
         super().__init__(f"{param}: {text}" if param else text)
-        self.param, self.text, self.code, self.status = param, text, code, status
+        self.param, self.text, self.code, self.status, self.retry_ms = param, text, code, status, retry_ms
 
 
 def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:
-    """Decodes a body. Raises BadRequestError that names the field."""
+    """Decodes a body. Raises RefusedRequestError that names the field."""
     try:
         body.decode()  # a Raw value's text stays unchecked
         return decoder.decode(body)
@@ -34,22 +37,22 @@ def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:
         raise _bad_request(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if (halved := _with_half_a_character(body)) is not None:
-            raise BadRequestError(halved, "half of a surrogate pair is not a character") from None
-        raise BadRequestError(None, f"the body is not JSON: {error}") from None
+            raise RefusedRequestError(halved, "half of a surrogate pair is not a character") from None
+        raise RefusedRequestError(None, f"the body is not JSON: {error}") from None
     except RecursionError:
-        raise BadRequestError(None, "the body is nested too deeply") from None
+        raise RefusedRequestError(None, "the body is nested too deeply") from None
 
 
 def decoded_field(name: str, decoder: msgspec.json.Decoder[Parsed], value: Raw) -> Parsed:
-    """Decodes one field of a body that was decoded. Raises BadRequestError that names it."""
+    """Decodes one field of a body that was decoded. Raises RefusedRequestError that names it."""
     try:
         return decoder.decode(value)
     except msgspec.ValidationError as error:
-        raise BadRequestError(name, _bad_request(str(error)).text) from None
+        raise RefusedRequestError(name, _bad_request(str(error)).text) from None
     except msgspec.DecodeError as error:
-        raise BadRequestError(name, str(error)) from None
+        raise RefusedRequestError(name, str(error)) from None
     except RecursionError:
-        raise BadRequestError(name, "is nested too deeply") from None
+        raise RefusedRequestError(name, "is nested too deeply") from None
 
 
 def _with_half_a_character(body: bytes) -> str | None:
@@ -70,11 +73,11 @@ def _with_half_a_character(body: bytes) -> str | None:
     return None
 
 
-def _bad_request(text: str) -> BadRequestError:
+def _bad_request(text: str) -> RefusedRequestError:
     """Splits msgspec's message into field and text."""
     found = _PATH.match(text)
     text, path = (found[1], found[2]) if found is not None else (text, "")
     missing = _MISSING.match(text)
     if missing is not None:
-        return BadRequestError(path or missing[1], f"{missing[1]}: missing" if path else "missing")
-    return BadRequestError(path or None, text)
+        return RefusedRequestError(path or missing[1], f"{missing[1]}: missing" if path else "missing")
+    return RefusedRequestError(path or None, text)

@@ -6,15 +6,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ....errors import WorldError
+from .json_bodies import RefusedRequestError
 
 
-class KeyLimitError(WorldError):
-    """A key's limit is reached; `retry_ms` says when to ask again."""
-
-    def __init__(self, text: str, *, retry_ms: int) -> None:
-        super().__init__(text)
-        self.retry_ms = retry_ms
+def _over(text: str, retry_ms: int) -> RefusedRequestError:
+    return RefusedRequestError(None, text, code="rate_limit_exceeded", status=429, retry_ms=retry_ms)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +28,8 @@ class ApiKey:
 
     @contextmanager
     def use(self, now: float) -> Generator[KeyUse]:
-        """Counts a request as one open answer in this scope, or as more by `KeyUse.widen`. Raises KeyLimitError beyond
-        a limit."""
+        """Counts a request as one open answer in this scope, or as more by `KeyUse.widen`. Raises RefusedRequestError
+        beyond a limit."""
         use = KeyUse(self)
         use.widen(1, now)
         try:
@@ -42,10 +38,10 @@ class ApiKey:
             self.open_count -= use.answers
 
     def take(self, more: int, answers: int, now: float) -> None:
-        """Counts `more` answers of a request of `answers`. Raises KeyLimitError, and counts nothing then."""
+        """Counts `more` answers of a request of `answers`. Raises RefusedRequestError, and counts nothing then."""
         if self.open_max is not None and self.open_count + more > self.open_max:
             text = f"{self.open_count} answers of this API key are open, and {more} more are asked for"
-            raise KeyLimitError(f"{text}: at most {self.open_max}", retry_ms=1_000)
+            raise _over(f"{text}: at most {self.open_max}", 1_000)
         if self.rate is not None:
             burst = max(1.0, self.rate)
             self.tokens = min(burst, self.tokens + max(0.0, now - self.filled_at) * self.rate)
@@ -53,7 +49,7 @@ class ApiKey:
             needed = min(burst, answers) - (answers - more)
             if self.tokens < needed:
                 wait_ms = int((needed - self.tokens) / self.rate * 1e3) + 1
-                raise KeyLimitError(f"this API key may ask for {self.rate:g} answers a second", retry_ms=wait_ms)
+                raise _over(f"this API key may ask for {self.rate:g} answers a second", wait_ms)
             self.tokens -= more
         self.open_count += more
 
@@ -66,11 +62,11 @@ class KeyUse:
     answers: int = 0
 
     def widen(self, answers: int, now: float) -> None:
-        """Counts the request as this many answers from now on. Raises KeyLimitError beyond a limit: what it took of
-        the key's rate is given back then."""
+        """Counts the request as this many answers from now on. Raises RefusedRequestError beyond a limit: what it took
+        of the key's rate is given back then."""
         try:
             self.key.take(answers - self.answers, answers, now)
-        except KeyLimitError:
+        except RefusedRequestError:
             self.key.tokens += self.answers
             raise
         self.answers = answers

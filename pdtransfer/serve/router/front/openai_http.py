@@ -12,15 +12,15 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from ....errors import ArenaFullError, Cause
+from ....errors import Cause
 from ....limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
 from ...settings.router import RouterConfig
 from .backend import JSON, AnswerFailedError, WholeAnswer
 from .body_frames import BodyReading, Read
 from .body_readers import BodyReaders
 from .client_request import REQUEST_ID, ClientRequest
-from .json_bodies import BadRequestError
-from .key_limits import KeyLimitError, KeyUse
+from .json_bodies import RefusedRequestError
+from .key_limits import KeyUse
 
 API_KEY_USE = web.RequestKey("api_key_use", KeyUse)  # whose request it is, where API keys are on
 CLIENT = web.RequestKey("client_request", ClientRequest)  # of a request to generate
@@ -41,13 +41,13 @@ class OpenRequests:
         self._idle.set()
 
     async def read(self, http: web.Request, reading: BodyReading[Result]) -> tuple[Result, bytes]:
-        """Receives the body and reads it; returns what was read, and the body. Raises BadRequestError, also where it is
-        late, HTTPRequestEntityTooLarge, or ArenaFullError where all bodies together are too large."""
+        """Receives the body and reads it; returns what was read, and the body. Raises RefusedRequestError, also where
+        it is late or all bodies together are too large, and HTTPRequestEntityTooLarge."""
         try:
             async with asyncio.timeout(BODY_S):
                 body = await self._received(http)
         except TimeoutError:
-            raise BadRequestError(None, "the body did not come in time", status=408) from None
+            raise RefusedRequestError(None, "the body did not come in time", status=408) from None
         self.bodies_bytes += len(body)
 
         def ended() -> None:
@@ -66,20 +66,20 @@ class OpenRequests:
                 if len(body) > HTTP_BODY_BYTES_MAX:
                     raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, len(body))
                 if self.bodies_bytes > HTTP_BODIES_BYTES_MAX:
-                    raise ArenaFullError("too many request bodies at once", retry_ms=1_000)
+                    raise _full("too many request bodies at once", 1_000)
         finally:
             self.bodies_bytes -= len(body)
         return bytes(body)
 
     @contextmanager
     def hold(self, http: web.Request, prompt_bytes: int, *, answers: int) -> Generator[None]:
-        """Counts a request for this many answers until its end. Raises KeyLimitError beyond a limit of its API key, and
-        ArenaFullError beyond `rooms_max` or `prompts_bytes_max`."""
+        """Counts a request for this many answers until its end. Raises RefusedRequestError beyond a limit of its API
+        key, and beyond `rooms_max` or `prompts_bytes_max`."""
         limits = self._limits
         if (use := http.get(API_KEY_USE)) is not None:
             use.widen(answers, asyncio.get_running_loop().time())
         if self.count + answers > limits.rooms_max or self.prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
-            raise ArenaFullError("too many answers are still being read", retry_ms=0)
+            raise _full("too many answers are still being read", 0)
         self.count += answers
         self.prompts_bytes += prompt_bytes
         self._idle.clear()
@@ -99,6 +99,10 @@ class OpenRequests:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()
+
+
+def _full(text: str, retry_ms: int) -> RefusedRequestError:
+    return RefusedRequestError(None, text, code=Cause.FULL.value, status=429, retry_ms=retry_ms)
 
 
 def accept(http: web.Request, config: RouterConfig) -> ClientRequest:
@@ -146,13 +150,9 @@ def failure(failed: AnswerFailedError) -> web.Response:
     return error_response(failed.status, str(failed), code=failed.cause.value, retry_ms=failed.retry_ms)
 
 
-def refusal(why: BadRequestError | ArenaFullError | KeyLimitError) -> web.Response:
+def refusal(why: RefusedRequestError) -> web.Response:
     """Returns the answer to a request that is not accepted."""
-    if isinstance(why, KeyLimitError):
-        return error_response(429, str(why), code="rate_limit_exceeded", retry_ms=why.retry_ms)
-    if isinstance(why, ArenaFullError):
-        return error_response(429, str(why), code=Cause.FULL.value, retry_ms=why.retry_ms or 0)
-    return error_response(why.status, str(why), param=why.param, code=why.code)
+    return error_response(why.status, str(why), param=why.param, code=why.code, retry_ms=why.retry_ms)
 
 
 def openai_errors(paths: str, others: tuple[str, ...] = ()) -> Middleware:

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import Gauge
 
-from ....errors import ArenaFullError, Cause
+from ....errors import Cause
 from ....limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
 from ...process.http import Health, HttpListener, application
 from ...settings.router import RouterConfig
@@ -20,8 +20,7 @@ from .body_readers import BodyReaders
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
 from .fleet_status import fleet_status
-from .json_bodies import BadRequestError
-from .key_limits import KeyLimitError
+from .json_bodies import RefusedRequestError
 from .openai_http import OpenRequests, accept, error, failure, openai_errors, refusal, stamp, written
 from .recent_requests import RecentRequests
 from .router_metrics import RouterMetrics
@@ -105,7 +104,7 @@ class Router:
     async def _look_up(self, http: web.Request) -> web.Response:
         try:
             return written(await self.backend.look_up(http.path, http.headers.get("Authorization", "")))
-        except BadRequestError as why:
+        except RefusedRequestError as why:
             return refusal(why)
         except AnswerFailedError as failed:
             return failure(failed)
@@ -115,14 +114,14 @@ class Router:
         try:
             answer, _ = await self.open_requests.read(http, self.backend.reading(http.path))
             return web.Response(body=answer.parts[0], content_type=JSON)
-        except (BadRequestError, ArenaFullError) as why:
+        except RefusedRequestError as why:
             return refusal(why)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         client = accept(http, self._config)
         try:
             return await self._answer(http, client)
-        except (BadRequestError, ArenaFullError, KeyLimitError) as why:
+        except RefusedRequestError as why:
             response = refusal(why)
             client.answered(response.status, detail=str(why))
             return response

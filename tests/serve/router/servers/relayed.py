@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from pdtransfer.serve.router.backends.servers.dialects import ReadRelayed
-from pdtransfer.serve.router.backends.servers.server_request import ServerRequest, request_of
+from pdtransfer.serve.router.backends.servers.server_request import ServerRequest
 from pdtransfer.serve.router.front.text import BytesText
 
 
@@ -14,4 +14,5 @@ def relayed(
 ) -> ServerRequest:
     """The request of this body: bytes, or what is to be JSON."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return request_of(ReadRelayed(engine, block_tokens).read(raw, BytesText()), raw, path=path, request_id="r")
+    read = ReadRelayed(engine, block_tokens).read(raw, BytesText())
+    return read.received(raw, path=path, request_id="r", headers={"X-Request-Id": "r"})

@@ -10,7 +10,7 @@ from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.serve.router.backends.servers.dialect import Dialect
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from pdtransfer.serve.router.backends.servers.server_request import ServerRequest
-from pdtransfer.serve.router.front.json_bodies import BadRequestError
+from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from pdtransfer.serve.settings.router import HTTP_ENGINES
 from tests.serve.router.servers.relayed import relayed
 from tests.support.json_values import spoiled
@@ -156,14 +156,14 @@ def test_a_request_that_is_given_up_is_named_as_its_servers_know_it() -> None:
     ids=["n", "generate", "batch"],
 )
 def test_several_choices_of_a_prompt_are_refused(body: dict) -> None:
-    with pytest.raises(BadRequestError, match="must be 1: SGLang hands over one choice of a prompt"):
+    with pytest.raises(RefusedRequestError, match="must be 1: SGLang hands over one choice of a prompt"):
         request(SGLANG, body, "/generate")
     request(VLLM, body)
 
 
 @pytest.mark.parametrize("body", [{"n": "2"}, {"sampling_params": {"n": "2"}}, {"sampling_params": [5]}])
 def test_choices_of_another_type_are_refused(body: dict) -> None:
-    with pytest.raises(BadRequestError, match="Expected"):
+    with pytest.raises(RefusedRequestError, match="Expected"):
         request(SGLANG, body, "/generate")
 
 

@@ -342,7 +342,7 @@ async def halves(prefill: Half, decode: Half) -> AsyncIterator[asyncio.Task[obje
     async with alone(fine, of=Halves) as it:
         server = replace(it.server, role="prefill", identity={"remote_engine_id": "p0"})
         request = relayed({"prompt": "once"})
-        yield asyncio.create_task(it.upstream.dispatch(Pair(server, it.server), request, {}))
+        yield asyncio.create_task(it.upstream.dispatch(Pair(server, it.server), request))
 
 
 @on_loop

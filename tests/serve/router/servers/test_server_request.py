@@ -6,7 +6,7 @@ import pytest
 
 from pdtransfer.limits import BODY_FIELDS_MAX
 from pdtransfer.serve.router.backends.servers.server_request import ServerRequest
-from pdtransfer.serve.router.front.json_bodies import BadRequestError
+from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from tests.serve.router.servers.relayed import relayed
 
 
@@ -55,7 +55,7 @@ def test_prompts_of_sglangs_own_path_share_blocks_as_well(field: str) -> None:
 
 @pytest.mark.parametrize("field", ["model", "prompt", "stop", "user"])
 def test_half_a_surrogate_pair_is_refused_by_its_field(field: str) -> None:
-    with pytest.raises(BadRequestError, match=f"{field}: half of a surrogate pair"):
+    with pytest.raises(RefusedRequestError, match=f"{field}: half of a surrogate pair"):
         parsed(**{"prompt": "a", field: ["b", "\udc00"]})
 
 
@@ -87,11 +87,11 @@ def test_prompts_of_a_list_count_and_so_do_the_choices_of_each(fields: dict, pro
 
 @pytest.mark.parametrize("n", ["256", 2.5, [256], {"a": 1}, True])
 def test_a_number_of_choices_of_another_type_is_refused_since_servers_might_take_it(n: object) -> None:
-    with pytest.raises(BadRequestError, match=r"^n: Expected `int \| null`"):
+    with pytest.raises(RefusedRequestError, match=r"^n: Expected `int \| null`"):
         relayed({"prompt": "a", "n": n})
 
 
 def test_a_body_has_a_bounded_number_of_fields() -> None:
     assert len(relayed({f"f{i}": i for i in range(BODY_FIELDS_MAX)}).fields) == BODY_FIELDS_MAX
-    with pytest.raises(BadRequestError, match="257 fields, at most 256"):
+    with pytest.raises(RefusedRequestError, match="257 fields, at most 256"):
         relayed({f"f{i}": i for i in range(BODY_FIELDS_MAX + 1)})

@@ -6,20 +6,24 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ....tracing.ended_request import EndedRequest
 from ...front.backend import AnswerFailedError
+from ...front.client_request import ClientRequest
 from ...front.text import TextCodec
 from .answer_text import AnswerText, TextPiece
 from .answers import AnswerForm, EndedChoice, usage_of
 from .completions import Completion
-from .router_effects import Fail, Finish, Refusal
+from .room_records import RoomAttempt, room_record
+from .router_effects import Fail, Finish, Refusal, Retry
 
 TURN_TOKENS_MAX = 256  # of one answer that become text before the loop serves others: some milliseconds
 
 
 class Reply:
-    """Buffers one room's tokens for its HTTP task: at most max_tokens of them. `news` is set at each change."""
+    """One choice: its tokens wait here for its HTTP task, at most max_tokens of them. `news` is set at each change."""
 
-    def __init__(self, news: asyncio.Event, began_s: float) -> None:
+    def __init__(self, client: ClientRequest, news: asyncio.Event, began_s: float) -> None:
+        self.client, self.room = client, RoomAttempt(began_s)
         self.began_s = self.first_s = self.token_s = began_s  # token_s: when the latest token came
         self.streaming = False
         self._ids: list[int] = []
@@ -29,15 +33,29 @@ class Reply:
 
     def put(self, ids: list[int], logprobs: bytes, now: float) -> None:
         """Appends ids, with their packed logprobs."""
+        if not self.streaming:
+            self.first_s, self.client.first_s = now, self.client.first_s or now
+        if self.room.first_s is None:
+            self.room.first_s = now
+        self.room.tokens += len(ids)
         self.streaming, self.token_s = True, now
         self._ids += ids
         self._logprobs += logprobs
         self._news.set()
 
-    def close(self, end: Finish | Fail) -> None:
-        """Ends the room's part of the answer."""
-        self.end = end
-        self._news.set()
+    def ended(self, end: Finish | Fail | Retry, now: float) -> EndedRequest:
+        """Its room has ended, and with Retry the choice has another one now. Returns the room's record."""
+        record = room_record(self.client, self.room, end, now)
+        self.client.ended_rooms.append(record)
+        if isinstance(end, Retry):
+            self.room = RoomAttempt(now)
+            self.client.retried = True
+            self.client.rooms.append(end.next_room)
+            self.client.resumptions += end.resumed
+        else:
+            self.end = end
+            self._news.set()
+        return record
 
     @property
     def waiting(self) -> int:
@@ -146,16 +164,16 @@ class GrowingAnswer:
         if first and choice.echo:
             piece = TextPiece(choice.echo) + piece
         if isinstance(finish, Finish):
-            decoded = finish.decode is None or finish.decode.reason == "stop"
+            decoded = finish.room.decode is None or finish.room.decode.reason == "stop"
             reason = "stop" if choice.text.stopped or decoded else "length"
-            choice.ended = EndedChoice(piece, reason, choice.text.tokens, finish)
+            choice.ended = EndedChoice(piece, reason, choice.text.tokens, finish.room)
             self._left -= 1
         return ChoiceNews(index, piece, first, choice.ended)
 
 
 def failed_answer(end: Fail | Refusal) -> AnswerFailedError:
     """The error of a room that failed, or was not accepted."""
-    return AnswerFailedError(end.detail, end.cause, status=end.status, retry_ms=end.retry_ms)
+    return AnswerFailedError(end.detail, end.cause, retry_ms=end.retry_ms)
 
 
 class AnswerEvents:

@@ -10,7 +10,7 @@ import msgspec
 from .....wire import End
 from ...front.text import TextCodec, token_name
 from .answer_text import ScoredToken, TextPiece
-from .router_effects import Finish
+from .router_effects import RoomReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class EndedChoice:
     piece: TextPiece  # the whole of it, or in a stream what came last
     finish_reason: str
     tokens: int
-    finish: Finish
+    room: RoomReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class AnswerForm:
         }
         more: dict[str, object] = {"usage": None} if self.usage_follows else {}
         if ended is not None:
-            more["pdtransfer"] = extension(ended.finish)
+            more["pdtransfer"] = extension(ended.room)
         return self._object([choice], chunk=True, more=more)
 
     def usage_chunk(self, usage: dict[str, object]) -> bytes:
@@ -63,7 +63,7 @@ class AnswerForm:
             }
             for index, each in enumerate(choices)
         ]
-        extensions = [extension(each.finish) for each in choices]
+        extensions = [extension(each.room) for each in choices]
         more = {"usage": usage, "pdtransfer": extensions if len(extensions) > 1 else extensions[0]}
         return self._object(made, chunk=False, more=more)
 
@@ -122,7 +122,7 @@ def usage_of(prompt_tokens: int, choices: Sequence[EndedChoice], n: int) -> dict
     """OpenAI's usage. Cached tokens are those of the first choice of each prompt, and missing where a stop string ended
     one of these, since decode reports them at its own end, or where one was resumed."""
     completion_tokens = sum(each.tokens for each in choices)
-    ends = [None if each.finish.resumptions else each.finish.decode for each in choices[::n]]
+    ends = [None if each.room.resumptions else each.room.decode for each in choices[::n]]
     known = [each.prefix for each in ends if each is not None]
     details = {"cached_tokens": sum(known)} if len(known) == len(ends) else None
     return {
@@ -133,24 +133,24 @@ def usage_of(prompt_tokens: int, choices: Sequence[EndedChoice], n: int) -> dict
     }
 
 
-def extension(finish: Finish) -> dict[str, object]:
+def extension(room: RoomReport) -> dict[str, object]:
     """Returns this project's fields. `handoff_us` is from the last byte written to READY, null where the two are not
     read from one clock. What decode reports at its end is null where a stop string ended the choice. Of a resumed
     choice it is the last room's, and null where it covers that room's tokens alone."""
-    decode, prefill = finish.decode, finish.prefill
-    whole = decode if not finish.resumptions else None
+    decode, prefill = room.decode, room.prefill
+    whole = decode if not room.resumptions else None
     return {
-        "room": f"{finish.room:016x}",
+        "room": f"{room.id:016x}",
         "kv_bytes": decode.kv_bytes if decode is not None else None,
         "copy_us": prefill.copy_us if prefill is not None else 0,
         "handoff_us": _handoff_us(prefill, decode),
         "tokens_digest": whole.tokens_digest.hex() if whole is not None else None,
         "logits_digest": whole.logits_digest.hex() if whole is not None else None,
         "kv_digest": decode.kv_digest.hex() if decode is not None else None,
-        "prefill": finish.prefill_node,
-        "decode": finish.decode_node,
-        "enable_hisparse": finish.enable_hisparse,
-        "resumptions": finish.resumptions,
+        "prefill": room.prefill_node,
+        "decode": room.decode_node,
+        "enable_hisparse": room.enable_hisparse,
+        "resumptions": room.resumptions,
     }
 
 

@@ -29,14 +29,13 @@ from ...fleet.status import WorkerStatus
 from ...fleet.worker import model_text
 from ...front.backend import BackendState, Paths, WholeAnswer
 from ...front.client_request import ClientRequest
-from ...front.json_bodies import BadRequestError
+from ...front.json_bodies import RefusedRequestError
 from ...front.router_metrics import RouterMetrics
 from ...front.text import load_text
 from .answer_text import TextPiece
 from .answering import AnswerEvents, GrowingAnswer, Reply, failed_answer
 from .answers import AnswerForm, models, one_model, usage_of
-from .completions import Completion, ReadBody, ReadCompletion, ReadText, RequestDefaults, completion_of
-from .room_records import RoomRecords
+from .completions import Completion, ReadBody, ReadCompletion, ReadText, completion_of
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .routing import Routing
 from .routing_metrics import RoutingMetrics
@@ -61,7 +60,6 @@ class Daemons:
     ) -> None:
         """`ended` gets a record of each room at its end."""
         self._config, self._spans, self._ended = config, spans, ended
-        self._defaults = RequestDefaults(enable_hisparse=config.enable_hisparse, enable_resume=config.enable_resume)
         self.text = load_text(config.model)
         self.incarnation = secrets.randbits(64)
         self._created = int(time.time())
@@ -85,7 +83,6 @@ class Daemons:
         self._clock = LoopClock.among_peers(config.limits.ping_ms)
         self._perform = EffectRunner(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
         self._replies: dict[int, Reply] = {}
-        self._records: dict[int, RoomRecords] = {}  # of these
         self.metrics = RoutingMetrics(metrics, self.routing, self._bus)
 
     async def open(self) -> None:
@@ -149,11 +146,8 @@ class Daemons:
                 self._bus.send(peer, message)
             case Emit():
                 self._emit(effect)
-            case Finish() | Fail():
-                self._replies[effect.request].close(effect)
-                self._ended(self._records[effect.request].ended(effect))
-            case Retry():
-                self._ended(self._records[effect.request].ended(effect))
+            case Finish() | Fail() | Retry():
+                self._ended(self._replies[effect.request].ended(effect, time.monotonic()))
             case WorkerChanged(peer, ""):
                 worker = self.routing.workers.by_peer[peer]
                 assert worker.identity is not None
@@ -165,14 +159,12 @@ class Daemons:
                 log.log(logging.INFO if orderly else logging.WARNING, "%s", why)
 
     def _emit(self, emit: Emit) -> None:
-        reply, records = self._replies[emit.request], self._records[emit.request]
-        records.emitted(emit.request, len(emit.ids))
-        of, now = self.metrics.of(records.client.model), time.monotonic()
+        reply, now = self._replies[emit.request], time.monotonic()
+        of = self.metrics.of(reply.client.model)
         if reply.streaming:
             for _ in emit.ids:
                 of.inter_token.observe((now - reply.token_s) / len(emit.ids))
         else:
-            reply.first_s = now
             of.first_token.observe(now - reply.began_s)
         reply.put(emit.ids, emit.logprobs, now)
         of.generated_tokens.inc(len(emit.ids))
@@ -240,7 +232,7 @@ class Daemons:
             return WholeAnswer.of_json(models(served, self._created))
         name = path.removeprefix(MODELS + "/")
         if name not in served:
-            raise BadRequestError("model", f"{name[:64]!r} is not served", code="model_not_found", status=404)
+            raise RefusedRequestError("model", f"{name[:64]!r} is not served", code="model_not_found", status=404)
         return WholeAnswer.of_json(one_model(name, self._created, served[name]))
 
     def _served(self) -> dict[str, int | None]:
@@ -256,30 +248,22 @@ class Daemons:
         return ReadCompletion(path == CHAT)
 
     def request(self, read: ReadBody, body: bytes, client: ClientRequest) -> Completion:
-        """The rooms that a body asks for. Raises BadRequestError."""
+        """The rooms that a body asks for. Raises RefusedRequestError."""
         del body
-        parsed = completion_of(
-            read, seed=secrets.randbits(63), text=self.text, served=self._served(), defaults=self._defaults
+        completion = completion_of(
+            read,
+            seed=secrets.randbits(63),
+            text=self.text,
+            served=self._served(),
+            enable_hisparse=self._config.enable_hisparse,
+            enable_resume=self._config.enable_resume,
+            request_id=client.request_id,
+            traceparent=client.traceparent,
         )
-        completion = self._of_one_model(parsed).of_request(client.request_id, client.traceparent)
         client.model, client.stream = completion.model or "", completion.stream
         client.prompt_tokens, client.enable_hisparse = completion.prompt_tokens, completion.rooms[0].enable_hisparse
         self.metrics.of(client.model)  # however the request ends, it counts as one of this model
         return completion
-
-    def _of_one_model(self, completion: Completion) -> Completion:
-        """Fills in the model. Raises BadRequestError for a model that is not served, or a missing one among several."""
-        served, model = self.routing.workers.models(), completion.model
-        if not served or model in served:
-            return completion
-        if model is not None:
-            raise BadRequestError(
-                "model", f"{model!r} is not served: {', '.join(served)}", code="model_not_found", status=404
-            )
-        if len(served) > 1:
-            raise BadRequestError("model", f"missing, one of: {', '.join(served)}")
-        (model,) = served
-        return replace(completion, rooms=tuple(replace(room, model=model) for room in completion.rooms))
 
     async def answer(self, request: Completion, client: ClientRequest) -> WholeAnswer | AnswerEvents:
         """Begins all rooms, or none, and answers with them."""
@@ -307,16 +291,15 @@ class Daemons:
 
     async def _begin(self, request: Completion, client: ClientRequest, replies: dict[int, Reply]) -> GrowingAnswer:
         """Begins the rooms, and adds their replies. Raises AnswerFailedError for the first that is refused."""
-        news, records, of = asyncio.Event(), RoomRecords(client), self.metrics.of(client.model)
+        news, of = asyncio.Event(), self.metrics.of(client.model)
         for room in request.rooms:
             if replies:
                 await asyncio.sleep(0)  # The prompts of many rooms take their time: others have their turn.
             accepted = self.routing.submit(room, self._clock.now())
             if isinstance(accepted, Refusal):
                 raise failed_answer(accepted)
-            replies[accepted.request] = self._replies[accepted.request] = Reply(news, time.monotonic())
-            self._records[accepted.request] = records
-            records.begun(accepted.request, len(room.prompt) // 4)
+            replies[accepted.request] = self._replies[accepted.request] = Reply(client, news, time.monotonic())
+            client.rooms.append(accepted.request)
             self._perform(accepted.effects)
             of.prompt_tokens.inc(len(room.prompt) // 4)
         return GrowingAnswer(request, replies, news, self.text, self._stop)
@@ -330,7 +313,7 @@ class Daemons:
         for room, reply in replies.items():
             if reply.end is None:
                 self._perform(self.routing.cancel(room, self._clock.now()))
-            del self._replies[room], self._records[room]
+            del self._replies[room]
         if self._spans is not None and len(replies) == len(request.rooms):
             _draw(self._spans, list(replies.values()))
 
@@ -355,5 +338,5 @@ def _draw(spans: Spans, replies: list[Reply]) -> None:
     now = time.monotonic()
     for reply in replies:
         if isinstance(reply.end, Finish):
-            spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
-            spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)
+            spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room.id)
+            spans("request", "from the first token on", reply.first_s, now, room=reply.end.room.id)

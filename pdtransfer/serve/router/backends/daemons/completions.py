@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Annotated, Literal, TypeAlias
 
@@ -32,8 +32,8 @@ from .....limits import (
 )
 from .....wire import Sampling, pack_biases, pack_ids
 from ...front.body_frames import WrittenAnswer
-from ...front.json_bodies import BadRequestError, decoded, decoded_field
-from ...front.text import BytesText, TextCodec
+from ...front.json_bodies import RefusedRequestError, decoded, decoded_field
+from ...front.text import TextCodec
 from .router_rooms import CompletionRequest
 
 PROMPT_TOKENS_MAX = PROMPT_BYTES_MAX // 4
@@ -166,17 +166,6 @@ _OF_COMPLETIONS = {"echo": _OFF, "best_of": (None, 1)}  # likewise, in a chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestDefaults:
-    """What holds for requests without these fields."""
-
-    enable_hisparse: bool = False
-    enable_resume: bool = False
-
-
-_DEFAULTS = RequestDefaults()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A parsed body. Choice i is answered by `rooms[i]`; each prompt has `n` of them, one after the other."""
 
@@ -192,11 +181,6 @@ class Completion:
     @property
     def model(self) -> str | None:
         return self.rooms[0].model
-
-    def of_request(self, request_id: str, traceparent: str) -> Completion:
-        """Returns the same completion, whose rooms carry these ids."""
-        rooms = [replace(room, request_id=request_id, traceparent=traceparent) for room in self.rooms]
-        return replace(self, rooms=tuple(rooms))
 
     @property
     def answers(self) -> int:
@@ -237,27 +221,13 @@ _UNSUPPORTED_BY_CHAT = {
 }
 
 
-def parse(
-    body: bytes,
-    *,
-    seed: int,
-    chat: bool = False,
-    text: TextCodec | None = None,
-    served: Served | None = None,
-    defaults: RequestDefaults = _DEFAULTS,
-) -> Completion:
-    """Parses a body; `seed` is a default as well. Raises BadRequestError that names the field."""
-    text = text or BytesText()
-    return completion_of(read_body(body, chat=chat, text=text), seed=seed, text=text, served=served, defaults=defaults)
-
-
 def read_body(body: bytes, *, chat: bool, text: TextCodec) -> ReadBody:
-    """Decodes and tokenises a body. Raises BadRequestError that names the field."""
+    """Decodes and tokenises a body. Raises RefusedRequestError that names the field."""
     names, decoder = _UNSUPPORTED_BY_CHAT[chat]
     values = decoded(decoder, body)
     for name, neutral in names.items():
         if not _is_neutral(getattr(values, name), neutral):
-            raise BadRequestError(name, "is not supported")
+            raise RefusedRequestError(name, "is not supported")
     if not chat:
         fields = decoded(_COMPLETION, body)
         _check_completion(fields)
@@ -268,7 +238,7 @@ def read_body(body: bytes, *, chat: bool, text: TextCodec) -> ReadBody:
         )  # fmt: skip
     fields = decoded(_CHAT, body)
     if fields.top_logprobs and not fields.logprobs:
-        raise BadRequestError("top_logprobs", "only together with logprobs")
+        raise RefusedRequestError("top_logprobs", "only together with logprobs")
     prompt = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=fields.add_special_tokens)
     longest = ("max_completion_tokens", fields.max_completion_tokens)
     return ReadBody(
@@ -297,22 +267,22 @@ def _is_neutral(value: Raw, neutral: tuple[object, ...]) -> bool:
 
 def _check_completion(fields: CompletionBody) -> None:
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise BadRequestError("best_of", f"{fields.best_of} is not supported: it must equal n")
+        raise RefusedRequestError("best_of", f"{fields.best_of} is not supported: it must equal n")
     if fields.echo and fields.logprobs is not None:
-        raise BadRequestError("echo", "is not supported together with logprobs: prompts have none")
+        raise RefusedRequestError("echo", "is not supported together with logprobs: prompts have none")
 
 
 def chat_ids(
     text: TextCodec, messages: Sequence[ChatMessage], *, reply: bool | None, special: bool | None
 ) -> NDArray[np.int64]:
-    """The ids of a chat; templates write their own special tokens. Raises BadRequestError."""
+    """The ids of a chat; templates write their own special tokens. Raises RefusedRequestError."""
     if not all(_is_neutral(each.tool_calls, _EMPTY) for each in messages):
-        raise BadRequestError("messages", "tool_calls are not supported")
+        raise RefusedRequestError("messages", "tool_calls are not supported")
     try:
         plain = [{"role": each.role, "content": each.text} for each in messages]
         return text.encode(text.render(plain, reply=reply is not False), special=bool(special))
     except ValueError as error:
-        raise BadRequestError("messages", str(error)) from None
+        raise RefusedRequestError("messages", str(error)) from None
 
 
 def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list[bytes]]:
@@ -324,16 +294,16 @@ def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list
     # Counted before anything is made of them: each bracket of ids is a list, and each comma ends one id at least.
     if shape is None:
         if bytes(content[:1]) == b"[" and (count := 1 + bytes(content).count(b",")) > PROMPT_TOKENS_MAX:
-            raise BadRequestError("prompt", f"{count} tokens, must be 1 to {PROMPT_TOKENS_MAX}")
+            raise RefusedRequestError("prompt", f"{count} tokens, must be 1 to {PROMPT_TOKENS_MAX}")
         items = [decoded_field("prompt", _TEXT_OR_IDS, prompt)]
     elif shape[1] == b"[":
         if (count := bytes(content).count(b"[") - 1) > CHOICES_MAX:
-            raise BadRequestError("prompt", f"{count} prompts, at most {CHOICES_MAX}")
+            raise RefusedRequestError("prompt", f"{count} prompts, at most {CHOICES_MAX}")
         items = decoded_field("prompt", _IDS, prompt)
     else:
         items = decoded_field("prompt", _TEXTS, prompt)
         if len(items) > CHOICES_MAX:
-            raise BadRequestError("prompt", f"{len(items)} prompts, at most {CHOICES_MAX}")
+            raise RefusedRequestError("prompt", f"{len(items)} prompts, at most {CHOICES_MAX}")
     packed = [
         _packed("prompt", text.encode(each, special=special) if isinstance(each, str) else each, text) for each in items
     ]
@@ -341,16 +311,16 @@ def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list
         return packed, []
     echoes = [(each if isinstance(each, str) else text.decode(each)).encode() for each in items]
     if (count := (fields.n or 1) * sum(map(len, echoes))) > ECHO_BYTES_MAX:
-        raise BadRequestError("echo", f"{count} bytes of prompts in the answer, at most {ECHO_BYTES_MAX}")
+        raise RefusedRequestError("echo", f"{count} bytes of prompts in the answer, at most {ECHO_BYTES_MAX}")
     return packed, echoes
 
 
 def _packed(name: str, ids: NDArray[np.int64] | list[int], text: TextCodec) -> bytes:
     if not 1 <= len(ids) <= PROMPT_TOKENS_MAX:
-        raise BadRequestError(name, f"{len(ids)} tokens, must be 1 to {PROMPT_TOKENS_MAX}")
+        raise RefusedRequestError(name, f"{len(ids)} tokens, must be 1 to {PROMPT_TOKENS_MAX}")
     array = np.asarray(ids, np.int64)
     if text.vocabulary is not None and int(array.max()) >= text.vocabulary:
-        raise BadRequestError(
+        raise RefusedRequestError(
             name, f"id {int(array.max())} must be below {text.vocabulary}, the size of the vocabulary"
         )
     return pack_ids(array)
@@ -361,30 +331,37 @@ def completion_of(
     *,
     seed: int,
     text: TextCodec,
-    served: Served | None = None,
-    defaults: RequestDefaults = _DEFAULTS,
+    served: Served,
+    enable_hisparse: bool = False,
+    enable_resume: bool = False,
+    request_id: str = "",
+    traceparent: str = "",
 ) -> Completion:
-    """The rooms of what was read; `seed` is a default as well. Raises BadRequestError that names the field."""
+    """The rooms of what was read. `seed` and the two flags hold where the body has none. Raises RefusedRequestError
+    that names the field."""
     fields, chat = read.fields, read.chat
+    model = _model(fields.model or None, served)
     n, stream = fields.n or 1, bool(fields.stream)
     prompts = read.parts[: len(read.parts) // 2] if read.echo else read.parts
     if len(prompts) * n > CHOICES_MAX:
-        raise BadRequestError("n", f"{n} choices of {len(prompts)} prompts, at most {CHOICES_MAX} in one request")
+        raise RefusedRequestError("n", f"{n} choices of {len(prompts)} prompts, at most {CHOICES_MAX} in one request")
     if fields.stream_options is not None and not stream:
-        raise BadRequestError("stream_options", "only together with stream")
+        raise RefusedRequestError("stream_options", "only together with stream")
     seed = seed if fields.seed is None else fields.seed
     salt = b"" if fields.cache_salt is None else blake2b(fields.cache_salt.encode(), digest_size=SALT_BYTES).digest()
     biases = _biases(fields.logit_bias or {}, text)
-    context = _context(fields.model, text, served or {}) or TOKENS_MAX
+    context = _context(model, text, served) or TOKENS_MAX
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     rooms = [
         CompletionRequest(
             prompt=prompt,
             sampling=_sampling(read, _answer_tokens(prompt, read.max_tokens, context, chat=chat), seed + at, biases),
-            model=fields.model or None,
-            enable_hisparse=defaults.enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
-            enable_resume=defaults.enable_resume if fields.enable_resume is None else fields.enable_resume,
+            model=model,
+            enable_hisparse=enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
+            enable_resume=enable_resume if fields.enable_resume is None else fields.enable_resume,
             salt=salt,
+            request_id=request_id,
+            traceparent=traceparent,
         )
         for prompt in prompts
         for at in range(n)
@@ -397,32 +374,44 @@ def completion_of(
     )  # fmt: skip
 
 
+def _model(model: str | None, served: Served) -> str | None:
+    """The model of a request. Raises RefusedRequestError for one that is not served, or for none among several."""
+    if not served or model in served:
+        return model
+    if model is not None:
+        text = f"{model!r} is not served: {', '.join(served)}"
+        raise RefusedRequestError("model", text, code="model_not_found", status=404)
+    if len(served) > 1:
+        raise RefusedRequestError("model", f"missing, one of: {', '.join(served)}")
+    return next(iter(served))
+
+
 def _context(model: str | None, text: TextCodec, served: Served) -> int | None:
     """Tokens of a prompt and its answer at most, for the model that a body names, or else the only one."""
     return served.get(model or next(iter(served), ""), text.max_model_len)
 
 
 def _answer_tokens(prompt: bytes, longest: tuple[str, int | None], context: int, *, chat: bool) -> int:
-    """The most tokens of an answer. Raises BadRequestError where they do not fit behind the prompt."""
+    """The most tokens of an answer. Raises RefusedRequestError where they do not fit behind the prompt."""
     field, max_tokens = longest
     count = len(prompt) // 4
     left = context - count
     if left < 1:
         name = "messages" if chat else "prompt"
         text_of = f"{count} tokens leave no room for an answer: the context has {context}"
-        raise BadRequestError(name, text_of, code="context_length_exceeded")
+        raise RefusedRequestError(name, text_of, code="context_length_exceeded")
     if max_tokens is None:
         return min(left, CHAT_TOKENS_DEFAULT if chat else MAX_TOKENS_DEFAULT)
     if max_tokens > left:
         text_of = f"{max_tokens} after {count} of prompt, the total limit is {context}"
-        raise BadRequestError(field, text_of, code="context_length_exceeded")
+        raise RefusedRequestError(field, text_of, code="context_length_exceeded")
     return max_tokens
 
 
 def _sampling(read: ReadBody, max_tokens: int, seed: int, biases: bytes) -> Sampling:
     fields = read.fields
     if (fields.min_tokens or 0) > max_tokens:
-        raise BadRequestError("min_tokens", f"{fields.min_tokens}, max_tokens is {max_tokens}")
+        raise RefusedRequestError("min_tokens", f"{fields.min_tokens}, max_tokens is {max_tokens}")
     return Sampling(
         max_tokens=max_tokens,
         temperature=1.0 if fields.temperature is None else fields.temperature,
@@ -445,7 +434,7 @@ def _biases(biases: dict[str, float], text: TextCodec) -> bytes:
     most = 0xFFFF_FFFF if text.vocabulary is None else text.vocabulary - 1
     for name in biases:
         if not _ID.fullmatch(name) or int(name) > most:
-            raise BadRequestError("logit_bias", f"{name[:64]!r} is not a token id from 0 to {most}")
+            raise RefusedRequestError("logit_bias", f"{name[:64]!r} is not a token id from 0 to {most}")
     return pack_biases({int(name): value for name, value in biases.items()})
 
 
@@ -472,17 +461,17 @@ _TOKENIZE, _DETOKENIZE = msgspec.json.Decoder(TokenizeBody), msgspec.json.Decode
 
 
 def tokenized(body: bytes, text: TextCodec, served: Served) -> bytes:
-    """Answers /tokenize. Raises BadRequestError."""
+    """Answers /tokenize. Raises RefusedRequestError."""
     fields = decoded(_TOKENIZE, body)
     if (fields.prompt is None) == (fields.messages is None):
-        raise BadRequestError("prompt", "either prompt or messages must be given")
+        raise RefusedRequestError("prompt", "either prompt or messages must be given")
     if fields.messages is not None:
         special = fields.add_special_tokens
         ids = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=special)
     else:
         ids = text.encode(fields.prompt or "", special=fields.add_special_tokens is not False)
     if len(ids) > PROMPT_TOKENS_MAX:
-        raise BadRequestError(
+        raise RefusedRequestError(
             "prompt" if fields.messages is None else "messages", f"{len(ids)} tokens, at most {PROMPT_TOKENS_MAX}"
         )
     longest = _context(fields.model, text, served)
@@ -490,7 +479,7 @@ def tokenized(body: bytes, text: TextCodec, served: Served) -> bytes:
 
 
 def detokenized(body: bytes, text: TextCodec) -> bytes:
-    """Answers /detokenize. Raises BadRequestError."""
+    """Answers /detokenize. Raises RefusedRequestError."""
     return msgspec.json.encode({"prompt": text.decode(decoded(_DETOKENIZE, body).tokens)})
 
 

@@ -1,4 +1,4 @@
-"""Effects of the router's core: accepted or refused requests, tokens, one end each, and their HTTP statuses."""
+"""Effects of the router's core: accepted or refused requests, tokens, and one end each."""
 
 from __future__ import annotations
 
@@ -24,53 +24,50 @@ class Emit:
 
 
 @dataclass(frozen=True, slots=True)
+class RoomReport:
+    """What is known of a room at its end. `prefill` and `decode` are the Ends that have come: none where the router
+    ended the answer (`Routing.stop`), and none of a prefill worker that was lost after it had done its part."""
+
+    id: int
+    prefill_node: str
+    decode_node: str
+    prefill: End | None = None
+    decode: End | None = None
+    prompt_tokens: int = 0
+    enable_hisparse: bool = False  # how it was decoded
+    resumptions: int = 0  # rooms that went on with the answer after its first, this one included
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
-    """The request is complete. `prefill` is None where that worker was lost after it had done its part. Both are None
-    where the router ended the answer (`Routing.stop`)."""
+    """The request is complete."""
 
     request: int
-    room: int
-    decode: End | None
-    prefill: End | None
-    decode_node: str
-    prefill_node: str
-    enable_hisparse: bool = False  # how it was decoded
-    resumptions: int = 0  # rooms that went on with the answer after its first
+    room: RoomReport
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The request failed. `retry_ms` is the time after which a retry may succeed, 0 for unknown. `prefill` and `decode`
-    are the Ends that have come."""
+    """The request failed. `retry_ms` is the time after which a retry may succeed, 0 for unknown."""
 
     request: int
     cause: Cause
     detail: str
-    status: int
     retry_ms: int
-    prefill_node: str = ""
-    decode_node: str = ""
-    prefill: End | None = None
-    decode: End | None = None
-    enable_hisparse: bool = False
+    room: RoomReport
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The request's room failed, and it has another one from now on; fields as in Fail. `resumed`: tokens had been
-    delivered, and that room goes on after them."""
+    """The request's room failed, and it has another one from now on. `resumed`: tokens had been delivered, and that
+    room goes on after them."""
 
     request: int
     cause: Cause
     detail: str
+    room: RoomReport  # that failed
     next_room: int
-    next_prompt_tokens: int
     resumed: bool
-    prefill_node: str
-    decode_node: str
-    prefill: End | None
-    decode: End | None
-    enable_hisparse: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,5 +104,4 @@ class Refusal:
 
     cause: Cause
     detail: str
-    status: int
     retry_ms: int

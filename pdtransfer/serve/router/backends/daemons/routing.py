@@ -33,7 +33,6 @@ from .....wire import (
 )
 from ...fleet.roles import Role
 from ...fleet.worker import Worker
-from ...front.statuses import STATUSES
 from ...policy.free_slots import WorkerPair
 from ...policy.placement import NoPair, RoutedRequest
 from .router_effects import (
@@ -45,6 +44,7 @@ from .router_effects import (
     Finish,
     Refusal,
     Retry,
+    RoomReport,
     RoutingEffect,
     WorkerChanged,
     WorkerLeft,
@@ -115,16 +115,16 @@ class Routing:
     def submit(self, request: CompletionRequest, now: float) -> Accepted | Refusal:
         """Begins a room for the request on the least loaded pair of workers."""
         if self._draining:
-            return Refusal(Cause.SHUTDOWN, "the router is draining", 503, self._limits.resend_ms_max)
+            return Refusal(Cause.SHUTDOWN, "the router is draining", self._limits.resend_ms_max)
         # Rooms being cancelled count, because their workers still hold them.
         if len(self._rooms) >= self._limits.rooms_max:
             text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
-            return Refusal(Cause.FULL, text, 429, self._limits.resend_ms_max)
+            return Refusal(Cause.FULL, text, self._limits.resend_ms_max)
         request, pair = self._choose(request, (), now)
         if isinstance(pair, NoPair):
             if pair.retry_ms is None:
-                return Refusal(Cause.PEER_LOST, pair.detail, 503, self._limits.resend_ms_max)
-            return Refusal(Cause.FULL, pair.detail, 429, pair.retry_ms)
+                return Refusal(Cause.PEER_LOST, pair.detail, self._limits.resend_ms_max)
+            return Refusal(Cause.FULL, pair.detail, pair.retry_ms)
         so_far = AnswerSoFar(request) if request.enable_resume else None
         room = self._open(request, pair, None, so_far, now + self._limits.room_deadline_ms / 1e3, now)
         return Accepted(room.request_id, self._take())
@@ -142,7 +142,7 @@ class Routing:
         room = self._requests.get(request)
         if room is not None:
             self._end_on_workers(room, RouterEvent.FINISH, Cause.ABORTED, now)
-            self._finish(room, None, None)
+            self._finish(room, _report(room, ended=False))
         return self._take()
 
     def receive(self, peer: str, message: Message, now: float) -> list[RoutingEffect]:
@@ -357,16 +357,13 @@ class Routing:
         if room.state is RouterRoom.OPEN:
             assert room.decode.end is not None
             room.state = step(ROUTER_ROOM, room.state, RouterEvent.FINISH)
-            self._finish(room, room.decode.end, room.prefill.end)
+            self._finish(room, _report(room))
         del self._rooms[room.id]
         self._timers.clear(("deadline", room.id))
 
-    def _finish(self, room: RoutedRoom, decode: End | None, prefill: End | None) -> None:
+    def _finish(self, room: RoutedRoom, report: RoomReport) -> None:
         del self._requests[room.request_id]
-        nodes = room.decode.node, room.prefill.node
-        resumptions = 0 if room.so_far is None else room.so_far.resumptions
-        sparse = room.request.enable_hisparse
-        self._effects.append(Finish(room.request_id, room.id, decode, prefill, *nodes, sparse, resumptions))
+        self._effects.append(Finish(room.request_id, report))
 
     def _end_on_workers(self, room: RoutedRoom, event: RouterEvent, cause: Cause, now: float) -> None:
         """Ends the room for its client, and cancels it on the workers that have not ended it."""
@@ -384,7 +381,7 @@ class Routing:
         if cause is Cause.FULL:
             for worker in blamed:
                 worker.mark_full(now + retry_ms / 1e3, enable_hisparse=room.request.enable_hisparse)
-        retry = self._retry(room, blamed, cause, now)
+        retry, report = self._retry(room, blamed, cause, now), _report(room)
         self._end_on_workers(room, RouterEvent.FAIL, cause, now)
         if retry is not None:
             resumed = room.so_far is not None and room.so_far.repeated is not None
@@ -396,13 +393,12 @@ class Routing:
             else:
                 self.retries += 1
             again = self._open(*retry, room.request_id, room.so_far, room.deadline, now)
-            tokens = len(again.request.prompt) // 4
-            self._effects.append(Retry(room.request_id, cause, detail, again.id, tokens, resumed, *_of_legs(room)))
+            self._effects.append(Retry(room.request_id, cause, detail, report, again.id, resumed))
         else:
             if cause is Cause.REFUSED and room.so_far is not None and room.so_far.lost is not None:
                 cause, detail = room.so_far.lost[0], f"{room.so_far.lost[1]}; it was not resumed: {detail}"
             del self._requests[room.request_id]
-            self._effects.append(Fail(room.request_id, cause, detail, STATUSES[cause], retry_ms, *_of_legs(room)))
+            self._effects.append(Fail(room.request_id, cause, detail, retry_ms, report))
 
     def _retry(
         self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float
@@ -484,9 +480,13 @@ class Routing:
         return effects
 
 
-def _of_legs(room: RoutedRoom) -> tuple[str, str, End | None, End | None, bool]:
-    """What Fail and Retry report of a room's workers."""
-    return room.prefill.node, room.decode.node, room.prefill.end, room.decode.end, room.request.enable_hisparse
+def _report(room: RoutedRoom, *, ended: bool = True) -> RoomReport:
+    """`ended`: its workers were left to end it, so that their Ends count."""
+    ends = (room.prefill.end, room.decode.end) if ended else (None, None)
+    resumptions, tokens = 0 if room.so_far is None else room.so_far.resumptions, len(room.request.prompt) // 4
+    return RoomReport(
+        room.id, room.prefill.node, room.decode.node, *ends, tokens, room.request.enable_hisparse, resumptions
+    )
 
 
 def _routed(request: CompletionRequest) -> RoutedRequest:

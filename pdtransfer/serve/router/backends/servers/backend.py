@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 
 from .....errors import Cause
@@ -24,7 +23,7 @@ from .exchange import Answer, AttemptFailedError, Upstream
 from .hand_offs import ANSWER_TAIL_BYTES, ComputedHandOffs, differences, received_of
 from .server_metrics import ServerMetrics
 from .server_pool import ServerPair, ServerPool, server_status
-from .server_request import RelayedBody, ServerRequest, request_of
+from .server_request import ServerRequest
 
 log = logging.getLogger(__name__)
 
@@ -168,9 +167,9 @@ class Servers:
         del path
         return ReadRelayed(self._config.engine, self._limits.prefix_block_tokens if self.pool.places else 0)
 
-    def request(self, read: RelayedBody, body: bytes, client: ClientRequest) -> ServerRequest:
+    def request(self, read: ServerRequest, body: bytes, client: ClientRequest) -> ServerRequest:
         """The request that is passed on."""
-        return request_of(read, body, path=client.path, request_id=client.request_id)
+        return read.received(body, path=client.path, request_id=client.request_id, headers=_headers(client))
 
     async def answer(self, request: ServerRequest, client: ClientRequest) -> RelayedAnswer:
         """Tries pairs of servers until decode's answer has begun; no pair is tried again that failed."""
@@ -212,7 +211,7 @@ class Servers:
         """Posts the request to a pair. Raises AttemptFailedError."""
         pair.decode.unfinished += request.answers
         try:
-            answer = await self.upstream.dispatch(pair, request, _headers(client))
+            answer = await self.upstream.dispatch(pair, request)
         except BaseException:
             pair.decode.unfinished -= request.answers
             raise
@@ -263,7 +262,7 @@ class RelayedAnswer:
             self._metrics.computed += received.kv_lost
 
 
-def _headers(client: ClientRequest) -> Mapping[str, str]:
+def _headers(client: ClientRequest) -> dict[str, str]:
     """The headers that servers get: the request's name, the client's key, and where it stands in a trace. A tracestate
     without a valid traceparent means nothing."""
     headers = {REQUEST_ID: client.request_id}

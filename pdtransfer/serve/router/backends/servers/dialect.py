@@ -47,7 +47,7 @@ class Dialect(Protocol):
         ...
 
     def choices(self, fields: Fields) -> int:
-        """How many answers each prompt gets. Raises BadRequestError for what these servers cannot hand over."""
+        """How many answers each prompt gets. Raises RefusedRequestError for what these servers cannot hand over."""
         ...
 
     def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
@@ -66,7 +66,7 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerOrder:
-    """A POST that a server gets beside its requests."""
+    """A POST for a server: a part of a request, or what it is told beside its requests."""
 
     path: str
     body: bytes

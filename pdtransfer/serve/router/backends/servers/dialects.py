@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from ...front.text import TextCodec
 from .dialect import Dialect
-from .server_request import RelayedBody, read_relayed
+from .server_request import ServerRequest, read_relayed
 from .sglang import SglangDialect
 from .vllm import VllmDialect
 
@@ -20,10 +20,10 @@ class ReadRelayed(Struct, frozen=True, tag=True):
     block_tokens: int
 
     @property
-    def result(self) -> type[RelayedBody]:
-        return RelayedBody
+    def result(self) -> type[ServerRequest]:
+        return ServerRequest
 
-    def read(self, body: bytes, text: TextCodec) -> RelayedBody:
+    def read(self, body: bytes, text: TextCodec) -> ServerRequest:
         """Finds its fields. The servers have tokenizers of their own."""
         del text
         dialect = DIALECTS[self.engine]

@@ -218,7 +218,7 @@ class Upstream:
         ):
             return await self._whole(server, response)
 
-    async def dispatch(self, pair: ServerPair, request: ServerRequest, headers: Mapping[str, str]) -> Answer:
+    async def dispatch(self, pair: ServerPair, request: ServerRequest) -> Answer:
         """Posts the request to both servers; returns decode's answer once it has begun, whatever its status below 500.
 
         Only while prefill's identity is unknown both wait for what tells it, or decode for prefill's answer. Raises
@@ -226,23 +226,23 @@ class Upstream:
         """
         transfer = secrets.token_bytes(16)
         if pair.prefill is None:
-            return await self._decode(pair, request, transfer, None, headers)
+            return await self._decode(pair, request, transfer, None)
         identity = pair.prefill.identity
         orders = [(each, self._dialect.given_up(each.role, request, transfer)) for each in (pair.prefill, pair.decode)]
         if identity is None and self._dialect.info_path is not None:
-            identity = await self._learn(pair.prefill, self._dialect.info_path, headers)
-        prefill = self._start_prefill(pair.prefill, request, transfer, identity, headers)
+            identity = await self._learn(pair.prefill, self._dialect.info_path, request)
+        prefill = self._start_prefill(pair.prefill, request, transfer, identity)
         decode: asyncio.Task[Answer] | None = None
 
         def given_up() -> None:
             for (server, order), task in zip(orders, (prefill, decode), strict=True):
                 # A server that failed, or refused the request, has nothing of it.
                 if order is not None and task is not None and not (task.done() and _failed(task)):
-                    self._spawn(self._tell(server, order, request, headers))
+                    self._spawn(self._tell(server, order, request))
 
         try:
             identity = identity or await prefill
-            decode = asyncio.create_task(self._decode(pair, request, transfer, identity, headers))
+            decode = asyncio.create_task(self._decode(pair, request, transfer, identity))
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if prefill.done() and not (decode.done() and decode.exception() is None):
                 learned = prefill.result()
@@ -265,17 +265,12 @@ class Upstream:
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
-    async def _tell(
-        self, server: Server, order: ServerOrder, request: ServerRequest, headers: Mapping[str, str]
-    ) -> None:
+    async def _tell(self, server: Server, order: ServerOrder, request: ServerRequest) -> None:
         """Tells a server that a request was given up. One that cannot be told waits for its own deadline."""
-        headers = {**headers, "Content-Type": "application/json"}
         try:
             async with (
                 asyncio.timeout(self._limits.silence_ms / 1e3),
-                self._session.post(
-                    server.url + order.path, data=order.body, headers=headers, allow_redirects=False
-                ) as response,
+                await self._post(server, order, request.headers) as response,
             ):
                 log.info("request %s: %s is told that it was given up", request.request_id, server.url)
                 if response.status != 200:
@@ -284,9 +279,10 @@ class Upstream:
             text = _reason(error) or "no answer in time"
             log.warning("request %s: %s is not told that it was given up: %s", request.request_id, server.url, text)
 
-    async def _learn(self, server: Server, path: str, headers: Mapping[str, str]) -> ServerIdentity:
+    async def _learn(self, server: Server, path: str, request: ServerRequest) -> ServerIdentity:
         """Asks a prefill server for its identity, and keeps it. Raises AttemptFailedError."""
-        answer = await self.get(server, path, headers, wait_ms=self._limits.room_deadline_ms)  # by a busy scheduler
+        wait_ms = self._limits.room_deadline_ms  # a busy scheduler answers late
+        answer = await self.get(server, path, request.headers, wait_ms=wait_ms)
         if answer.status != 200:
             raise _refused((server,), answer)
         server.identity = identity = self._identity(server, answer.body)
@@ -302,16 +298,11 @@ class Upstream:
             raise AttemptFailedError(f"{server.url}: its answer: {error}", Cause.BREACH, (server,)) from None
 
     def _start_prefill(
-        self,
-        server: Server,
-        request: ServerRequest,
-        transfer: bytes,
-        identity: ServerIdentity | None,
-        headers: Mapping[str, str],
+        self, server: Server, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None
     ) -> asyncio.Task[ServerIdentity | None]:
         """Starts a task that may outlive its request: once decode has answered, nobody waits for prefill."""
-        body = self._dialect.prefill_body(request, transfer, identity)
-        task = asyncio.create_task(self._prefill(server, request, body, headers))
+        order = ServerOrder(request.path, self._dialect.prefill_body(request, transfer, identity))
+        task = asyncio.create_task(self._prefill(server, order, request.headers))
         server.unfinished += request.prompts
         self._prefills.add(task)
 
@@ -324,15 +315,13 @@ class Upstream:
         task.add_done_callback(ended)
         return task
 
-    async def _prefill(
-        self, server: Server, request: ServerRequest, body: bytes, headers: Mapping[str, str]
-    ) -> ServerIdentity | None:
+    async def _prefill(self, server: Server, order: ServerOrder, headers: Mapping[str, str]) -> ServerIdentity | None:
         """Posts prefill's part; returns and keeps an identity in the answer. Raises AttemptFailedError."""
         try:
             async with (
                 self.waiting(server),
                 asyncio.timeout(self._limits.room_deadline_ms / 1e3),
-                await self._post(server, request, body, headers) as response,
+                await self._post(server, order, headers) as response,
             ):
                 answer = await self._whole(server, response)
             if answer.status != 200:
@@ -349,19 +338,14 @@ class Upstream:
         return identity
 
     async def _decode(
-        self,
-        pair: ServerPair,
-        request: ServerRequest,
-        transfer: bytes,
-        identity: ServerIdentity | None,
-        headers: Mapping[str, str],
+        self, pair: ServerPair, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None
     ) -> Answer:
         """Posts decode's part; returns its answer from the first bytes on. Raises AttemptFailedError."""
         server = pair.decode
         blamed = (server,) if pair.prefill is None else (pair.prefill, server)
         async with self.waiting(server):
-            body = self._dialect.decode_body(request, transfer, identity)
-            response = await self._post(server, request, body, headers)
+            order = ServerOrder(request.path, self._dialect.decode_body(request, transfer, identity))
+            response = await self._post(server, order, request.headers)
             try:
                 if retriable(response.status):
                     # Decode may fail for what prefill did or did not write: either may be at fault.
@@ -374,11 +358,9 @@ class Upstream:
                 raise
         return answer
 
-    async def _post(
-        self, server: Server, request: ServerRequest, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        headers = {**headers, "Content-Type": "application/json"}
-        return await self._session.post(server.url + request.path, data=body, headers=headers, allow_redirects=False)
+    async def _post(self, server: Server, order: ServerOrder, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+        url, headers = server.url + order.path, {**headers, "Content-Type": "application/json"}
+        return await self._session.post(url, data=order.body, headers=headers, allow_redirects=False)
 
     async def _whole(self, server: Server, response: aiohttp.ClientResponse) -> WholeAnswer:
         body = bytearray()

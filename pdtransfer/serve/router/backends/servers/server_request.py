@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -16,7 +15,7 @@ from msgspec import Raw, Struct
 
 from .....handoff.prefix_keys import block_keys, root_key
 from .....limits import BODY_FIELDS_MAX, PREFIX_PLACED_BLOCKS_MAX
-from ...front.json_bodies import BadRequestError, decoded, decoded_field
+from ...front.json_bodies import RefusedRequestError, decoded, decoded_field
 
 # In the order in which a server renders them; the last two are of SGLang's /generate.
 _PREFIX_FIELDS = ("tools", "messages", "prompt", "text", "input_ids")
@@ -29,49 +28,57 @@ _COUNT = msgspec.json.Decoder(int | None)
 Fields = Mapping[str, Raw]
 
 
-class RelayedBody(Struct, kw_only=True):
-    """What a body has: where in it the value of each field lies, and what it asks for."""
+class ServerRequest(Struct, kw_only=True, omit_defaults=True):
+    """One client's request. Reading its body finds where in it the value of each field lies, the keys of its text's
+    blocks, and how many answers it asks for; `received` adds the rest."""
 
     spans: dict[str, tuple[int, int]]
-    keys: tuple[bytes, ...]
-    prompts: int
-    choices: int  # of each prompt
-    parts: list[bytes] = []
-
-
-@dataclass(frozen=True, slots=True)
-class ServerRequest:
-    """One client's request. `fields` are the body's, `keys` those of its text's blocks."""
-
-    path: str
-    request_id: str
-    fields: dict[str, Raw]
-    keys: tuple[bytes, ...]
+    keys: tuple[bytes, ...] = ()
     prompts: int = 1
     choices: int = 1  # of each prompt
-    kept_bytes: int = 0  # of the body
+    parts: list[bytes] = []
+    body: bytes = b""
+    path: str = ""
+    request_id: str = ""
+    headers: dict[str, str] = {}  # that servers get
+
+    def received(self, body: bytes, *, path: str, request_id: str, headers: dict[str, str]) -> ServerRequest:
+        """The request that came with the body which was read."""
+        self.body, self.path, self.request_id, self.headers = body, path, request_id, headers
+        return self
+
+    @property
+    def fields(self) -> dict[str, Raw]:
+        """The body's, but for those that are the router's to set."""
+        view = memoryview(self.body)
+        return {name: Raw(view[begin : begin + length]) for name, (begin, length) in self.spans.items()}
 
     @property
     def answers(self) -> int:
         """Answers that a decode server generates for it."""
         return self.prompts * self.choices
 
+    @property
+    def kept_bytes(self) -> int:
+        """The body."""
+        return len(self.body)
+
 
 def read_relayed(
     body: bytes, *, block_tokens: int, reserved: Collection[str], choices: Callable[[Fields], int]
-) -> RelayedBody:
-    """Reads a body; `block_tokens` 0 makes no keys. Raises BadRequestError.
+) -> ServerRequest:
+    """Reads a body; `block_tokens` 0 makes no keys. Raises RefusedRequestError.
 
     The servers check the fields. A client's own fields in `reserved` are dropped: they could name another's KV.
     """
     fields = decoded(_FIELDS, body)
     if len(fields) > BODY_FIELDS_MAX:
-        raise BadRequestError(None, f"{len(fields)} fields, at most {BODY_FIELDS_MAX}")
+        raise RefusedRequestError(None, f"{len(fields)} fields, at most {BODY_FIELDS_MAX}")
     for name in reserved:
         fields.pop(name, None)
     begin = _address(body)
     spans = {name: (_address(value) - begin, memoryview(value).nbytes) for name, value in fields.items()}
-    return RelayedBody(
+    return ServerRequest(
         spans=spans,
         keys=_keys(fields, block_tokens) if block_tokens else (),
         prompts=max(1, sum(_prompt_count(name, fields[name]) for name in _PROMPTS if name in fields)),
@@ -79,15 +86,8 @@ def read_relayed(
     )
 
 
-def request_of(read: RelayedBody, body: bytes, *, path: str, request_id: str) -> ServerRequest:
-    """The request whose body was read."""
-    view = memoryview(body)
-    fields = {name: Raw(view[begin : begin + length]) for name, (begin, length) in read.spans.items()}
-    return ServerRequest(path, request_id, fields, read.keys, read.prompts, read.choices, len(body))
-
-
 def choices_of(fields: Fields) -> int:
-    """How many answers each prompt gets by the field `n`. Raises BadRequestError."""
+    """How many answers each prompt gets by the field `n`. Raises RefusedRequestError."""
     return (decoded_field("n", _COUNT, fields["n"]) if "n" in fields else None) or 1
 
 

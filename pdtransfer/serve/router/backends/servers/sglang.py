@@ -10,7 +10,7 @@ from msgspec import Raw, Struct
 from .....schema import parse
 from ...fleet.roles import Role
 from ...fleet.server import ServerIdentity
-from ...front.json_bodies import BadRequestError, decoded_field
+from ...front.json_bodies import RefusedRequestError, decoded_field
 from .dialect import FALSE, Port, ServerOrder, Text
 from .server_request import Fields, ServerRequest, choices_of
 
@@ -61,7 +61,7 @@ class SglangDialect:
         sampling = decoded_field("sampling_params", _SGLANG_SAMPLING, fields.get("sampling_params", _NULL))
         counts = [each.n for each in (sampling if isinstance(sampling, list) else [sampling]) if each is not None]
         if any(count not in (None, 1) for count in (choices_of(fields), *counts)):
-            raise BadRequestError("n", "must be 1: SGLang hands over one choice of a prompt")
+            raise RefusedRequestError("n", "must be 1: SGLang hands over one choice of a prompt")
         return 1
 
     def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:

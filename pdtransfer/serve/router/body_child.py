@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import sys
+from typing import BinaryIO
 
 import msgspec
 
@@ -43,6 +44,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # prompts are in its memory
     os.nice(NICE)
     pipe = socket.socket(fileno=0)
+    asks = pipe.makefile("rb")
     try:
         text = load_text(model)
     except ConfigError as error:
@@ -51,7 +53,7 @@ def main() -> None:
     gc.disable()  # what a body makes has no cycles, and looking for them takes most of the time
     _answer(pipe, READY, b"")
     while True:
-        reading, body = (_received(pipe, length) for length in ASK.unpack(_received(pipe, ASK.size)))
+        reading, body = (_received(asks, length) for length in ASK.unpack(_received(asks, ASK.size)))
         _read(pipe, text, reading, body)
 
 
@@ -75,15 +77,12 @@ def _answer(pipe: socket.socket, kind: int, head: bytes, parts: int = 0) -> None
     pipe.sendall(ANSWER.pack(kind, len(head), parts) + head)
 
 
-def _received(pipe: socket.socket, length: int) -> bytes:
+def _received(asks: BinaryIO, length: int) -> bytes:
     """Ends this process where the router has closed the socket."""
-    data = bytearray(length)
-    left = memoryview(data)
-    while left:
-        if not (count := pipe.recv_into(left)):
-            sys.exit()
-        left = left[count:]
-    return bytes(data)
+    data = asks.read(length)
+    if len(data) < length:
+        sys.exit()
+    return data
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.backends.daemons.worker_status import worker_status
 from pdtransfer.serve.router.fleet.figure_window import SAMPLES_MAX, FigureWindow
-from pdtransfer.serve.router.fleet.status import FleetStatus
+from pdtransfer.serve.router.fleet.status import FleetStatus, TotalsStatus
 from pdtransfer.serve.router.fleet.worker import Worker
-from pdtransfer.serve.router.front.fleet_status import totals
 from pdtransfer.serve.router.front.recent_requests import FAILURES_MAX, RATE_S, RecentRequests
 from pdtransfer.serve.router.front.status_http import SHARED_S
 from pdtransfer.serve.tracing.ended_request import EndedRequest
@@ -92,7 +91,7 @@ def test_a_worker_shows_its_load_and_figures_until_it_is_lost() -> None:
     assert (it.prefix_hit_ratio, it.hot_hit_ratio, it.hisparse_running, it.hisparse_waiting) == (0.25, 0.75, 1, 2)
     of_prefill = worker_status(connected(routing, P, "prefill", Load(True, True, 0, 0, 5, 5), figures(5, tokens=1)))
     assert (of_prefill.state, of_prefill.quarantined_bytes, of_prefill.hot_hit_ratio) == ("draining", None, None)
-    both = totals([it, of_prefill])
+    both = TotalsStatus.of([it, of_prefill])
     assert (both.kv_gb_s, both.generated_tokens_s, both.prompt_tokens_s, both.quarantined_bytes) == (
         2.0, 300.0, None, 77,
     )  # fmt: skip

@@ -6,7 +6,8 @@ Ratios are from 0 to 1; a rate covers the last few seconds, in a worker's own ti
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, TypeVar, cast
 
 from msgspec import Struct
 
@@ -14,6 +15,7 @@ from .roles import Role
 
 SCHEMA = 1  # grows when a field changes its meaning; new fields may come at any time
 
+Figure = TypeVar("Figure", int, float)
 WorkerState = Literal["connecting", "starting", "ready", "draining", "unusable"]
 
 
@@ -82,6 +84,19 @@ class TotalsStatus(Struct, frozen=True, kw_only=True):
     kv_gb_s: float | None = None  # landed at decode
     quarantined_bytes: int | None = None
 
+    @classmethod
+    def of(cls, workers: Iterable[WorkerStatus]) -> TotalsStatus:
+        """Adds up what the workers report; None where none of them reports it."""
+        prefills, decodes = list[WorkerStatus](), list[WorkerStatus]()
+        for worker in workers:
+            (prefills if worker.role == "prefill" else decodes).append(worker)
+        return cls(
+            prompt_tokens_s=_sum(worker.tokens_s for worker in prefills),
+            generated_tokens_s=_sum(worker.tokens_s for worker in decodes),
+            kv_gb_s=_sum(worker.kv_gb_s for worker in decodes),
+            quarantined_bytes=_sum(worker.quarantined_bytes for worker in decodes),
+        )
+
 
 class FailureStatus(Struct, frozen=True, kw_only=True):
     """A request, or one attempt at it, that failed; or several in a row that differ in their ids alone."""
@@ -107,3 +122,8 @@ class FleetStatus(Struct, frozen=True, kw_only=True):
     totals: TotalsStatus
     workers: list[WorkerStatus]
     failures: list[FailureStatus]  # newest first
+
+
+def _sum(figures: Iterable[Figure | None]) -> Figure | None:
+    known = [figure for figure in figures if figure is not None]
+    return cast("Figure", sum(known)) if known else None

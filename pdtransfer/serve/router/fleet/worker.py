@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ....handoff.liveness import Liveness
-from ....handoff.tables import Word
 from ....limits import TOKENS_MAX, Limits
 from ....wire import Identity, Load, split_key
 from .figure_window import FigureWindow
@@ -14,29 +13,7 @@ from .prefixes import KnownPrefixes
 from .roles import Departure, Role
 
 Model = tuple[str, bytes]  # name, and digest of the weights
-
-
-class WorkerState(Word):
-    """The connection to a worker."""
-
-    CONNECTING = "connecting"  # Hello repeats
-    CONNECTED = "connected"
-
-
-class WorkerEvent(Word):
-    """Events of the connection to a worker."""
-
-    WELCOME = "welcome"
-    LOSE = "lose"
-
-
-_S, _E = WorkerState, WorkerEvent
-
-WORKER_STATE: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
-    (_S.CONNECTING, _E.WELCOME): _S.CONNECTED,
-    (_S.CONNECTED, _E.WELCOME): _S.CONNECTED,
-    (_S.CONNECTED, _E.LOSE): _S.CONNECTING,
-}
+NOT_ANSWERED = "has not answered yet"
 
 
 @dataclass(slots=True, eq=False)
@@ -48,13 +25,11 @@ class Worker:
     liveness: Liveness
     number: int  # its own while it is here: its bit in masks of workers
     known: KnownPrefixes  # prefixes of the prompts sent there
-    state: WorkerState = WorkerState.CONNECTING
     identity: Identity | None = None
     load: Load | None = None
     ready_since: float = 0.0  # when its process reported so
     unusable: dict[str, str] = field(default_factory=dict[str, str])  # of decode: why, by endpoints of prefill ranks
-    why: str = "has not answered yet"  # the reason why it is not connected
-    lost: bool = False  # it has been connected, or was refused: `why` is more than that
+    why: str = NOT_ANSWERED  # the reason why it is not connected, empty while it is
     departure: Departure = Departure.STAYS
     rooms: set[int] = field(default_factory=set[int])
     prompt_tokens: int = 0  # of its rooms
@@ -71,10 +46,15 @@ class Worker:
         return self.peer
 
     @property
+    def connected(self) -> bool:
+        """Whether it has answered Hello, and was not lost since; until then Hello repeats."""
+        return not self.why
+
+    @property
     def usable(self) -> bool:
         """Whether it gets rooms."""
         ready = self.load is not None and self.load.ready and not self.load.draining
-        return ready and self.state is WorkerState.CONNECTED and self.departure is Departure.STAYS
+        return ready and self.connected and self.departure is Departure.STAYS
 
     @property
     def model(self) -> Model:
@@ -149,7 +129,7 @@ def reasons(load: Load, workers: Iterable[Worker], since: float) -> dict[str, st
     late = {
         endpoint
         for each in workers
-        if each.role == "prefill" and each.state is WorkerState.CONNECTED and each.ready_since > since
+        if each.role == "prefill" and each.connected and each.ready_since > since
         for endpoint in each.endpoints
     }
     return {each.endpoint: each.why for each in load.unusable if each.endpoint not in late}

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 READ_S = 20.0  # for one body
 START_S = 60.0  # a large vocabulary takes some seconds
+BUFFER_BYTES = 1 << 20  # of an answer, beyond which its process waits for the loop
 # One thread each, since there are several processes.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 Result = TypeVar("Result", bound=Read)
@@ -115,7 +116,8 @@ async def _read(process: ReadingProcess, reading: BodyReading[Result], body: byt
         log.error("process %s has not read a body of %d bytes within %.0f s", process.pid, len(body), READ_S)
         raise RefusedRequestError(None, f"the body takes longer than {READ_S:.0f} s to read") from None
     except (OSError, EOFError) as error:
-        log.error("process %s, which reads bodies, has failed: %s", process.pid, error)
+        why = "it has ended" if isinstance(error, asyncio.IncompleteReadError) else error
+        log.error("process %s, which reads bodies, has failed: %s", process.pid, why)
         raise RefusedRequestError(None, "the process that read the body has ended", status=500) from None
     finally:
         if not process.usable:
@@ -128,7 +130,7 @@ class ReadingProcess:
     def __init__(self, model: str) -> None:
         self._model = model
         self._process: asyncio.subprocess.Process | None = None
-        self._pipe: socket.socket | None = None
+        self._pipe: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.usable = False
 
     @property
@@ -140,13 +142,13 @@ class ReadingProcess:
         """Has it read a body. Raises RefusedRequestError; and TimeoutError, OSError and EOFError, after which it is to
         be closed, as after a cancellation."""
         self.usable = False
-        pipe, loop = self._pipe or await self._start(), asyncio.get_running_loop()
+        answers, asks = self._pipe or await self._start()
         call = msgspec.msgpack.encode(reading)
         async with asyncio.timeout(READ_S):
-            await loop.sock_sendall(pipe, ASK.pack(len(call), len(body)) + call)
-            await loop.sock_sendall(pipe, body)
-            kind, length, parts = ANSWER.unpack(await _received(pipe, ANSWER.size))
-            head = await _received(pipe, length)
+            asks.writelines((ASK.pack(len(call), len(body)), call, body))
+            await asks.drain()
+            kind, length, parts = ANSWER.unpack(await answers.readexactly(ANSWER.size))
+            head = await answers.readexactly(length)
             if kind == FAILED:
                 raise EOFError(head.decode(errors="replace"))
             if kind == REFUSED:
@@ -155,44 +157,32 @@ class ReadingProcess:
                 raise RefusedRequestError(param, text, code=code, status=status)
             read = msgspec.msgpack.decode(head, type=reading.result)
             for _ in range(parts):
-                (length,) = PART.unpack(await _received(pipe, PART.size))
-                read.parts.append(await _received(pipe, length))
+                (length,) = PART.unpack(await answers.readexactly(PART.size))
+                read.parts.append(await answers.readexactly(length))
             self.usable = True
             return read
 
     async def close(self) -> None:
         """Kills it."""
         if self._pipe is not None:
-            self._pipe.close()
+            self._pipe[1].close()
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
 
-    async def _start(self) -> socket.socket:
-        pipe, theirs = socket.socketpair()
-        pipe.setblocking(False)
-        self._pipe = pipe
+    async def _start(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        ours, theirs = socket.socketpair()
         with theirs:
+            self._pipe = answers, _ = await asyncio.open_connection(sock=ours, limit=BUFFER_BYTES)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pdtransfer.serve.router.body_child", self._model, str(os.getpid()),
                 stdin=theirs.fileno(), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
                 env=child_environment() | _ENVIRONMENT,
             )  # fmt: skip
         async with asyncio.timeout(START_S):
-            kind, length, _ = ANSWER.unpack(await _received(pipe, ANSWER.size))
-            text = await _received(pipe, length)
+            kind, length, _ = ANSWER.unpack(await answers.readexactly(ANSWER.size))
+            text = await answers.readexactly(length)
         if kind != READY:
             raise EOFError(text.decode(errors="replace"))
-        return pipe
-
-
-async def _received(pipe: socket.socket, length: int) -> bytes:
-    """Raises EOFError where the process is gone."""
-    loop, data = asyncio.get_running_loop(), bytearray(length)
-    left = memoryview(data)
-    while left:
-        if not (count := await loop.sock_recv_into(pipe, left)):
-            raise EOFError("it has ended")
-        left = left[count:]
-    return bytes(data)
+        return self._pipe

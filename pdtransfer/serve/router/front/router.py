@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 from prometheus_client import Gauge
 
+from .... import __version__
 from ....errors import Cause
 from ....limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
 from ...process.http import Health, HttpListener, application
 from ...settings.router import RouterConfig
 from ...tracing.ended_request import EndedRequests
-from ..fleet.status import FleetStatus
+from ..fleet.status import FleetStatus, RouterStatus, TotalsStatus
 from .backend import JSON, AnswerFailedError, AnswerStream, Backend, WholeAnswer
 from .body_readers import BodyReaders
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
-from .fleet_status import fleet_status
 from .json_bodies import RefusedRequestError
 from .openai_http import OpenRequests, accept, error, failure, openai_errors, refusal, stamp, written
 from .recent_requests import RecentRequests
@@ -91,14 +92,26 @@ class Router:
         return Health(self._ready, {"draining": self.open_requests.draining, **self.backend.health()})
 
     def _fleet_status(self) -> FleetStatus:
-        return fleet_status(
-            self._config,
-            self.recent,
-            self.backend.state(),
-            self.backend.workers_status(),
+        config, recent, backend = self._config, self.recent, self.backend.state()
+        workers = self.backend.workers_status()
+        router = RouterStatus(
+            node=config.node,
+            version=__version__,
+            engine=config.engine if config.relays else "pdtransfer",
             ready=self._ready,
             draining=self.open_requests.draining,
+            uptime_s=recent.uptime_s,
+            models=backend.models,
             requests_open=self.open_requests.count,
+            requests_s=recent.requests_s,
+            rooms=backend.rooms,
+            retries=backend.retries,
+            answers=dict(recent.answers),
+            first_token_ms=recent.first_token_ms(),
+        )
+        failures = list(recent.failures)
+        return FleetStatus(
+            time=time.time(), router=router, totals=TotalsStatus.of(workers), workers=workers, failures=failures
         )
 
     async def _look_up(self, http: web.Request) -> web.Response:

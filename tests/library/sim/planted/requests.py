@@ -163,8 +163,7 @@ def leader_let_in_alone(patch: Patch) -> None:
 
 def sent_to_who_drains(patch: Patch) -> None:
     """The router goes on choosing a worker that has said that it drains."""
-    connected = {"CONNECTED"}
-    patch(Worker, "usable", property(lambda self: self.state.name in connected and self.load is not None))
+    patch(Worker, "usable", property(lambda self: self.connected and self.load is not None))
 
 
 def never_tried_again(patch: Patch) -> None:

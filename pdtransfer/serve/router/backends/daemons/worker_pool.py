@@ -13,13 +13,12 @@ from .....errors import Cause
 from .....handoff.liveness import NAME_TAKEN, Heard, Liveness
 from .....handoff.peers import Peers
 from .....handoff.send import Send
-from .....handoff.tables import step
 from .....handoff.timers import TimerKey, Timers
 from .....limits import AHEAD_PING, TEXT_LENGTH_MAX, WORKERS_MAX, Limits
 from .....wire import VERSION, Goodbye, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 from ...fleet.prefixes import KnownPrefixes, PrefixHolders
 from ...fleet.roles import Departure, Role
-from ...fleet.worker import WORKER_STATE, Model, Worker, WorkerEvent, WorkerState, model_text, obstacle, reasons
+from ...fleet.worker import NOT_ANSWERED, Model, Worker, model_text, obstacle, reasons
 from ...policy.candidates import CandidatesByModel
 from ...policy.free_slots import FreeSlots, WorkerPair
 from ...policy.placement import NoPair, PlacementPolicy, RoutedRequest
@@ -96,7 +95,7 @@ class WorkerPool:
         """Forgets a worker that is to leave and has no room any more."""
         here = self.by_peer.get(worker.peer) is worker  # not one that was added since
         if here and worker.departure is Departure.LEAVES and not worker.rooms:
-            if worker.state is WorkerState.CONNECTED:
+            if worker.connected:
                 self._out(Send(worker.peer, Goodbye(self._identity.incarnation, Cause.SHUTDOWN.value)))
             self._peers.remove(worker)
             self._candidates.forget(worker)
@@ -117,10 +116,10 @@ class WorkerPool:
         self._peers.gone(worker.peer, evidence, now)
 
     def _look(self, worker: Worker, now: float) -> None:
-        if worker.state is WorkerState.CONNECTED and worker.liveness.silent(now):
+        if worker.connected and worker.liveness.silent(now):
             self._lose(worker, Cause.PEER_LOST, worker.liveness.why(worker.peer, now), now)
             self._greet(worker, now)
-        elif worker.state is WorkerState.CONNECTED and worker.liveness.slow(now):
+        elif worker.connected and worker.liveness.slow(now):
             self._slow.add(worker)
 
     def receive(self, worker: Worker, message: Message, now: float) -> bool:
@@ -129,9 +128,7 @@ class WorkerPool:
         match message:
             case Welcome():
                 self._welcome(worker, message, now)
-            case Reject() if self._peers.asks_for_hello(
-                worker, message, now, met=worker.state is WorkerState.CONNECTED
-            ):
+            case Reject() if self._peers.asks_for_hello(worker, message, now, met=worker.connected):
                 pass
             case Reject():
                 text = f"{worker.peer} refuses ({message.reason}): " + "; ".join(message.fields)
@@ -140,12 +137,12 @@ class WorkerPool:
             case Pong():
                 self._pong(worker, message, now)
             case Goodbye():
-                if worker.state is WorkerState.CONNECTED and worker.liveness.hear(message, now) is Heard.LEFT:
+                if worker.connected and worker.liveness.hear(message, now) is Heard.LEFT:
                     text = f"{worker.peer} sent Goodbye ({message.reason})"
                     worker.liveness.part(message.incarnation)
                     self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
                     self._greet(worker, now)
-            case Load() if worker.state is WorkerState.CONNECTED:
+            case Load() if worker.connected:
                 begins = message.ready and not (worker.load and worker.load.ready)
                 worker.loaded(message)
                 worker.ready_since = now if begins else worker.ready_since
@@ -193,8 +190,8 @@ class WorkerPool:
 
     def _why_not(self, worker: Worker, others: dict[Model, list[Worker]], trouble: str) -> str:
         """`others` are the usable workers of the other role."""
-        if worker.state is not WorkerState.CONNECTED:
-            parts = (worker.why, trouble) if worker.lost or not trouble else (trouble,)
+        if not worker.connected:
+            parts = (trouble or worker.why,) if worker.why == NOT_ANSWERED else (worker.why, trouble)
             return "; ".join(part for part in parts if part)
         if not worker.usable:
             if worker.departure is not Departure.STAYS:
@@ -216,7 +213,7 @@ class WorkerPool:
     def goodbye(self, reason: str) -> None:
         """Sends Goodbye to each connected worker."""
         for worker in self.by_peer.values():
-            if worker.state is WorkerState.CONNECTED:
+            if worker.connected:
                 self._out(Send(worker.peer, Goodbye(self._identity.incarnation, reason)))
 
     def _new(self, peer: str, role: Role) -> Worker:
@@ -255,13 +252,12 @@ class WorkerPool:
             text = f"group: {worker.peer} gives no endpoint for {', '.join(missing)}"
             self.refuse(worker, Cause.PEER_LOST, text, now)
             return
-        if heard is Heard.ANOTHER and worker.state is WorkerState.CONNECTED:
+        if heard is Heard.ANOTHER and worker.connected:
             self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
             if self.by_peer.get(worker.peer) is not worker:
                 return  # it has left with its last room
-        if worker.state is WorkerState.CONNECTING:
+        if not worker.connected:
             self._out(WorkerChanged(worker.peer, ""))
-        worker.state = step(WORKER_STATE, worker.state, WorkerEvent.WELCOME)
         self._rename(worker, identity.node)
         worker.identity, worker.why = identity, ""
         worker.liveness.seen(now)
@@ -288,7 +284,7 @@ class WorkerPool:
             self._by_node[node] = worker
 
     def _pong(self, worker: Worker, message: Pong, now: float) -> None:
-        if worker.state is not WorkerState.CONNECTED:
+        if not worker.connected:
             return
         match worker.liveness.hear(message, now):
             case Heard.SAME:
@@ -313,20 +309,21 @@ class WorkerPool:
 
     def refuse(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
         """Disconnects a worker, and sends Hello again at the slowest rate: it may be replaced by a matching one."""
-        if worker.state is WorkerState.CONNECTED:
+        if worker.connected:
             self._lose(worker, cause, text, now, orderly=orderly)
         elif worker.why != text:
             self._out(WorkerChanged(worker.peer, text, orderly))
-        worker.why, worker.lost = text, True
+        worker.why = text
         if self.by_peer.get(worker.peer) is worker:  # else it has left with its last room
             self._peers.greet_later(worker, now)
 
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
-        worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
+        assert worker.connected
+        assert text, "the reason of a loss"
         self._slow.discard(worker)
         self._candidates.changed(worker)
         self._rename(worker, "")
-        worker.why, worker.lost, worker.load, worker.liveness.hello_ms = text, True, None, 0
+        worker.why, worker.load, worker.liveness.hello_ms = text, None, 0
         worker.unusable = {}
         self._out(WorkerChanged(worker.peer, text, orderly))
         worker.full_until = worker.sparse_full_until = 0.0
@@ -340,7 +337,7 @@ class WorkerPool:
 
     def _ping_due(self, worker: Worker, now: float) -> Ping | None:
         """Every `ping_ms`, whatever else is sent: only a Ping tells a daemon that its router lives."""
-        connected = worker.state is WorkerState.CONNECTED and not worker.liveness.silent(now)
+        connected = worker.connected and not worker.liveness.silent(now)
         return self._ping(worker) if connected else None
 
     def _ping(self, worker: Worker) -> Ping:

@@ -9,7 +9,6 @@ from .....wire import Load, Tally, split_key
 from ...fleet.roles import Departure
 from ...fleet.status import SlotsStatus, WorkerState, WorkerStatus
 from ...fleet.worker import Worker, model_text
-from ...fleet.worker import WorkerState as Connection
 from .router_rooms import Leg, RoutedRoom, RouterRoom
 
 
@@ -67,7 +66,7 @@ def rooms_by_progress(rooms: Iterable[RoutedRoom]) -> dict[str, int]:
 
 
 def _state(worker: Worker, load: Load | None) -> WorkerState:
-    if worker.state is Connection.CONNECTING:
+    if not worker.connected:
         return "connecting"
     if load is None or not load.ready:
         return "starting"

@@ -17,11 +17,16 @@ from aiohttp import web
 
 from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
-from pdtransfer.serve.router.backends.servers import exchange
+from pdtransfer.serve.router.backends.servers import upstream
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
-from pdtransfer.serve.router.backends.servers.exchange import AttemptFailedError, Upstream, end_to_end
+from pdtransfer.serve.router.backends.servers.exchange import Exchange
+from pdtransfer.serve.router.backends.servers.server_metrics import ServerMetrics
+from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
+from pdtransfer.serve.router.backends.servers.upstream import AttemptFailedError, Upstream, end_to_end
 from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
 from pdtransfer.serve.router.fleet.server import Server
+from pdtransfer.serve.router.front.client_request import ClientRequest
+from pdtransfer.serve.router.front.router_metrics import RouterMetrics
 from pdtransfer.serve.router.policy.placement import Pair
 from tests.serve.router.servers.relayed import relayed
 from tests.support.vllm_servers import LIMITS, server_site
@@ -49,9 +54,7 @@ class Alone:
 
 
 @asynccontextmanager
-async def alone(
-    handler: Handler, *, url: str = "", limits: Limits = LIMITS, of: type[Upstream] = Upstream
-) -> AsyncIterator[Alone]:
+async def alone(handler: Handler, *, url: str = "", limits: Limits = LIMITS) -> AsyncIterator[Alone]:
     app = web.Application()
     app.add_routes([web.route("*", "/{path:.*}", handler)])
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
@@ -59,7 +62,7 @@ async def alone(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     server = Server(url or f"http://127.0.0.1:{runner.addresses[0][1]}", "decode", KnownPrefixes(1), why="")
     unreachable: list[str] = []
-    made = of(DIALECTS["vllm"], limits, lambda _, why: unreachable.append(why))
+    made = Upstream(limits, lambda _, why: unreachable.append(why))
     try:
         yield Alone(made, server, unreachable)
     finally:
@@ -170,9 +173,9 @@ async def test_an_answer_is_read_whole_up_to_its_limit(monkeypatch: pytest.Monke
         return response
 
     async with alone(slow) as it:
-        monkeypatch.setattr(exchange, "HTTP_BODY_BYTES_MAX", 8)
+        monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 8)
         assert await it.get() == b"in parts"
-        monkeypatch.setattr(exchange, "HTTP_BODY_BYTES_MAX", 7)
+        monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 7)
         failed = await it.failure()
         assert (failed.cause, failed.blamed, failed.again) == (Cause.BREACH, (it.server,), False)
 
@@ -276,7 +279,7 @@ async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends(
         it.prefill[0].more.clear()
         before = asyncio.all_tasks()
         assert (await it.post())[0] == 200
-        left = [weakref.ref(each) for each in asyncio.all_tasks() - before if "Upstream" in repr(each)]
+        left = [weakref.ref(each) for each in asyncio.all_tasks() - before if "Exchange" in repr(each)]
         assert [each() is not None for each in left] == [True]
         it.prefill[0].more.set()
         await until(lambda: not it.backend.pool.prefill[0].unfinished)
@@ -329,35 +332,42 @@ async def test_a_prefill_that_tells_nothing_of_itself_is_the_process_it_was() ->
 
 
 @asynccontextmanager
-async def halves(prefill: Half, decode: Half) -> AsyncIterator[asyncio.Task[object]]:
-    """A request whose two parts are done so."""
+async def halves(prefill: Half, decode: Half) -> AsyncIterator[tuple[Exchange, asyncio.Task[None]]]:
+    """An exchange whose two parts are done so; decode's returns the response."""
 
-    class Halves(Upstream):
-        async def _prefill(self, *_: object) -> object:
+    class Halves(Exchange):
+        async def _post_prefill(self, *_: object) -> object:
             return await prefill()
 
-        async def _decode(self, *_: object) -> object:
-            return await decode()
+        async def _post_decode(self, *_: object) -> None:
+            self._response = await decode()
 
-    async with alone(fine, of=Halves) as it:
+    async with alone(fine) as it:
         server = replace(it.server, role="prefill", identity={"remote_engine_id": "p0"})
-        request = relayed({"prompt": "once"})
-        yield asyncio.create_task(it.upstream.dispatch(Pair(server, it.server), request))
+        pair, request = Pair(server, it.server), relayed({"prompt": "once"})
+        client = ClientRequest(node="r", path="/v1/completions", request_id="r")
+        metrics = ServerMetrics(RouterMetrics(node="r"), ServerPool((), (), LIMITS))
+        exchange = Halves(it.upstream, DIALECTS["vllm"], pair, request, client, metrics)
+        yield exchange, asyncio.create_task(exchange.begin())
+        assert it.server.unfinished == 0
 
 
 @on_loop
 async def test_an_answer_of_decode_counts_also_where_prefill_fails_with_it() -> None:
     """Both are there in the same turn of the loop."""
-    answer = SimpleNamespace(prefill=None)
+    closed = asyncio.Event()
 
     async def fails() -> None:
         raise AttemptFailedError("late", Cause.PEER_LOST, ())
 
     async def answers() -> object:
-        return answer
+        return SimpleNamespace(close=closed.set)
 
-    async with halves(fails, answers) as dispatched:
-        assert await dispatched is answer
+    async with halves(fails, answers) as (exchange, begun):
+        await begun
+        assert not closed.is_set()
+        exchange.close(complete=True)
+        assert closed.is_set()
 
 
 @on_loop
@@ -372,9 +382,9 @@ async def test_an_answer_that_comes_as_the_client_leaves_is_closed() -> None:
         comes.set()
         return SimpleNamespace(close=closed.set)
 
-    async with halves(silent, answers) as dispatched:
+    async with halves(silent, answers) as (_, begun):
         await comes.wait()
-        dispatched.cancel()
+        begun.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await dispatched
+            await begun
         assert closed.is_set()

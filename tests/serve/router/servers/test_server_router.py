@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.backends.servers import exchange
+from pdtransfer.serve.router.backends.servers import upstream
 from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
 
@@ -623,7 +623,7 @@ def test_closing_ends_requests_with_an_error_and_cancels_their_servers(begun: bo
 
 @on_loop
 async def test_a_prefill_whose_answer_is_huge_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "HTTP_BODY_BYTES_MAX", 10_000)
+    monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 10_000)
     async with server_site() as it:
         it.prefill[0].pieces = ["x" * 20_000]
         status, answer, _ = await it.post()

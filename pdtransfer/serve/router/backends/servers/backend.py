@@ -19,11 +19,12 @@ from ...front.router_metrics import NO_MODEL, RouterMetrics
 from ...front.text import BytesText
 from ...policy.placement import NoPair
 from .dialects import DIALECTS, ReadRelayed
-from .exchange import Answer, AttemptFailedError, Upstream
-from .hand_offs import ANSWER_TAIL_BYTES, ComputedHandOffs, differences, received_of
+from .exchange import Exchange
+from .hand_offs import ComputedHandOffs, differences
 from .server_metrics import ServerMetrics
 from .server_pool import ServerPair, ServerPool, server_status
 from .server_request import ServerRequest
+from .upstream import AttemptFailedError, Upstream
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Servers:
         self._alone = False  # decode serves without prefill, as was last logged
         self._dialect = DIALECTS[config.engine]
         self.paths = Paths(generate=self._dialect.paths)
-        self.upstream = Upstream(self._dialect, config.limits, self._report)
+        self.upstream = Upstream(config.limits, self._report)
         self._first_token = metrics.first_token.labels(NO_MODEL)
         self.metrics = ServerMetrics(metrics, self.pool)
         self._polls: dict[str, asyncio.Task[None]] = {}  # by the server's URL
@@ -99,8 +100,9 @@ class Servers:
         loop, share, asked = asyncio.get_running_loop(), ComputedHandOffs(), float("-inf")
         while not self.pool.left(server):
             self._report(server, await self.upstream.probe(server))
-            if server.role == "decode" and not server.why and loop.time() - asked >= METRICS_S:
-                asked, server.hand_offs = loop.time(), await self.upstream.hand_offs(server)
+            path = self._dialect.metrics_path if server.role == "decode" else None
+            if path is not None and not server.why and loop.time() - asked >= METRICS_S:
+                asked, server.hand_offs = loop.time(), await self.upstream.hand_offs(server, path)
                 if server.hand_offs is not None and (text := share.take(server.hand_offs)) is not None:
                     log.warning("decode %s: %s", server.url, text)
             if self.pool.overdue(server, loop.time()):
@@ -171,7 +173,7 @@ class Servers:
         """The request that is passed on."""
         return read.received(body, path=client.path, request_id=client.request_id, headers=_headers(client))
 
-    async def answer(self, request: ServerRequest, client: ClientRequest) -> RelayedAnswer:
+    async def answer(self, request: ServerRequest, client: ClientRequest) -> Exchange:
         """Tries pairs of servers until decode's answer has begun; no pair is tried again that failed."""
         tried, avoid = set[ServerPair](), set[Server]()
         failed: AttemptFailedError | None = None
@@ -188,8 +190,9 @@ class Servers:
             client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.url, pair.decode.url
             self.metrics.retries += attempt > 0
             self.metrics.served_alone += pair.prefill is None
+            exchange = Exchange(self.upstream, self._dialect, pair, request, client, self.metrics)
             try:
-                answer = await self._attempt(pair, request, client)
+                await exchange.begin()
             except AttemptFailedError as why:
                 log.warning("request %s: an attempt failed: %s", request.request_id, why)
                 failed = why
@@ -199,23 +202,13 @@ class Servers:
                 if why.again:
                     continue
                 break
-            client.stream = answer.events
-            if answer.events:
+            client.stream = exchange.events
+            if exchange.events:
                 client.first_s = time.monotonic()
                 self._first_token.observe(client.first_s - client.began_s)
-            return answer
+            return exchange
         assert failed is not None
         raise self._last(failed)
-
-    async def _attempt(self, pair: ServerPair, request: ServerRequest, client: ClientRequest) -> RelayedAnswer:
-        """Posts the request to a pair. Raises AttemptFailedError."""
-        pair.decode.unfinished += request.answers
-        try:
-            answer = await self.upstream.dispatch(pair, request)
-        except BaseException:
-            pair.decode.unfinished -= request.answers
-            raise
-        return RelayedAnswer(answer, client, pair.decode, request.answers, self.metrics)
 
     def _choose(self, keys: tuple[bytes, ...], avoid: set[Server]) -> ServerPair:
         """Raises AnswerFailedError where no pair can be had."""
@@ -228,38 +221,6 @@ class Servers:
         """The attempt that was the last one: by when its client may ask again."""
         failed.retry_ms = self._limits.resend_ms_max
         return failed
-
-
-class RelayedAnswer:
-    """As AnswerStream: decode's answer as it comes, counted there until its end."""
-
-    def __init__(
-        self, answer: Answer, client: ClientRequest, decode: Server, answers: int, metrics: ServerMetrics
-    ) -> None:
-        self._answer, self._client, self._decode, self._answers = answer, client, decode, answers
-        self._metrics = metrics
-        self.status, self.headers, self.length, self.events = (
-            answer.status, answer.headers, answer.length, answer.events,
-        )  # fmt: skip
-        self._tail = b""
-
-    async def more(self) -> bytes:
-        """As AnswerStream.more."""
-        try:
-            piece = await self._answer.more()
-        except AttemptFailedError:
-            self._metrics.cut_answers += 1
-            raise
-        self._tail = (self._tail + piece[-ANSWER_TAIL_BYTES:])[-ANSWER_TAIL_BYTES:]
-        return piece
-
-    def close(self, *, complete: bool) -> None:
-        """As AnswerStream.close: decode's request is cancelled unless it has ended, and prefill's too."""
-        self._answer.close(cancel=not complete)
-        self._decode.unfinished -= self._answers
-        if complete and not self.events and (received := received_of(self._tail)) is not None:
-            self._client.kv_bytes, self._client.kv_lost = received.kv_bytes, received.kv_lost
-            self._metrics.computed += received.kv_lost
 
 
 def _headers(client: ClientRequest) -> dict[str, str]:

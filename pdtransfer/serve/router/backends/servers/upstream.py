@@ -1,0 +1,209 @@
+"""The router's requests to HTTP servers, and its waits for their answers.
+
+Each request has connections of its own, since closing one is how a server learns that its request is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from .....errors import Cause
+from .....limits import HTTP_BODY_BYTES_MAX, Limits
+from ...fleet.server import HandOffs, Server, ServerIdentity
+from ...front.backend import AnswerFailedError, WholeAnswer
+from .dialect import ServerOrder
+from .hand_offs import METRICS_BYTES_MAX, hand_offs_of
+from .server_request import ServerRequest
+
+log = logging.getLogger(__name__)
+
+# Of one connection (RFC 9110), or set by each HTTP server itself.
+_HOP_HEADERS = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "content-length", "date", "server", "x-request-id",
+})  # fmt: skip
+
+
+class AttemptFailedError(AnswerFailedError):
+    """No bytes came from decode. `blamed` are the servers to avoid, `answer` is what a server answered; `again` is
+    False where no other server would help."""
+
+    def __init__(
+        self,
+        text: str,
+        cause: Cause,
+        blamed: tuple[Server, ...],
+        *,
+        answer: WholeAnswer | None = None,
+        again: bool = True,
+    ) -> None:
+        super().__init__(text, cause, status=None if answer is None else answer.status, answer=answer)
+        self.blamed, self.again = blamed, again
+
+
+def retriable(status: int) -> bool:
+    """Whether another server may answer otherwise: this one failed, or has too much to do."""
+    return status >= 500 or status == 429
+
+
+def end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the headers of an answer that are for the client."""
+    return {name: value for name, value in headers.items() if name.lower() not in _HOP_HEADERS}
+
+
+class Upstream:
+    """The client side of a router: its requests to servers, and the waits for their answers.
+
+    `unreachable` is called with a server that accepts no connection, and the reason.
+    """
+
+    def __init__(self, limits: Limits, unreachable: Callable[[Server, str], None]) -> None:
+        self.limits, self._unreachable = limits, unreachable
+        self._stopped = False
+        self._waits: dict[Server, set[asyncio.Timeout]] = {}
+        self.prefills: set[asyncio.Task[ServerIdentity | None]] = set()  # under way, some without their request
+        self._orders: set[asyncio.Task[None]] = set()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.silence_ms / 1e3),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity", "User-Agent": "pdtransfer"},
+        )
+
+    async def close(self) -> None:
+        """Closes all connections; what `stop` has not ended fails. Servers are still told what was given up."""
+        if self._orders:
+            await asyncio.wait(self._orders, timeout=self.limits.silence_ms / 1e3)
+        await self._session.close()
+
+    async def probe(self, server: Server) -> str:
+        """Asks a server for its health; returns the reason why it is not healthy, empty if it is."""
+        try:
+            async with (
+                asyncio.timeout(self.limits.silence_ms / 1e3),
+                self._session.get(server.url + "/health", allow_redirects=False) as response,
+            ):
+                return "" if response.status == 200 else f"/health answers {response.status}"
+        except (aiohttp.ClientError, OSError) as error:
+            return _reason(error) or f"/health has not answered within {self.limits.silence_ms} ms"
+
+    async def hand_offs(self, server: Server, path: str) -> HandOffs | None:
+        """Asks a decode server how many prompts it received, and how many it computed itself; None where it does not
+        say."""
+        try:
+            async with (
+                asyncio.timeout(self.limits.silence_ms / 1e3),
+                self._session.get(server.url + path, allow_redirects=False) as response,
+            ):
+                answer = await self.whole(server, response, METRICS_BYTES_MAX)
+        except (aiohttp.ClientError, OSError, AttemptFailedError) as error:
+            log.debug("%s: %s", server.url, error)
+            return None
+        return hand_offs_of(answer.body) if answer.status == 200 else None
+
+    def lose(self, server: Server) -> None:
+        """Ends all waits for a server that has been down for too long."""
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits.get(server, ()):
+            wait.reschedule(now)
+
+    def stop(self) -> None:
+        """Ends all waits, those to come included: the router shuts down."""
+        self._stopped = True
+        for server in self._waits:
+            self.lose(server)
+
+    @asynccontextmanager
+    async def waiting(self, server: Server) -> AsyncGenerator[None]:
+        """Waits for a server in this scope, until it ends or `lose`. Raises AttemptFailedError for what fails."""
+        waits = self._waits.setdefault(server, set())
+        if self._stopped:
+            raise _shutdown()
+        try:
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                try:
+                    yield
+                finally:
+                    waits.discard(wait)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            text = _reason(error) or type(error).__name__
+            if isinstance(error, aiohttp.ClientConnectorError):
+                self._unreachable(server, text)
+            raise AttemptFailedError(f"{server.url}: {text}", Cause.PEER_LOST, (server,)) from None
+        except TimeoutError:
+            if self._stopped:
+                raise _shutdown() from None
+            why, cause = server.why or "no answer in time", Cause.PEER_LOST if server.why else Cause.DEADLINE
+            raise AttemptFailedError(f"{server.url}: {why}", cause, (server,)) from None
+
+    async def get(self, server: Server, path: str, headers: Mapping[str, str], *, wait_ms: int) -> WholeAnswer:
+        """Asks a server for something small. Raises AttemptFailedError."""
+        async with (
+            self.waiting(server),
+            asyncio.timeout(wait_ms / 1e3),
+            self._session.get(server.url + path, headers=headers, allow_redirects=False) as response,
+        ):
+            return await self.whole(server, response)
+
+    async def post(self, server: Server, order: ServerOrder, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+        """Posts a body; returns the answer once its head is there."""
+        url, headers = server.url + order.path, {**headers, "Content-Type": "application/json"}
+        return await self._session.post(url, data=order.body, headers=headers, allow_redirects=False)
+
+    async def whole(
+        self, server: Server, response: aiohttp.ClientResponse, bytes_max: int | None = None
+    ) -> WholeAnswer:
+        """Reads an answer to its end. Raises AttemptFailedError for one that is too large."""
+        body, bytes_max = bytearray(), bytes_max or HTTP_BODY_BYTES_MAX
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > bytes_max:
+                text = f"{server.url}: the answer is larger than {bytes_max} bytes"
+                raise AttemptFailedError(text, Cause.BREACH, (server,), again=False)
+        return WholeAnswer(response.status, end_to_end(response.headers), bytes(body))
+
+    def tell(self, server: Server, order: ServerOrder, request: ServerRequest) -> None:
+        """Tells a server that a request was given up. One that cannot be told waits for its own deadline."""
+        task = asyncio.create_task(self._tell(server, order, request))
+        self._orders.add(task)
+        task.add_done_callback(self._orders.discard)
+
+    async def _tell(self, server: Server, order: ServerOrder, request: ServerRequest) -> None:
+        try:
+            async with (
+                asyncio.timeout(self.limits.silence_ms / 1e3),
+                await self.post(server, order, request.headers) as response,
+            ):
+                log.info("request %s: %s is told that it was given up", request.request_id, server.url)
+                if response.status != 200:
+                    log.warning("request %s: %s answers %d to that", request.request_id, server.url, response.status)
+        except (aiohttp.ClientError, OSError) as error:  # OSError: TimeoutError as well
+            text = _reason(error) or "no answer in time"
+            log.warning("request %s: %s is not told that it was given up: %s", request.request_id, server.url, text)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without the client library's options of the connection."""
+    if type(error) is aiohttp.ClientConnectorError and error.os_error.errno:
+        return f"cannot connect: {os.strerror(error.os_error.errno)}"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+    return str(error)
+
+
+def _shutdown() -> AttemptFailedError:
+    return AttemptFailedError("the router shuts down", Cause.SHUTDOWN, (), again=False)
+
+
+def refused(blamed: tuple[Server, ...], answer: WholeAnswer) -> AttemptFailedError:
+    """The failure that an answer is; the last of those who may be at fault has answered so."""
+    text = f"{blamed[-1].url}: answers {answer.status}"
+    return AttemptFailedError(text, Cause.ENGINE, blamed, answer=answer, again=retriable(answer.status))

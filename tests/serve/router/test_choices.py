@@ -6,11 +6,13 @@ import asyncio
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.backends.daemons.answering import TURN_TOKENS_MAX, GrowingAnswer, Reply
+from pdtransfer.serve.router.backends.daemons.answer_text import AnswerText
+from pdtransfer.serve.router.backends.daemons.answering import TURN_TOKENS_MAX, Choice, GrowingAnswer
 from pdtransfer.serve.router.backends.daemons.answers import AnswerForm
 from pdtransfer.serve.router.backends.daemons.backend import LOGPROBS_INLINE_MAX
 from pdtransfer.serve.router.backends.daemons.router_effects import Finish, Refusal, RoomReport
@@ -134,7 +136,7 @@ def test_one_failure_fails_the_answer_and_cancels_the_other_rooms(stream: bool) 
             await until(lambda: len(it.decode[0].stopped) == 2)
             await until(lambda: it.backend.routing.room_count == 0)
             assert it.router.open_requests.count == it.router.open_requests.prompts_bytes == 0
-            assert not it.backend._replies
+            assert not it.backend._choices
 
     run_on_loop(case)
 
@@ -154,7 +156,7 @@ def test_a_room_that_cannot_begin_takes_the_others_with_it(monkeypatch: pytest.M
             assert (status, content["error"]["code"], response.headers["Retry-After"]) == (429, "full", "1")
             assert len(calls) == 3
             await until(lambda: it.backend.routing.room_count == 0)
-            assert not it.backend._replies
+            assert not it.backend._choices
 
     run_on_loop(case)
 
@@ -219,18 +221,21 @@ def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> N
         completion = parse(json.dumps(body).encode(), seed=1)
         news, turns, stopped = asyncio.Event(), 0, []
         client = ClientRequest(node="r", path="/v1/completions", request_id="r-1")
-        replies = {each: Reply(client, news, 0.0) for each in range(3)}
+        choices: list[Choice] = []
         scores = b"".join(Logprobs(-float(at)).pack() for at in range(count))
 
         def stopping(request: int) -> None:
             stopped.append(request)
-            replies[request].ended(Finish(request, RoomReport(1, "p", "d")), 0.0)
+            choices[request].room_ended(Finish(request, RoomReport(1, "p", "d")), 0.0)
 
-        answer = GrowingAnswer(completion, replies, news, BytesText(), stopping)
-        for each, reply in replies.items():
-            reply.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
-            if each or stop is None:
-                reply.ended(Finish(each, RoomReport(1, "p", "d")), 0.0)
+        for index, room in enumerate(completion.rooms):
+            text = AnswerText(BytesText(), room.sampling, completion.stops, keep_stop=False)
+            choices.append(Choice(client, news, partial(stopping, index), text, echo="", began_s=0.0))
+        answer = GrowingAnswer(completion, choices, news)
+        for index, choice in enumerate(choices):
+            choice.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
+            if index or stop is None:
+                choice.room_ended(Finish(index, RoomReport(1, "p", "d")), 0.0)
 
         async def other() -> None:
             nonlocal turns

@@ -496,10 +496,10 @@ def test_a_client_that_does_not_read_disturbs_no_other_and_is_closed(leaves: boo
             if leaves:
                 # Its tokens are all taken from its worker; the unread ones wait here, bounded by max_tokens.
                 await until(lambda: it.decode[0].service.room_count == 0)
-                (reply,) = it.backend._replies.values()
+                (reply,) = it.backend._choices.values()
                 assert 0 < len(reply._ids) <= tokens
                 client.close()
-            await until(lambda: not it.backend._replies)
+            await until(lambda: not it.backend._choices)
             client.close()
 
     run_on_loop(case)

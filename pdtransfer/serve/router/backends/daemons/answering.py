@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ....tracing.ended_request import EndedRequest
 from ...front.backend import AnswerFailedError
 from ...front.client_request import ClientRequest
-from ...front.text import TextCodec
 from .answer_text import AnswerText, TextPiece
 from .answers import AnswerForm, EndedChoice, usage_of
 from .completions import Completion
@@ -19,17 +18,38 @@ from .router_effects import Fail, Finish, Refusal, Retry
 TURN_TOKENS_MAX = 256  # of one answer that become text before the loop serves others: some milliseconds
 
 
-class Reply:
-    """One choice: its tokens wait here for its HTTP task, at most max_tokens of them. `news` is set at each change."""
+@dataclass(frozen=True, slots=True)
+class ChoiceNews:
+    """What one choice gains. `first`: nothing of it came before."""
 
-    def __init__(self, client: ClientRequest, news: asyncio.Event, began_s: float) -> None:
-        self.client, self.room = client, RoomAttempt(began_s)
+    index: int
+    piece: TextPiece
+    first: bool
+    ended: EndedChoice | None
+
+
+class Choice:
+    """One choice of an answer: its tokens wait here for the HTTP task, at most max_tokens of them, and become `text`.
+    `news` is set at each change. `stop` ends its room where the text has met a stop string, and so the choice."""
+
+    def __init__(
+        self,
+        client: ClientRequest,
+        news: asyncio.Event,
+        stop: Callable[[], None],
+        text: AnswerText,
+        *,
+        echo: str,
+        began_s: float,
+    ) -> None:
+        self.client, self.room, self._news, self._stop = client, RoomAttempt(began_s), news, stop
         self.began_s = self.first_s = self.token_s = began_s  # token_s: when the latest token came
         self.streaming = False
         self._ids: list[int] = []
         self._logprobs = bytearray()
-        self._news = news
-        self.end: Finish | Fail | None = None
+        self.text, self._echo, self._begun = text, echo, False
+        self.end: Finish | Fail | None = None  # of its last room
+        self.ended: EndedChoice | None = None  # once its text is complete
 
     def put(self, ids: list[int], logprobs: bytes, now: float) -> None:
         """Appends ids, with their packed logprobs."""
@@ -43,7 +63,7 @@ class Reply:
         self._logprobs += logprobs
         self._news.set()
 
-    def ended(self, end: Finish | Fail | Retry, now: float) -> EndedRequest:
+    def room_ended(self, end: Finish | Fail | Retry, now: float) -> EndedRequest:
         """Its room has ended, and with Retry the choice has another one now. Returns the room's record."""
         record = room_record(self.client, self.room, end, now)
         self.client.ended_rooms.append(record)
@@ -70,63 +90,42 @@ class Reply:
         del self._ids[:count], self._logprobs[:of_logprobs]
         return taken
 
-
-@dataclass(slots=True, eq=False)
-class _Choice:
-    """One choice: its room's id at the router's core, and what came of it."""
-
-    request: int
-    reply: Reply
-    text: AnswerText
-    echo: str
-    begun: bool = False
-    ended: EndedChoice | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceNews:
-    """What one choice gains. `first`: nothing of it came before."""
-
-    index: int
-    piece: TextPiece
-    first: bool
-    ended: EndedChoice | None
+    def advance(self, index: int, ids: list[int], logprobs: bytes) -> ChoiceNews | None:
+        """Makes text of what was taken; None where it has nothing new."""
+        if not ids and (self.end is None or self.waiting):
+            return None
+        first, self._begun = not self._begun, True
+        piece = self.text.feed(ids, logprobs)
+        if self.text.stopped and self.end is None:
+            self._stop()
+        finish = None if self.waiting and not self.text.stopped else self.end
+        if isinstance(finish, Finish):
+            piece += self.text.end()
+        if first and self._echo:
+            piece = TextPiece(self._echo) + piece
+        if isinstance(finish, Finish):
+            decoded = finish.room.decode is None or finish.room.decode.reason == "stop"
+            reason = "stop" if self.text.stopped or decoded else "length"
+            self.ended = EndedChoice(piece, reason, self.text.tokens, finish.room)
+        return ChoiceNews(index, piece, first, self.ended)
 
 
 class GrowingAnswer:
-    """All choices of one answer. `stop` ends a room whose answer has met a stop string; it closes the room's reply."""
+    """All choices of one answer."""
 
-    def __init__(
-        self,
-        completion: Completion,
-        replies: dict[int, Reply],
-        news: asyncio.Event,
-        text: TextCodec,
-        stop: Callable[[int], None],
-    ) -> None:
-        self.completion, self._news, self._stop = completion, news, stop
+    def __init__(self, completion: Completion, choices: list[Choice], news: asyncio.Event) -> None:
+        self.completion, self._choices, self._news = completion, choices, news
         self.failed: Fail | None = None  # one failure fails the answer
-        echoes = [each for each in completion.echoes or ("",) * len(completion.rooms) for _ in range(completion.n)]
-        self._choices = [
-            _Choice(
-                request,
-                reply,
-                AnswerText(text, room.sampling, completion.stops, keep_stop=completion.keep_stop),
-                echo,
-            )
-            for (request, reply), room, echo in zip(replies.items(), completion.rooms, echoes, strict=False)
-        ]
-        self._left = len(self._choices)
 
     @property
     def ended(self) -> bool:
         """Whether all choices are complete."""
-        return not self._left
+        return len(self.choices) == len(self._choices)
 
     @property
     def choices(self) -> list[EndedChoice]:
-        """All choices, once they are complete."""
-        return [each.ended for each in self._choices if each.ended is not None]
+        """Those that are complete."""
+        return [choice.ended for choice in self._choices if choice.ended is not None]
 
     async def next(self) -> list[ChoiceNews]:
         """Waits for the next pieces, of TURN_TOKENS_MAX tokens together. None come once the answer has failed."""
@@ -139,36 +138,16 @@ class GrowingAnswer:
         for index, choice in enumerate(self._choices):
             if choice.ended is not None:
                 continue
-            if isinstance(choice.reply.end, Fail):
-                self.failed = choice.reply.end
+            if isinstance(choice.end, Fail):
+                self.failed = choice.end
                 return []
-            ids, logprobs = choice.reply.take(left)
+            ids, logprobs = choice.take(left)
             left -= len(ids)
-            gained = self._advance(index, choice, ids, logprobs)
-            if gained is not None:
+            if (gained := choice.advance(index, ids, logprobs)) is not None:
                 news.append(gained)
-            if choice.reply.waiting and choice.ended is None:
+            if choice.waiting and choice.ended is None:
                 self._news.set()
         return news
-
-    def _advance(self, index: int, choice: _Choice, ids: list[int], logprobs: bytes) -> ChoiceNews | None:
-        if not ids and (choice.reply.end is None or choice.reply.waiting):
-            return None
-        first, choice.begun = not choice.begun, True
-        piece = choice.text.feed(ids, logprobs)
-        if choice.text.stopped and choice.reply.end is None:
-            self._stop(choice.request)
-        finish = None if choice.reply.waiting and not choice.text.stopped else choice.reply.end
-        if isinstance(finish, Finish):
-            piece += choice.text.end()
-        if first and choice.echo:
-            piece = TextPiece(choice.echo) + piece
-        if isinstance(finish, Finish):
-            decoded = finish.room.decode is None or finish.room.decode.reason == "stop"
-            reason = "stop" if choice.text.stopped or decoded else "length"
-            choice.ended = EndedChoice(piece, reason, choice.text.tokens, finish.room)
-            self._left -= 1
-        return ChoiceNews(index, piece, first, choice.ended)
 
 
 def failed_answer(end: Fail | Refusal) -> AnswerFailedError:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from ..... import __version__
 from .....bus import Bus
@@ -32,8 +33,8 @@ from ...front.client_request import ClientRequest
 from ...front.json_bodies import RefusedRequestError
 from ...front.router_metrics import RouterMetrics
 from ...front.text import load_text
-from .answer_text import TextPiece
-from .answering import AnswerEvents, GrowingAnswer, Reply, failed_answer
+from .answer_text import AnswerText, TextPiece
+from .answering import AnswerEvents, Choice, GrowingAnswer, failed_answer
 from .answers import AnswerForm, models, one_model, usage_of
 from .completions import Completion, ReadBody, ReadCompletion, ReadText, completion_of
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
@@ -82,7 +83,7 @@ class Daemons:
         )
         self._clock = LoopClock.among_peers(config.limits.ping_ms)
         self._perform = EffectRunner(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
-        self._replies: dict[int, Reply] = {}
+        self._choices: dict[int, Choice] = {}
         self.metrics = RoutingMetrics(metrics, self.routing, self._bus)
 
     async def open(self) -> None:
@@ -147,7 +148,7 @@ class Daemons:
             case Emit():
                 self._emit(effect)
             case Finish() | Fail() | Retry():
-                self._ended(self._replies[effect.request].ended(effect, time.monotonic()))
+                self._ended(self._choices[effect.request].room_ended(effect, time.monotonic()))
             case WorkerChanged(peer, ""):
                 worker = self.routing.workers.by_peer[peer]
                 assert worker.identity is not None
@@ -159,14 +160,14 @@ class Daemons:
                 log.log(logging.INFO if orderly else logging.WARNING, "%s", why)
 
     def _emit(self, emit: Emit) -> None:
-        reply, now = self._replies[emit.request], time.monotonic()
-        of = self.metrics.of(reply.client.model)
-        if reply.streaming:
+        choice, now = self._choices[emit.request], time.monotonic()
+        of = self.metrics.of(choice.client.model)
+        if choice.streaming:
             for _ in emit.ids:
-                of.inter_token.observe((now - reply.token_s) / len(emit.ids))
+                of.inter_token.observe((now - choice.token_s) / len(emit.ids))
         else:
-            of.first_token.observe(now - reply.began_s)
-        reply.put(emit.ids, emit.logprobs, now)
+            of.first_token.observe(now - choice.began_s)
+        choice.put(emit.ids, emit.logprobs, now)
         of.generated_tokens.inc(len(emit.ids))
 
     # The workers
@@ -267,12 +268,12 @@ class Daemons:
 
     async def answer(self, request: Completion, client: ClientRequest) -> WholeAnswer | AnswerEvents:
         """Begins all rooms, or none, and answers with them."""
-        replies, streams = dict[int, Reply](), False
+        choices, streams = dict[int, Choice](), False
         try:
-            answer = await self._begin(request, client, replies)
+            answer = await self._begin(request, client, choices)
             form = AnswerForm(
                 chat=request.chat,
-                request=next(iter(replies)),
+                request=next(iter(choices)),
                 model=request.model or "",
                 created=int(time.time()),
                 text=self.text,
@@ -281,41 +282,45 @@ class Daemons:
             )
             if not request.stream:
                 return WholeAnswer.of_json(await _whole(form, answer))
-            events = AnswerEvents(form, answer, lambda: self._end(replies, request))
+            events = AnswerEvents(form, answer, lambda: self._end(choices, request))
             await events.begin()
             streams = True
             return events
         finally:
             if not streams:
-                self._end(replies, request)
+                self._end(choices, request)
 
-    async def _begin(self, request: Completion, client: ClientRequest, replies: dict[int, Reply]) -> GrowingAnswer:
-        """Begins the rooms, and adds their replies. Raises AnswerFailedError for the first that is refused."""
+    async def _begin(self, request: Completion, client: ClientRequest, choices: dict[int, Choice]) -> GrowingAnswer:
+        """Begins a room for each choice, and adds it. Raises AnswerFailedError for the first that is refused."""
         news, of = asyncio.Event(), self.metrics.of(client.model)
-        for room in request.rooms:
-            if replies:
+        for index, room in enumerate(request.rooms):
+            if choices:
                 await asyncio.sleep(0)  # The prompts of many rooms take their time: others have their turn.
             accepted = self.routing.submit(room, self._clock.now())
             if isinstance(accepted, Refusal):
                 raise failed_answer(accepted)
-            replies[accepted.request] = self._replies[accepted.request] = Reply(client, news, time.monotonic())
+            text = AnswerText(self.text, room.sampling, request.stops, keep_stop=request.keep_stop)
+            echo = request.echoes[index // request.n] if request.echoes else ""
+            stop = partial(self._stop, accepted.request)
+            choice = Choice(client, news, stop, text, echo=echo, began_s=time.monotonic())
+            choices[accepted.request] = self._choices[accepted.request] = choice
             client.rooms.append(accepted.request)
             self._perform(accepted.effects)
             of.prompt_tokens.inc(len(room.prompt) // 4)
-        return GrowingAnswer(request, replies, news, self.text, self._stop)
+        return GrowingAnswer(request, list(choices.values()), news)
 
     def _stop(self, request: int) -> None:
         """A stop string was met."""
         self._perform(self.routing.stop(request, self._clock.now()))
 
-    def _end(self, replies: dict[int, Reply], request: Completion) -> None:
+    def _end(self, choices: dict[int, Choice], request: Completion) -> None:
         """Nobody waits for these rooms any more: cancels those that have not ended."""
-        for room, reply in replies.items():
-            if reply.end is None:
+        for room, choice in choices.items():
+            if choice.end is None:
                 self._perform(self.routing.cancel(room, self._clock.now()))
-            del self._replies[room]
-        if self._spans is not None and len(replies) == len(request.rooms):
-            _draw(self._spans, list(replies.values()))
+            del self._choices[room]
+        if self._spans is not None and len(choices) == len(request.rooms):
+            _draw(self._spans, list(choices.values()))
 
 
 async def _whole(form: AnswerForm, answer: GrowingAnswer) -> bytes:
@@ -333,10 +338,10 @@ async def _whole(form: AnswerForm, answer: GrowingAnswer) -> bytes:
     return await asyncio.to_thread(form.whole, choices, usage)
 
 
-def _draw(spans: Spans, replies: list[Reply]) -> None:
+def _draw(spans: Spans, choices: list[Choice]) -> None:
     """Reports the parts of an answer to the timeline; a failed room has no name."""
     now = time.monotonic()
-    for reply in replies:
-        if isinstance(reply.end, Finish):
-            spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room.id)
-            spans("request", "from the first token on", reply.first_s, now, room=reply.end.room.id)
+    for choice in choices:
+        if isinstance(choice.end, Finish):
+            spans("request", "to the first token", choice.began_s, choice.first_s, room=choice.end.room.id)
+            spans("request", "from the first token on", choice.first_s, now, room=choice.end.room.id)

@@ -124,7 +124,7 @@ class Requests:
     """In the module: what it is asked. Its own standard output becomes standard error, so that it may print."""
 
     def __init__(self) -> None:
-        self._choices = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+        self._replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._queue: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self.ended = False
@@ -156,7 +156,7 @@ class Requests:
         self._reply({"number": number, "answer": answer})
 
     def _reply(self, reply: dict[str, Any]) -> None:
-        print(json.dumps(reply), file=self._choices)
+        print(json.dumps(reply), file=self._replies)
 
     def _read(self) -> None:
         for line in sys.stdin:

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ....bus.keys import AllowList, address_of, is_literal
 from ....errors import ConfigError, WorldError, missing_extra
@@ -70,14 +70,6 @@ class Answered:
     ttl_s: float
 
 
-class Answers(Protocol):
-    """Asks DNS."""
-
-    async def ask(self, name: DnsName) -> Answered:
-        """Raises WorldError where no resolver answers. A name that does not exist has no workers."""
-        ...
-
-
 def workers_of(name: DnsName, places: Sequence[Place], *, allowed: AllowList | None, scheme: str = "tcp") -> Found:
     """The workers at these places, as --prefill and --decode name them; with an allow-list each with its key."""
     found, keys = Found(), {} if allowed is None else {of: key for key, of in allowed.names.items()}
@@ -118,7 +110,7 @@ class DnsResolver:
         self._resolver.lifetime = ASK_S
 
     async def ask(self, name: DnsName) -> Answered:
-        """As Answers.ask."""
+        """Raises WorldError where no resolver answers. A name that does not exist has no workers."""
         if not name.port:
             answers = await self._ask(name.name, "SRV")
             places = [
@@ -169,7 +161,7 @@ class DnsFollower:
                     f"{name.role}_dns = '{name}': an address names no worker, and with keys a worker's key is that of "
                     "its name on the allow-list: take srv://NAME, whose targets begin with those names"
                 )
-        self._answers: Answers = DnsResolver(config.dns_server)
+        self._resolver = DnsResolver(config.dns_server)
 
     def start(self) -> list[asyncio.Task[None]]:
         """Returns the tasks, to be cancelled at the end."""
@@ -181,7 +173,7 @@ class DnsFollower:
         while True:
             wait_s, why = TTL_S_MIN, ""
             try:
-                answered = await self._answers.ask(name)
+                answered = await self._resolver.ask(name)
                 found = await asyncio.to_thread(self._found, name, answered)
                 self._membership.listed(source, found.workers)
                 wait_s, why = answered.ttl_s, "; ".join(found.refused)

@@ -59,10 +59,9 @@ class ClientRequest:
         one of its own, and begins a trace where there is none; else workers get the client's. An invalid traceparent is
         none, as its standard asks. A request whose id may not be passed on is `refused`, under an id of ours."""
         request_id, refused = headers.get(REQUEST_ID) or uuid.uuid4().hex, None
-        try:
-            checked_request_id(request_id)
-        except RefusedRequestError as error:
-            request_id, refused = uuid.uuid4().hex, error
+        if len(request_id) > NAME_LENGTH_MAX or not request_id.isascii() or not request_id.isprintable():
+            refused = RefusedRequestError(REQUEST_ID, f"must be 1 to {NAME_LENGTH_MAX} printable ASCII characters")
+            request_id = uuid.uuid4().hex
         theirs = TraceContext.parse(headers.get(TRACEPARENT, ""))
         own, parent = theirs, ""
         if traced:
@@ -132,13 +131,6 @@ class ClientRequest:
             copy_s=None if last is None else last.copy_s,
             spans=spans_of(self.rooms[-1] if self.rooms else 0, first_s, total_s),
         )
-
-
-def checked_request_id(text: str) -> str:
-    """Returns it. Raises RefusedRequestError for one that a server may not take."""
-    if not 1 <= len(text) <= NAME_LENGTH_MAX or not text.isascii() or not text.isprintable():
-        raise RefusedRequestError("X-Request-Id", f"must be 1 to {NAME_LENGTH_MAX} printable ASCII characters")
-    return text
 
 
 def spans_of(room: int, first_s: float | None, total_s: float) -> tuple[TimedSpan, ...]:

@@ -106,7 +106,7 @@ class Choice:
         if isinstance(finish, Finish):
             decoded = finish.room.decode is None or finish.room.decode.reason == "stop"
             reason = "stop" if self.text.stopped or decoded else "length"
-            self.ended = EndedChoice(piece, reason, self.text.tokens, finish.room)
+            self.ended = EndedChoice(reason, self.text.tokens, finish.room)
         return ChoiceNews(index, piece, first, self.ended)
 
 

@@ -17,7 +17,6 @@ from .router_effects import RoomReport
 class EndedChoice:
     """A choice that is complete."""
 
-    piece: TextPiece  # the whole of it, or in a stream what came last
     finish_reason: str
     tokens: int
     room: RoomReport
@@ -52,20 +51,20 @@ class AnswerForm:
         """The usage alone, which ends a stream where it was asked for."""
         return self._object([], chunk=True, more={"usage": usage})
 
-    def whole(self, choices: Sequence[EndedChoice], usage: dict[str, object]) -> bytes:
+    def whole(self, texts: Sequence[TextPiece], ended: Sequence[EndedChoice], usage: dict[str, object]) -> bytes:
         """The answer in one object. `pdtransfer` is one extension, or a list where there are several choices."""
-        made = [
+        choices = [
             {
                 "index": index,
-                **({"message": _message(each.piece.text)} if self.chat else {"text": each.piece.text}),
-                "logprobs": self._logprobs(each.piece.tokens),
-                "finish_reason": each.finish_reason,
+                **({"message": _message(text.text)} if self.chat else {"text": text.text}),
+                "logprobs": self._logprobs(text.tokens),
+                "finish_reason": choice.finish_reason,
             }
-            for index, each in enumerate(choices)
+            for index, (text, choice) in enumerate(zip(texts, ended, strict=True))
         ]
-        extensions = [extension(each.room) for each in choices]
+        extensions = [extension(choice.room) for choice in ended]
         more = {"usage": usage, "pdtransfer": extensions if len(extensions) > 1 else extensions[0]}
-        return self._object(made, chunk=False, more=more)
+        return self._object(choices, chunk=False, more=more)
 
     def _object(self, choices: Sequence[object], *, chunk: bool, more: Mapping[str, object]) -> bytes:
         kind = ("chat.completion.chunk" if chunk else "chat.completion") if self.chat else "text_completion"

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from ..... import __version__
@@ -331,11 +330,11 @@ async def _whole(form: AnswerForm, answer: GrowingAnswer) -> bytes:
             pieces[news.index].append(news.piece)
         if answer.failed is not None:
             raise failed_answer(answer.failed)
-    choices = [replace(ended, piece=TextPiece.joined(own)) for ended, own in zip(answer.choices, pieces, strict=True)]
+    texts = [TextPiece.joined(choice) for choice in pieces]
     usage = usage_of(answer.completion.prompt_tokens, answer.choices, answer.completion.n)
-    if sum(len(choice.piece.tokens) for choice in choices) <= LOGPROBS_INLINE_MAX:
-        return form.whole(choices, usage)
-    return await asyncio.to_thread(form.whole, choices, usage)
+    if sum(len(text.tokens) for text in texts) <= LOGPROBS_INLINE_MAX:
+        return form.whole(texts, answer.choices, usage)
+    return await asyncio.to_thread(form.whole, texts, answer.choices, usage)
 
 
 def _draw(spans: Spans, choices: list[Choice]) -> None:

@@ -274,7 +274,8 @@ class GpuWriter:
         if refusal:
             raise WorldError(refusal)
         ahead, self._prepared = self._prepared, None
-        if ahead is not None and ahead.write is write and ahead.slot == slot:
+        if ahead is not None and ahead.write is write:
+            assert ahead.slot == slot, "another launch was made since, and another slot is free"
             return ahead
         first, end = write.rows_taken, write.piece_end
         if not write.row_bytes or end == first:
@@ -288,7 +289,7 @@ class GpuWriter:
 
     def _prepare_ahead(self, launcher: Launcher, write: GpuWrite, slot: int) -> bool:
         """Prepares the first rows of a write that waits for its gate; False where it need not wait."""
-        if self._prepared is not None and self._prepared.write is write and self._prepared.slot == slot:
+        if self._prepared is not None and self._prepared.write is write:
             return True
         try:
             if (gate := write.gate) is not None:

@@ -90,8 +90,10 @@ class Pair:
 
     def failed(self, room: int) -> RoomFailed:
         """On decode's side."""
-        self.until(lambda: self.decode_event(room, RoomFailed))
-        return self.decode_event(room, RoomFailed)
+        self.until(lambda: self.decode_event(room, RoomFailed) or self.decode_event(room, RoomReady))
+        failed = self.decode_event(room, RoomFailed)
+        assert failed is not None, self.decode_events
+        return failed
 
     def drained(self, room: int) -> None:
         """On prefill's side."""

@@ -86,6 +86,8 @@ class FakeLauncher:
 
         def queue(number: int = self.card.preparations) -> None:
             assert number == self.card.preparations, "another was prepared meanwhile"
+            assert place not in self.queued, "another is in flight there"
+            self.card.slots.append(place)
             self.drained.pop(place, None)
             self.queued[place] = target, source, target_slots, source_slots, rows, cancel
             self.card.launched.append((len(self.queued), rows))
@@ -173,6 +175,7 @@ class FakeGpu(FakeRegistrar):
     def __init__(self) -> None:
         super().__init__()
         self.launched: list[tuple[int, int]] = []  # how many were in flight then, and rows
+        self.slots: list[int] = []  # of each launch
         self.words: list[CancelWord] = []
         self.left_out = 0
         self.prepared = self.preparations = 0

@@ -194,6 +194,29 @@ async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_anoth
     await both.close()
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+@on_loop
+async def test_what_is_prepared_beside_a_launch_goes_in_the_slot_that_it_was_prepared_for(
+    pieces: int, arena: ArenaMemory, directory: Path
+) -> None:
+    gpu = FakeGpu()
+    both = Pair(arena, directory, card=gpu)
+    await both.map()
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
+    await waits(gpu)
+    rows = EVERY[100 : 100 + pieces * PIECE_ROWS]
+    both.want(both.write(rows, rows, grant=2))
+    await until(lambda: len(both.ended) == 1)
+    await waits(gpu)
+    gpu.fired.add(1)
+    await until(lambda: len(both.ended) == 2)
+    assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
+    assert gpu.slots == [number % 2 for number in range(pieces + 1)]
+    assert gpu.preparations == pieces + 2, "once before the other grant came, and once beside its last launch"
+    assert both.right
+    await both.close()
+
+
 @on_loop
 async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_nothing_that_is_late(
     arena: ArenaMemory, directory: Path

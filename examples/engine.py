@@ -112,10 +112,10 @@ class Prefill:
     """A `PrefillEngine`: each step computes one chunk of the oldest room."""
 
     def __init__(self, config: EngineConfig, *, row_bytes: int = ROW_BYTES) -> None:
-        self.card = describe(config, row_bytes)
+        self.description = describe(config, row_bytes)
         self._chunk_tokens, self._slots = config.chunk_tokens, config.slots
-        self.pool = allocate(self.card.memory_bytes).view  # another process may read it only in `SharedMemory`
-        self._rows = Rows(self.pool, self.card.components[0].layout)
+        self.pool = allocate(self.description.memory_bytes).view  # another process may read it only in `SharedMemory`
+        self._rows = Rows(self.pool, self.description.components[0].layout)
         self._free = deque(range(config.slots))
         self._held: dict[int, NDArray[np.int64]] = {}
         self._rooms: dict[int, Prompt] = {}
@@ -181,7 +181,7 @@ class Decode:
     """A `DecodeEngine`: each step generates one token for every room, straight out of the arena."""
 
     def __init__(self, config: EngineConfig, *, row_bytes: int = ROW_BYTES) -> None:
-        self.card = describe(config, row_bytes)
+        self.description = describe(config, row_bytes)
         self._rooms: dict[int, Answer] = {}
 
     @property
@@ -196,7 +196,7 @@ class Decode:
 
     def attach(self, arena: memoryview) -> None:
         """The arena's bytes in this process; called once, before the first `admit`."""
-        self._rows = Rows(arena, self.card.components[0].layout)
+        self._rows = Rows(arena, self.description.components[0].layout)
 
     def check(self, request: Request) -> None:
         """ValueError for a request that this engine can never serve: there is none."""

@@ -55,49 +55,51 @@ class HotPool:
     """
 
     def __init__(
-        self, host: Pool, device: Pool, *, groups: Sequence[range], rows: int, hot: int, top: int, tokens_max: int,
-        spare: int = -1,
+        self, host_pool: Pool, device_pool: Pool, *, groups: Sequence[range], rows: int, hot: int, top: int,
+        tokens_max: int, spare: int = -1,
     ) -> None:  # fmt: skip
-        """`device` has the planes of `host` in any layout. `groups` divide the layers into those that share a plan. A
-        step reads at most `top` positions of a request. `newest` returns the device slot `spare` for a request without
-        a slot. Raises LocalProtocolError, with both values, for sizes that do not match, and if the device cannot reach
-        the host pool."""
+        """`device_pool` has the planes of `host_pool` in any layout. `groups` divide the layers into those that share a
+        plan. A step reads at most `top` positions of a request. `newest` returns the device slot `spare` for a request
+        without a slot. Raises LocalProtocolError, with both values, for sizes that do not match, and if the device
+        cannot reach the host pool."""
         if min(rows, hot, top, tokens_max) < 1:
             raise LocalProtocolError(f"rows {rows}, hot {hot}, top {top}, tokens_max {tokens_max}: one is below 1")
         if hot < top:
             raise LocalProtocolError(f"hot: {hot}, must be at least the {top} positions that a step may ask for")
         check_sizes(top=top, hot=hot)
-        if host.card != device.card:
-            raise LocalProtocolError(f"pools: the device's is of GPU {device.card}, the host's of GPU {host.card}")
-        if not -1 <= spare < device.layout.slots:
-            raise LocalProtocolError(f"spare: {spare} is outside 0..{device.layout.slots - 1}")
-        for name, pool in (("host", host), ("device", device)):
+        if host_pool.device != device_pool.device:
+            raise LocalProtocolError(
+                f"pools: the device's is of GPU {device_pool.device}, the host's of GPU {host_pool.device}"
+            )
+        if not -1 <= spare < device_pool.layout.slots:
+            raise LocalProtocolError(f"spare: {spare} is outside 0..{device_pool.layout.slots - 1}")
+        for name, pool in (("host", host_pool), ("device", device_pool)):
             if pool.layout.slots > np.iinfo(np.int32).max:
                 raise LocalProtocolError(f"{name}: {pool.layout.slots} slots are more than int32 can name")
-        _check_groups(groups, device)
-        self.host, self.device, self.hot, self.top, self._spare = host, device, hot, top, spare
-        self._tables = HotTables(device.card, groups=len(groups), rows=rows, hot=hot, tokens_max=tokens_max)
+        _check_groups(groups, device_pool)
+        self.host_pool, self.device_pool, self.hot, self.top, self._spare = host_pool, device_pool, hot, top, spare
+        self._tables = HotTables(device_pool.device, groups=len(groups), rows=rows, hot=hot, tokens_max=tokens_max)
 
         def zeros(*shape: int) -> Any:
-            return filled(device.card, shape, 0)
+            return filled(device_pool.device, shape, 0)
 
         self.refused = self._tables.refused
         self._slots, self._sources, self._targets = (zeros(rows * top) for _ in range(3))
-        self._counts, self._tally = zeros(5), filled(device.card, (len(groups), 2), 0, "int64")
+        self._counts, self._tally = zeros(5), filled(device_pool.device, (len(groups), 2), 0, "int64")
         self._positions, self._small = zeros(rows * top), zeros(3, rows)
         self._newest, self._stored = zeros(2, rows), zeros(2, rows)
         self._groups = [
             _Group(
                 self._tables.of(at),
                 PlannedCopy(
-                    device.layers(layers.start, layers.stop), host.layers(layers.start, layers.stop),
+                    device_pool.layers(layers.start, layers.stop), host_pool.layers(layers.start, layers.stop),
                     self._targets, self._sources, counts=self._counts,
                 ),
-                device.layout.row_bytes_of(layers.start, layers.stop),
+                device_pool.layout.row_bytes_of(layers.start, layers.stop),
             )
             for at, layers in enumerate(groups)
         ]  # fmt: skip
-        self._store = PlannedCopy(host, device, self._stored[1], self._stored[0])
+        self._store = PlannedCopy(host_pool, device_pool, self._stored[1], self._stored[0])
         self.admission_bytes = 0  # that copies of `start` wrote, to whatever memory
 
     # Start and stop of a request
@@ -120,7 +122,7 @@ class HotPool:
         if fits:
             tables = self._tables.hot_slots, self._tables.host_slots
             targets, sources = (table[row, :tokens] for table in tables)
-            self._admit(self.device, self.host, targets, sources, tokens)
+            self._admit(self.device_pool, self.host_pool, targets, sources, tokens)
 
     def stop(self, row: int) -> None:
         """Frees the row. The caller may reuse its slots once a `fence` made after this has fired.
@@ -182,9 +184,9 @@ class HotPool:
 
     def fence(self) -> LayerFence:
         """Fires when all work queued so far is done. After a replayed graph, call it behind the replay."""
-        if self.device.card is None:
+        if self.device_pool.device is None:
             return Fired()
-        event = CudaEvent(gpu_at(self.device.card))
+        event = CudaEvent(gpu_at(self.device_pool.device))
         event.record(self._stream)
         return event
 
@@ -201,7 +203,7 @@ class HotPool:
 
     def counters(self) -> Counters:
         """Reads the counters. Waits for the GPU."""
-        tally: Any = self._tally if self.device.card is None else self._tally.cpu().numpy()
+        tally: Any = self._tally if self.device_pool.device is None else self._tally.cpu().numpy()
         swapped = sum(int(misses) * group.row_bytes for misses, group in zip(tally[:, 1], self._groups, strict=True))
         return Counters(hits=int(tally[:, 0].sum()), misses=int(tally[:, 1].sum()), swapped_bytes=swapped)
 
@@ -212,11 +214,11 @@ class HotPool:
 
     @property
     def _stream(self) -> int:
-        if self.device.card is None:
+        if self.device_pool.device is None:
             return 0
         import torch
 
-        return torch.cuda.current_stream(self.device.card).cuda_stream
+        return torch.cuda.current_stream(self.device_pool.device).cuda_stream
 
     def _admit(self, target: Pool, source: Pool, target_slots: Any, source_slots: Any, rows: int) -> None:
         """Copies rows of a request that is placed, and counts them."""
@@ -238,7 +240,7 @@ class HotPool:
 
     def _as_int32(self, array: Any, buffer: Any) -> Any:
         """The array as the kernels take it, copied to `buffer` unless it is contiguous int32 on the device."""
-        if self.device.card is None:
+        if self.device_pool.device is None:
             return np.ascontiguousarray(array, np.int32)
         import torch
 
@@ -259,7 +261,10 @@ class HotPool:
             raise LocalProtocolError(f"device_slots: {places + 1} for {tokens} tokens and a buffer of {self.hot}")
         if preload is not None and preload and tokens > self.hot:
             raise LocalProtocolError(f"preload: {tokens} tokens do not fit a buffer of {self.hot}")
-        for name, slots, pool in (("host_slots", host_slots, self.host), ("device_slots", device_slots, self.device)):
+        for name, slots, pool in (
+            ("host_slots", host_slots, self.host_pool),
+            ("device_slots", device_slots, self.device_pool),
+        ):
             if int(slots.view(np.uint64).max()) >= pool.layout.slots:  # as uint64 a negative slot is too large, too
                 low, high = bounds_of(slots)
                 raise LocalProtocolError(f"{name}: {low if low < 0 else high} is outside 0..{pool.layout.slots - 1}")

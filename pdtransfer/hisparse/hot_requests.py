@@ -109,7 +109,7 @@ class HotRequests:
         self._leaders = [group.start for group in shape.groups]
         self.memory, address = _memory(shape.layout.end, device)
         self._pool = HotPool(
-            host, Pool(layout=shape.layout, address=address, card=host.card), groups=shape.groups,
+            host, Pool(layout=shape.layout, address=address, device=host.device), groups=shape.groups,
             rows=capacity.rows, hot=capacity.hot, top=shape.top, tokens_max=shape.tokens_max,
             spare=pool_slots(hisparse) - 1,
         )  # fmt: skip
@@ -197,7 +197,7 @@ class HotRequests:
         rooms = sorted(self._placed)
         found[0, : len(rooms)] = rooms
         refused: Any = self._pool.refused
-        counts = refused if self._pool.device.card is None else Download(refused).get().numpy()
+        counts = refused if self._pool.device_pool.device is None else Download(refused).get().numpy()
         found[1, : len(rooms)] = counts[[self._placed[room].row for room in rooms]]
         for rank, other in enumerate(self._group.gather(found)):
             if not np.array_equal(other, found):

@@ -54,8 +54,8 @@ def ordinal_of(uuid: bytes) -> int | None:
 def check(ordinal: int) -> None:
     """Raises WorldError, naming what is missing, unless the GPU exists. Touches no GPU."""
     driver()
-    if (cards := count()) <= ordinal:
-        raise WorldError(f"GPU {ordinal}: this process sees {cards} GPUs")
+    if (gpu_count := count()) <= ordinal:
+        raise WorldError(f"GPU {ordinal}: this process sees {gpu_count} GPUs")
 
 
 _CALLS = (  # each with the CUDA release that defines its arguments

@@ -41,7 +41,7 @@ class Side(NamedTuple):
     granule: int  # slots that one entry stands for
     entries: int
     limit: int
-    card: bool  # the pool is a GPU's
+    on_gpu: bool  # the pool is a GPU's
 
 
 def kv_copy(
@@ -71,7 +71,7 @@ def prepare(
 
     With `staging`, the slots that the CPU knows are already on their way to the GPU.
     """
-    if copy.target.card is None:
+    if copy.target.device is None:
         return partial(_copy_on_cpu, copy, progress, cancel or CancelWord())
     return _prepare_launch(copy, count, progress, cancel, blocks, stream, staging)
 
@@ -109,8 +109,8 @@ class CheckedCopy(NamedTuple):
 
 def check_copy(target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, count: Any) -> CheckedCopy:
     """Checks kv_copy's arguments and raises its errors."""
-    if target.card != source.card:
-        raise LocalProtocolError(f"pools: the target is of GPU {target.card}, the source of GPU {source.card}")
+    if target.device != source.device:
+        raise LocalProtocolError(f"pools: the target is of GPU {target.device}, the source of GPU {source.device}")
     pairing = pairing_of(source.layout, target.layout)
     source_side = side_of("source_slots", source_slots, source, pairing.source_slots)
     target_side = side_of("target_slots", target_slots, target, pairing.target_slots)
@@ -161,30 +161,30 @@ def side_of(name: str, slots: Slots, pool: Pool, slot_limit: int) -> Side:
     """Describes `slots`. Raises LocalProtocolError unless they are integers where the pool can read them."""
     granule = pool.layout.page_size if isinstance(slots, PageSlots) else 1
     entries = slots.entries if isinstance(slots, PageSlots) else slots
-    limit, on_card = slot_limit // granule, pool.card is not None
+    limit, on_gpu = slot_limit // granule, pool.device is not None
     if isinstance(entries, range):
         if entries.step != 1:
             raise LocalProtocolError(f"{name}: the step of {entries} is not 1")
-        return Side(None, entries.start, 0, False, granule, len(entries), limit, on_card)
+        return Side(None, entries.start, 0, False, granule, len(entries), limit, on_gpu)
     interface: dict[str, Any] | None = getattr(entries, "__cuda_array_interface__", None)
     if interface is None:
         listed = np.ascontiguousarray(entries)
         if listed.dtype.str not in ("<i4", "<i8") or listed.ndim != 1:
             raise LocalProtocolError(f"{name}: {listed.dtype} of shape {listed.shape}, not int32 or int64 (n,)")
-        return Side(listed, 0, 0, listed.dtype == np.int64, granule, len(listed), limit, on_card)
+        return Side(listed, 0, 0, listed.dtype == np.int64, granule, len(listed), limit, on_gpu)
     kind, shape = interface["typestr"], interface["shape"]
     if kind not in ("<i4", "<i8") or len(shape) != 1 or interface.get("strides") is not None:
         raise LocalProtocolError(f"{name}: {kind} of shape {shape}, not contiguous int32 or int64 (n,)")
-    if pool.card is None:
+    if pool.device is None:
         raise LocalProtocolError(f"{name}: in a GPU's memory, but the pool is not")
-    return Side(None, 0, int(interface["data"][0]), kind == "<i8", granule, int(shape[0]), limit, on_card)
+    return Side(None, 0, int(interface["data"][0]), kind == "<i8", granule, int(shape[0]), limit, on_gpu)
 
 
 def _rows(count: Any, source: Side, target: Side) -> int:
     """The number of rows, or its upper bound. Raises LocalProtocolError if there are too few slots."""
     most = min(source.entries * source.granule, target.entries * target.granule)
     if not isinstance(count, int):
-        if not (source.card and hasattr(count, "__cuda_array_interface__")):
+        if not (source.on_gpu and hasattr(count, "__cuda_array_interface__")):
             raise LocalProtocolError(f"count: {type(count).__name__}, not int")
         return most
     rows = count
@@ -288,8 +288,8 @@ def _prepare_launch(
     stream: int, staging: Staging | None,
 ) -> Callable[[], None]:  # fmt: skip
     target, source = copy.target, copy.source
-    assert target.card is not None
-    gpu = gpu_at(target.card)
+    assert target.device is not None
+    gpu = gpu_at(target.device)
     launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, known=isinstance(count, int))
     argument = launch.argument
     argument.count_at = 0 if isinstance(count, int) else _count_address(count)
@@ -453,10 +453,10 @@ class PlannedCopy:
     def __init__(self, target: Pool, source: Pool, target_slots: Any, source_slots: Any, *, counts: Any = None) -> None:
         self._pools, self._slots, self._counts = (target, source), (target_slots, source_slots), counts
         self._key: object = None
-        self._gpu = None if target.card is None else gpu_at(target.card)
+        self._gpu = None if target.device is None else gpu_at(target.device)
         if self._gpu is None:
-            if source.card is not None:
-                raise LocalProtocolError(f"pools: the target is not on a GPU, the source is on GPU {source.card}")
+            if source.device is not None:
+                raise LocalProtocolError(f"pools: the target is not on a GPU, the source is on GPU {source.device}")
             return
         copy = check_copy(target, source, target_slots, source_slots, len(target_slots) if counts is None else counts)
         launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, known=False)

@@ -50,7 +50,7 @@ class Fired:
 
 
 def load_to_device_per_layer(
-    device: Pool, host: Pool, device_slots: Slots, host_slots: Slots, count: int, *, stream: int = 0
+    device_pool: Pool, host_pool: Pool, device_slots: Slots, host_slots: Slots, count: int, *, stream: int = 0
 ) -> dict[int, LayerFence]:
     """Copies rows host_slots[i] to device_slots[i] for decode, layer by layer. Returns each layer's event, in order.
 
@@ -58,13 +58,13 @@ def load_to_device_per_layer(
     host rows must stay until the last event has fired. Arguments and errors are kv_copy's. If the driver refuses a
     layer, this raises after all queued layers have ended.
     """
-    copy = check_copy(device, host, device_slots, host_slots, count)
-    parts = zip(_by_layer(device).items(), _by_layer(host).values(), strict=True)
-    if device.card is None:
+    copy = check_copy(device_pool, host_pool, device_slots, host_slots, count)
+    parts = zip(_by_layer(device_pool).items(), _by_layer(host_pool).values(), strict=True)
+    if device_pool.device is None:
         for (_, target), source in parts:
             kv_copy(target, source, device_slots, host_slots, count)
-        return dict.fromkeys(_by_layer(device), Fired())
-    gpu, events = gpu_at(device.card), dict[int, LayerFence]()
+        return dict.fromkeys(_by_layer(device_pool), Fired())
+    gpu, events = gpu_at(device_pool.device), dict[int, LayerFence]()
     known = copy.known
     uploaded = None if not count or not known else _UploadedSlots(gpu, copy, stream)
     target_slots, source_slots = (device_slots, host_slots) if uploaded is None else (uploaded.target, uploaded.source)
@@ -83,15 +83,15 @@ def load_to_device_per_layer(
 
 
 def backup_from_device_all_layer(
-    host: Pool, device: Pool, host_slots: Slots, device_slots: Slots, count: int, *, backend: Backend = "auto",
-    stream: int = 0,
+    host_pool: Pool, device_pool: Pool, host_slots: Slots, device_slots: Slots, count: int, *,
+    backend: Backend = "auto", stream: int = 0,
 ) -> LayerFence:  # fmt: skip
     """Copies rows device_slots[i] to host_slots[i] for prefill, all layers at once. Returns the event of its end.
 
     The device's rows must stay until the event has fired. Arguments and errors are push's.
     """
-    event = None if device.card is None else CudaEvent(gpu_at(device.card))  # before anything is queued
-    push(host, device, host_slots, device_slots, count, backend=backend, stream=stream)
+    event = None if device_pool.device is None else CudaEvent(gpu_at(device_pool.device))  # before anything is queued
+    push(host_pool, device_pool, host_slots, device_slots, count, backend=backend, stream=stream)
     if event is None:
         return Fired()
     event.record(stream)

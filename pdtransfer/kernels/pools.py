@@ -18,13 +18,13 @@ from .cancel import CancelWord
 class Pool:
     """Memory laid out by `layout`, whose bases are offsets from `address`.
 
-    Without `card` it is memory of this process. With `card`, `address` is a device address: of the GPU's memory, or,
-    with `host`, of registered host memory, which may differ from its host address.
+    Without `device` it is memory of this process. With `device`, the index of a GPU, `address` is that GPU's: of its
+    memory, or, with `host`, of registered host memory, which may differ from its host address.
     """
 
     layout: Layout
     address: int
-    card: int | None = None
+    device: int | None = None
     host: bool = False
 
     def layers(self, first: int, end: int) -> Pool:

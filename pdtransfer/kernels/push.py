@@ -75,7 +75,7 @@ def prepare(
         work = None
     if work is not None:
         return partial(_carry, copy, work, progress, cancel, stream, strided=backend == "strided")
-    pages = by_pages(copy) if known and target.card is not None else None
+    pages = by_pages(copy) if known and target.device is not None else None
     if pages is None:
         return prepare_launch(copy, count, progress=progress, cancel=cancel, stream=stream, staging=staging)
     # Rows outside whole pages go first, in a small launch that reports nothing: the second waits for its end.
@@ -116,7 +116,7 @@ def choose(load: PushLoad) -> Backend:
 def _choose(copy: CheckedCopy) -> Plan | Through | None:
     """The chosen backend's work: a Plan for direct, a Through for ring, None for the kernel."""
     byte_count = copy.rows * copy.pairing.row_bytes
-    if copy.target.card is None or copy.target.host == copy.source.host or byte_count < PLANNED_BYTES_MIN:
+    if copy.target.device is None or copy.target.host == copy.source.host or byte_count < PLANNED_BYTES_MIN:
         return None  # the copy stays on one side of the bus, or is small
     direct = _plan(copy) if contiguous_planes(copy.pairing) else None
     runs = runs_of(direct) if direct is not None else copy.rows * len(copy.pairing.table)
@@ -133,7 +133,7 @@ def _choose(copy: CheckedCopy) -> Plan | Through | None:
 
 def _spare(copy: CheckedCopy) -> Plan | None:
     """The plan for `strided`, if its transfers are long enough."""
-    if copy.target.card is None or copy.target.host == copy.source.host:
+    if copy.target.device is None or copy.target.host == copy.source.host:
         return None
     work = _plan(copy)
     transfers = len(work.runs) * len(work.pairing.table)
@@ -158,7 +158,7 @@ def _plan(copy: CheckedCopy) -> Plan:
 
 
 def _through(copy: CheckedCopy) -> Through | None:
-    if copy.target.card is not None and copy.target.host == copy.source.host:
+    if copy.target.device is not None and copy.target.host == copy.source.host:
         raise LocalProtocolError("backend: ring: both pools are in the same memory")
     work = _rows_through(copy)
     if work is None and copy.rows:
@@ -179,12 +179,12 @@ def _carry(
 ) -> None:  # fmt: skip
     """Copies with the copy engine, directly or through a ring."""
     target, source = copy.target, copy.source
-    if target.card is None:
+    if target.device is None:
         on_cpu(copy, work, SLOT_BYTES, progress=progress, cancel=cancel or CancelWord())
         return
     if progress is not None and not progress.address:
         raise LocalProtocolError("progress: a GPU can't see these words: make them for that GPU")
-    with borrowed(gpu_at(target.card)) as ring, ExitStack() as tables:
+    with borrowed(gpu_at(target.device)) as ring, ExitStack() as tables:
         if not isinstance(work, Plan):
             works = ring_works(ring, copy, work, ring.stage(listing(work, copy)), tables, stream)
         elif strided:

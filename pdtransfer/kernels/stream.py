@@ -84,7 +84,7 @@ class DeviceSpans:
     """
 
     def __init__(self, spans: Spans | None, device: torch.device | None) -> None:
-        self._report, self._on_card = spans, device is not None and device.type == "cuda"
+        self._report, self._on_gpu = spans, device is not None and device.type == "cuda"
         self._anchor: _Anchor = (0.0, 0.0)
         self._pending: deque[tuple[str, str, int, int, int, _Anchor, _Mark, _Mark]] = deque()
         self._captured: list[CapturedSpan] | None = None  # spans of the graph that is being captured
@@ -145,7 +145,7 @@ class DeviceSpans:
             self._pending.popleft()
 
     def _mark(self) -> _Mark:
-        if not self._on_card:
+        if not self._on_gpu:
             return time.monotonic()
         import torch
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """A pool in the memory of GPU `card` of this host, at the GPU's `address`; it lives as long as its engine."""
+    """A pool in the memory of GPU `device` of this host, at the GPU's `address`; it lives as long as its engine."""
 
-    card: int
+    device: int
     address: int
     byte_count: int
 

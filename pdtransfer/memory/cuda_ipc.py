@@ -1,7 +1,7 @@
-"""Memory that another process of this host may map: a card's, for components that live in HBM, or a memfd's.
+"""Memory that another process of this host may map: a GPU's, for components that live in HBM, or a memfd's.
 
 Every process that has a handle can write the memory: give it only to those that should. Exported memory stays until all
-that mapped it have closed it; a card's ends with its owner. No fence proves that they have closed it, so an arena whose
+that mapped it have closed it; a GPU's ends with its owner. No fence proves that they have closed it, so an arena whose
 slots are leased to writers is never exported.
 """
 
@@ -26,10 +26,10 @@ _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Names exported memory to another process, which gets `packed`."""
 
-    kind: Literal["card", "memfd"]
+    kind: Literal["gpu", "memfd"]
     byte_count: int
     offset: int = 0  # in the allocation of `handle`
-    card: bytes = b""  # its UUID: ordinals differ between processes
+    gpu: bytes = b""  # its UUID: ordinals differ between processes
     handle: bytes = b""  # the driver's
     process: int = 0  # of a memfd: the process that has it open,
     descriptor: int = 0  # the descriptor there,
@@ -47,7 +47,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             handle = msgspec.msgpack.decode(packed, type=cls)
         except msgspec.MsgspecError as error:
             raise TransportError(f"handle of exported memory: {error}") from None
-        whole = handle.kind == "memfd" or (len(handle.card), len(handle.handle)) == (
+        whole = handle.kind == "memfd" or (len(handle.gpu), len(handle.handle)) == (
             _UUID_BYTES,
             gpus.IPC_HANDLE_BYTES,
         )
@@ -57,37 +57,37 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def export(memory: GpuMemory) -> Handle:
-    """Names a card's memory to other processes. Raises WorldError for memory that has no handle, as that of an
+    """Names a GPU's memory to other processes. Raises WorldError for memory that has no handle, as that of an
     allocator which maps it piece by piece (torch with expandable_segments)."""
-    here = gpus.gpu_at(memory.card)
+    here = gpus.gpu_at(memory.device)
     base = here.range_of(memory.address)[0]
-    return Handle("card", memory.byte_count, memory.address - base, here.uuid, here.ipc_handle(base))
+    return Handle("gpu", memory.byte_count, memory.address - base, here.uuid, here.ipc_handle(base))
 
 
 class Opened:
-    """Memory of another process, until `close`. `address` is the card's own where `card` is not None."""
+    """Memory of another process, until `close`. `address` is the GPU's own where `device` is not None."""
 
-    __slots__ = ("_close", "address", "byte_count", "card")
+    __slots__ = ("_close", "address", "byte_count", "device")
 
     def __init__(self, handle: Handle, *, on: int | None = None) -> None:
-        """For card `on`, by default for the card whose memory it is.
+        """For GPU `on`, by default for the GPU whose memory it is.
 
-        With `on` this process need not see the other card: engines of one host see one card each. Raises TransportError
-        where there is no such memory, or less of it, and where no card here can reach it; with `on` also for memory
-        that is no card's.
+        With `on` this process need not see the other GPU: engines of one host see one GPU each. Raises TransportError
+        where there is no such memory, or less of it, and where no GPU here can reach it; with `on` also for memory
+        that is no GPU's.
         """
         self.byte_count = handle.byte_count
         if handle.kind == "memfd":
             if on is not None:
-                # The sender of the handle would choose which file of which process a card writes.
+                # The sender of the handle would choose which file of which process a GPU writes.
                 raise TransportError(f"handle of exported memory: {handle.kind}, expected GPU memory")
             mapping = _mapped(handle)
-            self.card, self.address, self._close = None, mapping.address, mapping.close
+            self.device, self.address, self._close = None, mapping.address, mapping.close
             return
-        ordinal = driver.ordinal_of(handle.card) if on is None else on
+        ordinal = driver.ordinal_of(handle.gpu) if on is None else on
         if ordinal is None:
-            raise TransportError(f"exported memory is on GPU {handle.card.hex()}, which this process does not see")
-        here = self.card = ordinal
+            raise TransportError(f"exported memory is on GPU {handle.gpu.hex()}, which this process does not see")
+        here = self.device = ordinal
         base = _take(here, handle.handle)
         self.address = base + handle.offset
         self._close = lambda: _release(here, handle.handle)

@@ -1,6 +1,6 @@
-"""Memory of HBM components outside the arena: a card's, which peers of this host may open.
+"""Memory of HBM components outside the arena: a GPU's, which peers of this host may open.
 
-The arena has a range for them as well, for rows of writers that cannot write the card. A row has the same slot in both.
+The arena has a range for them as well, for rows of writers that cannot write the GPU. A row has the same slot in both.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ log = logging.getLogger(__name__)
 
 
 class Hbm:
-    """The memory of HBM components until `close`: `byte_count` bytes at `address` of card `card`, None: this process.
+    """The memory of HBM components until `close`: `byte_count` bytes at `address` of GPU `device`, None: this process.
 
     They stand for bytes [base, base + byte_count) of the arena. `handle` opens them in another process; it is empty if
     no other process can.
     """
 
     def __init__(
-        self, *, base: int, byte_count: int, address: int, card: int | None, handle: bytes, free: Callable[[], None]
+        self, *, base: int, byte_count: int, address: int, device: int | None, handle: bytes, free: Callable[[], None]
     ) -> None:
-        self.base, self.byte_count, self.address, self.card, self.handle = base, byte_count, address, card, handle
+        self.base, self.byte_count, self.address, self.device, self.handle = base, byte_count, address, device, handle
         self._free: Callable[[], None] | None = free
         self._quiet: Callable[[], bool] = lambda: True
 
     @classmethod
-    def of_card(cls, card: int, *, base: int, byte_count: int) -> Hbm:
-        """Zeroed memory of a card, by its CUDA ordinal. Raises WorldError if the card has too little."""
-        here = gpu_at(card)
+    def of_gpu(cls, device: int, *, base: int, byte_count: int) -> Hbm:
+        """Zeroed memory of a GPU, by its CUDA ordinal. Raises WorldError if the GPU has too little."""
+        here = gpu_at(device)
         address = here.allocate(byte_count)
         here.clear(address, byte_count)
         try:
-            handle = cuda_ipc.export(GpuMemory(card=card, address=address, byte_count=byte_count)).packed
+            handle = cuda_ipc.export(GpuMemory(device=device, address=address, byte_count=byte_count)).packed
         except PDTransferError as error:
             log.warning("HBM components: no other process can write to them, so rows are copied up: %s", error)
             handle = b""
         return cls(
-            base=base, byte_count=byte_count, address=address, card=card, handle=handle,
+            base=base, byte_count=byte_count, address=address, device=device, handle=handle,
             free=lambda: here.free(address),
         )  # fmt: skip
 
     @classmethod
     def of_process(cls, *, base: int, byte_count: int) -> Hbm:
-        """Zeroed memory of this process in place of a card's; no other process can open it."""
+        """Zeroed memory of this process in place of a GPU's; no other process can open it."""
         mapped = mapping.allocate(byte_count)
         address = mapped.address
-        return cls(base=base, byte_count=byte_count, address=address, card=None, handle=b"", free=mapped.close)
+        return cls(base=base, byte_count=byte_count, address=address, device=None, handle=b"", free=mapped.close)
 
     def watch(self, quiet: Callable[[], bool]) -> None:
         """Has `close` call `quiet`: whether no process that was sent the handle can still write."""
@@ -61,18 +61,18 @@ class Hbm:
 
     def pool(self, layout: Layout) -> Pool:
         """The memory as a target of copies; `layout` is that of a component in Register."""
-        return Pool(layout=layout, address=self.address - self.base, card=self.card)
+        return Pool(layout=layout, address=self.address - self.base, device=self.device)
 
     @property
     def engine_memory(self) -> GpuMemory:
-        """The card's memory as an engine takes it."""
-        assert self.card is not None
-        return GpuMemory(card=self.card, address=self.address, byte_count=self.byte_count)
+        """The GPU's memory as an engine takes it."""
+        assert self.device is not None
+        return GpuMemory(device=self.device, address=self.address, byte_count=self.byte_count)
 
     def close(self) -> None:
         """Frees it, unless another process may still write it: then it stays until this process ends. Idempotent.
 
-        Raises WorldError if the card cannot free it.
+        Raises WorldError if the GPU cannot free it.
         """
         if self._free is None:
             return

@@ -202,7 +202,8 @@ class Broken:
 
 
 class PrefillEngine(Protocol):
-    """Prefill on one thread. Every method is called on the engine thread; `card` and `pool` are read from any thread.
+    """Prefill on one thread. Every method is called on the engine thread; `description` and `pool` are read from any
+    thread.
 
     An engine whose step takes long may be a ReportsEarly as well.
 
@@ -211,11 +212,11 @@ class PrefillEngine(Protocol):
     """
 
     @property
-    def card(self) -> EngineDescription: ...
+    def description(self) -> EngineDescription: ...
 
     @property
     def pool(self) -> memoryview | SharedMemory | GpuMemory:
-        """The pool's memory: bytes of this process, a memfd if other processes may map it, or a card's memory.
+        """The pool's memory: bytes of this process, a memfd if other processes may map it, or a GPU's memory.
         Component bases are offsets into it."""
         ...
 
@@ -245,7 +246,7 @@ class PrefillEngine(Protocol):
 @runtime_checkable
 class ReportsEarly(Protocol):
     """A prefill engine whose step takes long: what it would return it passes to `report`, in order, as soon as it is
-    queued on the card or known. The daemon sets `report` before the first step; while it is None step() returns all."""
+    queued on the GPU or known. The daemon sets `report` before the first step; while it is None step() returns all."""
 
     report: Callable[[list[Computed | Prefilled | Broken]], None] | None
 
@@ -254,14 +255,14 @@ class DecodeEngine(Protocol):
     """Decode on one thread, reading KV from the arena. Threads as in PrefillEngine."""
 
     @property
-    def card(self) -> EngineDescription: ...
+    def description(self) -> EngineDescription: ...
 
     def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | GpuMemory | None = None) -> None:
-        """Takes the arena: `card.memory_bytes` bytes of this process. Called once, before the first admit. For an
-        engine whose config names a card, `device_address` is the arena's address on that card.
+        """Takes the arena: `description.memory_bytes` bytes of this process. Called once, before the first admit. For
+        an engine whose config names a GPU, `device_address` is the arena's address there.
 
-        `hbm` is given if the description has HBM components: `card.hbm_bytes` of that card's memory, or of this
-        process's memory without a card.
+        `hbm` is given if the description has HBM components: `description.hbm_bytes` of that GPU's memory, or of this
+        process's memory without a GPU.
         """
         ...
 

@@ -162,7 +162,7 @@ class GpuLauncher:
         if self._fetched[0] < layout.end:
             self._fetched = (layout.end, *self._gpu.pinned(layout.end))
         _, here, there = self._fetched
-        target = Pool(layout=layout, address=there, card=self._gpu.ordinal, host=True)
+        target = Pool(layout=layout, address=there, device=self._gpu.ordinal, host=True)
         kv_copy(target, source, range(rows), slots, rows, stream=self._streams[0])
         self._gpu.synchronise(self._streams[0])
         return here
@@ -175,7 +175,7 @@ class GpuLauncher:
         no launch is possible."""
         layout = Layout((Plane(0, "kv", "uint8", 0, 1, 0, 256, 256, 256),), 1, 1)
         addresses = [self._gpu.allocate(layout.end) for _ in range(2)]
-        source, target = (Pool(layout=layout, address=address, card=self._gpu.ordinal) for address in addresses)
+        source, target = (Pool(layout=layout, address=address, device=self._gpu.ordinal) for address in addresses)
         word = self.word()
         self.prepare(0, target, source, range(1), range(1), 1, word, spare=False)()
         self._gpu.synchronise(self._streams[0])

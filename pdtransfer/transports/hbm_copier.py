@@ -49,7 +49,7 @@ class HbmCopier:
         self._loop = asyncio.get_running_loop()
         self._reports: LoopMailbox[CopyWork[Lift]] = LoopMailbox(self._ended)
         # One thread launches on one stream, and waits for it.
-        self._copier: Copier[Lift] = Copier(1 if hbm.card is not None else threads, self._reports.post, name="lift")
+        self._copier: Copier[Lift] = Copier(1 if hbm.device is not None else threads, self._reports.post, name="lift")
         self._open: dict[tuple[int, int], CopyWork[Lift]] = {}
         self._lost: set[tuple[int, int]] = set()  # of which the GPU cannot report whether a copy has ended
         self._closing, self._counting = False, Lock()
@@ -80,11 +80,11 @@ class HbmCopier:
 
     def _rows(self, layout: Layout, slots: Int64s) -> _ComponentRows:
         mapping = self._arena.mapping
-        if self._hbm.card is None:
+        if self._hbm.device is None:
             source = Pool(layout=layout, address=mapping.address)
         else:
             assert mapping.registered is not None
-            source = Pool(layout=layout, address=mapping.registered.device_address, card=self._hbm.card, host=True)
+            source = Pool(layout=layout, address=mapping.registered.device_address, device=self._hbm.device, host=True)
         return _ComponentRows(self._hbm.pool(layout), source, slots)
 
     def _pieces(self, order: Lift, parts: list[_ComponentRows]) -> Iterator[tuple[int, Piece]]:
@@ -104,10 +104,10 @@ class HbmCopier:
 
     def _copy(self, order: Lift, part: _ComponentRows, slots: Int64s) -> int:
         """In the copier's thread; returns once the rows are there."""
-        if self._hbm.card is None:
+        if self._hbm.device is None:
             kv_copy(part.target, part.source, slots, slots, len(slots))
             return 0
-        here = gpu_at(self._hbm.card)
+        here = gpu_at(self._hbm.device)
         if self._queue is None:
             self._queue = here.stream(), CudaEvent(here)
         (stream, copied), failure = self._queue, None

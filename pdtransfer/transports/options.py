@@ -39,7 +39,7 @@ class WriterOptions:
     pool_address: int = 0  # what the components' bases are offsets from; 0: the bases are addresses
     pool_fd: int = -1  # the memfd that the pool is mapped from; -1: none
     copy_threads: int = 2  # that copy rows of a pool in host memory
-    card: int | None = None  # the CUDA ordinal of the GPU whose memory the pool is: this GPU copies the rows
+    device: int | None = None  # the CUDA ordinal of the GPU whose memory the pool is: this GPU copies the rows
     transport: str = "auto"  # a name in the registry; auto: all that this host can use
     network: Network = field(default_factory=Network)
 

@@ -207,7 +207,7 @@ class PrefillTransports:
         asked it: its writes are held back until they are cancelled, or have failed; `wake_hint` as WakeHint says."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
-        gpu = self._gpu = None if options.card is None else PoolGpu(options.card, spans)
+        gpu = self._gpu = None if options.device is None else PoolGpu(options.device, spans)
         self._make = {
             name: partial(
                 TRANSPORTS[name].writer,

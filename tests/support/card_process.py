@@ -15,10 +15,10 @@ from tests.support.shm_pair import WRITER, Process
 class CardProcess(Process):
     """tests/support/gpu_writer.py, and what it forked; with no GPU the CPU writes."""
 
-    def __init__(self, reach: object, session: int = WRITER, card: int | None = 0) -> None:
+    def __init__(self, reach: object, session: int = WRITER, device: int | None = 0) -> None:
         writer = str(REPO / "tests" / "support" / "gpu_writer.py")
         command = [sys.executable, writer, str(session), msgspec.json.encode(reach)]
-        command.append("cpu" if card is None else str(card))
+        command.append("cpu" if device is None else str(device))
         self.started = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},

@@ -108,9 +108,9 @@ def request(
     )
 
 
-def components_of(card: EngineDescription, one: Request) -> dict[str, Component]:
+def components_of(description: EngineDescription, one: Request) -> dict[str, Component]:
     """Where decode keeps the request's rows: of two components of a name, HiSparse has the one in host memory."""
-    each = card.components
+    each = description.components
     return {component.name: component for component in (reversed(each) if one.enable_hisparse else each)}
 
 
@@ -133,7 +133,9 @@ class Handoff:
     def of(cls, directory: Path, *, prefill: dict[str, Any], decode: dict[str, Any], **options: str) -> Handoff:
         ours = create(config(directory, "prefill", options=options, **prefill))
         theirs: Any = create(config(directory, "decode", options=options, **decode))
-        arena, hbm = (np.full(size, 0xFF, np.uint8) for size in (theirs.card.memory_bytes, theirs.card.hbm_bytes))
+        arena, hbm = (
+            np.full(size, 0xFF, np.uint8) for size in (theirs.description.memory_bytes, theirs.description.hbm_bytes)
+        )
         theirs.attach(memoryview(arena), **({"hbm": memoryview(hbm)} if len(hbm) else {}))
         return cls.between(ours, theirs, arena, hbm)
 
@@ -142,7 +144,8 @@ class Handoff:
         """Of engines whose memory is there."""
         random = np.random.default_rng(3)
         free = {
-            (each.name, each.memory): random.permutation(each.layout.slots).tolist() for each in theirs.card.components
+            (each.name, each.memory): random.permutation(each.layout.slots).tolist()
+            for each in theirs.description.components
         }
         return cls(ours, theirs, arena, hbm, free)
 
@@ -169,13 +172,13 @@ class Handoff:
         """The first half of `land`."""
         tokens = len(one.prompt) + one.sampling.max_tokens
         slots = self.slots[one.room] = {}
-        targets = self.targets[one.room] = components_of(self.decode.card, one)
+        targets = self.targets[one.room] = components_of(self.decode.description, one)
         for component in targets.values():
             had = (shared or {}).get(component.name, np.zeros(0, np.int64))
             new = [self.free[component.name, component.memory].pop() for _ in range(component.rows(tokens) - len(had))]
             slots[component.name] = np.concatenate((had, np.array(new, np.int64)))
         for cell in self.cells.pop(one.room):
-            source = next(each for each in self.prefill.card.components if each.name == cell.component).layout
+            source = next(each for each in self.prefill.description.components if each.name == cell.component).layout
             target = targets[cell.component]
             held = slots_of_rows(cell.pages, source.page_size, cell.rows, skip=cell.skip)
             place = slots[cell.component][cell.rows[0] : cell.rows[1]]

@@ -192,7 +192,7 @@ def client_pair(
         settings("p", limits, **prefill_settings or {}), [component(pools[0])],
         writer=WriterOptions(
             pool_address=pools[0].memory.ctypes.data if held is None else held.data_ptr(),
-            card=None if held is None else held.get_device(),
+            device=None if held is None else held.get_device(),
         ),
     )  # fmt: skip
     decode = DecodeClient(

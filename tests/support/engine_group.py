@@ -59,7 +59,7 @@ def decodes(tp=1, **more):
 
 def carry(one, sources, target):
     """What `target` keeps of the request, each plane from the first rank that has it."""
-    components = target.engine.card.components
+    components = target.engine.description.components
     number = 1 if len(components) == 3 and not one.enable_hisparse else 0
     kept = components[number]
     target.slots[one.room] = target.take(number, one)

@@ -90,11 +90,11 @@ class Prefill:
 
     @property
     def layout(self):
-        return self.engine.card.components[0].layout
+        return self.engine.description.components[0].layout
 
     @property
     def index_layout(self):
-        return self.engine.card.components[1].layout
+        return self.engine.description.components[1].layout
 
     @property
     def memory(self):
@@ -142,19 +142,22 @@ class Decode:
     def of(cls, *, page_size=1, host_layout="page_first", seed=0, factory=create, **more):
         made = factory(config("decode", page_size=page_size, host_layout=host_layout, **more))
         memory, hbm = (
-            np.full(count // 4, np.nan, np.float32) for count in (made.card.memory_bytes, made.card.hbm_bytes)
+            np.full(count // 4, np.nan, np.float32)
+            for count in (made.description.memory_bytes, made.description.hbm_bytes)
         )
         made.attach(memory.data.cast("B"), **({"hbm": hbm.data.cast("B")} if len(hbm) else {}))
         random = np.random.default_rng(seed)
-        return cls(made, memory, hbm, [list(random.permutation(each.layout.slots)) for each in made.card.components])
+        return cls(
+            made, memory, hbm, [list(random.permutation(each.layout.slots)) for each in made.description.components]
+        )
 
     @property
     def layout(self):
-        return self.engine.card.components[0].layout
+        return self.engine.description.components[0].layout
 
     @property
     def index_layout(self):
-        return self.engine.card.components[-1].layout
+        return self.engine.description.components[-1].layout
 
     def of_memory(self, component):
         return self.hbm if component.memory == "hbm" else self.memory
@@ -164,7 +167,7 @@ class Decode:
         return np.array([self.free[number].pop() for _ in range(count)], np.int64)
 
     def land(self, one: Request, source: Prefill):
-        components = self.engine.card.components
+        components = self.engine.description.components
         number = 1 if len(components) == 3 and not one.enable_hisparse else 0
         kept = components[number]
         self.slots[one.room] = self.take(number, one)
@@ -174,12 +177,12 @@ class Decode:
 
     def land_index(self, one: Request, *sources: Prefill):
         """Nothing for a model without an index."""
-        index = self.engine.card.components[-1]
+        index = self.engine.description.components[-1]
         if index.name != "index":
             return
         self.index_slots[one.room] = own = self.take(-1, one)
         for source in sources:
-            if len(source.engine.card.components) > 1:
+            if len(source.engine.description.components) > 1:
                 rows = source.slots(one, "index", source.index_layout.page_size)
                 target = self.of_memory(index), index.layout
                 copy_index((source.memory, source.index_layout), rows, target, own[: len(one.prompt)])

@@ -60,38 +60,38 @@ def mapped(address: int, byte_count: int) -> bool:
 class FakeLauncher:
     """Launches that copy on the CPU, when they are waited for or drained; `shift` as the registrar's."""
 
-    def __init__(self, card: FakeGpu) -> None:
-        self.card = card
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu = gpu
         self.queued: dict[int, tuple[Pool, Pool, Slots, Slots, int, CancelWord]] = {}
         self.drained: dict[int, State] = {}  # and not waited for yet
         self.called = threading.Event()
 
     def word(self) -> CancelWord:
-        if not self.card.words:
+        if not self.gpu.words:
             return CancelWord()
-        return self.card.words.pop()
+        return self.gpu.words.pop()
 
     def reuse(self, word: CancelWord) -> None:
         assert all(launch[-1] is not word for launch in self.queued.values()), "a launch still looks at it"
         word._word.value = 0
-        self.card.words.append(word)
+        self.gpu.words.append(word)
 
     def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
         cancel: CancelWord, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
         assert place not in self.queued, "two launches in one place"
-        self.card.preparations += 1
-        self.card.spared.append(spare)
+        self.gpu.preparations += 1
+        self.gpu.spared.append(spare)
 
-        def queue(number: int = self.card.preparations) -> None:
-            assert number == self.card.preparations, "another was prepared meanwhile"
+        def queue(number: int = self.gpu.preparations) -> None:
+            assert number == self.gpu.preparations, "another was prepared meanwhile"
             assert place not in self.queued, "another is in flight there"
-            self.card.slots.append(place)
+            self.gpu.slots.append(place)
             self.drained.pop(place, None)
             self.queued[place] = target, source, target_slots, source_slots, rows, cancel
-            self.card.launched.append((len(self.queued), rows))
-            self.card.launching()
+            self.gpu.launched.append((len(self.queued), rows))
+            self.gpu.launching()
 
         return queue
 
@@ -100,16 +100,16 @@ class FakeLauncher:
             for gate in gates:
                 assert gate.next is not None
                 number, event = gate.next
-                if event in self.card.broken_events:
-                    gate.broken = self.card.broken_events[event]
+                if event in self.gpu.broken_events:
+                    gate.broken = self.gpu.broken_events[event]
                     return False
-                if event in self.card.fired:
+                if event in self.gpu.fired:
                     gate.fired(number, 1)
                     return False
             if place is not None:
-                self.card.waiting()
+                self.gpu.waiting()
                 return True
-            self.card.asleep.set()
+            self.gpu.asleep.set()
             self.called.wait(0.001)
         self.called.clear()
         return False
@@ -117,9 +117,9 @@ class FakeLauncher:
     def look(self, gate: ReadyGate) -> None:
         while gate.next is not None and not gate.broken:
             number, event = gate.next
-            if event in self.card.broken_events:
-                gate.broken = self.card.broken_events[event]
-            elif event in self.card.fired:
+            if event in self.gpu.broken_events:
+                gate.broken = self.gpu.broken_events[event]
+            elif event in self.gpu.fired:
                 gate.fired(number, 1)
             else:
                 return
@@ -129,40 +129,40 @@ class FakeLauncher:
 
     def ended(self, place: int) -> tuple[State, int]:
         state = self.drained.pop(place) if place in self.drained else self._carried(place)
-        return state, self.card.left_out
+        return state, self.gpu.left_out
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
-        self.card.fetching()
+        self.gpu.fetching()
         self.fetched = np.zeros(layout.end, np.uint8)
         target = Pool(layout=layout, address=self.fetched.ctypes.data)
-        kv_copy(target, replace(source, card=None), range(rows), slots, rows)
+        kv_copy(target, replace(source, device=None), range(rows), slots, rows)
         return target.address
 
     def drain(self) -> None:
-        self.card.draining()
+        self.gpu.draining()
         for place in sorted(self.queued):
             self.drained[place] = self._carried(place)
 
     def _carried(self, place: int) -> State:
         target, source, ours, theirs, rows, cancel = self.queued.pop(place)
         assert not source.host
-        assert target.card == source.card == self.card.ordinal
-        shift = self.card.shift if target.host else 0
+        assert target.device == source.device == self.gpu.ordinal
+        shift = self.gpu.shift if target.host else 0
         there = Pool(layout=target.layout, address=target.address - shift)
         progress = Progress()
-        kv_copy(there, replace(source, card=None), ours, theirs, rows, progress=progress, cancel=cancel)
+        kv_copy(there, replace(source, device=None), ours, theirs, rows, progress=progress, cancel=cancel)
         return progress.state
 
 
 class FakeExported:
     """Memory of this process, as what another one has exported."""
 
-    def __init__(self, card: FakeGpu, address: int, byte_count: int) -> None:
-        self.card, self.address, self.byte_count, self.keeps = card, address, byte_count, False
+    def __init__(self, gpu: FakeGpu, address: int, byte_count: int) -> None:
+        self.gpu, self.address, self.byte_count, self.keeps = gpu, address, byte_count, False
 
     def close(self) -> None:
-        assert self.card.is_locked(), "the arena's mapping, and so the lock, went before"
-        self.card.log.append("close exported")
+        assert self.gpu.is_locked(), "the arena's mapping, and so the lock, went before"
+        self.gpu.log.append("close exported")
         if self.keeps:
             raise WorldError("GPU 5: cuIpcCloseMemHandle: CUDA_ERROR_ILLEGAL_ADDRESS")
 

@@ -65,22 +65,22 @@ def main() -> None:
         address = here.allocate(source_bytes)
         here.upload(address, np.random.default_rng(seed).integers(1, 256, source_bytes, dtype=np.uint8), 0)
         here.synchronise(0)
-        pools.append(Pool(layout=layout, address=address, card=here.ordinal))
-    target = Pool(layout=layout, address=mapping.registered.device_address, card=here.ordinal, host=True)
+        pools.append(Pool(layout=layout, address=address, device=here.ordinal))
+    target = Pool(layout=layout, address=mapping.registered.device_address, device=here.ordinal, host=True)
     stream = here.stream()
 
     def hbm() -> None:
         """The first half of it, device to device."""
         opened = Opened(Handle.unpack(reach.hbm_handle), on=here.ordinal)
         part = flat(reach.hbm_bytes // 2)
-        ours = [Pool(layout=part, address=pool.address, card=here.ordinal) for pool in pools]
-        started(push_for_ever, Pool(layout=part, address=opened.address, card=here.ordinal), ours, stream)
+        ours = [Pool(layout=part, address=pool.address, device=here.ordinal) for pool in pools]
+        started(push_for_ever, Pool(layout=part, address=opened.address, device=here.ordinal), ours, stream)
         print("opened", flush=True)
 
     def push_half() -> None:
         part = flat(mapping.byte_count // 2)
-        ours = [Pool(layout=part, address=pool.address, card=here.ordinal) for pool in pools]
-        started(push_for_ever, Pool(layout=part, address=target.address, card=here.ordinal, host=True), ours, stream)
+        ours = [Pool(layout=part, address=pool.address, device=here.ordinal) for pool in pools]
+        started(push_for_ever, Pool(layout=part, address=target.address, device=here.ordinal, host=True), ours, stream)
 
     def half() -> None:
         """The one that belongs to this GPU's number."""

@@ -22,7 +22,7 @@ class OnCard:
     """The bytes of some memory of this process in the GPU's, or in an arena that is registered with it."""
 
     def __init__(self, *, host: bool) -> None:
-        self.host, self.card = host, gpus.gpu_at(0)
+        self.host, self.gpu = host, gpus.gpu_at(0)
         self._arena: ArenaMemory | None = None
         self._registered: gpus.Registered | None = None
         self._tensor = torch.empty(0)
@@ -34,17 +34,17 @@ class OnCard:
             return self._tensor.data_ptr()
         self._arena = ArenaMemory.create(len(content), huge_pages="never")
         self._arena.mapping.array[: len(content)] = content
-        self._registered = self.card.register(self._arena.mapping.address, self._arena.byte_count)
+        self._registered = self.gpu.register(self._arena.mapping.address, self._arena.byte_count)
         return self._registered.device_address
 
     def get(self, count: int) -> np.ndarray[Any, Any]:
         """Its bytes now."""
-        self.card.synchronise(0)
+        self.gpu.synchronise(0)
         return self._arena.mapping.array[:count].copy() if self._arena else self._tensor.cpu().numpy()
 
     def replace(self, content: np.ndarray[Any, Any]) -> None:
         """Other bytes, at the same place."""
-        self.card.synchronise(0)
+        self.gpu.synchronise(0)
         if self._arena:
             self._arena.mapping.array[: len(content)] = content
         else:

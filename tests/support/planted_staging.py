@@ -16,8 +16,8 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> None:
     admit = HotPool._admit
 
     def staged(self: HotPool, target: Pool, source: Pool, target_slots: Any, source_slots: Any, rows: int) -> None:
-        scratch = np.zeros(self.device.layout.end, np.uint8)
-        between = Pool(layout=self.device.layout, address=scratch.ctypes.data)
+        scratch = np.zeros(self.device_pool.layout.end, np.uint8)
+        between = Pool(layout=self.device_pool.layout, address=scratch.ctypes.data)
         admit(self, between, source, range(rows), source_slots, rows)
         admit(self, target, between, target_slots, range(rows), rows)
 

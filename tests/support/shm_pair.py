@@ -120,7 +120,7 @@ class Pair:
     """An arena's owner and a writer on one loop, and what the arena must hold in the end."""
 
     def __init__(
-        self, arena: ArenaMemory, directory: Path, *, threads: int = 2, card: WriterGpu | None = None, address: int = 0
+        self, arena: ArenaMemory, directory: Path, *, threads: int = 2, gpu: WriterGpu | None = None, address: int = 0
     ) -> None:
         self.pool, self.arena = Pool(), arena
         self.owner = ShmArena(arena, directory=directory)
@@ -129,7 +129,7 @@ class Pair:
             (self.pool.component,),
             WriterOptions(pool_address=address or self.pool.address, copy_threads=threads),
             self._wrote,
-            gpu=card,
+            gpu=gpu,
             wake_hint=lambda order: self.hinted.append(order.write),
         )
         self.target = page_first()

@@ -89,8 +89,8 @@ class _Pushing:
             arena.mapping.bind(node)
         arena.prefault()
         self._held = arena, here.register(arena.mapping.address, arena.byte_count)
-        self._source = Pool(layout=near, address=here.allocate(near.end), card=ordinal)
-        self._target = Pool(layout=far, address=self._held[1].device_address, card=ordinal, host=True)
+        self._source = Pool(layout=near, address=here.allocate(near.end), device=ordinal)
+        self._target = Pool(layout=far, address=self._held[1].device_address, device=ordinal, host=True)
         pages = np.random.default_rng(ordinal).permutation(_SLOTS // PAGE_SIZE)[: _TOKENS // PAGE_SIZE]
         self._slots = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel().astype(np.int64)
         writer = PoolGpu(ordinal)

@@ -139,12 +139,12 @@ class HotBatch:
         self._arena = ArenaMemory.create(layout.end, huge_pages="never")
         held.callback(self._arena.close)
         address, self._arena_figures = _backed(self._arena, here)
-        host = Pool(layout=layout, address=address, card=None if here is None else 0, host=here is not None)
+        host = Pool(layout=layout, address=address, device=None if here is None else 0, host=here is not None)
         self._buffer_layout = _layout("layer_first", size.layers, size.requests * (size.hot + 1))
         self._buffer = torch.zeros(self._buffer_layout.end, dtype=torch.uint8, device=self._where)
         self.pool = HotPool(
             host,
-            Pool(layout=self._buffer_layout, address=self._buffer.data_ptr(), card=host.card),
+            Pool(layout=self._buffer_layout, address=self._buffer.data_ptr(), device=host.device),
             groups=size.groups, rows=size.requests, hot=size.hot, top=size.top, tokens_max=size.tokens,
         )  # fmt: skip
         held.callback(self.pool.close)
@@ -220,7 +220,7 @@ class HotBatch:
         """A first step, of which everything is missing, and whose rows are all looked at: each begins and ends with its
         layer and its slot."""
         size, slots = self.size, self.size.requests * self.size.tokens
-        for layer, plane in enumerate(self.pool.host.layout.planes):
+        for layer, plane in enumerate(self.pool.host_pool.layout.planes):
             _mark(self._arena, plane, slots, layer)
         for group, layers in enumerate(size.groups):
             wanted = self._rows[:, None] * size.tokens + self._positions[group]
@@ -366,8 +366,8 @@ class HotBatch:
 
     def _copied(self, byte_count: int) -> float:
         """So many bytes from the start of the host memory, by the copy engine, or by the CPU."""
-        host, target = self.pool.host.address, self._buffer
-        byte_count = min(byte_count, target.numel(), self.pool.host.layout.end)
+        host, target = self.pool.host_pool.address, self._buffer
+        byte_count = min(byte_count, target.numel(), self.pool.host_pool.layout.end)
         if self._gpu is None:
             return median(
                 _timed(_nothing, lambda: ctypes.memmove(target.data_ptr(), host, byte_count)) for _ in range(5)

@@ -81,7 +81,7 @@ class Clock(Protocol):
     """Times work between a pool and an arena, and shows the bytes of both."""
 
     @property
-    def card(self) -> int | None: ...
+    def device(self) -> int | None: ...
 
     @property
     def stream(self) -> int: ...
@@ -292,15 +292,17 @@ def _ringed(clock: Clock, direction: Direction, move: Move) -> bool:
 
 def _sides(clock: Clock, direction: Direction, move: Move) -> tuple[Pool, Pool, Int64s, Int64s]:
     """Target and source, and the slots of each."""
-    pool = Pool(layout=move.pool.layout, address=clock.pool_address, card=clock.card)
-    arena = Pool(layout=move.arena.layout, address=clock.arena_address, card=clock.card, host=clock.card is not None)
+    pool = Pool(layout=move.pool.layout, address=clock.pool_address, device=clock.device)
+    arena = Pool(
+        layout=move.arena.layout, address=clock.arena_address, device=clock.device, host=clock.device is not None
+    )
     if direction == "push":
         return arena, pool, move.arena_slots, move.pool_slots
     return pool, arena, move.pool_slots, move.arena_slots
 
 
 class _CpuClock:
-    card, stream = None, 0
+    device, stream = None, 0
 
     def __init__(self, pool_bytes: int, arena_bytes: int) -> None:
         self._pool, self.arena = (np.zeros(count, np.uint8) for count in (pool_bytes, arena_bytes))
@@ -323,7 +325,7 @@ class _CpuClock:
 
 
 class _CardClock:
-    card = 0
+    device = 0
 
     def __init__(self, here: Gpu, pool_bytes: int, arena: ArenaMemory, arena_address: int) -> None:
         self._gpu, self.stream = here, here.stream()

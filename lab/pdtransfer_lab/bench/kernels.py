@@ -59,7 +59,7 @@ LINES = (
 class _Bench(NamedTuple):
     """What every part takes: a GPU, its pool, an arena, and the arena as the GPU sees it."""
 
-    card: Gpu
+    gpu: Gpu
     replays: Replays
     pool: int
     arena: int
@@ -103,8 +103,8 @@ def _push(bench: _Bench, row: int, planes: int, tokens: int, runs: int) -> tuple
     source, target = (_layout(name, row, planes) for name in ("layer_first", "page_first"))
     return _timed(
         bench,
-        Pool(layout=target, address=bench.arena, card=0, host=True),
-        Pool(layout=source, address=bench.pool, card=0),
+        Pool(layout=target, address=bench.arena, device=0, host=True),
+        Pool(layout=source, address=bench.pool, device=0),
         GpuArray(bench.slots(tokens, _SLOTS), tokens),
         [GpuArray(bench.slots(tokens, _SLOTS), tokens)],
         tokens,
@@ -118,8 +118,8 @@ def _gather(bench: _Bench, row: int, rows: int, runs: int) -> tuple[Seconds, Sec
     source, target = (Layout((plane,), 1, slots) for slots in (held, rows))
     return _timed(
         bench,
-        Pool(layout=target, address=bench.pool, card=0),
-        Pool(layout=source, address=bench.arena, card=0, host=True),
+        Pool(layout=target, address=bench.pool, device=0),
+        Pool(layout=source, address=bench.arena, device=0, host=True),
         range(rows),
         [GpuArray(bench.slots(rows, held), rows) for _ in range(_TURN_BYTES // (rows * row))],
         rows,
@@ -139,7 +139,7 @@ def _timed(
 
     def dma(stream: int) -> None:
         for at in range(0, byte_count, 256 << 20):  # the arena is registered in such chunks
-            bench.card.copy(target.address + at, source.address + at, min(256 << 20, byte_count - at), stream)
+            bench.gpu.copy(target.address + at, source.address + at, min(256 << 20, byte_count - at), stream)
 
     return bench.replays.seconds(launch, nodes=nodes, runs=runs), bench.replays.seconds(dma, nodes=nodes, runs=runs)
 
@@ -167,8 +167,8 @@ def _matmul_share(bench: _Bench) -> float:
 
     sides = [torch.randn(_MATMUL, _MATMUL, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     source, target = (_layout(name, 1_152, 61) for name in ("layer_first", "page_first"))
-    arena = Pool(layout=target, address=bench.arena, card=0, host=True)
-    pool = Pool(layout=source, address=bench.pool, card=0)
+    arena = Pool(layout=target, address=bench.arena, device=0, host=True)
+    pool = Pool(layout=source, address=bench.pool, device=0)
     ours, theirs = (GpuArray(bench.slots(_SLOTS, _SLOTS), _SLOTS) for _ in range(2))
 
     def matmuls(beside: bool) -> float:
@@ -182,7 +182,7 @@ def _matmul_share(bench: _Bench) -> float:
             torch.mm(sides[0], sides[1])
         end.record()
         end.synchronize()
-        bench.card.synchronise(bench.replays.stream)
+        bench.gpu.synchronise(bench.replays.stream)
         return float(start.elapsed_time(end))
 
     matmuls(False)

@@ -50,5 +50,5 @@ def components(
 
 def _of_engine(config: PrefillConfig | DecodeConfig) -> Component:
     engine: Any = create_engine(config.factory, config.engine_config)
-    (component,) = engine.card.components
+    (component,) = engine.description.components
     return component

@@ -166,8 +166,8 @@ def _gathers(address: int, byte_count: int, pool: int) -> tuple[int, Callable[[i
     rng, plane = np.random.default_rng(0), Plane(0, "latent", "uint8", 0, 1, 0, _GATHER_ROW, _GATHER_ROW, _GATHER_ROW)
     held = byte_count // _GATHER_ROW
     rows = min(_GATHER_ROWS, held)
-    source = Pool(layout=Layout((plane,), 1, held), address=address, card=0, host=True)
-    target = Pool(layout=Layout((plane,), 1, rows), address=pool, card=0)
+    source = Pool(layout=Layout((plane,), 1, held), address=address, device=0, host=True)
+    target = Pool(layout=Layout((plane,), 1, rows), address=pool, device=0)
     slots = [_there(rng.integers(0, held, rows)) for _ in range(_GATHERS)]
     turn = iter(slots * 2)  # once before the graph, and once in it
 
@@ -183,8 +183,8 @@ def _pushes(address: int, byte_count: int, pool: int, tokens: int) -> tuple[int,
         latent_layout("page_first", slots=slots, page_size=1),
         latent_layout("layer_first", slots=2 * tokens, page_size=PAGE_SIZE),
     )
-    target = Pool(layout=there, address=address, card=0, host=True)
-    source = Pool(layout=ours, address=pool, card=0)
+    target = Pool(layout=there, address=address, device=0, host=True)
+    source = Pool(layout=ours, address=pool, device=0)
     to, of = _there(rng.permutation(slots)[:tokens]), _there(rng.permutation(2 * tokens)[:tokens])
 
     def push(stream: int) -> None:

@@ -230,7 +230,7 @@ class Pair(Processes):
 
     def __init__(self, prefill: PrefillConfig, decode: DecodeConfig) -> None:
         super().__init__()
-        self._hisparse, self._on_card = decode.enable_hisparse, prefill.card is not None
+        self._hisparse, self._on_card = decode.enable_hisparse, prefill.device_index is not None
         self._rooms = 0
         try:
             self._prefill = self._start(PrefillSide, prefill)

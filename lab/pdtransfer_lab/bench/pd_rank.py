@@ -116,24 +116,24 @@ def request_of(prompt: Prompt) -> Request:
 
 
 def add_rows(
-    sums: Sums, component: str, layout: Layout, address: int, slots: Int64s, *, card: int | None = None
+    sums: Sums, component: str, layout: Layout, address: int, slots: Int64s, *, device: int | None = None
 ) -> None:
     """Continues the sums with the rows of `slots`, in memory of this process or of a card, and waits for the card."""
     for plane in layout.planes:
         where = [plane.base, plane.page_stride, plane.row_stride]
-        if card is None:
+        if device is None:
             rows = numpy_copy.gather(address, where, slots, (layout.slots, layout.page_size), plane.row_bytes)
         else:
-            rows = _gather_from_gpu(address, where, slots, layout, plane.row_bytes, card)
+            rows = _gather_from_gpu(address, where, slots, layout, plane.row_bytes, device)
         key = component, plane.layer, plane.kind, plane.head_start
         sums[key] = crc32(np.ascontiguousarray(rows).data, sums.get(key, 0))
 
 
-def _gather_from_gpu(address: int, where: list[int], slots: Int64s, layout: Layout, width: int, card: int) -> Any:
+def _gather_from_gpu(address: int, where: list[int], slots: Int64s, layout: Layout, width: int, index: int) -> Any:
     """As numpy_copy.gather."""
     import torch
 
-    device, (base, *strides) = torch.device("cuda", card), where
+    device, (base, *strides) = torch.device("cuda", index), where
     shape = layout.slots // layout.page_size, layout.page_size, width
     plane = torch.as_tensor(GpuArray(address, layout.end, "|u1"), device=device).as_strided(shape, (*strides, 1), base)
     at = torch.as_tensor(slots, device=device)
@@ -209,14 +209,14 @@ class PrefillSide(_Side):
         pool, pool_fd = engine.pool, -1
         if isinstance(pool, SharedMemory):
             pool, pool_fd = pool.view, pool.fd
-        self._on_card = pool.card if isinstance(pool, GpuMemory) else None
+        self._on_card = pool.device if isinstance(pool, GpuMemory) else None
         self._address = pool.address if isinstance(pool, GpuMemory) else np.frombuffer(pool, dtype=np.uint8).ctypes.data
         self.node = PrefillNode(
-            _settings(config, engine), engine.card.components, self._on_event,
+            _settings(config, engine), engine.description.components, self._on_event,
             writer=WriterOptions(
-                pool_address=self._address, pool_fd=pool_fd, copy_threads=config.copy_threads, card=self._on_card
+                pool_address=self._address, pool_fd=pool_fd, copy_threads=config.copy_threads, device=self._on_card
             ),
-            replicas=engine.card.replicas, spans=self._timeline,
+            replicas=engine.description.replicas, spans=self._timeline,
         )  # fmt: skip
         # The queues of each way's thread, and where the engine reports while that thread steps it.
         self._threads: dict[Way, tuple[ThreadQueues[Any], Any]] = {}
@@ -245,7 +245,7 @@ class PrefillSide(_Side):
         self._port = ThreadQueues()
         self._port.attach(self._loop)
         steps = engine_thread.leader_steps(self._engine, self._port, None)
-        batching: dict[Way, Batching] = {"layers": ByLayer(), "end": AtEnd(self._engine.card.components)}
+        batching: dict[Way, Batching] = {"layers": ByLayer(), "end": AtEnd(self._engine.description.components)}
         work = engine_thread.PrefillThread(
             self._engine, self._port, self._on_outcomes, steps, batching=batching.get(how)
         )
@@ -306,7 +306,7 @@ class PrefillSide(_Side):
 
     def _offer(self, room: int) -> None:
         """All rows of every component at once, of pages anywhere in the pool, with any content."""
-        for component in self._engine.card.components:
+        for component in self._engine.description.components:
             layout, tokens = component.layout, self._prompt.tokens
             pages = np.random.default_rng(room).permutation(layout.slots // layout.page_size)
             slots = expand_pages(pages[: -(-tokens // layout.page_size)], layout.page_size, tokens)
@@ -316,10 +316,10 @@ class PrefillSide(_Side):
 
     def _sums(self) -> Sums:
         sums: Sums = {}
-        layouts = {component.name: component.layout for component in self._engine.card.components}
+        layouts = {component.name: component.layout for component in self._engine.description.components}
         for cell in self._cells:  # of one layer in the order of their rows
             layout = layouts[cell.component].layers(*cell.layers)
-            add_rows(sums, cell.component, layout, self._address, cell.source_slots, card=self._on_card)
+            add_rows(sums, cell.component, layout, self._address, cell.source_slots, device=self._on_card)
         return sums
 
 
@@ -331,7 +331,7 @@ class DecodeSide(_Side):
         self._arena = _arena(config, self._engine)
         self._endpoint: str = pipe.recv()
         self.node = DecodeNode(
-            _settings(config, self._engine), self._engine.card.arena_components, self._arena, self._on_event,
+            _settings(config, self._engine), self._engine.description.arena_components, self._arena, self._on_event,
             options=ArenaOptions(socket_directory=config.socket_directory),
             enable_hisparse=config.enable_hisparse, prefix_cache=False,
             leased=self._leased,
@@ -398,7 +398,7 @@ class DecodeSide(_Side):
     def _over_with(self, room: int) -> None:
         sums: Sums = {}
         if self._prompt.check:
-            for component in self._engine.card.components:
+            for component in self._engine.description.components:
                 if component.memory == "dram":
                     slots = self._slots[component.name][: self._prompt.tokens]
                     add_rows(sums, component.name, component.layout, self._arena.mapping.address, slots)
@@ -407,18 +407,22 @@ class DecodeSide(_Side):
 
 
 def _settings(config: PrefillConfig | DecodeConfig, engine: Any) -> NodeSettings:
-    return NodeSettings(node=config.role, model=engine.card.model, weights=engine.card.weights, limits=config.limits)
+    return NodeSettings(
+        node=config.role, model=engine.description.model, weights=engine.description.weights, limits=config.limits
+    )
 
 
 def _arena(config: DecodeConfig, engine: Any) -> ArenaMemory:
     """As a daemon's, ready as a whole; it lasts as long as the process."""
-    arena = ArenaMemory.create(engine.card.arena_bytes, huge_pages=config.huge_pages, name=config.node)
-    if config.card is not None:
-        arena.gpu = here = gpu_at(config.card)
+    arena = ArenaMemory.create(engine.description.arena_bytes, huge_pages=config.huge_pages, name=config.node)
+    if config.device_index is not None:
+        arena.gpu = here = gpu_at(config.device_index)
         if (node := here.numa_node) is not None:
             arena.mapping.bind(node)
-        if engine.card.hbm_bytes:
-            arena.hbm = Hbm.of_card(config.card, base=engine.card.hbm_base, byte_count=engine.card.hbm_bytes)
+        if engine.description.hbm_bytes:
+            arena.hbm = Hbm.of_gpu(
+                config.device_index, base=engine.description.hbm_base, byte_count=engine.description.hbm_bytes
+            )
     arena.prefault()
     attach(engine, arena)
     return arena

@@ -110,7 +110,10 @@ def measure() -> Figures:
             latent_layout(name, slots=_SLOTS, page_size=PAGE_SIZE if name == "layer_first" else 1, layers=_LAYERS)
             for name in names
         )
-        pool, host_pool = Pool(layout=near, address=memory, card=0), Pool(layout=far, address=host, card=0, host=True)
+        pool, host_pool = (
+            Pool(layout=near, address=memory, device=0),
+            Pool(layout=far, address=host, device=0, host=True),
+        )
         for tokens in TOKENS:
             _in_runs(figures, clock, here, pool, host_pool, tokens)
         for run in RUNS:
@@ -141,7 +144,10 @@ def _in_runs(figures: Figures, clock: _Clock, here: Gpu, pool: Pool, arena: Pool
 def _scattered(figures: Figures, clock: _Clock, here: Gpu, memory: int, host: int, run: int) -> None:
     rows, rng = (72 << 20) // run, np.random.default_rng(run)
     layout = Layout((Plane(0, "latent", "uint8", 0, 1, 0, run, run, run),), 1, _GIB // run)
-    target, source = Pool(layout=layout, address=host, card=0, host=True), Pool(layout=layout, address=memory, card=0)
+    target, source = (
+        Pool(layout=layout, address=host, device=0, host=True),
+        Pool(layout=layout, address=memory, device=0),
+    )
     slots = [rng.permutation(_GIB // run)[:rows] for _ in range(2)]
     reference = clock.seconds(_dma(here, host, memory, rows * run), 4)
     backends: tuple[Backend, ...] = ("direct", "kernel")

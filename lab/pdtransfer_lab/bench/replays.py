@@ -24,11 +24,11 @@ class Seconds(NamedTuple):
 class Replays:
     """A stream of a GPU, and what it takes there to do some work many times over."""
 
-    def __init__(self, card: Gpu) -> None:
-        self._gpu = card
-        card.enter()
-        self.stream = int(card.call("cuStreamCreate", 1))
-        self._events = [card.call("cuEventCreate", 0) for _ in range(2)]
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        gpu.enter()
+        self.stream = int(gpu.call("cuStreamCreate", 1))
+        self._events = [gpu.call("cuEventCreate", 0) for _ in range(2)]
 
     def seconds(self, work: Callable[[int], object], *, nodes: int, runs: int) -> Seconds:
         """Of one of `nodes` that are queued one after another; `work` queues one to the stream that it is given."""

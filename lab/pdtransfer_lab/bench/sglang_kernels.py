@@ -326,7 +326,7 @@ class Copies:
         pool, arena = (
             Pool(
                 layout=latent_layout(layout, slots=size.slots, page_size=page_size, layers=size.layers),
-                address=memory.data_ptr(), card=ordinal, host=ordinal is not None and memory is self._arena,
+                address=memory.data_ptr(), device=ordinal, host=ordinal is not None and memory is self._arena,
             )
             for layout, memory in (("layer_first", self._pool), (case.layout, self._arena))
         )  # fmt: skip
@@ -498,7 +498,7 @@ class _OurSwap:
         target, source = (
             Pool(
                 layout=Layout((Plane(0, "latent", "uint8", 0, 1, 0, case.row, case.row, case.row),), 1, len(memory)),
-                address=memory.data_ptr(), card=ordinal, host=ordinal is not None and memory is steps.tokens,
+                address=memory.data_ptr(), device=ordinal, host=ordinal is not None and memory is steps.tokens,
             )
             for memory in (self.device, steps.tokens)
         )  # fmt: skip

@@ -155,7 +155,7 @@ def _prefill(pipe: Connection, source: Component, tokens: int, rooms: int, at_on
         if pool is not None:
             pool.array[:] = 7
         address = gpu_at(0).allocate(source.layout.end) if pool is None else pool.address
-        writer = WriterOptions(pool_address=address, card=0 if on_card else None)
+        writer = WriterOptions(pool_address=address, device=0 if on_card else None)
         with PrefillClient(_settings("prefill"), (source,), writer=writer) as client:
             pipe.send(client.endpoint)
             turns = Turns()

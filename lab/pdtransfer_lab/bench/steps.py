@@ -135,8 +135,8 @@ class _Swapping:
         self._lengths, self._rows = there(np.full(batch, _LENGTH)), there(np.arange(batch))
         self._device = torch.empty(batch * _HOT, row, dtype=torch.uint8, device="cuda")
         plane = Plane(0, "latent", "uint8", 0, 1, 0, row, row, row)
-        self._source = Pool(layout=Layout((plane,), 1, 3 * _GIB // row), address=arena, card=0, host=True)
-        self._target = Pool(layout=Layout((plane,), 1, batch * _HOT), address=self._device.data_ptr(), card=0)
+        self._source = Pool(layout=Layout((plane,), 1, 3 * _GIB // row), address=arena, device=0, host=True)
+        self._target = Pool(layout=Layout((plane,), 1, batch * _HOT), address=self._device.data_ptr(), device=0)
         listed = self._plan.targets, self._plan.sources
         self._copy = PlannedCopy(self._target, self._source, *listed, counts=self._plan.counts)
         self._turn = 0

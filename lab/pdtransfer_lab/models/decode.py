@@ -65,9 +65,9 @@ class ReferenceDecode:
         flat = memories["dram"].view(torch.float32)
         self.take(memories["hbm"].view(torch.float32) if "hbm" in memories else flat)
         if self._config.hisparse is not None and self.capacity is not None:
-            card = flat.get_device() if flat.is_cuda else None
+            device = flat.get_device() if flat.is_cuda else None
             layout = self.facts.description.components[0].layout
-            host = Pool(layout=layout, address=flat.data_ptr(), card=card, host=flat.is_cuda)
+            host = Pool(layout=layout, address=flat.data_ptr(), device=device, host=flat.is_cuda)
             hot_cache = Cache(flat, layout, self._model.architecture, self._model.shard.kv_heads)
             self._hot_rows = HotResidency(
                 self._config, self._config.hisparse, self.capacity, self._model, host, hot_cache, self.spans

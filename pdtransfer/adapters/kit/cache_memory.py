@@ -41,7 +41,7 @@ class Extent:
 
     first: int
     end: int
-    card: int | None = None
+    device: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class CacheMemory:
         if copied_up:
             where = (
                 "the engine allocated its KV cache elsewhere"
-                if extent.card is None
+                if extent.device is None
                 else "no peer can write to this GPU"
             )
             log.warning("%s: %s", where, COPIED_UP)
@@ -139,19 +139,19 @@ class CacheMemory:
     @staticmethod
     def _holds(arena: ArenaMemory, extent: Extent) -> bool:
         start = arena.mapping.address
-        return extent.card is None and start <= extent.first and extent.end <= start + arena.byte_count
+        return extent.device is None and start <= extent.first and extent.end <= start + arena.byte_count
 
 
 def _arena(extent: Extent, *, beside: int = 0, name: str) -> ArenaMemory:
     """An arena of `beside` bytes that are backed, and behind them the range for rows of the cache in `extent`: backed
     only where no other process can write that."""
-    handle, byte_count = b"" if extent.card is None else exported(extent, extent.card), extent.end - extent.first
+    handle, byte_count = b"" if extent.device is None else exported(extent, extent.device), extent.end - extent.first
     arena = ArenaMemory.create(beside + byte_count, name=name, needed=beside if handle else None)
     arena.hbm = Hbm(
-        base=beside, byte_count=byte_count, address=extent.first, card=extent.card, handle=handle, free=lambda: None
+        base=beside, byte_count=byte_count, address=extent.first, device=extent.device, handle=handle, free=lambda: None
     )
-    if extent.card is not None:
-        arena.gpu = gpu_at(extent.card)
+    if extent.device is not None:
+        arena.gpu = gpu_at(extent.device)
     arena.prefault()
     return arena
 
@@ -182,16 +182,16 @@ def made_in_one_piece(
         return memory, make()
 
 
-def exported(extent: Extent, card: int) -> bytes:
+def exported(extent: Extent, device: int) -> bytes:
     """The handle by which processes of this host write a card's memory; empty, with the reason in the log, where they
     cannot."""
-    here, byte_count = gpu_at(card), extent.end - extent.first
+    here, byte_count = gpu_at(device), extent.end - extent.first
     try:
         base, whole = here.range_of(extent.first)
         if extent.first - base + byte_count <= whole:
-            return cuda_ipc.export(GpuMemory(card=card, address=extent.first, byte_count=byte_count)).packed
+            return cuda_ipc.export(GpuMemory(device=device, address=extent.first, byte_count=byte_count)).packed
         why = f"it lies in several allocations, the first has {whole} bytes"
     except WorldError as error:
         why = str(error)
-    log.warning("KV cache on GPU %d: no other process can write to it: %s. %s", card, why, _MENDED_BY)
+    log.warning("KV cache on GPU %d: no other process can write to it: %s. %s", device, why, _MENDED_BY)
     return b""

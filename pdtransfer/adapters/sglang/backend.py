@@ -106,15 +106,15 @@ class Manager(dialect.KVManager):
 
     def _memory(self) -> tuple[CacheMemory, Extent]:
         memory = process.memory or CacheMemory(self.kv_args.kv_data_lens)
-        card = self.kv_args.gpu_id if get_device().device == "cuda" else None
-        return memory, process.extent or extent_of([kv_buffers(self.kv_args), *state_buffers(self.kv_args)], card)
+        device = self.kv_args.gpu_id if get_device().device == "cuda" else None
+        return memory, process.extent or extent_of([kv_buffers(self.kv_args), *state_buffers(self.kv_args)], device)
 
     def _start_prefill(self) -> None:
         settings, (memory, extent) = self._settings, self._memory()
         described = self._pools(lambda _: (memory.base(extent), "dram"))
         writer = WriterOptions(
             pool_address=memory.base(extent), pool_fd=memory.pool_fd(extent), copy_threads=settings.copy_threads,
-            card=extent.card, transport=settings.transport, network=settings.network,
+            device=extent.device, transport=settings.transport, network=settings.network,
         )  # fmt: skip
         node = self._node("p")
         client = PrefillClient(

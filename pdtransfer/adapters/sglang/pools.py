@@ -125,10 +125,10 @@ def state_buffers(args: Any) -> list[Buffers]:
     return [Buffers(*each) for each in states]
 
 
-def extent_of(buffers: Sequence[Buffers], card: int | None) -> Extent:
+def extent_of(buffers: Sequence[Buffers], device: int | None) -> Extent:
     """The range that holds all buffers, on a GPU or in this process's memory."""
     first, end = min(min(each.addresses) for each in buffers), max(max(each.ends) for each in buffers)
-    return Extent(first, end, card)
+    return Extent(first, end, device)
 
 
 def pools(args: Any, model: HeadCounts, place: Place, *, kv: Buffers, states: Sequence[Buffers]) -> KVPools:

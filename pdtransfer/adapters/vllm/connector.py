@@ -170,7 +170,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         settings = self._settings
         writer = WriterOptions(
             pool_address=self._memory.base(extent), pool_fd=self._memory.pool_fd(extent),
-            copy_threads=settings.copy_threads, card=extent.card, transport=settings.transport,
+            copy_threads=settings.copy_threads, device=extent.device, transport=settings.transport,
             network=settings.network,
         )  # fmt: skip
         node = self._node("p", ranks, facts)

@@ -127,8 +127,8 @@ class WorkerConfig(NodeConfig):
         return device_of(self.device, self.ranks)
 
     @property
-    def card(self) -> int | None:
-        """The index of the card that this rank computes on, None for cpu."""
+    def device_index(self) -> int | None:
+        """The index of the GPU that this rank computes on, None for cpu."""
         return device_index(self.own_device)
 
     @property

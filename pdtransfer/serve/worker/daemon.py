@@ -64,14 +64,14 @@ Config = PrefillConfig | DecodeConfig
 Daemon = PrefillDaemon | DecodeDaemon
 
 
-def _settings(config: Config, card: EngineDescription, firewall: Firewall | None = None) -> NodeSettings:
+def _settings(config: Config, description: EngineDescription, firewall: Firewall | None = None) -> NodeSettings:
     """The node's settings from a daemon's config. Raises as `_keys`."""
     keys, allowed = _keys(config)
     return NodeSettings(
         node=config.node,
-        model=card.model,
-        weights=card.weights,
-        context_tokens=card.context_tokens,
+        model=description.model,
+        weights=description.weights,
+        context_tokens=description.context_tokens,
         keys=keys,
         allowed=allowed,
         insecure=config.insecure,
@@ -110,8 +110,8 @@ def create_engine(path: str, config: EngineConfig) -> Any:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         raise ConfigError(f"engine = {path!r}: {text}") from error
-    if not isinstance(getattr(engine, "card", None), EngineDescription):
-        text = f"the factory returns a {type(engine).__name__} without `card`, an EngineDescription"
+    if not isinstance(getattr(engine, "description", None), EngineDescription):
+        text = f"the factory returns a {type(engine).__name__} without `description`, an EngineDescription"
         raise ConfigError(f"engine = {path!r}: {text}")
     return engine
 
@@ -129,19 +129,21 @@ def run(config: Config) -> int:
 
 async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -> ArenaMemory:
     """Makes the arena of a decode rank, which its engine reads from now on."""
-    in_hbm = config.card is not None and engine.card.hbm_bytes
+    in_hbm = config.device_index is not None and engine.description.hbm_bytes
     arena = ArenaMemory.create(
-        engine.card.arena_bytes,
+        engine.description.arena_bytes,
         huge_pages=config.huge_pages,
         name=config.node,
-        needed=engine.card.hbm_base if in_hbm else None,
+        needed=engine.description.hbm_base if in_hbm else None,
     )
-    if config.card is not None:
-        arena.gpu = here = gpu_at(config.card)
+    if config.device_index is not None:
+        arena.gpu = here = gpu_at(config.device_index)
         if (node := here.numa_node) is not None and not arena.mapping.bind(node):
             log.info("arena: the kernel cannot bind memory to NUMA node %d: it may lie on any node", node)
-        if engine.card.hbm_bytes:
-            arena.hbm = Hbm.of_card(config.card, base=engine.card.hbm_base, byte_count=engine.card.hbm_bytes)
+        if engine.description.hbm_bytes:
+            arena.hbm = Hbm.of_gpu(
+                config.device_index, base=engine.description.hbm_base, byte_count=engine.description.hbm_bytes
+            )
             if not arena.hbm.handle:
                 arena.need_all()
     # A single process serves from the first chunk on; the ranks of a group become ready together.
@@ -165,9 +167,9 @@ def attach(engine: DecodeEngine, arena: ArenaMemory) -> None:
         given["device_address"] = registered.device_address
     if arena.hbm is not None:
         given["hbm"] = arena.hbm.engine_memory
-    elif engine.card.hbm_bytes:
-        given["hbm"] = arena.mapping.view[engine.card.hbm_base : engine.card.arena_bytes]
-    engine.attach(arena.mapping.view[: engine.card.memory_bytes], **given)
+    elif engine.description.hbm_bytes:
+        given["hbm"] = arena.mapping.view[engine.description.hbm_base : engine.description.arena_bytes]
+    engine.attach(arena.mapping.view[: engine.description.memory_bytes], **given)
 
 
 async def _back(arena: ArenaMemory, daemon: DecodeDaemon, died: asyncio.Event) -> None:
@@ -235,13 +237,17 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
                 given = given if sockets is None else replace(given, group=sockets)
                 engine = create_engine(config.factory, given)
                 arena = await _arena(config, engine, shared.stop) if isinstance(config, DecodeConfig) else None
-                settings = _settings(config, engine.card, shared.firewall)
+                settings = _settings(config, engine.description, shared.firewall)
             if config.leads:
-                async with meeting.leading(config, engine.card, settings, sockets, shared.stop.asked, others) as group:
+                async with meeting.leading(
+                    config, engine.description, settings, sockets, shared.stop.asked, others
+                ) as group:
                     await _lead(config, shared, settings, engine, arena, group)
             else:
                 assert sockets is not None
-                async with meeting.following(config, engine.card, settings, sockets, shared.stop.asked) as leader:
+                async with meeting.following(
+                    config, engine.description, settings, sockets, shared.stop.asked
+                ) as leader:
                     await _follow(config, shared, settings, engine, arena, leader)
     except meeting.StoppedError:
         pass

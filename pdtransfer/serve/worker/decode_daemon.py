@@ -65,7 +65,8 @@ class DecodeDaemon:
         self._totals = DaemonTotals()
         self.desk = RouterLink(
             Service(self.node.core.prefill_peers.identity, config.limits), self.node.bus.send, self,
-            facts=WorkerFacts("decode", config.node, engine.card.model), full_sampling=engine.card.full_sampling,
+            facts=WorkerFacts("decode", config.node, engine.description.model),
+            full_sampling=engine.description.full_sampling,
             metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
         )  # fmt: skip
 

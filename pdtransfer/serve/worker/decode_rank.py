@@ -100,7 +100,7 @@ class DecodeRank:
         self.times = DecodeTimes(registry)
         self.node = DecodeNode(
             settings,
-            engine.card.arena_components,
+            engine.description.arena_components,
             arena,
             self._on_node_event,
             options=ArenaOptions(

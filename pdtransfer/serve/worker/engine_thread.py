@@ -156,10 +156,10 @@ class PrefillThread:
         self.engine, self._port, self._on_outcomes = engine, port, on_outcomes
         self._steps = steps
         self._waiting: deque[Request] = deque()
-        self._offers = batching or CellBatcher(engine.card.components)
+        self._offers = batching or CellBatcher(engine.description.components)
         self._begun: set[int] = set()  # rooms of which some was computed, and not all
         self._step_s = 0.0  # when the latest step began
-        self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
+        self._page_size = {component.name: component.layout.page_size for component in engine.description.components}
         if isinstance(engine, ReportsEarly):
             engine.report = partial(self._pass_on, ())
 

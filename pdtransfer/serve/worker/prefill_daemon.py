@@ -60,7 +60,8 @@ class PrefillDaemon:
         self._totals = DaemonTotals()
         self.desk = RouterLink(
             Service(self.node.core.identity, config.limits), self.node.bus.send, self,
-            facts=WorkerFacts("prefill", config.node, engine.card.model), full_sampling=engine.card.full_sampling,
+            facts=WorkerFacts("prefill", config.node, engine.description.model),
+            full_sampling=engine.description.full_sampling,
             metrics=self.rank.metrics.rooms, totals=self._totals, journeys=self._journeys, ended=ended,
         )  # fmt: skip
         self._tokens = 0  # of the prompts whose pages an engine has, or waits for

@@ -101,17 +101,17 @@ class PrefillRank:
         on_card = isinstance(pool, GpuMemory)
         self.node = PrefillNode(
             settings,
-            engine.card.components,
+            engine.description.components,
             self._on_node_event,
             writer=WriterOptions(
                 pool_address=pool.address if on_card else np.frombuffer(pool, dtype=np.uint8).ctypes.data,
                 pool_fd=fd,
                 copy_threads=config.copy_threads,
-                card=pool.card if on_card else None,
+                device=pool.device if on_card else None,
                 transport=config.transport,
                 network=config.network,
             ),
-            replicas=engine.card.replicas,
+            replicas=engine.description.replicas,
             others=others,
             spans=journeys.spans,
             handed_off=self.times.handed_off,

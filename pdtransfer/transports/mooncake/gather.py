@@ -194,7 +194,7 @@ class LaunchGatherer:
         job, piece = gather.job, gather.piece
         source, ring = job.cut.layouts(piece)
         first = gather.slot * piece.room
-        card = self._gpu.ordinal
+        device = self._gpu.ordinal
         write = gather.work = GpuWrite(
             order=structs.replace(
                 job.order,
@@ -202,8 +202,8 @@ class LaunchGatherer:
                 target_slots=np.arange(first, first + piece.rows),
                 first_row=job.order.first_row + piece.first,
             ),
-            source=Pool(layout=source, address=self._pool_address, card=card),
-            target=Pool(layout=ring, address=gather.ring.device_address, card=card, host=True),
+            source=Pool(layout=source, address=self._pool_address, device=device),
+            target=Pool(layout=ring, address=gather.ring.device_address, device=device, host=True),
             staged=None if piece.low or not job.order.verify else self._staged(job.order, job.theirs),
         )
         self._gathers[write] = gather
@@ -230,6 +230,6 @@ class LaunchGatherer:
 
 
 @lru_cache(_STAGED_MAX)
-def _staged(ours: Component, theirs: Component, layers: tuple[int, int], address: int, card: int) -> Staged:
+def _staged(ours: Component, theirs: Component, layers: tuple[int, int], address: int, device: int) -> Staged:
     source = facing(ours.layout, theirs.layout.layers(*layers))
-    return Staged.of(ours.name, Pool(layout=source, address=address, card=card))
+    return Staged.of(ours.name, Pool(layout=source, address=address, device=device))

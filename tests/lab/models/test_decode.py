@@ -268,7 +268,7 @@ def test_any_bytes_as_aux_are_a_handoff_or_a_value_error(aux):
 
 def test_an_arena_that_is_too_small_or_read_only_is_refused():
     engine = create(config("decode", slots=64))
-    need = engine.card.memory_bytes
+    need = engine.description.memory_bytes
     with pytest.raises(ValueError, match=f"{need - 1} writable bytes, expected {need}"):
         engine.attach(memoryview(bytearray(need - 1)))
     with pytest.raises(ValueError, match="read-only"):

@@ -175,10 +175,10 @@ def test_cells_do_not_wait_for_the_token_of_a_prompt_that_a_card_still_computes(
 
 def test_both_sides_draw_the_same_weights_and_a_seed_others(attention):
     prefill, decode = prefill_of(attention), decode_of(attention)
-    assert prefill.engine.card.weights == decode.engine.card.weights
+    assert prefill.engine.description.weights == decode.engine.description.weights
     assert torch.equal(model_of(prefill.engine)._head, model_of(decode.engine)._head)
     other = prefill_of(attention, options={"seed": "1"})
-    assert other.engine.card.weights != prefill.engine.card.weights
+    assert other.engine.description.weights != prefill.engine.description.weights
     assert not torch.equal(model_of(prefill.engine)._head, model_of(other.engine)._head)
 
 

@@ -43,11 +43,11 @@ def test_prompts_of_one_length_go_by_graphs_and_each_has_its_own_rows(attention:
     for one in rooms:
         wanted, _ = textbook(model, one.prompt)
         slots = slots_of_pages(pages[one.room], 16, len(one.prompt))
-        found = kv_of(memory, engine.card.components[0].layout, slots)
+        found = kv_of(memory, engine.description.components[0].layout, slots)
         for key, rows in wanted.items():
             near(found[key].cuda(), rows)
     own = np.ones(len(memory), bool)  # no padding row is written anywhere
-    layout = engine.card.components[0].layout
+    layout = engine.description.components[0].layout
     for one in rooms:
         for each in heads_of(layout):
             own[places(layout, *each, slots_of_pages(pages[one.room], 16, len(one.prompt)))] = False
@@ -74,7 +74,9 @@ def test_a_cards_pool_holds_the_textbooks_rows_in_one_chunk_and_in_many(attentio
         latest.pages for _ in range(64) if not engine.idle for latest in engine.step() if hasattr(latest, "pages")
     ][-1]
     wanted, _ = textbook(model_of(engine), one.prompt)
-    found = kv_of(engine.model.flat.cpu().numpy(), engine.card.components[0].layout, slots_of_pages(pages, 16, 500))
+    found = kv_of(
+        engine.model.flat.cpu().numpy(), engine.description.components[0].layout, slots_of_pages(pages, 16, 500)
+    )
     for key, rows in wanted.items():
         near(found[key].cuda(), rows)
 

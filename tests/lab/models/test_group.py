@@ -107,9 +107,9 @@ def test_a_rank_says_which_layers_and_heads_it_holds_and_who_else_does(
     attention, options, ranks, layers, heads, replica
 ):
     group = next(g for g in Threads(tp=ranks.tp_size, pp=ranks.pp_size).groups() if g.ranks == ranks)
-    card = create(config("prefill", attention=attention, options=options, group=group)).card
-    assert card.replicas == {"kv": replica}
-    layout = card.components[0].layout
+    description = create(config("prefill", attention=attention, options=options, group=group)).description
+    assert description.replicas == {"kv": replica}
+    layout = description.components[0].layout
     assert layout.layer_range == layers
     assert {(plane.head_start, plane.head_start + plane.head_count) for plane in layout.planes} == {heads}
 

@@ -41,22 +41,25 @@ def decode_of(
     """An engine on GPU 0, in whose memory these rooms have landed, and are admitted."""
     with ExitStack() as held:
         engine = factory(config("decode", attention=attention, device="cuda", slots=2048, options=options, **more))
-        arena = ArenaMemory.create(engine.card.memory_bytes)
+        arena = ArenaMemory.create(engine.description.memory_bytes)
         held.callback(arena.close)
         arena.prefault()
         arena.mapping.register(gpus.gpu_at(0), arena.byte_count)
-        memory, hbm = arena.mapping.array.view(np.float32), np.full(engine.card.hbm_bytes // 4, np.nan, np.float32)
+        memory, hbm = (
+            arena.mapping.array.view(np.float32),
+            np.full(engine.description.hbm_bytes // 4, np.nan, np.float32),
+        )
         random = np.random.default_rng(0)
-        free = [list(random.permutation(each.layout.slots)) for each in engine.card.components]
-        decode = Decode(engine, memory[: engine.card.memory_bytes // 4], hbm, free)
+        free = [list(random.permutation(each.layout.slots)) for each in engine.description.components]
+        decode = Decode(engine, memory[: engine.description.memory_bytes // 4], hbm, free)
         for one in rooms:
             decode.land(one, source)
         there = torch.from_numpy(hbm).cuda()
-        on_card = GpuMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes) if len(hbm) else None
+        on_card = GpuMemory(device=0, address=there.data_ptr(), byte_count=hbm.nbytes) if len(hbm) else None
         registered = arena.mapping.registered
         assert registered is not None
         engine.attach(
-            arena.mapping.view[: engine.card.memory_bytes],
+            arena.mapping.view[: engine.description.memory_bytes],
             device_address=registered.device_address,
             hbm=on_card,
         )

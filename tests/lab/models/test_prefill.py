@@ -201,7 +201,7 @@ def test_a_room_that_still_holds_pages_is_not_admitted_again():
 def test_the_factory_makes_the_side_that_was_asked_for():
     assert isinstance(create(config("prefill")), PrefillShell)
     assert isinstance(create(config("decode")), DecodeShell)
-    assert create(config(options={"eos": "17"})).card.eos == 17
+    assert create(config(options={"eos": "17"})).description.eos == 17
 
 
 def test_whoever_is_handed_the_pool_can_neither_resize_nor_write_it():

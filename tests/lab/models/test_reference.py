@@ -178,9 +178,9 @@ def test_another_process_generates_the_same(attention, expected):
 
 
 def test_engines_of_one_seed_agree_on_their_weights_and_others_do_not(attention):
-    first = create(config("prefill", attention=attention)).card
+    first = create(config("prefill", attention=attention)).description
     assert (
-        create(config("decode", attention=attention, page_size=1, host_layout="page_first")).card.weights
+        create(config("decode", attention=attention, page_size=1, host_layout="page_first")).description.weights
         == first.weights
     )
     others = [
@@ -188,14 +188,14 @@ def test_engines_of_one_seed_agree_on_their_weights_and_others_do_not(attention)
         config("decode", attention=attention, options={"layers": "3"}),
         config("decode", attention="gqa" if attention == "mla" else "mla"),
     ]
-    assert len({create(other).card.weights for other in others} | {first.weights}) == 4
+    assert len({create(other).description.weights for other in others} | {first.weights}) == 4
     assert first.model == f"reference-{attention}"
 
 
 def test_the_weights_digest_knows_the_weights_themselves(monkeypatch):
-    plain = create(config()).card.weights
+    plain = create(config()).description.weights
     monkeypatch.setitem(architecture._GAINS, "down", 1.001)
-    assert create(config()).card.weights != plain
+    assert create(config()).description.weights != plain
 
 
 def test_seeds_give_models_that_generate_otherwise(attention, expected):

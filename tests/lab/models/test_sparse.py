@@ -162,7 +162,7 @@ def test_layers_share_picks_as_they_are_told(attention, share):
     alone = generate(config(attention=attention, options=options), *one)
     both = generate_many(config(attention=attention, options=options, batch_max=2), [one, requests(3, (40,))[0]])
     assert both[0] == alone
-    planes = create(config(attention=attention, options=options)).card.components[1].layout.planes
+    planes = create(config(attention=attention, options=options)).description.components[1].layout.planes
     assert sorted({plane.layer for plane in planes}) == list(range(0, 4, share))
 
 
@@ -236,10 +236,10 @@ def test_only_what_is_picked_is_read(ended):
 
 def test_a_dense_model_is_what_it_was(attention):
     """Weights and GPU, whatever index_share says."""
-    plain = create(config(attention=attention)).card
+    plain = create(config(attention=attention)).description
     assert [component.name for component in plain.components] == ["kv"]
-    same = create(config(attention=attention, options=SMALL | {"index_share": "3", "top_k": "0"})).card
+    same = create(config(attention=attention, options=SMALL | {"index_share": "3", "top_k": "0"})).description
     assert same.weights == plain.weights
-    sparse = create(config(attention=attention, options=SPARSE)).card
+    sparse = create(config(attention=attention, options=SPARSE)).description
     assert sparse.weights != plain.weights
     assert sparse.components[0] == plain.components[0]

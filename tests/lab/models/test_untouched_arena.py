@@ -23,12 +23,12 @@ class WatchedDecode:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = create(config("decode", slots=2048, options=SPARSE, hisparse=hisparse(), host_layout="page_first"))
-        self.arena = WatchedMemory(engine.card.memory_bytes)
-        memory, hbm = self.arena.bytes.view(np.float32), np.full(engine.card.hbm_bytes // 4, np.nan, np.float32)
+        self.arena = WatchedMemory(engine.description.memory_bytes)
+        memory, hbm = self.arena.bytes.view(np.float32), np.full(engine.description.hbm_bytes // 4, np.nan, np.float32)
         memory[:] = np.nan
         engine.attach(self.arena.bytes.data, **({"hbm": hbm.data.cast("B")} if len(hbm) else {}))
         random = np.random.default_rng(0)
-        free = [list(random.permutation(each.layout.slots)) for each in engine.card.components]
+        free = [list(random.permutation(each.layout.slots)) for each in engine.description.components]
         self.decode = Decode(engine, memory, hbm, free)
         self.touched = touched_at_picks(self.arena, monkeypatch)
 

@@ -46,9 +46,9 @@ class _Bytes:
 
 def tensor_of(hbm: Hbm) -> torch.Tensor:
     """Its bytes, where they are."""
-    if hbm.card is None:
+    if hbm.device is None:
         return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * hbm.byte_count).from_address(hbm.address)))
-    return torch.as_tensor(_Bytes(hbm.address, hbm.byte_count), device=f"cuda:{hbm.card}")
+    return torch.as_tensor(_Bytes(hbm.address, hbm.byte_count), device=f"cuda:{hbm.device}")
 
 
 @dataclass
@@ -117,7 +117,7 @@ def two(devices: tuple[str, str], **options: Any) -> Iterator[Two]:
     arena.prefault()
     arena.mapping.array[:] = CANARY
     place = {"base": base, "byte_count": len(index.memory)}
-    arena.hbm = Hbm.of_process(**place) if ours is None else Hbm.of_card(ours, **place)
+    arena.hbm = Hbm.of_process(**place) if ours is None else Hbm.of_gpu(ours, **place)
     hbm = tensor_of(arena.hbm)
     fill(hbm)
     own = [named(kv, "kv"), named(index, "index", memory="hbm", base=base)]

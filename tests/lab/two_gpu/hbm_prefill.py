@@ -57,7 +57,7 @@ def main() -> None:
     if whole.is_cuda:
         torch.cuda.synchronize(device)
     own = [named(kv, "kv"), named(index, "index", base=len(kv.memory))]
-    writer = WriterOptions(pool_address=whole.data_ptr(), card=device_index(device))
+    writer = WriterOptions(pool_address=whole.data_ptr(), device=device_index(device))
     with PrefillClient(settings("p"), own, writer=writer) as client:
         print(client.endpoint, flush=True)
         while True:

@@ -37,7 +37,7 @@ def arena(devices: tuple[str, str]) -> Iterator[ArenaMemory]:
         made.gpu = gpus.gpu_at(ours)
     made.prefault()
     if ours is not None:
-        made.hbm = Hbm.of_card(ours, base=ARENA_BYTES, byte_count=HBM_BYTES)
+        made.hbm = Hbm.of_gpu(ours, base=ARENA_BYTES, byte_count=HBM_BYTES)
         fill(tensor_of(made.hbm))
     made.mapping.array[:] = CANARY
     yield made
@@ -70,7 +70,7 @@ async def test_slots_of_a_killed_writer_are_quiet_only_after_the_last_write_and_
     if memory == "hbm" and arena.hbm is None:
         pytest.skip("without a GPU no other process reaches what stands for HBM")
     owner = ShmArena(arena, directory=tmp_path / "s")
-    async with CardProcess(await owner.offer(WRITER), card=device_index(devices[0])) as process:
+    async with CardProcess(await owner.offer(WRITER), device=device_index(devices[0])) as process:
         child = await process.child("fork") if forked else 0
         process.send("push half" if memory == "arena" else "hbm")
         if memory == "hbm":

@@ -51,13 +51,13 @@ class Gpu:
         return IPC
 
 
-def with_card(monkeypatch: pytest.MonkeyPatch, card: Gpu) -> None:
-    monkeypatch.setattr(cache_memory, "gpu_at", lambda _: card)
-    monkeypatch.setattr(cuda_ipc.gpus, "gpu_at", lambda _: card)
+def with_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
+    monkeypatch.setattr(cache_memory, "gpu_at", lambda _: gpu)
+    monkeypatch.setattr(cuda_ipc.gpus, "gpu_at", lambda _: gpu)
 
 
-def extent_of(tensor: torch.Tensor, card: int | None = None) -> Extent:
-    return Extent(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), card)
+def extent_of(tensor: torch.Tensor, device: int | None = None) -> Extent:
+    return Extent(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), device)
 
 
 def test_a_cache_on_the_cpu_is_the_arena() -> None:
@@ -158,15 +158,15 @@ def test_a_cache_in_too_many_places_is_refused() -> None:
 
 
 def test_a_cache_on_a_card_is_named_to_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_card(monkeypatch, Gpu(1 << 40, 4 * SIZE))
+    with_gpu(monkeypatch, Gpu(1 << 40, 4 * SIZE))
     handle = cuda_ipc.Handle.unpack(exported(Extent((1 << 40) + SIZE, (1 << 40) + 3 * SIZE, 0), 0))
-    assert (handle.kind, handle.card, handle.handle) == ("card", UUID, IPC)
+    assert (handle.kind, handle.gpu, handle.handle) == ("gpu", UUID, IPC)
     assert (handle.offset, handle.byte_count) == (SIZE, 2 * SIZE)
 
 
 def test_a_cache_that_writers_reach_takes_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any size, also more than the host has: the arena stands for it, and is a page for its lock."""
-    with_card(monkeypatch, Gpu(1 << 40, 1 << 42))
+    with_gpu(monkeypatch, Gpu(1 << 40, 1 << 42))
     made = CacheMemory([1 << 42])
     target = made.target(Extent(1 << 40, 5 << 40, 0))
     assert (target.memory, target.copied_up) == ("hbm", False)
@@ -176,16 +176,16 @@ def test_a_cache_that_writers_reach_takes_no_memory_of_the_host(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("card", "text"),
+    ("gpu", "text"),
     [
         (Gpu(1 << 40, 4 * SIZE, refuses=True), "cuIpcGetMemHandle: invalid argument"),
         (Gpu(1 << 40, SIZE), "it lies in several allocations, the first has 65536 bytes"),
     ],
 )
 def test_a_cache_that_a_card_cannot_share_has_its_reason(
-    card: Gpu, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: Gpu, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with_card(monkeypatch, card)
+    with_gpu(monkeypatch, gpu)
     with caplog.at_level(logging.WARNING):
         assert exported(Extent(1 << 40, (1 << 40) + 2 * SIZE, 0), 0) == b""
     assert text in caplog.text

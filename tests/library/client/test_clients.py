@@ -1093,9 +1093,9 @@ def test_what_copies_rows_is_compiled_and_loaded_before_a_prefill_client_has_sta
             super().prepare()
             raise WorldError("no compiler")
 
-    for card in (FakeGpu(), Broken()):
-        monkeypatch.setattr("pdtransfer.transports.select.PoolGpu", lambda *_, card=card: card)
+    for gpu in (FakeGpu(), Broken()):
+        monkeypatch.setattr("pdtransfer.transports.select.PoolGpu", lambda *_, gpu=gpu: gpu)
         pool = Pool(name="layer_first", model=mla(layers=range(1)), page_size=16, slots=64)
-        with PrefillClient(settings("p"), [component(pool)], writer=WriterOptions(card=0)):
-            assert card.prepared == 1
+        with PrefillClient(settings("p"), [component(pool)], writer=WriterOptions(device=0)):
+            assert gpu.prepared == 1
     assert "the GPU cannot copy rows: no compiler" in caplog.text

@@ -21,10 +21,10 @@ from tests.support.on_card import OnCard
 class Place:
     """A pool's bytes: this process's, or such as a GPU sees, whose tensors are a copy of them."""
 
-    def __init__(self, tensors: Tensors, *, card: bool, host: bool) -> None:
-        self.tensors, self._there = tensors, OnCard(host=host) if card else None
+    def __init__(self, tensors: Tensors, *, on_gpu: bool, host: bool) -> None:
+        self.tensors, self._there = tensors, OnCard(host=host) if on_gpu else None
         address = tensors.memory.ctypes.data if self._there is None else self._there.put(tensors.memory)
-        self.pool = Pool(layout=tensors.layout, address=address, card=0 if card else None, host=card and host)
+        self.pool = Pool(layout=tensors.layout, address=address, device=0 if on_gpu else None, host=on_gpu and host)
 
     def look(self) -> None:
         """Brings the tensors up to date."""
@@ -60,7 +60,7 @@ class World:
 
     def __init__(
         self, model: Model, *, host_layout: str, device_layout: str, groups: Sequence[range], rows: int, hot: int,
-        top: int, tokens_max: int, page_size: int = 4, seed: int = 0, card: bool = False, spare: int = -1,
+        top: int, tokens_max: int, page_size: int = 4, seed: int = 0, on_gpu: bool = False, spare: int = -1,
     ) -> None:  # fmt: skip
         self.random = np.random.default_rng(seed)
         self.groups, self.rows, self.hot, self.top, self.tokens_max = groups, rows, hot, top, tokens_max
@@ -69,12 +69,12 @@ class World:
         arena.fill(np.arange(arena.slots))
         pages = -(-rows * (hot + 1) // page_size) + 1
         buffer = Tensors(name=device_layout, model=model, page_size=page_size, slots=pages * page_size)
-        self.host, self.device = Place(arena, card=card, host=True), Place(buffer, card=card, host=False)
+        self.host, self.device = Place(arena, on_gpu=on_gpu, host=True), Place(buffer, on_gpu=on_gpu, host=False)
         self.pool = HotPool(
             self.host.pool, self.device.pool, groups=groups, rows=rows, hot=hot, top=top, tokens_max=tokens_max,
             spare=spare,
         )  # fmt: skip
-        self.where = torch.device("cuda", 0) if card else torch.device("cpu")
+        self.where = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         self.layers = [layer for group in groups for layer in group]
         self.tokens: dict[int, list[int]] = {}
         self.host_slots: dict[int, Any] = {}

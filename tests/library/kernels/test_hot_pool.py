@@ -243,7 +243,7 @@ def test_sizes_that_do_not_fit_together_are_refused() -> None:
         world(spare=4_000)
     here = world()
     pool = here.host.pool
-    far = Pool(layout=pool.layout, address=pool.address, card=0, host=True)
+    far = Pool(layout=pool.layout, address=pool.address, device=0, host=True)
     with pytest.raises(LocalProtocolError, match="the device's is of GPU None, the host's of GPU 0"):
         HotPool(far, here.device.pool, groups=here.groups, rows=1, hot=4, top=2, tokens_max=8)
     model = mla(layers=range(3), head_bytes=656)

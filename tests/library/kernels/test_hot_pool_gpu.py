@@ -30,14 +30,14 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def here(name: str) -> Iterator[World]:
-    with closing(world(name, card=True, spare=1)) as made:
+    with closing(world(name, on_gpu=True, spare=1)) as made:
         yield made
 
 
 @pytest.mark.parametrize("host", LAYOUTS)
 @pytest.mark.parametrize("device", ["layer_first", "page_first"])
 def test_steps_find_the_bytes_of_every_position_in_any_layout(name: str, host: str, device: str) -> None:
-    with closing(world(name, host, device, card=True)) as here:
+    with closing(world(name, host, device, on_gpu=True)) as here:
         for row, tokens, growth in ((0, 20, 12), (1, 5, 10), (2, 8, 3)):
             here.start(row, tokens, growth)
         for dtype in (torch.int32, torch.int64):
@@ -57,7 +57,7 @@ def test_a_request_that_starts_within_the_buffer_grows_beyond_it(here: World) ->
 def test_requests_come_grow_are_retracted_and_go(name: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     sizes: dict[str, Any] = {"rows": 5, "hot": 40, "top": 33, "tokens_max": 150, "seed": seed}
-    with closing(world(name, "page_first_direct", card=True, **sizes)) as here:
+    with closing(world(name, "page_first_direct", on_gpu=True, **sizes)) as here:
         retracted: list[Any] = []
         for _ in range(40):
             free = [row for row in range(here.rows) if row not in here.tokens]

@@ -42,7 +42,7 @@ def copied(
 ) -> np.ndarray[Any, Any]:  # fmt: skip
     """The target's whole memory after a launch."""
     pools = [
-        Pool(layout=each.layout, address=place.put(each.memory), card=0, host=place.host)
+        Pool(layout=each.layout, address=place.put(each.memory), device=0, host=place.host)
         for each, place in zip((source, target), places, strict=True)
     ]
     kv_copy(pools[1], pools[0], target_slots, source_slots, rows if count is None else count, **how)
@@ -96,7 +96,7 @@ def test_any_row_size_at_any_alignment_stays_within_its_row(bytes_: int) -> None
         content = np.random.default_rng(bytes_).integers(0, 256, layouts[0].end + 64, dtype=np.uint8)
         poison = np.full(layouts[1].end + 64, CANARY, np.uint8)
         pools = [
-            Pool(layout=layout, address=place.put(memory), card=0, host=place.host)
+            Pool(layout=layout, address=place.put(memory), device=0, host=place.host)
             for layout, place, memory in zip(layouts, places, (content, poison), strict=True)
         ]
         ours, theirs = np.random.default_rng(1).permutation(40)[:33], np.random.default_rng(2).permutation(40)[:33]
@@ -156,7 +156,7 @@ def test_cancel_ends_a_launch_early_and_nothing_is_written_after_that() -> None:
     layout = Layout((Plane(0, "k", "uint8", 0, 1, 0, row, row, row),), 1, rows)
     content = np.random.default_rng(0).integers(1, 256, rows * row, dtype=np.uint8)
     pools = [
-        Pool(layout=layout, address=place.put(memory), card=0, host=place.host)
+        Pool(layout=layout, address=place.put(memory), device=0, host=place.host)
         for place, memory in ((source, content), (target, np.zeros(rows * row, np.uint8)))
     ]
     try:

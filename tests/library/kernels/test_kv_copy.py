@@ -257,7 +257,7 @@ def test_what_the_cpu_knows_is_checked_before_a_byte_moves(
 ) -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match=complaint):
-        kv_copy(pool_of(target, card=host), pool_of(source, card=host), target_slots, source_slots, count)
+        kv_copy(pool_of(target, device=host), pool_of(source, device=host), target_slots, source_slots, count)
     assert (target.memory == CANARY).all()
 
 
@@ -266,7 +266,7 @@ def test_pools_that_do_not_pair_are_refused_field_by_field() -> None:
     with pytest.raises(LayoutMismatchError):
         kv_copy(pool_of(target), pool_of(source), range(3), range(3), 3)
     with pytest.raises(LocalProtocolError, match="the target is of GPU 0, the source of GPU None"):
-        kv_copy(pool_of(target, card=0), pool_of(source), range(3), range(3), 3)
+        kv_copy(pool_of(target, device=0), pool_of(source), range(3), range(3), 3)
 
 
 # Compiling
@@ -348,7 +348,7 @@ def test_without_a_card_there_is_a_clear_line_and_no_crash() -> None:
         with pytest.raises(WorldError, match="no CUDA"):
             ask()
     with pytest.raises(WorldError, match="no CUDA"):
-        kv_copy(pool_of(target, card=0), pool_of(source, card=0), range(3), range(3), 3)
+        kv_copy(pool_of(target, device=0), pool_of(source, device=0), range(3), range(3), 3)
 
 
 def test_importing_the_kernels_imports_neither_torch_nor_cuda() -> None:

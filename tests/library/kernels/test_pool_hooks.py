@@ -77,7 +77,7 @@ def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_hears_of_it(
     wanted = [host.read(*row, down) for row in model.rows()]
     with pytest.raises(WorldError, match="refused"):
         load_to_device_per_layer(
-            replace(pool_of(device), card=0), replace(pool_of(host), card=0, host=True), up, down, 9
+            replace(pool_of(device), device=0), replace(pool_of(host), device=0, host=True), up, down, 9
         )
     host.memory[:] = 0  # it is the caller's again
     here.finish()
@@ -100,7 +100,7 @@ def test_slots_of_any_number_are_queued_behind_what_the_stream_has_to_do(
     up, down = (rng.permutation(5_008)[:rows] for _ in range(2))
     here._queues[stream].append((lambda: computed, lambda: None))
     load_to_device_per_layer(
-        replace(pool_of(device), card=0), replace(pool_of(host), card=0, host=True), up, down, rows, stream=stream
+        replace(pool_of(device), device=0), replace(pool_of(host), device=0, host=True), up, down, rows, stream=stream
     )
     assert (device.memory == CANARY).all()
     computed = True
@@ -122,7 +122,7 @@ import sys
 import numpy as np
 from pdtransfer.memory.cuda_ipc import Handle, Opened
 opened = Opened(Handle.unpack(bytes.fromhex(sys.argv[1])))
-assert opened.card is None
+assert opened.device is None
 words = np.ctypeslib.as_array((__import__("ctypes").c_uint8 * opened.byte_count).from_address(opened.address))
 print(int(words[:100].sum()))
 words[100] = 77
@@ -182,8 +182,8 @@ def test_a_handle_that_a_card_is_to_write_through_is_of_a_cards_memory_alone() -
 
 @pytest.mark.parametrize(
     "packed",
-    [b"", b"\x90", cuda_ipc.Handle("card", 8, card=b"x" * 16).packed, cuda_ipc.Handle("memfd", 0).packed,
-     cuda_ipc.Handle("card", 8, -1, b"x" * 16, b"h" * 64).packed],
+    [b"", b"\x90", cuda_ipc.Handle("gpu", 8, gpu=b"x" * 16).packed, cuda_ipc.Handle("memfd", 0).packed,
+     cuda_ipc.Handle("gpu", 8, -1, b"x" * 16, b"h" * 64).packed],
 )  # fmt: skip
 def test_what_is_no_handle_is_refused(packed: bytes) -> None:
     with pytest.raises(TransportError, match="handle of exported memory"):
@@ -191,7 +191,7 @@ def test_what_is_no_handle_is_refused(packed: bytes) -> None:
 
 
 def test_a_card_that_is_not_seen_here_is_named() -> None:
-    handle = cuda_ipc.Handle("card", 8, 0, b"\xee" * 16, b"h" * 64)
+    handle = cuda_ipc.Handle("gpu", 8, 0, b"\xee" * 16, b"h" * 64)
     with pytest.raises(TransportError, match="ee" * 16):
         cuda_ipc.Opened(cuda_ipc.Handle.unpack(handle.packed))
 
@@ -212,8 +212,8 @@ def test_memory_of_a_card_that_is_not_seen_here_is_opened_for_one_that_is(monkey
             return address, 4_096
 
     monkeypatch.setattr(cuda_ipc.gpus, "gpu_at", lambda ordinal: {0: Seen()}[ordinal])
-    handle = cuda_ipc.Handle("card", 1_024, 256, b"\xee" * 16, b"h" * 64)
+    handle = cuda_ipc.Handle("gpu", 1_024, 256, b"\xee" * 16, b"h" * 64)
     opened = cuda_ipc.Opened(handle, on=0)
-    assert (opened.card, opened.address, opened.byte_count) == (0, (1 << 20) + 256, 1_024)
+    assert (opened.device, opened.address, opened.byte_count) == (0, (1 << 20) + 256, 1_024)
     opened.close()
     assert log == [("open", b"h" * 64), ("close", 1 << 20)]

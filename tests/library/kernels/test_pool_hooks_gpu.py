@@ -48,10 +48,10 @@ def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool)
         arena.mapping.array[: len(tensors.memory)] = tensors.memory
     device = torch.from_numpy(sides[1].memory).cuda()
     host, back = (
-        Pool(layout=tensors.layout, address=arena.mapping.registered.device_address, card=0, host=True)  # type: ignore[union-attr]
+        Pool(layout=tensors.layout, address=arena.mapping.registered.device_address, device=0, host=True)  # type: ignore[union-attr]
         for arena, tensors in zip(arenas, (sides[0], sides[2]), strict=True)
     )
-    on_card = Pool(layout=sides[1].layout, address=device.data_ptr(), card=0)
+    on_card = Pool(layout=sides[1].layout, address=device.data_ptr(), device=0)
     rng, stream = np.random.default_rng(1), here.stream()
     up, down, home = (rng.permutation(SLOTS)[:3_000] for _ in range(3))
     given = [torch.from_numpy(each).cuda() if not known else each for each in (up, down)]
@@ -76,7 +76,7 @@ from pdtransfer.kernels import gpu as gpus
 from pdtransfer.memory.cuda_ipc import Handle, Opened
 handle = Handle.unpack(bytes.fromhex(sys.argv[1]))
 opened, again = Opened(handle), Opened(handle)
-here = gpus.gpu_at(opened.card)
+here = gpus.gpu_at(opened.device)
 there, seen = here.pinned(opened.byte_count)
 here.copy(seen, opened.address, opened.byte_count, 0)
 here.synchronise(0)
@@ -100,7 +100,7 @@ def test_another_process_reads_and_writes_a_cards_memory(by: str) -> None:
         address = here.allocate(4_000)
         here.copy(address, tensor.data_ptr(), 4_000, 0)
         here.synchronise(0)
-    handle = cuda_ipc.export(GpuMemory(card=0, address=address, byte_count=4_000))
+    handle = cuda_ipc.export(GpuMemory(device=0, address=address, byte_count=4_000))
     assert by == "driver" or handle.offset, "a place in what torch has allocated at once"
     ran = subprocess.run(
         [sys.executable, "-c", OTHER, handle.packed.hex()], capture_output=True, text=True, check=False, cwd=REPO,

@@ -68,10 +68,10 @@ def carded(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int) -> GpuO
 
 
 def pushed(
-    source: Tensors, target: Tensors, target_slots: Any, source_slots: Any, rows: int, *, fetch: bool, card: int | None,
-    **how: Any,
+    source: Tensors, target: Tensors, target_slots: Any, source_slots: Any, rows: int, *, fetch: bool,
+    device: int | None, **how: Any,
 ) -> None:  # fmt: skip
-    pools = pool_of(target, card=card, host=not fetch), pool_of(source, card=card, host=fetch)
+    pools = pool_of(target, device=device, host=not fetch), pool_of(source, device=device, host=fetch)
     push(*pools, target_slots, source_slots, rows, **how)
 
 
@@ -96,7 +96,7 @@ def test_every_backend_carries_every_layout_into_every_other_and_touches_nothing
             monkeypatch.setattr(lanes, "native", lambda: lanes.NativeLanes("none", None))
         made = carded(lib, monkeypatch, seed) if seed is not None else None
         progress = Progress(None if made is None else 0)
-        how = {"progress": progress, "backend": backend, "fetch": fetch, "card": None if made is None else 0}
+        how = {"progress": progress, "backend": backend, "fetch": fetch, "device": None if made is None else 0}
         refused = ""
         try:
             pushed(source, target, target_slots, source_slots, rows, **how)
@@ -139,7 +139,7 @@ def test_long_runs_of_every_layout_go_through_the_ring(
     slots = (runs, anywhere) if fetch else (anywhere, runs)
     right = wanted(source, target, *slots)
     progress = Progress(0)
-    pushed(source, target, slots[1], slots[0], len(runs), fetch=fetch, card=0, backend="ring", progress=progress)
+    pushed(source, target, slots[1], slots[0], len(runs), fetch=fetch, device=0, backend="ring", progress=progress)
     here.finish()
     assert np.array_equal(target.memory, right)
     assert progress.state is State.COMPLETE
@@ -155,7 +155,7 @@ def test_a_run_is_one_transfer_a_chunk(here: GpuOnHost) -> None:
         filled("layer_first", mla(), 4, 64, content=True),
         filled("page_first", mla(), 4, 64, content=False),
     )
-    pushed(source, target, range(256), np.arange(256)[::-1].copy(), 256, fetch=False, card=0, backend="ring")
+    pushed(source, target, range(256), np.arange(256)[::-1].copy(), 256, fetch=False, device=0, backend="ring")
     here.finish()
     rows = [count // (3 * 1_152) for _, _, count in here.copies]
     assert rows == [1] * 256, "a slot holds one row of 3,456 bytes"
@@ -170,7 +170,7 @@ def test_no_transfer_crosses_two_registrations(here: GpuOnHost, backend: str) ->
     starts = source.memory.ctypes.data, target.memory.ctypes.data
     here.borders = np.sort([start + at for start in starts for at in (0, 5_000, 5_001, 123_456, 10_000_000)])
     right = wanted(source, target, np.arange(256), np.arange(256))
-    pushed(source, target, range(256), range(256), 256, fetch=False, card=0, backend=backend)
+    pushed(source, target, range(256), range(256), 256, fetch=False, device=0, backend=backend)
     here.finish()
     assert np.array_equal(target.memory, right)
     for copied in here.copies:
@@ -217,17 +217,17 @@ def test_runs_are_cut_at_borders_of_either_side_and_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize("backend", ["direct", "ring"])
-@pytest.mark.parametrize("card", [None, 0])
+@pytest.mark.parametrize("device", [None, 0])
 def test_what_is_cancelled_before_it_starts_writes_nothing_and_says_so(
-    here: GpuOnHost, backend: str, card: int | None
+    here: GpuOnHost, backend: str, device: int | None
 ) -> None:
     source, target = (
         filled("layer_first", mla(), 4, 64, content=True),
         filled("page_first", mla(), 4, 64, content=False),
     )
-    progress, cancel = Progress(card), CancelWord()
+    progress, cancel = Progress(device), CancelWord()
     cancel.set()
-    how = {"fetch": False, "card": card, "backend": backend, "progress": progress, "cancel": cancel}
+    how = {"fetch": False, "device": device, "backend": backend, "progress": progress, "cancel": cancel}
     pushed(source, target, range(256), range(256), 256, **how)
     here.finish()
     assert progress.state is State.CANCELLED
@@ -253,7 +253,7 @@ def test_cancel_stops_what_the_lanes_have_not_begun_and_the_end_comes_after_what
         copy(*run)
 
     monkeypatch.setattr(here, "copy", counting)
-    how = {"fetch": False, "card": 0, "backend": backend, "progress": progress, "cancel": cancel}
+    how = {"fetch": False, "device": 0, "backend": backend, "progress": progress, "cancel": cancel}
     pushed(source, target, range(256), range(256), 256, **how)
     while progress.state is State.RUNNING:
         assert here.step()
@@ -276,7 +276,7 @@ def test_no_more_works_are_pending_than_may_be(here: GpuOnHost, monkeypatch: pyt
         launch(*launched, **how)
 
     monkeypatch.setattr(here, "launch", counting)
-    pushed(source, target, range(256), range(256), 256, fetch=False, card=0, backend="ring")
+    pushed(source, target, range(256), range(256), 256, fetch=False, device=0, backend="ring")
     assert 0 < max(ahead) < lanes.EVENTS + 1
 
 
@@ -295,10 +295,10 @@ def test_pushes_of_several_streams_share_a_ring_and_none_reads_what_another_put_
     streams = [here.stream() for _ in range(3)]
     for turn, first in enumerate(range(0, 200, 20)):
         rows, backend = range(first, first + 20), ("ring", "ring", "direct")[turn % 3]
-        pushed(source, target, rows, rows, 20, fetch=False, card=0, backend=backend, stream=streams[turn % 3])
+        pushed(source, target, rows, rows, 20, fetch=False, device=0, backend=backend, stream=streams[turn % 3])
         if turn == 0:
             here.synchronise(streams[0])
-            pushed(target, back, range(3), range(3), 3, fetch=True, card=0, backend="ring", stream=streams[1])
+            pushed(target, back, range(3), range(3), 3, fetch=True, device=0, backend="ring", stream=streams[1])
     here.finish()
     assert np.array_equal(target.memory, right)
     assert np.array_equal(back.memory, right_back)
@@ -320,7 +320,7 @@ def test_uploads_are_not_overwritten_before_the_card_has_them(here: GpuOnHost) -
     stream = here.stream()
     for first in range(0, 256, 8):
         rows = range(first, first + 8)
-        pushed(source, target, rows, order[first : first + 8], 8, fetch=False, card=0, backend="ring", stream=stream)
+        pushed(source, target, rows, order[first : first + 8], 8, fetch=False, device=0, backend="ring", stream=stream)
     here.finish()
     assert np.array_equal(target.memory, right)
 
@@ -335,14 +335,14 @@ def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: GpuO
     rows = np.arange(32), np.arange(64, 96)
     streams = [0, here.stream()]
     for at, (source, target) in enumerate(kinds):
-        pushed(source, target, *rows, 32, fetch=False, card=0, backend=backend, stream=streams[at % 2])
+        pushed(source, target, *rows, 32, fetch=False, device=0, backend=backend, stream=streams[at % 2])
     held = here.tables._tables
     assert len(held) > 2
     here.finish()
     for source, target in kinds:
         assert np.array_equal(target.memory, wanted(source, target, rows[1], rows[0]))
     source, target = kinds[0]
-    pushed(source, target, *rows, 32, fetch=False, card=0, backend=backend)
+    pushed(source, target, *rows, 32, fetch=False, device=0, backend=backend)
     here.tables.acquire("new", np.zeros(1, np.int64))
     assert len(held) == 2
     here.finish()
@@ -367,13 +367,13 @@ def test_where_the_card_refuses_nothing_is_pending_once_the_caller_hears_of_it(
 
     monkeypatch.setattr(here, "_refuse", later)
     with pytest.raises(WorldError, match="refused"):
-        pushed(source, target, range(256), range(256), 256, fetch=False, card=0, backend="ring", progress=progress)
+        pushed(source, target, range(256), range(256), 256, fetch=False, device=0, backend="ring", progress=progress)
     assert progress.state is State.CANCELLED
     after = target.memory.copy()
     here.finish()
     assert np.array_equal(target.memory, after)
     here.refuses, calls = None, -1_000
-    pushed(source, target, range(256), range(256), 256, fetch=False, card=0, backend="ring", progress=progress)
+    pushed(source, target, range(256), range(256), 256, fetch=False, device=0, backend="ring", progress=progress)
     here.finish()
     assert progress.state is State.COMPLETE
 
@@ -390,9 +390,9 @@ class Known:
 def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: GpuOnHost, backend: str) -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match="which only the backend kernel can read"):
-        pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, card=0, backend=backend)
+        pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, device=0, backend=backend)
     right = wanted(source, target, [0, 1], [3, 4])
-    pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, card=0)
+    pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, device=0)
     here.finish()
     assert np.array_equal(target.memory, right)
     assert here.launches == 1
@@ -402,8 +402,8 @@ def test_a_ring_says_why_it_cannot(here: GpuOnHost, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 5_000)
     source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match="no rows of the target lie in runs that are long enough"):
-        pushed(source, target, np.arange(0, 16, 2), range(8), 8, fetch=False, card=0, backend="ring")
-    pools = (pool_of(each, card=0) for each in (target, source))
+        pushed(source, target, np.arange(0, 16, 2), range(8), 8, fetch=False, device=0, backend="ring")
+    pools = (pool_of(each, device=0) for each in (target, source))
     with pytest.raises(LocalProtocolError, match="both pools are in the same memory"):
         push(next(pools), next(pools), range(8), range(8), 8, backend="ring")
     assert not here.launches
@@ -412,7 +412,7 @@ def test_a_ring_says_why_it_cannot(here: GpuOnHost, monkeypatch: pytest.MonkeyPa
 def test_progress_of_this_process_is_refused_for_a_card(here: GpuOnHost) -> None:
     source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match="a GPU can't see these words"):
-        pushed(source, target, range(8), range(8), 8, fetch=False, card=0, backend="direct", progress=Progress())
+        pushed(source, target, range(8), range(8), 8, fetch=False, device=0, backend="direct", progress=Progress())
     assert not here.copies
 
 
@@ -420,7 +420,7 @@ def test_rows_of_the_host_may_be_fetched_more_than_once(here: GpuOnHost) -> None
     source, target = filled("page_first", mla(), 4, 8, content=True), filled("layer_first", mla(), 4, 8, content=False)
     slots = np.array([5, 5, 7, 8, 0, 0, 1, 1, 8])
     right = wanted(source, target, slots, np.arange(9) + 3)
-    pushed(source, target, range(3, 12), slots, 9, fetch=True, card=0, backend="ring")
+    pushed(source, target, range(3, 12), slots, 9, fetch=True, device=0, backend="ring")
     here.finish()
     assert np.array_equal(target.memory, right)
 
@@ -429,7 +429,7 @@ def test_rows_of_the_host_may_be_fetched_more_than_once(here: GpuOnHost) -> None
 def test_a_row_that_is_fetched_twice_is_not_taken_for_the_next(here: GpuOnHost, slots: list[int]) -> None:
     source, target = filled("page_first", mla(), 4, 8, content=True), filled("layer_first", mla(), 4, 8, content=False)
     right = wanted(source, target, slots, np.arange(4))
-    pushed(source, target, range(4), np.array(slots), 4, fetch=True, card=0, backend="ring")
+    pushed(source, target, range(4), np.array(slots), 4, fetch=True, device=0, backend="ring")
     here.finish()
     assert np.array_equal(target.memory, right)
 
@@ -454,14 +454,14 @@ def test_whole_pages_with_narrow_rows_go_by_pages_and_the_rows_beside_them_one_b
         rows // 8 * 8 if not first else (rows - 3) // 8 * 8,
         None if launches == 1 else rows - counted[0][0].rows,
     ]
-    pushed(source, target, *slots, rows, fetch=fetch, card=0, backend="kernel")
+    pushed(source, target, *slots, rows, fetch=fetch, device=0, backend="kernel")
     here.finish()
     assert np.array_equal(target.memory, right)
     assert here.launches == launches
 
 
 def _sides(source: Tensors, target: Tensors, fetch: bool) -> Any:
-    return pool_of(target, card=0, host=not fetch), pool_of(source, card=0, host=fetch)
+    return pool_of(target, device=0, host=not fetch), pool_of(source, device=0, host=fetch)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_other_rows_go_one_by_one(here: GpuOnHost, model: Any, target_page: int,
     target = filled("page_first", model, target_page, 128 // target_page, content=False)
     assert kv_copy.by_pages(kv_copy.check_copy(*_sides(source, target, False), slots, np.arange(64), 64)) is None
     right = wanted(source, target, np.arange(64), slots)
-    pushed(source, target, slots, np.arange(64), 64, fetch=False, card=0, backend="kernel")
+    pushed(source, target, slots, np.arange(64), 64, fetch=False, device=0, backend="kernel")
     here.finish()
     assert np.array_equal(target.memory, right)
     assert here.launches == 1
@@ -521,7 +521,7 @@ def test_auto_carries_by_what_was_chosen(
     source = filled(source_name, mla(), 4, 128, content=True)
     target = filled("page_first", mla(), 4, 128, content=False)
     right = wanted(source, target, np.arange(256), np.asarray(slots))
-    pushed(source, target, slots, range(256), 256, fetch=False, card=0)
+    pushed(source, target, slots, range(256), 256, fetch=False, device=0)
     here.finish()
     assert np.array_equal(target.memory, right)
     assert {(False, True): "direct", (True, True): "ring", (True, False): "kernel"}[

@@ -46,7 +46,7 @@ def places(request: pytest.FixtureRequest) -> Iterator[tuple[OnCard, OnCard]]:
 
 def pools_of(places: tuple[OnCard, OnCard], source: Tensors, target: Tensors) -> tuple[Pool, Pool]:
     made = [
-        Pool(layout=each.layout, address=place.put(each.memory), card=0, host=place.host)
+        Pool(layout=each.layout, address=place.put(each.memory), device=0, host=place.host)
         for each, place in zip((source, target), places, strict=True)
     ]
     return made[0], made[1]
@@ -91,7 +91,7 @@ def test_transfers_are_cut_where_registrations_meet(backend: Backend) -> None:
     source, target = OnCard(host=False), OnCard(host=True)
     try:
         pools = [
-            Pool(layout=Layout((plane,), 1, len(memory) // row), address=place.put(memory), card=0, host=place.host)
+            Pool(layout=Layout((plane,), 1, len(memory) // row), address=place.put(memory), device=0, host=place.host)
             for place, memory in ((source, content), (target, np.full(rows * row, CANARY, np.uint8)))
         ]
         progress, first = Progress(0), (256 << 20) // row - 300
@@ -141,7 +141,7 @@ def test_cancel_stops_what_was_not_begun_and_nothing_is_written_after_the_end(ba
     source, target = OnCard(host=False), OnCard(host=True)
     progress, cancel = Progress(0), PinnedCancel(0)
     pools = [
-        Pool(layout=layout, address=place.put(memory), card=0, host=place.host)
+        Pool(layout=layout, address=place.put(memory), device=0, host=place.host)
         for place, memory in ((source, content), (target, np.zeros(rows * row, np.uint8)))
     ]
     stream = gpus.gpu_at(0).stream()

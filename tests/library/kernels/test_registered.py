@@ -31,19 +31,19 @@ def arena() -> Iterator[ArenaMemory]:
 
 
 def test_what_is_ready_is_backed_and_registered(arena: ArenaMemory) -> None:
-    card, reported = FakeRegistrar(), list[int]()
-    arena.gpu = card
+    gpu, reported = FakeRegistrar(), list[int]()
+    arena.gpu = gpu
     assert arena.prefault(reported.append)
     assert reported == [2 * MIB, 4 * MIB, 5 * MIB]
     assert arena.bytes_ready == arena.byte_count
-    assert card.registered == {arena.mapping.address + at * MIB: min(2, 5 - at) * MIB for at in (0, 2, 4)}
+    assert gpu.registered == {arena.mapping.address + at * MIB: min(2, 5 - at) * MIB for at in (0, 2, 4)}
     assert arena.mapping.registered is not None
-    assert arena.mapping.registered.device_address == arena.mapping.address + card.shift
+    assert arena.mapping.registered.device_address == arena.mapping.address + gpu.shift
 
 
 def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: ArenaMemory) -> None:
-    card, reported = FakeRegistrar(), list[int]()
-    arena.gpu = card
+    gpu, reported = FakeRegistrar(), list[int]()
+    arena.gpu = gpu
     assert not arena.prefault(reported.append, lambda: arena.bytes_ready > 0)
     assert reported == [arena.bytes_ready] == [2 * MIB]
     assert arena.prefault(reported.append)
@@ -51,78 +51,78 @@ def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: ArenaMe
 
 
 def test_what_is_needed_first_is_registered_to_its_end_and_the_rest_behind_it() -> None:
-    arena, card, reported = (
+    arena, gpu, reported = (
         ArenaMemory.create(8 * MIB, huge_pages="never", needed=3 * MIB),
         FakeRegistrar(),
         list[int](),
     )
-    arena.gpu = card
+    arena.gpu = gpu
     assert arena.prefault(reported.append)
     assert reported == [2 * MIB, 3 * MIB]
     arena.need_all()
     assert arena.prefault(reported.append)
     assert reported[2:] == [5 * MIB, 7 * MIB, 8 * MIB]
     sizes = {0: 2, 2: 1, 3: 2, 5: 2, 7: 1}
-    assert card.registered == {arena.mapping.address + at * MIB: size * MIB for at, size in sizes.items()}
+    assert gpu.registered == {arena.mapping.address + at * MIB: size * MIB for at, size in sizes.items()}
     arena.close()
 
 
 @pytest.mark.parametrize("refused", [0, 1, 2])
 def test_a_refusal_in_the_middle_leaves_what_was_ready_and_is_let_go_in_the_end(refused: int) -> None:
-    arena, card = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar(refused=refused)
-    arena.gpu = card
+    arena, gpu = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar(refused=refused)
+    arena.gpu = gpu
     with pytest.raises(WorldError, match=rf"{2 * MIB * refused} of {5 * MIB} bytes.*CUDA_ERROR_OUT_OF_MEMORY"):
         arena.prefault()
     assert arena.bytes_ready == 2 * MIB * refused
-    assert len(card.registered) == refused
+    assert len(gpu.registered) == refused
     arena.close()
-    assert card.registered == {}
+    assert gpu.registered == {}
 
 
 def test_chunks_are_let_go_last_first_before_the_arena_is_unmapped(arena: ArenaMemory) -> None:
-    card = FakeRegistrar()  # asserts that they are mapped
-    arena.gpu = card
+    gpu = FakeRegistrar()  # asserts that they are mapped
+    arena.gpu = gpu
     arena.prefault()
     arena.close()
     arena.close()
-    assert card.log[3:] == [f"unregister {size * MIB}" for size in (1, 2, 2)]
+    assert gpu.log[3:] == [f"unregister {size * MIB}" for size in (1, 2, 2)]
     assert arena.mapping._map.closed
 
 
 def test_what_a_card_does_not_let_go_of_stays_mapped() -> None:
-    arena, card = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar()
-    arena.gpu = card
+    arena, gpu = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar()
+    arena.gpu = gpu
     arena.prefault()
-    address, card.keeps = arena.mapping.address, True
+    address, gpu.keeps = arena.mapping.address, True
     with pytest.raises(WorldError, match=r"3 chunks of host memory stay registered.*ILLEGAL_ADDRESS"):
         arena.close()
     assert mapped(address, 5 * MIB)
-    card.keeps = False
+    gpu.keeps = False
     arena.close()
-    assert card.registered == {}
+    assert gpu.registered == {}
     assert arena.mapping._map.closed
 
 
 def test_chunks_that_a_card_sees_apart_are_an_error(arena: ArenaMemory) -> None:
-    card = FakeRegistrar()
-    arena.mapping.register(card, 2 * MIB)
-    card.shift += 4_096
+    gpu = FakeRegistrar()
+    arena.mapping.register(gpu, 2 * MIB)
+    gpu.shift += 4_096
     with pytest.raises(WorldError, match="is not contiguous"):
-        arena.mapping.register(card, 5 * MIB)
+        arena.mapping.register(gpu, 5 * MIB)
     assert arena.mapping.registered is not None
     assert arena.mapping.registered.bytes_ready == 2 * MIB
     arena.close()
-    assert card.registered == {}, "also the one that lies elsewhere"
+    assert gpu.registered == {}, "also the one that lies elsewhere"
 
 
 def test_a_received_arena_is_registered_as_the_owners_is(arena: ArenaMemory) -> None:
     arena.prefault()
-    fd, card = arena.reopen(), FakeRegistrar()
+    fd, gpu = arena.reopen(), FakeRegistrar()
     received = map_received(fd, arena.byte_count)
     os.close(fd)
-    assert [received.register(card, end) for end in (MIB, 3 * MIB, 5 * MIB)] == [0, 2 * MIB, 5 * MIB]
+    assert [received.register(gpu, end) for end in (MIB, 3 * MIB, 5 * MIB)] == [0, 2 * MIB, 5 * MIB]
     received.close()
-    assert card.registered == {}
+    assert gpu.registered == {}
 
 
 def test_a_node_of_memory_is_preferred_or_nothing_changes(arena: ArenaMemory) -> None:

@@ -32,7 +32,7 @@ def test_what_did_not_get_larger_memory_goes_on_with_what_it_has_and_never_beyon
 
     def brought(content: Any) -> None:
         """What the kernel reads and writes for it lies in memory that there is, and it is the list."""
-        staging.put(card, content)
+        staging.put(gpu, content)
         source, _, _, target, _, _, width = (ctypes.c_int64 * 7).from_address(staging.argument.pairs)
         room = {each.ctypes.data: each.nbytes for each in memory}
         byte_count = staging.argument.count * width
@@ -42,12 +42,12 @@ def test_what_did_not_get_larger_memory_goes_on_with_what_it_has_and_never_beyon
         assert target == staging.address
         assert ctypes.string_at(source, content.nbytes) == content.tobytes()
 
-    card = Mock(pinned=pinned, allocate=allocate)
+    gpu = Mock(pinned=pinned, allocate=allocate)
     staging = Staging(event=None)
     brought(np.full(512, 3, np.int32))
     for refuses[0] in (True, True):
         with pytest.raises(WorldError, match="OUT_OF_MEMORY"):
-            staging.put(card, np.zeros(2_000, np.int32))
+            staging.put(gpu, np.zeros(2_000, np.int32))
     brought(np.ones(500, np.int32))
     refuses[0] = False
     brought(np.full(2_000, 2, np.int32))

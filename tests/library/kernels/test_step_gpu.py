@@ -100,7 +100,7 @@ def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int
         Pool(
             layout=Layout((Plane(0, "k", "uint8", 0, 1, 0, row, row, row),), 1, len(each)),
             address=each.data_ptr(),
-            card=0,
+            device=0,
         )
         for each in (device, arena)
     ]

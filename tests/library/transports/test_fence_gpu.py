@@ -143,14 +143,14 @@ async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena:
 async def test_two_processes_write_one_arena_each_by_its_own_card(arena: ArenaMemory, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     reaches = await owner.offer(1), await owner.offer(2)
-    async with CardProcess(reaches[0], 1, card=0) as first, CardProcess(reaches[1], 2, card=1) as second:
+    async with CardProcess(reaches[0], 1, device=0) as first, CardProcess(reaches[1], 2, device=1) as second:
         for process in (first, second):
             process.send("half")
         assert [await process.receive() for process in (first, second)] == ["done", "done"]
         half = ARENA_BYTES // 2
-        for card in (0, 1):
-            content = np.random.default_rng(card).integers(1, 256, ARENA_BYTES, dtype=np.uint8)[:half]
-            assert np.array_equal(arena.mapping.array[card * half :][:half], content)
+        for device in (0, 1):
+            content = np.random.default_rng(device).integers(1, 256, ARENA_BYTES, dtype=np.uint8)[:half]
+            assert np.array_equal(arena.mapping.array[device * half :][:half], content)
         second.send("push")
         await changes(arena)
         for session in (1, 2):

@@ -55,7 +55,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
     ours = [128 * place + (order if place in scattered else np.arange(128)) for place in range(2)]
     theirs = [128 * place + order[::-1] for place in range(2)]
     right = wanted(source, target, np.concatenate(theirs), np.concatenate(ours))
-    pools = pool_of(target, card=0, host=True), pool_of(source, card=0)
+    pools = pool_of(target, device=0, host=True), pool_of(source, device=0)
     for place in range(2):
         made.prepare(place, *pools, ours[place], theirs[place], 128, made.word(), spare=place in spared)()
     made.drain()

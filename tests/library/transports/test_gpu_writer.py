@@ -42,11 +42,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_loop
 async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     assert await both.map() == arena.byte_count
-    assert sum(card.registered.values()) == arena.byte_count
-    assert card.prepared == 1
+    assert sum(gpu.registered.values()) == arena.byte_count
+    assert gpu.prepared == 1
     rng = np.random.default_rng(3)
     source, target = rng.permutation(SLOTS)[:8_000], rng.permutation(SLOTS)[:8_000]
     cuts = np.sort(rng.choice(np.arange(1, 8_000), 20, replace=False))
@@ -59,21 +59,21 @@ async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: A
     assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
     assert both.right
     await both.close()
-    assert card.registered == {}, "let go before it was unmapped"
+    assert gpu.registered == {}, "let go before it was unmapped"
 
 
 @on_loop
 async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: ArenaMemory, directory: Path) -> None:
-    card, gate = FakeGpu(), Held()
-    both = Pair(arena, directory, card=card)
+    gpu, gate = FakeGpu(), Held()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
-    card.waiting = gate
+    gpu.waiting = gate
     both.want(both.write(EVERY[: 10 * PIECE_ROWS], EVERY[: 10 * PIECE_ROWS], grant=1))
     await until(gate.reached.is_set)
     both.want(both.write(EVERY[-5:], EVERY[-5:], grant=2))
     gate.open.set()
     await until(lambda: len(both.ended) == 2)
-    assert max(flying for flying, _ in card.launched) == 2
+    assert max(flying for flying, _ in gpu.launched) == 2
     assert [write for write, _, _ in both.ended] == [2, 1], "the small one waits for two launches, not for ten"
     assert both.right
     await both.close()
@@ -89,18 +89,18 @@ class CudaEvent:
         raise AssertionError("on the loop, or with the GIL")
 
 
-async def waits(card: FakeGpu) -> None:
+async def waits(gpu: FakeGpu) -> None:
     """Until the writer's thread sleeps until a gate opens, with nothing else to do."""
-    card.asleep.clear()
-    await until(card.asleep.is_set)
+    gpu.asleep.clear()
+    await until(gpu.asleep.is_set)
 
 
 @on_loop
 async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_it(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     gates = ReadyGate(CudaEvent(1)), ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
     assert all(both.writer.waits(gate) for gate in gates)
@@ -109,14 +109,14 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
     both.want(both.write(EVERY[120:130], EVERY[120:130], grant=1))  # behind the first of its grant
     both.want(both.write(EVERY[:7], EVERY[:7], grant=3))
     await until(lambda: bool(both.ended))
-    card.fired.add(3)  # of two, and not the first
-    await waits(card)
+    gpu.fired.add(3)  # of two, and not the first
+    await waits(gpu)
     assert [write for write, _, _ in both.ended] == [4]
-    card.fired.add(2)
+    gpu.fired.add(2)
     await until(lambda: len(both.ended) == 2)
-    await waits(card)
+    await waits(gpu)
     assert [write for write, _, _ in both.ended] == [4, 2]
-    card.fired.add(1)
+    gpu.fired.add(1)
     await until(lambda: len(both.ended) == 4)
     assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
     assert both.right
@@ -128,12 +128,12 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
 async def test_a_write_whose_event_fires_has_its_turn_while_another_grant_has_much_to_launch(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
-    card.waiting = lambda: card.fired.add(1) if len(card.launched) == 3 else None
+    gpu.waiting = lambda: gpu.fired.add(1) if len(gpu.launched) == 3 else None
     both.want(both.write(EVERY[7_000:7_009], EVERY[7_000:7_009], grant=1, after=ReadyGate(CudaEvent(1))))
-    await waits(card)
+    await waits(gpu)
     both.want(both.write(EVERY[: 20 * PIECE_ROWS], EVERY[: 20 * PIECE_ROWS], grant=2))
     await until(lambda: len(both.ended) == 2)
     assert [write for write, _, _ in both.ended] == [1, 2]
@@ -152,13 +152,13 @@ class AskedEvent(CudaEvent):
 async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepared(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card, gate, prepare = FakeGpu(), ReadyGate(AskedEvent(1)), FakeLauncher.prepare
-    both = Pair(arena, directory, card=card)
+    gpu, gate, prepare = FakeGpu(), ReadyGate(AskedEvent(1)), FakeLauncher.prepare
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.write(EVERY[100:109], EVERY[100:109], grant=1, after=ReadyGate(CudaEvent(2)))
-    await waits(card)
+    await waits(gpu)
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=gate))
-    await waits(card)
+    await waits(gpu)
 
     def meanwhile(*given: Any, **more: Any) -> Any:
         gate.poll(1)
@@ -176,20 +176,20 @@ async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepar
 async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_another_took_its_place(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
-    await waits(card)
-    await waits(card)
-    assert (card.preparations, card.launched) == (1, [])
+    await waits(gpu)
+    await waits(gpu)
+    assert (gpu.preparations, gpu.launched) == (1, [])
     both.want(both.write(EVERY[20:29], EVERY[20:29], grant=2))
     await until(lambda: len(both.ended) == 1)
-    await waits(card)
-    assert (card.preparations, len(card.launched)) == (3, 1)
-    card.fired.add(1)
+    await waits(gpu)
+    assert (gpu.preparations, len(gpu.launched)) == (3, 1)
+    gpu.fired.add(1)
     await until(lambda: len(both.ended) == 2)
-    assert (card.preparations, len(card.launched)) == (3, 2), "nothing was left to do but to launch"
+    assert (gpu.preparations, len(gpu.launched)) == (3, 2), "nothing was left to do but to launch"
     assert both.right
     await both.close()
 
@@ -200,7 +200,7 @@ async def test_what_is_prepared_beside_a_launch_goes_in_the_slot_that_it_was_pre
     pieces: int, arena: ArenaMemory, directory: Path
 ) -> None:
     gpu = FakeGpu()
-    both = Pair(arena, directory, card=gpu)
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
     await waits(gpu)
@@ -221,30 +221,30 @@ async def test_what_is_prepared_beside_a_launch_goes_in_the_slot_that_it_was_pre
 async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_nothing_that_is_late(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
 
     async def spared(*written: dict[str, Any]) -> list[bool]:
-        before, ended = len(card.spared), len(both.ended)
+        before, ended = len(gpu.spared), len(both.ended)
         for more in written:
             rows = more.pop("source", EVERY[9 * len(both.ended) :][:9])
             both.want(both.write(rows, rows, grant=1, **more))
-        if not card.fired:
-            await waits(card)
-            card.fired.add(1)
+        if not gpu.fired:
+            await waits(gpu)
+            gpu.fired.add(1)
         await until(lambda: len(both.ended) == ended + len(written))
-        return card.spared[before:]
+        return gpu.spared[before:]
 
     assert await spared({"after": ReadyGate(CudaEvent(1))}) == [True]
-    card.fired.clear()
+    gpu.fired.clear()
     whole = {"source": EVERY[1_000 : 1_000 + 2 * PIECE_ROWS], "after": ReadyGate(CudaEvent(1))}
     assert await spared(whole) == [True, True], "all pieces of a write go the same way"
     assert await spared({"after": ReadyGate(CudaEvent(1))}) == [False], "it had fired already"
     assert await spared({}) == [False]
-    card.fired.clear()
+    gpu.fired.clear()
     assert await spared({"after": ReadyGate(CudaEvent(1)), "urgent": True}) == [False]
-    card.fired.clear()
+    gpu.fired.clear()
     assert await spared({"after": ReadyGate(CudaEvent(1))}, {"after": ReadyGate(CudaEvent(1))}) == [True, False], (
         "it was late"
     )
@@ -257,22 +257,22 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_writer, "HINT_NS", 1)
-    card, held = FakeGpu(), Held()
-    both = Pair(arena, directory, card=card)
+    gpu, held = FakeGpu(), Held()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))  # nobody waits for it
     both.want(both.write(EVERY[20:29], EVERY[20:29], grant=1, urgent=True))  # nor did it for its rows
-    await waits(card)
-    card.fired.add(1)
+    await waits(gpu)
+    gpu.fired.add(1)
     await until(lambda: len(both.ended) == 2)
     gate = ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
     both.want(both.write(EVERY[40:49], EVERY[40:49], grant=2, after=gate, urgent=True))
-    await waits(card)
+    await waits(gpu)
     assert both.hinted == []
-    card.fired.add(2)
+    gpu.fired.add(2)
     await until(lambda: len(both.hinted) > 1)
-    card.waiting = held
-    card.fired.add(3)
+    gpu.waiting = held
+    gpu.fired.add(3)
     await until(held.reached.is_set)
     held.open.set()
     await until(lambda: len(both.ended) == 3)
@@ -291,14 +291,14 @@ async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it
 ) -> None:
     monkeypatch.setattr(gpu_writer, "HINT_NS", 1)
     monkeypatch.setattr(gpu_writer, "HINTS_MAX", 3)
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1)), urgent=True)
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2))
     await until(lambda: len(both.hinted) == 3)
     for _ in range(5):
-        await waits(card)
+        await waits(gpu)
     assert both.hinted == [1, 1, 1]
     both.writer.cancel(WRITER, 1)
     await until(lambda: len(both.ended) == 2)
@@ -309,18 +309,18 @@ async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it
 async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=ReadyGate(CudaEvent(2))))
-    await waits(card)
+    await waits(gpu)
     both.writer.cancel(WRITER, 1)
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.FAILED, "cancelled")]
-    card.fired |= {1, 2}
+    gpu.fired |= {1, 2}
     await until(lambda: len(both.ended) == 2)
-    assert len(card.launched) == 1
+    assert len(gpu.launched) == 1
     assert both.right
     await both.close()
 
@@ -329,17 +329,17 @@ async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launche
 async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_for(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card, drained = FakeGpu(), list[int]()
-    card.draining = lambda: drained.append(1)
-    both = Pair(arena, directory, card=card)
+    gpu, drained = FakeGpu(), list[int]()
+    gpu.draining = lambda: drained.append(1)
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=ReadyGate(CudaEvent(2))))
-    await waits(card)
-    card.broken_events[1] = "GPU 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE"
+    await waits(gpu)
+    gpu.broken_events[1] = "GPU 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE"
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.FAILED, "GPU 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE")]
-    card.fired.add(2)
+    gpu.fired.add(2)
     await until(lambda: len(both.ended) == 2)
     assert both.ended[1] == (2, Outcome.LANDED, "")
     assert both.right
@@ -356,13 +356,13 @@ class BrokenEvent:
 
 @pytest.mark.parametrize("event", [BrokenEvent(), CudaEvent(9)])
 def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: pytest.MonkeyPatch, event: Any) -> None:
-    card = FakeGpu()
-    card.broken_events[9] = "GPU 5: CUDA_ERROR_ILLEGAL_ADDRESS"
-    monkeypatch.setattr("pdtransfer.transports.select.PoolGpu", lambda *_: card)
+    gpu = FakeGpu()
+    gpu.broken_events[9] = "GPU 5: CUDA_ERROR_ILLEGAL_ADDRESS"
+    monkeypatch.setattr("pdtransfer.transports.select.PoolGpu", lambda *_: gpu)
     monkeypatch.setattr(
         client_pair,
         "PrefillClient",
-        lambda *given, **more: PrefillClient(*given, **more | {"writer": replace(more["writer"], card=5)}),
+        lambda *given, **more: PrefillClient(*given, **more | {"writer": replace(more["writer"], device=5)}),
     )
     with client_pair.client_pair() as pair:
         pair.expect(1, 64)
@@ -378,16 +378,16 @@ def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: p
 async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_before(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card, gate = FakeGpu(), Held()
-    card.spans, card.waiting = Timeline("prefill"), gate
-    both = Pair(arena, directory, card=card)
+    gpu, gate = FakeGpu(), Held()
+    gpu.spans, gpu.waiting = Timeline("prefill"), gate
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.want(both.write(EVERY[: 2 * PIECE_ROWS + 9], EVERY[: 2 * PIECE_ROWS + 9], grant=1, layers=(1, 3), first_row=5))
     await until(gate.reached.is_set)
-    card.waiting = lambda: None
+    gpu.waiting = lambda: None
     gate.open.set()
     await until(lambda: len(both.ended) == 1)
-    told = card.spans.take()
+    told = gpu.spans.take()
     rows = [PIECE_ROWS * LAYERS // 2] * 2
     rows[-1] = 2 * PIECE_ROWS + 9 - sum(rows[:-1])
     assert [span.name for span in told] == [
@@ -404,10 +404,10 @@ async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_b
 
 @on_loop
 async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMemory, directory: Path) -> None:
-    card, gate = FakeGpu(), Held()
-    both = Pair(arena, directory, card=card)
+    gpu, gate = FakeGpu(), Held()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
-    card.waiting = gate
+    gpu.waiting = gate
     both.write(EVERY, EVERY, grant=1)
     await until(gate.reached.is_set)
     both.writer.cancel(WRITER, 2)  # another grant
@@ -418,7 +418,7 @@ async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMe
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.FAILED, "cancelled")]
     assert not arena.mapping.array.any(), "what was queued saw the word"
-    card.waiting = lambda: None
+    gpu.waiting = lambda: None
     both.want(both.write(EVERY, EVERY, grant=3))
     await until(lambda: len(both.ended) == 2)
     assert both.ended[1] == (2, Outcome.LANDED, "")
@@ -428,15 +428,15 @@ async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMe
 
 @on_loop
 async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory, directory: Path) -> None:
-    card, drained = FakeGpu(), list[int]()
-    both = Pair(arena, directory, card=card)
+    gpu, drained = FakeGpu(), list[int]()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
 
     def refuse() -> None:
-        card.launching = lambda: None
+        gpu.launching = lambda: None
         raise WorldError("GPU 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
-    card.launching, card.draining = refuse, lambda: drained.append(1)
+    gpu.launching, gpu.draining = refuse, lambda: drained.append(1)
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
     assert both.ended[0][1:] == (Outcome.FAILED, "GPU 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
@@ -446,10 +446,10 @@ async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory
 
 @on_loop
 async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
-    card.left_out = 2
+    gpu.left_out = 2
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.FAILED, "2 rows lie outside their pool")]
@@ -460,14 +460,14 @@ async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: Ar
 async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
 
     def fail() -> None:
         raise RuntimeError("GPU 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    card.waiting = card.draining = card.launching = fail
+    gpu.waiting = gpu.draining = gpu.launching = fail
     both.write(EVERY, EVERY, grant=1)
     both.write(EVERY[:3], EVERY[:3], grant=2)
     await until(lambda: len(both.ended) == 2)
@@ -477,25 +477,25 @@ async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked
     both.write(EVERY[:3], EVERY[:3], grant=3)
     await until(lambda: len(both.ended) == 3)
     assert both.ended[2][1] is Outcome.FAILED, "it was never launched"
-    held = len(card.registered)
+    held = len(gpu.registered)
     both.owner.revoke(WRITER)
     await both.writer.close()
     assert not both.owner.quiet(WRITER), "this process can write until it is gone"
-    assert len(card.registered) == held > 0
+    assert len(gpu.registered) == held > 0
     await both.owner.close()
 
 
 @on_loop
 async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeGpu()
-    card.refused = 1
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    gpu.refused = 1
+    both = Pair(arena, directory, gpu=gpu)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         await both.map()
     both.owner.revoke(WRITER)
     assert both.owner.quiet(WRITER)
-    assert card.registered == {}
+    assert gpu.registered == {}
     assert len(os.listdir("/proc/self/fd")) == before
     await both.close()
 
@@ -507,14 +507,14 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(mappings, "CHUNK_BYTES", 1 << 20)
     made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
-    card, told = FakeGpu(), list[int]()
-    both = Pair(made, directory, card=card)
+    gpu, told = FakeGpu(), list[int]()
+    both = Pair(made, directory, gpu=gpu)
     made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
     reach = await both.owner.offer(WRITER)
     assert await both.writer.map(WRITER, reach, (component(both.target),), told.append) == 2 << 20
     made.prefault()
     await until(lambda: bool(told) and told[-1] == made.byte_count)
-    assert sum(card.registered.values()) == made.byte_count
+    assert sum(gpu.registered.values()) == made.byte_count
     await both.close()
     made.close()
 
@@ -524,13 +524,13 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
 async def test_a_card_that_cannot_be_used_fails_writes(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
-    card = FakeGpu()
+    gpu = FakeGpu()
 
     def launcher() -> None:
         raise kind("GPU 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
 
-    monkeypatch.setattr(card, "launcher", launcher)
-    both = Pair(arena, directory, card=card)
+    monkeypatch.setattr(gpu, "launcher", launcher)
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
@@ -540,8 +540,8 @@ async def test_a_card_that_cannot_be_used_fails_writes(
 
 @on_loop
 async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     source, target = np.random.default_rng(1).permutation(SLOTS)[:1_000], EVERY[:1_000]
     for layers in ((0, LAYERS), (1, 3)):
@@ -557,14 +557,14 @@ async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, d
 
 @on_loop
 async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory, directory: Path) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
 
     def fail() -> None:
         raise MemoryError("GPU 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
 
-    card.fetching = fail
+    gpu.fetching = fail
     both.write(EVERY[:9], EVERY[:9], grant=1, verify=True)
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.FAILED, "GPU 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")]
@@ -575,8 +575,8 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory
 async def test_a_launch_that_never_said_its_end_is_unknown(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = FakeGpu()
-    both = Pair(arena, directory, card=card)
+    gpu = FakeGpu()
+    both = Pair(arena, directory, gpu=gpu)
     await both.map()
     monkeypatch.setattr(FakeLauncher, "ended", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))
     both.write(EVERY[:3], EVERY[:3], grant=1)

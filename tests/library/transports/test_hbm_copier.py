@@ -46,7 +46,7 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
     """What the lifter says of a grant, once it has ended."""
     at, size = source.memory.ctypes.data, len(target.memory)
     mapping = SimpleNamespace(address=at, registered=SimpleNamespace(device_address=at))
-    memory = Hbm(base=0, byte_count=size, address=target.memory.ctypes.data, card=0, handle=b"", free=lambda: None)
+    memory = Hbm(base=0, byte_count=size, address=target.memory.ctypes.data, device=0, handle=b"", free=lambda: None)
     component = Component("kv", "hbm", 1, Span(), source.layout)
     texts: list[str] = []
 

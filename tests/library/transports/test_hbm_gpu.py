@@ -36,7 +36,7 @@ STILL_S = 0.5
 def owned() -> Iterator[ArenaMemory]:
     arena = ArenaMemory.create(8 << 20)
     arena.prefault()
-    arena.hbm = Hbm.of_card(0, base=4 << 20, byte_count=256 << 20)
+    arena.hbm = Hbm.of_gpu(0, base=4 << 20, byte_count=256 << 20)
     yield arena
     arena.close()
 
@@ -116,7 +116,7 @@ async def test_a_forked_child_keeps_the_lock_and_maybe_the_card_writing(
 async def test_memory_is_not_given_back_while_a_writer_may_be_there(tmp_path: Path) -> None:
     arena = ArenaMemory.create(8 << 20)
     arena.prefault()
-    hbm = arena.hbm = Hbm.of_card(0, base=4 << 20, byte_count=64 << 20)
+    hbm = arena.hbm = Hbm.of_gpu(0, base=4 << 20, byte_count=64 << 20)
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
         process.send("hbm")

@@ -47,10 +47,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 class HbmPair(Pair):
     """Its one component is in HBM; `hbm` is what the other memory must hold."""
 
-    def __init__(self, arena: ArenaMemory, directory: Path, card: FakeGpu, *, hbm_direct: bool = True) -> None:
-        super().__init__(arena, directory, card=card)
+    def __init__(self, arena: ArenaMemory, directory: Path, gpu: FakeGpu, *, hbm_direct: bool = True) -> None:
+        super().__init__(arena, directory, gpu=gpu)
         self.owner._hbm_direct = hbm_direct
-        card.is_locked = lambda: not self.owner.quiet(WRITER)
+        gpu.is_locked = lambda: not self.owner.quiet(WRITER)
         self.target = page_first()
 
     @property
@@ -67,10 +67,10 @@ class HbmPair(Pair):
 
 
 def exporting(arena: ArenaMemory) -> FakeGpu:
-    card = FakeGpu()
+    gpu = FakeGpu()
     assert arena.hbm is not None
-    card.exported[HANDLE] = FakeExported(card, arena.hbm.address, arena.hbm.byte_count)
-    return card
+    gpu.exported[HANDLE] = FakeExported(gpu, arena.hbm.address, arena.hbm.byte_count)
+    return gpu
 
 
 async def wrote(both: HbmPair) -> None:
@@ -84,8 +84,8 @@ async def wrote(both: HbmPair) -> None:
 async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = exporting(arena)
-    both = HbmPair(arena, directory, card)
+    gpu = exporting(arena)
+    both = HbmPair(arena, directory, gpu)
     await both.map()
     assert both.writer.hbm_direct(WRITER)
     await wrote(both)
@@ -111,12 +111,12 @@ async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(
 async def test_nobody_is_told_of_a_cards_memory_where_rows_are_to_be_read_back(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = exporting(arena)
-    both = HbmPair(arena, directory, card, hbm_direct=False)
+    gpu = exporting(arena)
+    both = HbmPair(arena, directory, gpu, hbm_direct=False)
     assert (await both.owner.offer(WRITER)).hbm_handle == b""
     await both.map()
     assert not both.writer.hbm_direct(WRITER)
-    assert "open exported" not in card.log
+    assert "open exported" not in gpu.log
     await both.close()
 
 
@@ -124,23 +124,23 @@ async def test_nobody_is_told_of_a_cards_memory_where_rows_are_to_be_read_back(
 async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(
     arena: ArenaMemory, directory: Path
 ) -> None:
-    card = exporting(arena)
-    both = HbmPair(arena, directory, card)
+    gpu = exporting(arena)
+    both = HbmPair(arena, directory, gpu)
     await both.map()
     assert not both.owner.quiet(WRITER)
     await wrote(both)
     both.owner.revoke(WRITER)
     both.writer.unmap(WRITER)
     await until(lambda: both.owner.quiet(WRITER))
-    assert card.log == ["open exported", "close exported"], "nothing of the arena is registered: no row lands there"
+    assert gpu.log == ["open exported", "close exported"], "nothing of the arena is registered: no row lands there"
     await both.close()
 
 
 @on_loop
 async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: ArenaMemory, directory: Path) -> None:
-    card = exporting(arena)
-    card.exported[HANDLE].keeps = True
-    both = HbmPair(arena, directory, card)
+    gpu = exporting(arena)
+    gpu.exported[HANDLE].keeps = True
+    both = HbmPair(arena, directory, gpu)
     await both.map()
     both.owner.revoke(WRITER)
     both.writer.unmap(WRITER)
@@ -152,7 +152,7 @@ async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: Aren
     freed, hbm._free = list[int](), lambda: freed.append(1)
     hbm.close()
     assert freed == [], "and it is not given back"
-    card.exported[HANDLE].keeps = False
+    gpu.exported[HANDLE].keeps = False
     lost.close()
 
 
@@ -177,12 +177,12 @@ async def test_memory_is_given_back_once_every_writer_is_gone(arena: ArenaMemory
 
 @on_loop
 async def test_less_memory_than_was_said_is_refused_and_closed(arena: ArenaMemory, directory: Path) -> None:
-    card = exporting(arena)
-    card.exported[HANDLE].byte_count -= 1
-    both = HbmPair(arena, directory, card)
+    gpu = exporting(arena)
+    gpu.exported[HANDLE].byte_count -= 1
+    both = HbmPair(arena, directory, gpu)
     with pytest.raises(TransportError, match=f"{SIZE - 1} bytes were opened, {SIZE} were announced"):
         await both.map()
-    assert "close exported" in card.log
+    assert "close exported" in gpu.log
     both.owner.revoke(WRITER)
     assert both.owner.quiet(WRITER)
     await both.close()

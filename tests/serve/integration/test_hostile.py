@@ -123,7 +123,7 @@ def test_junk_is_refused_and_the_honest_go_on(fleet: Running, role: str) -> None
 async def mallory(site: Site, tmp_path: Path) -> AsyncIterator[FakeDecode]:
     """A decode of the right model, with an arena of its own, that has said Hello."""
     engine = create(decode_config(Path("s")).engine_config)
-    (component,) = engine.card.components
+    (component,) = engine.description.components
     async with dialler(site.prefill) as dial:
         like = msgspec.structs.replace(identity("prefill", _Like(engine), "x"))
         made = FakeDecode(dial(), like, component, tmp_path / "s")
@@ -139,7 +139,7 @@ class _Like:
     """What an identity takes from another."""
 
     def __init__(self, engine) -> None:
-        self.model, self.weights = engine.card.model, engine.card.weights
+        self.model, self.weights = engine.description.model, engine.description.weights
 
 
 @pytest.mark.parametrize(

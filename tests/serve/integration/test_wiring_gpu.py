@@ -50,7 +50,7 @@ class CardPair(Pair):
         pool = np.random.default_rng(5).integers(0, 256, SLOTS * LAYERS * ROW, np.uint8)  # as test_shm's own
         self.tensor = torch.from_numpy(pool).cuda()
         torch.cuda.synchronize()
-        super().__init__(arena, tmp_path / "s", card=PoolGpu(0), address=self.tensor.data_ptr())
+        super().__init__(arena, tmp_path / "s", gpu=PoolGpu(0), address=self.tensor.data_ptr())
         assert np.array_equal(pool, self.pool.bytes)
 
 

@@ -47,7 +47,7 @@ def test_a_taken_port_is_refused_before_an_engine_is_made(
     ("attribute", "text"),
     [
         ("create", "RuntimeError: no licence for this host ("),
-        ("number", "the factory returns a int without `card`, an EngineDescription"),
+        ("number", "the factory returns a int without `description`, an EngineDescription"),
     ],
 )
 def test_a_factory_of_the_users_that_fails_is_named_and_is_no_bug_of_ours(

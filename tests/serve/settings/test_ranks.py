@@ -92,21 +92,21 @@ def test_each_rank_computes_on_its_own_card_unless_one_is_given(device: str, dev
     leader = PrefillConfig(tp_size=2, pp_size=2, device=device)
     ranks = [leader, *rank_configs(leader, GROUP)]
     assert [each.engine_config.device for each in ranks] == devices
-    assert [each.card for each in ranks] == [None if each == "cpu" else int(each[5:]) for each in devices]
+    assert [each.device_index for each in ranks] == [None if each == "cpu" else int(each[5:]) for each in devices]
 
 
 def test_ranks_differ_when_only_one_verifies() -> None:
-    card = SimpleNamespace(model="m", weights=b"w")
-    plain, verifies = (common(DecodeConfig(verify=verify), card) for verify in (False, True))
+    description = SimpleNamespace(model="m", weights=b"w")
+    plain, verifies = (common(DecodeConfig(verify=verify), description) for verify in (False, True))
     assert {name for name in plain if plain[name] != verifies[name]} == {"verify"}
 
 
 @pytest.mark.parametrize("name", ["device_slots", "hot_tokens", "dense_slots"])
 def test_ranks_differ_when_their_devices_hold_other_numbers_of_hisparse_tokens(name: str) -> None:
-    card = SimpleNamespace(model="m", weights=b"w")
-    dense, sparse = (common(DecodeConfig(enable_hisparse=enabled), card) for enabled in (False, True))
+    description = SimpleNamespace(model="m", weights=b"w")
+    dense, sparse = (common(DecodeConfig(enable_hisparse=enabled), description) for enabled in (False, True))
     assert {name for name in dense if dense[name] != sparse[name]} == {"enable_hisparse"}
-    other = common(DecodeConfig(enable_hisparse=True, **{name: 512}), card)  # pyright: ignore[reportArgumentType]
+    other = common(DecodeConfig(enable_hisparse=True, **{name: 512}), description)  # pyright: ignore[reportArgumentType]
     assert {name for name in sparse if sparse[name] != other[name]} == {name}
 
 
@@ -121,12 +121,12 @@ def test_a_follower_takes_free_ports_unless_others_are_given() -> None:
 
 def test_settings_common_to_all_ranks_include_the_weights_and_the_sizes() -> None:
     config = PrefillConfig(engine_option=("layers=1",), slots=256)
-    described = common(config, create(config.engine_config).card)
+    described = common(config, create(config.engine_config).description)
     assert described["slots"] == "256"
     assert described["chunk_tokens"] == "512"
     assert len(described["weights"]) == 32
     other = PrefillConfig(engine_option=("layers=1", "seed=1"), slots=256)
-    assert common(other, create(other.engine_config).card)["weights"] != described["weights"]
+    assert common(other, create(other.engine_config).description)["weights"] != described["weights"]
 
 
 def test_the_router_names_every_rank_of_a_group_to_the_other_side() -> None:

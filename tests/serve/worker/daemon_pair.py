@@ -112,7 +112,7 @@ class Prefill:
 
 
 def _settings(node: str, engine: Any) -> NodeSettings:
-    return NodeSettings(node=node, model=engine.card.model, weights=engine.card.weights)
+    return NodeSettings(node=node, model=engine.description.model, weights=engine.description.weights)
 
 
 @asynccontextmanager
@@ -132,7 +132,7 @@ async def decode(
     """A daemon with `routers` and `ended`; its orders stay in its port until somebody runs its thread."""
     config = DecodeConfig(**OPTIONS | more, socket_directory=sockets)
     engine = wrap(create_engine(config.factory, config.engine_config))
-    arena, port = ArenaMemory.create(engine.card.arena_bytes, huge_pages="never"), ThreadQueues[Order]()
+    arena, port = ArenaMemory.create(engine.description.arena_bytes, huge_pages="never"), ThreadQueues[Order]()
     attach(engine, arena)
     ended, records = EndedRequests(), list[EndedRequest]()
     ended.subscribe(records.append)
@@ -157,7 +157,7 @@ async def decode(
 async def follower(sockets: Path) -> AsyncIterator[tuple[Follower, Leader]]:
     config = DecodeConfig(**OPTIONS, socket_directory=sockets)
     engine, leader = create_engine(config.factory, config.engine_config), Leader()
-    arena, port = ArenaMemory.create(engine.card.memory_bytes, huge_pages="never"), ThreadQueues[list[Order]]()
+    arena, port = ArenaMemory.create(engine.description.memory_bytes, huge_pages="never"), ThreadQueues[list[Order]]()
     made = Follower(leader, port, lambda: None)  # type: ignore[arg-type]
     made.rank = DecodeRank(
         config, _settings("d0-tp1", engine), engine, arena, port, follower_steps(port), made, CollectorRegistry(),

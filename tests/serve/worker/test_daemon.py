@@ -26,7 +26,9 @@ class Engine:
     """What a decode daemon's start asks of one."""
 
     def __init__(self, hbm_bytes: int = 0) -> None:
-        self.card = EngineDescription(model="m", weights=b"w", components=(), memory_bytes=4 * MIB, hbm_bytes=hbm_bytes)
+        self.description = EngineDescription(
+            model="m", weights=b"w", components=(), memory_bytes=4 * MIB, hbm_bytes=hbm_bytes
+        )
         self.attached: list[tuple[int, int]] = []
         self.hbm: memoryview | GpuMemory | None = None
 
@@ -35,27 +37,27 @@ class Engine:
         self.attached.append((arena.nbytes, device_address))
 
 
-def started(monkeypatch: pytest.MonkeyPatch, card: FakeRegistrar, engine: Engine, device: str) -> ArenaMemory:
-    card.numa_node = None  # type: ignore[attr-defined]
-    monkeypatch.setattr(daemon, "gpu_at", lambda number: card if number == 3 else None)
+def started(monkeypatch: pytest.MonkeyPatch, gpu: FakeRegistrar, engine: Engine, device: str) -> ArenaMemory:
+    gpu.numa_node = None  # type: ignore[attr-defined]
+    monkeypatch.setattr(daemon, "gpu_at", lambda number: gpu if number == 3 else None)
     stop = SimpleNamespace(asked=asyncio.Event())
     return asyncio.run(daemon._arena(DecodeConfig(device=device, huge_pages="never"), engine, stop))  # type: ignore[arg-type]
 
 
 def test_the_engine_is_told_where_its_card_sees_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    card, engine = FakeRegistrar(), Engine()
-    arena = started(monkeypatch, card, engine, "cuda:3")
-    assert engine.attached == [(4 * MIB, arena.mapping.address + card.shift)]
-    assert card.registered == {arena.mapping.address: 4 * MIB}
+    gpu, engine = FakeRegistrar(), Engine()
+    arena = started(monkeypatch, gpu, engine, "cuda:3")
+    assert engine.attached == [(4 * MIB, arena.mapping.address + gpu.shift)]
+    assert gpu.registered == {arena.mapping.address: 4 * MIB}
     arena.close()
-    assert card.registered == {}
+    assert gpu.registered == {}
 
 
 def test_without_a_card_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    card, engine = FakeRegistrar(), Engine()
-    arena = started(monkeypatch, card, engine, "cpu")
+    gpu, engine = FakeRegistrar(), Engine()
+    arena = started(monkeypatch, gpu, engine, "cpu")
     assert engine.attached == [(4 * MIB, 0)]
-    assert card.log == []
+    assert gpu.log == []
     arena.close()
 
 
@@ -71,7 +73,7 @@ def test_without_a_card_hbm_is_a_range_of_the_arena_behind_its_dram(monkeypatch:
     assert engine.attached == [(4 * MIB, 0)]
     assert isinstance(engine.hbm, memoryview)
     engine.hbm[:4] = b"hbm!"
-    base = engine.card.hbm_base
+    base = engine.description.hbm_base
     assert (len(engine.hbm), bytes(arena.mapping.view[base : base + 4])) == (MIB + 5, b"hbm!")
     assert arena.byte_count >= base + MIB + 5
     engine.hbm = None
@@ -83,12 +85,12 @@ def test_hbm_components_are_told_to_peers_behind_those_of_dram() -> None:
         "layer_first", kinds=("latent",), layers=2, heads=1, head_bytes=8, dtype="uint8", slots=64, page_size=1
     )
     both = [Component(name, memory, 1, Span(), layout) for name, memory in (("kv", "dram"), ("index", "hbm"))]  # type: ignore[arg-type]
-    card = EngineDescription(
+    description = EngineDescription(
         model="m", weights=b"w", components=tuple(both), memory_bytes=layout.end, hbm_bytes=layout.end
     )
-    assert card.hbm_base == HBM_ALIGNMENT
-    assert card.arena_bytes == HBM_ALIGNMENT + layout.end
-    kv, index = card.arena_components
+    assert description.hbm_base == HBM_ALIGNMENT
+    assert description.arena_bytes == HBM_ALIGNMENT + layout.end
+    kv, index = description.arena_components
     assert kv is both[0]
     assert [plane.base for plane in index.layout.planes] == [HBM_ALIGNMENT, HBM_ALIGNMENT + 64 * 8]
     assert EngineDescription(model="m", weights=b"w", components=(both[0],), memory_bytes=77).arena_bytes == 77
@@ -110,7 +112,7 @@ def test_an_engine_is_as_long_as_its_model_and_on_decode_as_its_memory(role: Any
 
 
 def test_an_arena_that_its_card_refuses_ends_the_start_and_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    card, engine, seen = FakeRegistrar(refused=0), Engine(), list[ArenaMemory]()
+    gpu, engine, seen = FakeRegistrar(refused=0), Engine(), list[ArenaMemory]()
     create = ArenaMemory.create
 
     def created(*args: object, **kwargs: object) -> ArenaMemory:
@@ -119,6 +121,6 @@ def test_an_arena_that_its_card_refuses_ends_the_start_and_is_unmapped(monkeypat
 
     monkeypatch.setattr(ArenaMemory, "create", created)
     with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        started(monkeypatch, card, engine, "cuda:3")
+        started(monkeypatch, gpu, engine, "cuda:3")
     assert engine.attached == []
     assert seen[0].mapping._map.closed

@@ -77,7 +77,7 @@ class Engine:
     threads: set[int] = field(default_factory=set)
     steps: int = 0
     made: Callable[[Request], list] = lambda request: []
-    card = CARD
+    description = CARD
 
     def _note(self, what: str, room: int) -> None:
         self.calls.append((what, room))

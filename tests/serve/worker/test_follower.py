@@ -94,7 +94,7 @@ class Reports:
 async def test_a_prefill_rank_takes_the_next_room_of_an_id_before_the_pages_of_the_drained_one_are_free() -> None:
     config = PrefillConfig(**OPTIONS)
     engine, reports, port = create_engine(config.factory, config.engine_config), Reports(), ThreadQueues[list[Order]]()
-    settings = NodeSettings(node="p0-tp1", model=engine.card.model, weights=engine.card.weights)
+    settings = NodeSettings(node="p0-tp1", model=engine.description.model, weights=engine.description.weights)
     rank = PrefillRank(
         config,
         settings,

@@ -41,7 +41,7 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
     async def case() -> None:
         config = PrefillConfig(slots=1_024, http="")
         engine = create_engine(config.factory, config.engine_config)
-        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
         port, sent = ThreadQueues[Order](), list[tuple[str, Message]]()
         made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
         made.desk._send = lambda peer, message: bool(sent.append((peer, message))) or True
@@ -78,7 +78,7 @@ def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks, annou
     async def case() -> None:
         config = PrefillConfig(slots=1_024, http="")
         engine = create_engine(config.factory, config.engine_config)
-        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
         port, submitted = ThreadQueues[Order](), list[object]()
         made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
         port.to_loop = submitted.append  # type: ignore[method-assign]
@@ -123,7 +123,7 @@ def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) ->
     async def case() -> None:
         config = PrefillConfig(slots=1_024, http="")
         engine = create_engine(config.factory, config.engine_config)
-        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
         port = ThreadQueues[Order]()
         made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
         ends = list[End]()
@@ -148,7 +148,7 @@ def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() 
     async def case() -> None:
         config = PrefillConfig(slots=1_024, http="")
         engine = create_engine(config.factory, config.engine_config)
-        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
         port = ThreadQueues[Order]()
         made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
         other = JoinedRank(Ranks(1, 2), "p0-tp1")

@@ -73,13 +73,13 @@ class PlainDecode(Decode):
         self._step_s, self._gate = step_s, gate
         self._hbm: Rows | None = None
         if twin:
-            (kv,) = self.card.components
+            (kv,) = self.description.components
             both = kv, msgspec.structs.replace(kv, memory="hbm")
-            self.card = replace(self.card, components=both, hbm_bytes=self.card.memory_bytes)
+            self.description = replace(self.description, components=both, hbm_bytes=self.description.memory_bytes)
 
     def attach(self, arena: memoryview, *, hbm: memoryview | None = None) -> None:
         super().attach(arena)
-        self._hbm = None if hbm is None else Rows(hbm, self.card.components[0].layout)
+        self._hbm = None if hbm is None else Rows(hbm, self.description.components[0].layout)
 
     def rows_of(self, room: Answer) -> Rows:
         return self._rows if self._hbm is None or room.request.enable_hisparse else self._hbm

@@ -36,8 +36,8 @@ def memory(_root: Path) -> Seen:
         module, _, attribute = config.factory.partition(":")
         # A small pool is enough to measure the bytes of a token.
         small = replace(config.engine_config, slots=4_096)
-        card = getattr(importlib.import_module(module), attribute)(small).card
-        needed += int(card.memory_bytes) * config.slots // small.slots
+        description = getattr(importlib.import_module(module), attribute)(small).description
+        needed += int(description.memory_bytes) * config.slots // small.slots
     found = f"{free.bytes / MIB:,.0f} MiB ({free.what}); by default prefill and decode take {needed / MIB:,.0f}"
     if free.bytes < needed:
         slots = DecodeConfig().slots * free.bytes // (2 * needed) // 64 * 64

@@ -106,10 +106,10 @@ class DecodeShell(Generic[State]):
         if config.group.ranks.pp_size > 1:
             raise ConfigError(f"pp_size = {config.group.ranks.pp_size}: only prefill is split into stages")
         self.model, self._config, self._facts, self._warm_up = model, config, model.facts, warm_up
-        self.card: EngineDescription = model.facts.description
+        self.description: EngineDescription = model.facts.description
         # If a component has two variants, the second, in HBM, is for requests without HiSparse.
-        self._dense = {each.name: each for each in self.card.components}
-        self._sparse = {each.name: each for each in reversed(self.card.components)}
+        self._dense = {each.name: each for each in self.description.components}
+        self._sparse = {each.name: each for each in reversed(self.description.components)}
         self._answers: dict[int, Generating[State]] = {}
 
     @property
@@ -129,7 +129,7 @@ class DecodeShell(Generic[State]):
 
     def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | GpuMemory | None = None) -> None:
         """Takes the arena."""
-        size = self.card.memory_bytes
+        size = self.description.memory_bytes
         if size and (arena.nbytes < size or arena.readonly):
             kind = "read-only" if arena.readonly else "writable"
             raise ValueError(f"arena: {arena.nbytes} {kind} bytes, expected {size} writable ones")

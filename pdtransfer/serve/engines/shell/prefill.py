@@ -104,12 +104,12 @@ class PrefillShell(Generic[State]):
         self, config: EngineConfig, model: PrefillModel[State], *, warm_up: Callable[[], None] = lambda: None
     ) -> None:
         self.model, self._config, self._facts, self._warm_up = model, config, model.facts, warm_up
-        self.card: EngineDescription = model.facts.description
+        self.description: EngineDescription = model.facts.description
         self._free = {
             each.name: FreePages(count=each.layout.slots // each.layout.page_size, page_size=each.layout.page_size)
-            for each in self.card.components
+            for each in self.description.components
         }
-        self._layers = {each.name: layers_of([each]) for each in self.card.components}
+        self._layers = {each.name: layers_of([each]) for each in self.description.components}
         self._held: dict[int, Slots] = {}
         self._prompts: dict[int, Prompt[State]] = {}
         self._picking: deque[_Picking] = deque()
@@ -144,8 +144,11 @@ class PrefillShell(Generic[State]):
         tokens = len(request.prompt) + growth
         if tokens > self._config.slots:
             raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")
-        pages, skip = Slots(), {each.name: self._skip(each, len(request.prompt)) for each in self.card.components}
-        for each in self.card.components:
+        pages, skip = (
+            Slots(),
+            {each.name: self._skip(each, len(request.prompt)) for each in self.description.components},
+        )
+        for each in self.description.components:
             if (taken := self._free[each.name].take(skip[each.name] + each.rows(tokens))) is not None:
                 pages[each.name] = taken
         if pages.keys() != self._free.keys():
@@ -155,7 +158,7 @@ class PrefillShell(Generic[State]):
             self.model.spans.anchor()
         pool_slots = {
             each.name: _expanded(pages[each.name], each.layout.page_size)[: skip[each.name] + each.rows(tokens)]
-            for each in self.card.components
+            for each in self.description.components
         }
         slots = {name: taken[skip[name] :] for name, taken in pool_slots.items()}
         with self.model.computing():
@@ -226,7 +229,7 @@ class PrefillShell(Generic[State]):
     ) -> list[Computed]:
         """A cell of each component that has some of these layers, and rows that these tokens complete."""
         cells: list[Computed] = []
-        for component in self.card.components:
+        for component in self.description.components:
             name, page_size = component.name, component.layout.page_size
             held = [layer for layer in self._layers[name] if layers[0] <= layer < layers[1]]
             rows = self._rows(component, tokens, len(prompt.request.prompt))

@@ -25,7 +25,7 @@ class TensorPool:
             self.bytes = torch.zeros(byte_count, dtype=torch.uint8, device=device)
             torch.cuda.current_stream(device).synchronize()  # other streams read it
             self.memory: SharedMemory | GpuMemory = GpuMemory(
-                card=self.bytes.get_device(), address=self.bytes.data_ptr(), byte_count=byte_count
+                device=self.bytes.get_device(), address=self.bytes.data_ptr(), byte_count=byte_count
             )
         else:  # torch.zeros would touch every page of the pool
             self.memory = shared_memory(byte_count, self)

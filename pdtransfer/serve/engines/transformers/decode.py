@@ -95,8 +95,8 @@ class CheckpointDecode:
             layout=near.layout, groups=pick_groups(checkpoint.shapes), top=checkpoint.top,
             tokens_max=min(self._config.slots, checkpoint.context_tokens),
         )  # fmt: skip
-        card = arena.get_device() if arena.is_cuda else None
-        host = Pool(layout=landed.layout, address=arena.data_ptr(), card=card, host=arena.is_cuda)
+        device = arena.get_device() if arena.is_cuda else None
+        host = Pool(layout=landed.layout, address=arena.data_ptr(), device=device, host=arena.is_cuda)
         self.hot = HotRequests(self._config.group, hisparse, capacity, shape, host, checkpoint.device, self.spans)
         model = PagedModel(checkpoint, self.hot.memory, [near], index=self._model.rows)
         self._hot_steps = DecodeSteps(

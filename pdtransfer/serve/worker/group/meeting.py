@@ -50,26 +50,26 @@ class StoppedError(Exception):
     """This process was asked to end before the group was complete."""
 
 
-def common(config: Config, card: EngineDescription) -> dict[str, str]:
+def common(config: Config, description: EngineDescription) -> dict[str, str]:
     """Settings that must be the same on all ranks, to keep their engines in step."""
     decode = "batch_max", "verify", "enable_hisparse", "device_slots", "hot_tokens", "dense_slots"
     own = decode if isinstance(config, DecodeConfig) else ("chunk_tokens",)
     return {
         "version": __version__,
         "role": config.role,
-        "model": card.model,
-        "weights": card.weights.hex(),
+        "model": description.model,
+        "weights": description.weights.hex(),
         "engine_option": " ".join(sorted(f"{name}={value}" for name, value in config.engine_options.items())),
         "hisparse_queue_max": str(config.limits.hisparse_queue_max),
         **{name: str(getattr(config, name)) for name in ("slots", "page_size", *own)},
     }
 
 
-def _settings(config: Config, card: EngineDescription) -> tuple[Setting, ...]:
+def _settings(config: Config, description: EngineDescription) -> tuple[Setting, ...]:
     """The same for the wire; a long value is replaced by its digest."""
     return tuple(
         Setting(name, value if len(value) <= TEXT_LENGTH_MAX else hashlib.sha256(value.encode()).hexdigest())
-        for name, value in common(config, card).items()
+        for name, value in common(config, description).items()
     )
 
 
@@ -144,7 +144,7 @@ async def after_leader() -> AsyncGenerator[None]:
 @asynccontextmanager
 async def leading(
     config: Config,
-    card: EngineDescription,
+    description: EngineDescription,
     settings: NodeSettings,
     sockets: RankSockets | None,
     stop: asyncio.Event,
@@ -161,7 +161,7 @@ async def leading(
     watches: list[asyncio.Task[None]] = []
     try:
         listener = await _listener(config, settings) if others is None else others.listener
-        bound = group.open(settings, _role(config), _settings(config, card), listener)
+        bound = group.open(settings, _role(config), _settings(config, description), listener)
         if others is None:
             log.info("waiting for %d more ranks at %s", group.size - 1, bound)
         else:
@@ -192,13 +192,13 @@ async def _listener(config: Config, settings: NodeSettings) -> socket.socket:
 
 @asynccontextmanager
 async def following(
-    config: Config, card: EngineDescription, settings: NodeSettings, sockets: RankSockets, stop: asyncio.Event
+    config: Config, description: EngineDescription, settings: NodeSettings, sockets: RankSockets, stop: asyncio.Event
 ) -> AsyncGenerator[GroupFollower]:
     """The connection to the leader, once all ranks have met. Raises ConfigError, WorldError, StoppedError."""
     endpoint = group_endpoint(config.group)
     host, own = await asyncio.to_thread(_addresses, Address.parse(endpoint.address).host)
     tensors = sockets.listen(own)
-    join = RankJoin(config.ranks, config.node, _settings(config, card), tensors)
+    join = RankJoin(config.ranks, config.node, _settings(config, description), tensors)
     key = "" if endpoint.server_key is None else f"{endpoint.server_key}@"
     group = GroupFollower(settings, _role(config), key + endpoint.address, join)
     try:

@@ -94,14 +94,14 @@ class FarPair:
 
 @asynccontextmanager
 async def far_pair(
-    card: WriterGpu,
+    gpu: WriterGpu,
     address_of: Callable[[Pool], int] = lambda pool: pool.memory.ctypes.data,
     *,
     model: Model | None = None,
     layout: str = "page_first",
     slots: int = LARGE + 64,
 ) -> AsyncIterator[FarPair]:
-    """A layer_first pool of `card`, which has it at `address_of` once it is filled."""
+    """A layer_first pool of `gpu`, which has it at `address_of` once it is filled."""
     model = model or wide()
     ours, wanted = (Pool(name=name, model=model, page_size=8, slots=slots) for name in ("layer_first", layout))
     ours.fill(np.arange(slots))
@@ -113,7 +113,7 @@ async def far_pair(
         ended[order.grant], checksums[order.grant] = (outcome, text), checksum
 
     writer = MooncakeWriter(
-        (component(ours),), WriterOptions(pool_address=address_of(ours)), wrote, gpu=card, lost=lost.append
+        (component(ours),), WriterOptions(pool_address=address_of(ours)), wrote, gpu=gpu, lost=lost.append
     )  # fmt: skip
     owner = MooncakeArena(memory, Network())
     try:

@@ -44,11 +44,11 @@ async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_
 
 @on_loop
 async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_gathered() -> None:
-    card, seen = FakeGpu(), list[int]()
-    async with far_pair(card) as it:
+    gpu, seen = FakeGpu(), list[int]()
+    async with far_pair(gpu) as it:
         first, later = Held(), Held()
         waits = iter((first, lambda: None, later))
-        card.waiting = lambda: next(waits, lambda: None)()
+        gpu.waiting = lambda: next(waits, lambda: None)()
         await it.map()
         it.write(1, EVERY, EVERY)
         await until(first.reached.is_set)
@@ -60,17 +60,17 @@ async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_ga
         later.open.set()
         assert await it.ends(1) == (Outcome.LANDED, "")
         assert seen == [0], "it was sent before it was there"
-        assert max(flying for flying, _ in card.launched) == 2
+        assert max(flying for flying, _ in gpu.launched) == 2
         it.want(EVERY, EVERY)
         assert it.right
 
 
 @on_loop
 async def test_a_write_that_is_cancelled_between_launches_ends_as_failed_and_others_land() -> None:
-    card = FakeGpu()
-    async with far_pair(card) as it:
+    gpu = FakeGpu()
+    async with far_pair(gpu) as it:
         gate = Held()
-        card.waiting = lambda: gate() if len(card.launched) > 5 else None
+        gpu.waiting = lambda: gate() if len(gpu.launched) > 5 else None
 
         def middle() -> bool:
             if not gate.reached.is_set() or not it.landed():
@@ -83,30 +83,30 @@ async def test_a_write_that_is_cancelled_between_launches_ends_as_failed_and_oth
 
 @on_loop
 async def test_what_is_queued_of_a_cancelled_write_is_not_launched() -> None:
-    card, gate = FakeGpu(), Held()
-    async with far_pair(card) as it:
-        card.waiting = gate
+    gpu, gate = FakeGpu(), Held()
+    async with far_pair(gpu) as it:
+        gpu.waiting = gate
         await it.map()
         it.write(1, EVERY, EVERY)
         await until(gate.reached.is_set)
         it.writer.cancel(SESSION, 1)
         gate.open.set()
         assert await it.ends(1) == (Outcome.FAILED, "cancelled")
-        assert len(card.launched) <= 2, "more than was in flight"
+        assert len(gpu.launched) <= 2, "more than was in flight"
         assert it.landed() == 0
 
 
 @on_loop
 async def test_a_launch_that_is_refused_fails_its_write_alone() -> None:
-    card = FakeGpu()
-    async with far_pair(card) as it:
+    gpu = FakeGpu()
+    async with far_pair(gpu) as it:
         await it.map()
 
         def refuse() -> None:
-            if len(card.launched) == 4:
+            if len(gpu.launched) == 4:
                 raise WorldError("GPU 5: cuLaunchKernel: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
 
-        card.launching = refuse
+        gpu.launching = refuse
         it.write(1, EVERY, EVERY)
         outcome, text = await it.ends(1)
         assert (outcome, "OUT_OF_RESOURCES" in text) == (Outcome.FAILED, True)
@@ -132,53 +132,53 @@ async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writer, "_lost", kept := list[ring.SendRing]())
-    card = FakeGpu()
-    async with far_pair(card) as it:
+    gpu = FakeGpu()
+    async with far_pair(gpu) as it:
         await it.map()
 
         def fail() -> None:
             raise RuntimeError("GPU 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
-        card.waiting = card.draining = fail
+        gpu.waiting = gpu.draining = fail
         it.write(1, EVERY, EVERY)
         outcome, text = await it.ends(1)
         assert (outcome, "ILLEGAL_ADDRESS" in text) == (Outcome.UNKNOWN, True)
         assert await it.writer.fence(SESSION) is False, "the GPU may go on reading the pool"
         assert len(kept) == 1
-        assert card.registered
+        assert gpu.registered
         it.write(2, FEW, FEW)
         assert (await it.ends(2))[0] is Outcome.FAILED
 
 
 @on_loop
 async def test_an_engine_that_is_killed_in_mid_transfer_leaves_nothing_registered_and_the_next_session_lands() -> None:
-    card = FakeGpu()
-    async with far_pair(card) as it:
+    gpu = FakeGpu()
+    async with far_pair(gpu) as it:
         await dies_while_it_sends(it)
         assert it.lost == [SESSION]
         assert await it.writer.fence(SESSION) is True
-        assert not card.registered
+        assert not gpu.registered
         await lands_anew(it)
-    assert not card.registered
+    assert not gpu.registered
 
 
 @on_loop
 async def test_a_ring_that_cannot_be_registered_maps_nothing_and_leaves_no_process() -> None:
-    card = FakeGpu()
-    card.refused = 0
-    async with far_pair(card) as it:
+    gpu = FakeGpu()
+    gpu.refused = 0
+    async with far_pair(gpu) as it:
         with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
             await it.map()
         assert SESSION not in sessions_of(it.writer)
         await until(lambda: not it.writer._ending)
-        assert not card.registered
+        assert not gpu.registered
 
 
 @on_loop
 async def test_a_session_that_ends_while_its_ring_is_registered_has_no_engine() -> None:
-    card, gate = FakeGpu(), Held()
-    async with far_pair(card) as it:
-        card.prepare = gate
+    gpu, gate = FakeGpu(), Held()
+    async with far_pair(gpu) as it:
+        gpu.prepare = gate
         mapping = asyncio.ensure_future(it.map())
         await until(gate.reached.is_set)
         it.writer.unmap(SESSION)
@@ -186,4 +186,4 @@ async def test_a_session_that_ends_while_its_ring_is_registered_has_no_engine() 
         with pytest.raises(TransportError, match="unmapped while"):
             await mapping
         assert not sessions_of(it.writer)
-    assert not card.registered
+    assert not gpu.registered

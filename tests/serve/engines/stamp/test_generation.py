@@ -123,11 +123,13 @@ def test_every_seed_and_shape_is_a_model_of_its_own() -> None:
         *SHAPES.values(), {"layers": "2", "seed": "1"}, {"layers": "3"}, {"layers": "2", "head_bytes": "128"}, HYBRID,
         HYBRID | {"window_tokens": "64"},
     ]  # fmt: skip
-    cards = [create(config(role, options=variant)).card for variant in variants for role in ("prefill", "decode")]
-    assert len({card.weights for card in cards}) == len(variants)
+    cards = [
+        create(config(role, options=variant)).description for variant in variants for role in ("prefill", "decode")
+    ]
+    assert len({description.weights for description in cards}) == len(variants)
     outcomes = [generate(config(options=variant, slots=4_096), *requests()[6]).tokens for variant in variants]
     assert len(set(outcomes)) == len(variants)
-    assert {card.model for card in cards} == {"stamp-mla", "stamp-gqa", "stamp-deepseek_v4"}
+    assert {description.model for description in cards} == {"stamp-mla", "stamp-gqa", "stamp-deepseek_v4"}
 
 
 def test_a_token_changes_every_stamp_from_its_own_on() -> None:
@@ -193,6 +195,7 @@ from pdtransfer.serve.engines.stamp.factory import create
 for role in ("prefill", "decode"):
     hot = HiSparse(device_slots=99, hot_tokens=48, dense_slots=64) if role == "decode" else None
     engine = create(EngineConfig(role=role, slots=256, page_size=1, options={"top_k": "16"}, hisparse=hot))
-engine.attach(memoryview(bytearray(engine.card.memory_bytes)), hbm=memoryview(bytearray(engine.card.hbm_bytes)))
+described = engine.description
+engine.attach(memoryview(bytearray(described.memory_bytes)), hbm=memoryview(bytearray(described.hbm_bytes)))
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)

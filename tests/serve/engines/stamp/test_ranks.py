@@ -108,9 +108,9 @@ def test_a_rank_describes_the_layers_and_heads_that_it_keeps(
     options: dict[str, str], ranks: Ranks, layers: Any, heads: Any, replica: Any
 ) -> None:
     group = next(g for g in Threads(tp=ranks.tp_size, pp=ranks.pp_size).groups() if g.ranks == ranks)
-    card = create(config("prefill", options=options, group=group)).card
-    assert card.replicas == {"kv": replica}
-    layout = card.components[0].layout
+    description = create(config("prefill", options=options, group=group)).description
+    assert description.replicas == {"kv": replica}
+    layout = description.components[0].layout
     assert layout.layer_range == layers
     assert {(plane.head_start, plane.head_start + plane.head_count) for plane in layout.planes} == {heads}
 

@@ -50,23 +50,24 @@ def generated_by_ranks(sources: list[Any], targets: list[Any], requests: list[Re
     assert all(aux == made[0][0] for aux, _ in made), "every rank picks the same first token"
     kept = []
     for target in targets:
-        sizes = {"dram": target.card.memory_bytes, "hbm": target.card.hbm_bytes}
+        sizes = {"dram": target.description.memory_bytes, "hbm": target.description.hbm_bytes}
         arena = {name: np.full(size, 0xFF, np.uint8) for name, size in sizes.items()}
         target.attach(memoryview(arena["dram"]), hbm=memoryview(arena["hbm"]) if sizes["hbm"] else None)
         kept.append(arena)  # it outlives its engine's steps
         random = np.random.default_rng(3)
         free = {
-            (each.name, each.memory): random.permutation(each.layout.slots).tolist() for each in target.card.components
+            (each.name, each.memory): random.permutation(each.layout.slots).tolist()
+            for each in target.description.components
         }
         for one in requests:
             tokens = len(one.prompt) + one.sampling.max_tokens
-            own = components_of(target.card, one)
+            own = components_of(target.description, one)
             slots = {
                 name: np.array([free[name, each.memory].pop() for _ in range(each.rows(tokens))], np.int64)
                 for name, each in own.items()
             }
             for engine, (_, cells) in zip(sources, made, strict=True):
-                ours = {each.name: each.layout for each in engine.card.components}
+                ours = {each.name: each.layout for each in engine.description.components}
                 memory = np.frombuffer(engine.pool.view, np.uint8)
                 for cell in cells:
                     if cell.room == one.room:

@@ -166,7 +166,7 @@ def test_a_room_with_rows_that_are_not_finite_breaks_alone(directories: dict[str
     long, short = request(1, prompts()[-1]), request(2, prompts()[1])
     for each in (long, short):
         handoff.land(each, handoff.computed(each))
-    layout = handoff.decode.card.components[0].layout
+    layout = handoff.decode.description.components[0].layout
     for number, plane in enumerate(layout.planes):
         at = layout.address(number, handoff.slots[1]["kv"][3:4])[0]
         handoff.arena[at : at + plane.row_bytes] = 0xFF
@@ -182,7 +182,7 @@ def test_rows_that_rooms_share_are_not_written(directories: dict[str, Path]) -> 
     first = request(1, prompts()[-1], max_tokens=TOKENS)
     handoff.land(first, handoff.computed(first))
     shared = {"kv": handoff.slots[1]["kv"][:48]}
-    layout = next(each for each in handoff.decode.card.components if each.name == "kv").layout
+    layout = next(each for each in handoff.decode.description.components if each.name == "kv").layout
     rows = [layout.address(number, shared["kv"]) for number in range(len(layout.planes))]
     before = [handoff.arena[at[:, None] + np.arange(64)].copy() for at in rows]
     second = request(2, np.concatenate((first.prompt[:48], prompts(5, (9,))[0])), max_tokens=TOKENS)
@@ -198,7 +198,7 @@ def test_rows_that_rooms_share_are_not_written(directories: dict[str, Path]) -> 
 
 def test_a_windows_rows_alone_stay_of_layers_that_have_one(directories: dict[str, Path]) -> None:
     handoff = Handoff.of(made(directories, "gemma3"), prefill={}, decode={"batch_max": 2}, window_slots="0")
-    window = next(each for each in handoff.decode.card.components if each.name == "window")
+    window = next(each for each in handoff.decode.description.components if each.name == "window")
     assert window.rows(10_000) == WINDOW
     assert window.layout.slots == 2 * 2 * WINDOW
     one = request(1, prompts()[-1])
@@ -229,7 +229,7 @@ def test_an_engine_computes_with_its_threads_on_whatever_thread_it_is_called(dir
 def test_a_layers_rows_are_there_when_its_cell_is_reported(directories: dict[str, Path]) -> None:
     """As on a GPU, but that the GPU would be behind: the next layer has not begun."""
     engine = Handoff.of(made(directories, "llama"), prefill={}, decode={}, layers_per_cell="1").prefill
-    (component,) = engine.card.components
+    (component,) = engine.description.components
     pool = np.frombuffer(engine.pool.view, np.uint8)
     reported: list[tuple[Computed, bytes]] = []
 

@@ -78,7 +78,7 @@ def test_hot_tokens_generate_those_of_transformers_beside_dense_requests(directo
 def test_nothing_of_the_arena_is_read_before_the_first_pick(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = create(checkpoints.config(directory, "prefill"))
     theirs: Any = create(checkpoints.config(directory, "decode", hisparse=hisparse(), page_size=16))
-    arena, hbm = WatchedMemory(theirs.card.memory_bytes), np.full(theirs.card.hbm_bytes, 0xFF, np.uint8)
+    arena, hbm = WatchedMemory(theirs.description.memory_bytes), np.full(theirs.description.hbm_bytes, 0xFF, np.uint8)
     arena.bytes[:] = 0xFF
     theirs.attach(arena.bytes.data, hbm=hbm.data)
     made = Handoff.between(ours, theirs, arena.bytes, hbm)
@@ -101,7 +101,12 @@ def test_a_request_longer_than_its_places_loses_tokens_and_gets_them_again(direc
     assert made.tokens[0] == generated(directory, one.prompt, 2 * TOKENS, ignore_eos=True)
     figures = made.decode.figures
     groups = len(
-        {plane.layer for each in made.decode.card.components if each.name == "index" for plane in each.layout.planes}
+        {
+            plane.layer
+            for each in made.decode.description.components
+            if each.name == "index"
+            for plane in each.layout.planes
+        }
     )
     assert figures.misses > groups * HOT  # more than there are places: tokens were evicted for others
     assert figures.hits > 0

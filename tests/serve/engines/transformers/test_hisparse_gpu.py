@@ -38,12 +38,12 @@ def landed(directory: Path, hot: HiSparse, rooms: list[Any], **options: str) -> 
     decode: Any = create(
         checkpoints.config(directory, "decode", device="cuda", hisparse=hot, batch_max=8, options=options)
     )
-    arena = ArenaMemory.create(decode.card.memory_bytes)
+    arena = ArenaMemory.create(decode.description.memory_bytes)
     arena.prefault()
     arena.mapping.register(gpus.gpu_at(0), arena.byte_count)
-    memory = arena.mapping.array[: decode.card.memory_bytes]
+    memory = arena.mapping.array[: decode.description.memory_bytes]
     memory[:] = 0xFF
-    hbm = np.full(decode.card.hbm_bytes, 0xFF, np.uint8)
+    hbm = np.full(decode.description.hbm_bytes, 0xFF, np.uint8)
     made = Handoff.between(create(checkpoints.config(directory, "prefill", options=options)), decode, memory, hbm)
     auxes: list[bytes] = []
     for one in rooms:
@@ -52,8 +52,8 @@ def landed(directory: Path, hot: HiSparse, rooms: list[Any], **options: str) -> 
     there = torch.from_numpy(hbm).cuda()
     registered = arena.mapping.registered
     assert registered is not None
-    on_card = GpuMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes)
-    view = arena.mapping.view[: decode.card.memory_bytes]
+    on_card = GpuMemory(device=0, address=there.data_ptr(), byte_count=hbm.nbytes)
+    view = arena.mapping.view[: decode.description.memory_bytes]
     decode.attach(view, device_address=registered.device_address, hbm=on_card)
     try:
         for one, aux in zip(rooms, auxes, strict=True):

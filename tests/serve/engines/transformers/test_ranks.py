@@ -44,8 +44,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: checkpoints.make(family, root / family) for family in FAMILIES}
 
 
-def heads(card: EngineDescription, name: str) -> set[tuple[int, int]]:
-    (layout,) = (each.layout for each in card.components if each.name == name)
+def heads(description: EngineDescription, name: str) -> set[tuple[int, int]]:
+    (layout,) = (each.layout for each in description.components if each.name == name)
     return {(plane.head_start, plane.head_start + plane.head_count) for plane in layout.planes}
 
 
@@ -63,20 +63,22 @@ def test_ranks_generate_the_tokens_of_transformers(
 
 
 def test_a_rank_keeps_its_heads_and_says_so(directories: dict[str, Path]) -> None:
-    cards = [engine.card for engine in workers(directories["gemma3"], "prefill", 2)]
-    assert [heads(card, name) for card in cards for name in ("kv", "window")] == [
+    cards = [engine.description for engine in workers(directories["gemma3"], "prefill", 2)]
+    assert [heads(description, name) for description in cards for name in ("kv", "window")] == [
         {(0, 1)}, {(0, 1)}, {(1, 2)}, {(1, 2)}
     ]  # fmt: skip
-    assert [dict(card.replicas) for card in cards] == [{}, {}]
-    (whole,) = (engine.card for engine in workers(directories["gemma3"], "prefill", 1))
-    assert {card.weights for card in cards} == {whole.weights}
+    assert [dict(description.replicas) for description in cards] == [{}, {}]
+    (whole,) = (engine.description for engine in workers(directories["gemma3"], "prefill", 1))
+    assert {description.weights for description in cards} == {whole.weights}
     assert 2 * cards[0].memory_bytes == whole.memory_bytes
 
 
 def test_every_rank_keeps_the_latents_and_the_index(directories: dict[str, Path]) -> None:
-    cards = [engine.card for engine in workers(directories["deepseek_v32"], "decode", 2)]
-    assert [heads(card, name) for card in cards for name in ("kv", "index")] == [{(0, 1)}] * 4
-    assert [dict(card.replicas) for card in cards] == [{"kv": (rank, 2), "index": (rank, 2)} for rank in range(2)]
+    cards = [engine.description for engine in workers(directories["deepseek_v32"], "decode", 2)]
+    assert [heads(description, name) for description in cards for name in ("kv", "index")] == [{(0, 1)}] * 4
+    assert [dict(description.replicas) for description in cards] == [
+        {"kv": (rank, 2), "index": (rank, 2)} for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize(

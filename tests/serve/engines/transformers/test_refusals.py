@@ -175,7 +175,7 @@ def test_other_weights_have_another_digest_and_random_ones_of_a_seed_the_same(tm
     directory = written(tmp_path / "m", "LlamaConfig", **TINY)
 
     def digest(role: str, **options: str) -> bytes:
-        return create(checkpoints.config(directory, role, options={"weights": "random", **options})).card.weights
+        return create(checkpoints.config(directory, role, options={"weights": "random", **options})).description.weights
 
     digests = [
         digest("prefill", seed="1"), digest("decode", seed="1"), digest("decode"), digest("decode", dtype="bfloat16")
@@ -231,7 +231,7 @@ def test_aux_of_anything_else_is_refused_and_takes_no_room(handoff: Handoff) -> 
     aux = handoff.computed(one)
     handoff.prefill.free(7)
     good = msgspec.msgpack.decode(aux, type=FirstToken)
-    slots = {each.name: np.arange(each.rows(9)) for each in handoff.decode.card.components}
+    slots = {each.name: np.arange(each.rows(9)) for each in handoff.decode.description.components}
     for wrong in (
         b"", b"\x91", aux[:-1], aux + b"\0",
         msgspec.structs.replace(good, prompt_tokens=2).pack(), msgspec.structs.replace(good, id=512).pack(),

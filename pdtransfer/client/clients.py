@@ -64,57 +64,17 @@ class KVPoll(IntEnum):
     SUCCESS = 4  # prefill: landed everywhere; decode: READY
 
 
-class _Thread(Generic[Node]):
-    """One node on its own loop and thread."""
-
-    def __init__(self, port: ThreadQueues[Said], start: Callable[[], Awaitable[Node]], cpus: str) -> None:
-        self._port, self._start, self._cpus = port, start, cpus
-        self._thread = threading.Thread(target=self._run, name="pdtransfer", daemon=True)
-        self._standing: Future[Callable[[], None]] = Future()  # what ends it
-        self.node: Node | None = None
-
-    def start(self) -> None:
-        """Returns when the node runs; raises the error that kept it from starting."""
-        self._thread.start()
-        self._standing.result()
-
-    def close(self) -> None:
-        """Ends the node and the thread; idempotent."""
-        if self._thread.is_alive():
-            if self._standing.exception() is None:
-                self._standing.result()()
-            self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            run_on(cpus_of(self._cpus))
-            run_loop(self._main)
-        except Exception as error:
-            if self._standing.done():
-                raise
-            self._standing.set_exception(error)
-
-    async def _main(self) -> None:
-        loop, stop = asyncio.get_running_loop(), asyncio.Event()
-        self.node = await self._start()
-        self._port.attach(loop)
-        self._standing.set_result(partial(_call, loop, stop.set))
-        await stop.wait()
-        await self.node.close()
-
-
-def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    loop.call_soon_threadsafe(call)
-
-
 class _Client(Generic[Node, Said]):
-    """What both clients share: the queues to and from the node, the states of rooms, the thread."""
+    """What both clients share: a node on its own loop and thread, the queues to and from it, the states of rooms."""
 
     def __init__(self, start: Callable[[], Awaitable[Node]], settings: NodeSettings, *, drains: bool = True) -> None:
         self._port: ThreadQueues[Said] = ThreadQueues()
         self.drains = drains  # whether RoomDrained is the last event of each room
         self._has_keys = settings.keys is not None
-        self._thread: _Thread[Node] = _Thread(self._port, start, settings.cpus)
+        self._start_node, self._cpus = start, settings.cpus
+        self._thread = threading.Thread(target=self._run, name="pdtransfer", daemon=True)
+        self._stop: Future[Callable[[], object]] = Future()  # what ends the node, once it runs
+        self._running: Node | None = None
         self._states: dict[int, KVPoll] = {}
         self._ended: dict[int, None] = {}  # oldest first
         self._closed = False
@@ -136,6 +96,7 @@ class _Client(Generic[Node, Said]):
         what fails now, such as a port that is taken.
         """
         self._thread.start()
+        self._stop.result()
 
     def close(self) -> None:
         """Fails every room under way, says goodbye to the peers and ends the thread; idempotent, and blocks until then.
@@ -144,7 +105,10 @@ class _Client(Generic[Node, Said]):
         pool is read. Peers may write into an arena until they have received the goodbye.
         """
         self._closed = True
-        self._thread.close()
+        if self._thread.is_alive():
+            if self._stop.exception() is None:
+                self._stop.result()()
+            self._thread.join()
         self._port.close()
 
     def allow(self, allowed: AllowList) -> None:
@@ -201,9 +165,26 @@ class _Client(Generic[Node, Said]):
 
     @property
     def _node(self) -> Node:
-        if self._thread.node is None:
+        if self._running is None:
             raise LocalProtocolError("call start() first")
-        return self._thread.node
+        return self._running
+
+    def _run(self) -> None:
+        try:
+            run_on(cpus_of(self._cpus))
+            run_loop(self._main)
+        except Exception as error:
+            if self._stop.done():
+                raise
+            self._stop.set_exception(error)
+
+    async def _main(self) -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        node = self._running = await self._start_node()
+        self._port.attach(loop)
+        self._stop.set_result(partial(loop.call_soon_threadsafe, stop.set))
+        await stop.wait()
+        await node.close()
 
 
 class PrefillClient(_Client[PrefillNode, PrefillEvent]):
@@ -215,7 +196,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
     (index of this rank among them, n).
 
     `bind` is the tcp://host:port to listen on, port 0 for any; `endpoint` is where it listens once started.
-    `copy_threads` copy rows in host memory. `card` is the CUDA ordinal if the pools are in that GPU's memory: the GPU
+    `copy_threads` copy rows in host memory. `device` is the CUDA ordinal if the pools are in that GPU's memory: the GPU
     then writes the rows itself. `condemned` is then called, from another thread, if nobody can know whether a write of
     the GPU has ended. Only the end of this process proves it, so end the process. `transport` restricts how rows
     travel, and `network` configures transports to other hosts.

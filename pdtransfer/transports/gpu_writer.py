@@ -366,14 +366,10 @@ class GpuWriter:
 
     def _landed(self, launcher: Launcher, launch: _Launch, outcome: Outcome, text: str) -> None:
         write = launch.write
-        with self._changed:
-            write.running -= 1
-            if outcome is not Outcome.LANDED:
-                if not write.exhausted:
-                    self._turns.remove(write.turn, write)
-                write.fail(outcome, text)
-            over = write.exhausted and not write.running
-        if over:
+        write.running -= 1
+        if outcome is not Outcome.LANDED:
+            self._refuse(launcher, write, outcome, text)
+        elif write.exhausted and not write.running:
             self._end(launcher, write)
 
     def _report_span(self, spans: Spans, launch: _Launch) -> None:

@@ -9,7 +9,6 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
@@ -45,73 +44,66 @@ log = logging.getLogger(__name__)
 _lost: list[_WritableArena] = []  # they stay mapped and locked: a GPU may write them as long as this process lives
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _WritableArena:
     """What a writer may write of one decode rank: the arena, and the memory of HBM components if a GPU reaches it."""
 
-    mapping: Mapping
+    pairings: tuple[Pairing, ...]  # one for each component of Register
+    mapping: Mapping  # it keeps the lock that came with `fd`
     needed: int  # bytes of the mapping, from 0, in which rows land: no others are entered or registered
-    hbm: Exported | None = None
+    hbm: Exported | None
+    fd: int  # of the arena, until all of it is ready; then -1
+    bytes_ready: int = 0  # of the mapping
+    bytes_backed: int = 0  # by the arena's owner, when last looked
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all bytes are ready in which rows land."""
+        return self.bytes_ready == self.needed
+
+    def close_fd(self) -> None:
+        """Closes the descriptor; the mapping keeps the lock. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def close(self) -> None:
-        """Releases HBM first: a free lock of the arena proves that neither is written. Raises WorldError where the GPU
-        keeps something; the locked mapping stays then."""
-        if self.hbm is not None:
-            self.hbm.close()
-        self.mapping.close()
+        """In a worker thread. Releases HBM first: a free lock of the arena proves that neither is written. What the GPU
+        does not release stays mapped, and its lock stays locked."""
+        self.close_fd()
+        try:
+            if self.hbm is not None:
+                self.hbm.close()
+            self.mapping.close()
+        except WorldError as error:
+            log.critical("an arena stays mapped until this process ends: %s", error)
+            _lost.append(self)
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """One arena; `reached` is None while it is being mapped."""
+    """One session of the writer; `arena` is None while it is being mapped."""
 
     components: tuple[Component, ...]
     reach: Reach
-    reached: _WritableArena | None = None
-    pairings: tuple[Pairing, ...] = ()  # one for each component of Register
+    arena: _WritableArena | None = None
     cuts: dict[Planes, Pairing] = field(default_factory=dict[Planes, Pairing])
     lines: dict[Planes, Lines] = field(default_factory=dict[Planes, Lines])
     pools: dict[Planes, tuple[Pool, Pool]] = field(default_factory=dict[Planes, tuple[Pool, Pool]])
     writes: int = 0  # that were not reported yet
     unknown: bool = False  # whether one of its writes has ended so
     leaving: bool = False
-    bytes_ready: int = 0  # of the mapping
-    bytes_backed: int = 0  # by the arena's owner, when last looked
-    fd: int = -1  # of the arena, until all of it is ready
     growing: bool = False  # a thread is entering more of it in the page table
 
-    @property
-    def arena_ready(self) -> int:
+    def grantable(self, arena: _WritableArena) -> int:
         """How many of the arena's first bytes may be granted: all, once those in which rows land are ready."""
-        assert self.reached is not None
-        return self.reach.arena_bytes if self.bytes_ready == self.reached.needed else self.bytes_ready
+        return self.reach.arena_bytes if arena.is_ready else arena.bytes_ready
 
-    def close_fd(self) -> None:
-        """Closes the descriptor; the mapping keeps the lock."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-    def pairing(self, component: int, layers: tuple[int, int]) -> Pairing:
+    def pairing(self, arena: _WritableArena, component: int, layers: tuple[int, int]) -> Pairing:
         """The component's planes of these layers, neighbours fused."""
         if (cut := self.cuts.get((component, layers))) is None:
-            cut = self.cuts[component, layers] = self.pairings[component].within_layers(*layers).fused()
+            cut = self.cuts[component, layers] = arena.pairings[component].within_layers(*layers).fused()
         return cut
-
-
-@dataclass(frozen=True, slots=True)
-class _Attached:
-    """An arena that was received and mapped; `fd` is open until all of it is ready."""
-
-    reached: _WritableArena
-    pairings: tuple[Pairing, ...]
-    fd: int
-    bytes_ready: int
-    bytes_backed: int
-
-    def close(self) -> None:
-        _unmap(self.reached)
-        os.close(self.fd)
 
 
 class ShmWriter:
@@ -162,12 +154,12 @@ class ShmWriter:
             fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids, keep_line=self._keep_line)
             attached = self._apart.submit(self._attach, fd, reach, components)
             try:
-                made = await asyncio.shield(asyncio.wrap_future(attached))
+                arena = await asyncio.shield(asyncio.wrap_future(attached))
             except asyncio.CancelledError:
                 attached.add_done_callback(_discard)
                 raise
             if mapped.leaving:
-                in_pool(self._apart, made.close)
+                in_pool(self._apart, arena.close)
                 raise TransportError("the session was unmapped while its arena was being mapped")
         except OSError as error:  # out of descriptors, most likely
             self._forget(session)
@@ -175,56 +167,59 @@ class ShmWriter:
         except BaseException:
             self._forget(session)
             raise
-        mapped.reached, mapped.pairings, mapped.fd = made.reached, made.pairings, made.fd
-        mapped.bytes_ready, mapped.bytes_backed = made.bytes_ready, made.bytes_backed
-        self._follow_later(session, mapped, more, mapped.bytes_ready)
-        return mapped.arena_ready
+        mapped.arena = arena
+        self._follow_later(session, mapped, arena, more, arena.bytes_ready)
+        return mapped.grantable(arena)
 
-    def _follow_later(self, session: int, mapped: _Session, more: Ready, entered: int) -> None:
+    def _follow_later(
+        self, session: int, mapped: _Session, arena: _WritableArena, more: Ready, entered_bytes: int
+    ) -> None:
         """Schedules the next piece, unless all is ready or the session is being unmapped.
 
         It comes at once after a whole piece: a partial one means that the arena's owner has backed no more yet."""
-        assert mapped.reached is not None
-        if mapped.bytes_ready == mapped.reached.needed:
-            mapped.close_fd()
+        if arena.is_ready:
+            arena.close_fd()
         elif not mapped.leaving:
-            wait_s = _FOLLOW_SECONDS if entered < _ENTER_BYTES else 0.0
-            self._loop.call_later(wait_s, self._follow, session, mapped, more)
+            wait_s = _FOLLOW_SECONDS if entered_bytes < _ENTER_BYTES else 0.0
+            self._loop.call_later(wait_s, self._follow, session, mapped, arena, more)
 
-    def _follow(self, session: int, mapped: _Session, more: Ready) -> None:
-        if mapped.leaving or mapped.reached is None:
+    def _follow(self, session: int, mapped: _Session, arena: _WritableArena, more: Ready) -> None:
+        if mapped.leaving:
             return
-        mapped.growing = True
-        grown = self._apart.submit(self._enter, mapped.reached, mapped.fd, mapped.bytes_ready, mapped.bytes_backed)
-        grown.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._grown, session, mapped, more, done))
 
-    def _grown(self, session: int, mapped: _Session, more: Ready, done: Future[tuple[int, int]]) -> None:
+        def entered(done: Future[int]) -> None:
+            self._loop.call_soon_threadsafe(self._grown, session, mapped, arena, more, done)
+
+        mapped.growing = True
+        self._apart.submit(self._enter, arena).add_done_callback(entered)
+
+    def _grown(self, session: int, mapped: _Session, arena: _WritableArena, more: Ready, done: Future[int]) -> None:
         mapped.growing = False
         if (error := done.exception()) is not None:
-            log.error("session %#x: only %d bytes of its arena can be used: %s", session, mapped.bytes_ready, error)
+            log.error("session %#x: only %d bytes of its arena can be used: %s", session, arena.bytes_ready, error)
         elif not mapped.leaving:
-            before, (mapped.bytes_ready, mapped.bytes_backed) = mapped.bytes_ready, done.result()
-            if mapped.bytes_ready > before:
-                more(mapped.arena_ready)
-            self._follow_later(session, mapped, more, mapped.bytes_ready - before)
+            if entered_bytes := done.result():
+                more(mapped.grantable(arena))
+            self._follow_later(session, mapped, arena, more, entered_bytes)
         self._leave(session, mapped)
 
-    def _attach(self, fd: int, reach: Reach, components: tuple[Component, ...]) -> _Attached:
-        """In a worker thread. The mapping keeps the lock that came with `fd`."""
+    def _attach(self, fd: int, reach: Reach, components: tuple[Component, ...]) -> _WritableArena:
+        """In a worker thread."""
         with ExitStack() as undo:
             undo.callback(os.close, fd)
             pairings = paired(self._components, components, reach.arena_bytes)
             mapping = map_received(fd, reach.arena_bytes)
             undo.callback(mapping.close)
             prepare_copies(self._gpu)
-            hbm = self._opened(reach) if any(each.memory == "hbm" for each in components) else None
+            hbm = self._opened(reach) if any(component.memory == "hbm" for component in components) else None
             if hbm is not None:
                 undo.callback(hbm.close)
-            ends = [each.layout.end for each in components if each.memory != "hbm"]
-            reached = _WritableArena(mapping, mapping.byte_count if hbm is None else max(ends, default=0), hbm)
-            ready, backed = self._enter(reached, fd, 0, 0)
+            ends = [component.layout.end for component in components if component.memory != "hbm"]
+            needed = mapping.byte_count if hbm is None else max(ends, default=0)
+            arena = _WritableArena(pairings, mapping, needed, hbm, fd)
+            self._enter(arena)
             undo.pop_all()
-        return _Attached(reached, pairings, fd, ready, backed)
+        return arena
 
     def _opened(self, reach: Reach) -> Exported | None:
         """In a worker thread, under the arena's lock: the memory of HBM components. None where our GPU does not reach
@@ -245,15 +240,18 @@ class ShmWriter:
     def hbm_direct(self, session: int) -> bool:
         """As WriterTransport."""
         mapped = self._sessions.get(session)
-        return mapped is not None and mapped.reached is not None and mapped.reached.hbm is not None
+        return mapped is not None and mapped.arena is not None and mapped.arena.hbm is not None
 
-    def _enter(self, reached: _WritableArena, fd: int, first: int, backed: int) -> tuple[int, int]:
-        """In a worker thread: enters one more piece; returns how much is ready then, and how much its owner backs."""
-        mapping, needed = reached.mapping, reached.needed
-        entered, backed = enter_backed(mapping, fd, first, _ENTER_BYTES, backed, end=needed)
-        if self._gpu is None or not needed:  # without rows to land it is mapped for its lock alone
-            return entered, backed
-        return mapping.register(self._gpu, entered, rest=entered == needed), backed
+    def _enter(self, arena: _WritableArena) -> int:
+        """In a worker thread: enters one more piece in the page table; returns how many bytes are ready by that."""
+        before, needed = arena.bytes_ready, arena.needed
+        entered, arena.bytes_backed = enter_backed(
+            arena.mapping, arena.fd, before, _ENTER_BYTES, arena.bytes_backed, end=needed
+        )
+        if self._gpu is not None and needed:  # without rows to land it is mapped for its lock alone
+            entered = arena.mapping.register(self._gpu, entered, rest=entered == needed)
+        arena.bytes_ready = entered
+        return entered - before
 
     def unmap(self, session: int) -> None:
         """Drops the mapping, and with it the lock, once the session's writes have been reported; idempotent."""
@@ -263,12 +261,12 @@ class ShmWriter:
 
     def _leave(self, session: int, mapped: _Session) -> None:
         quiet = not mapped.writes and not mapped.growing
-        if mapped.leaving and mapped.reached is not None and quiet and self._sessions.get(session) is mapped:
-            mapped.close_fd()
+        if mapped.leaving and mapped.arena is not None and quiet and self._sessions.get(session) is mapped:
             if mapped.unknown:
-                _lost.append(mapped.reached)
+                mapped.arena.close_fd()
+                _lost.append(mapped.arena)
             else:
-                in_pool(self._apart, partial(_unmap, mapped.reached))  # it takes long for a large one
+                in_pool(self._apart, mapped.arena.close)  # it takes long for a large one
             self._forget(session)
 
     def _forget(self, session: int) -> None:
@@ -284,20 +282,20 @@ class ShmWriter:
         """Copies a small write on the loop, in this turn or a later one, and a larger one in copy threads, in turn with
         those of other grants."""
         mapped = self._sessions.get(order.session)
-        if mapped is None or mapped.reached is None or mapped.leaving:
+        if mapped is None or mapped.arena is None or mapped.leaving:
             self._loop.call_soon(self._wrote, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
             return
         mapped.writes += 1
         if self._gpu_writer is not None:
-            write = self._gpu_write(mapped, mapped.reached, order)
+            write = self._gpu_write(mapped, mapped.arena, order)
             self._jobs.setdefault(write.turn, set()).add(write)
             self._gpu_writer.add(write)
             return
         job = copy_job(
             order,
-            mapped.pairing(order.component, order.layers),
+            mapped.pairing(mapped.arena, order.component, order.layers),
             source_address=self._pool_address,
-            target_address=mapped.reached.mapping.address,
+            target_address=mapped.arena.mapping.address,
             lines=lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None,
         )
         self._jobs.setdefault(job.turn, set()).add(job)
@@ -308,23 +306,23 @@ class ShmWriter:
         else:
             self._small.append(job)
 
-    def _gpu_write(self, mapped: _Session, reached: _WritableArena, order: Write) -> GpuWrite:
+    def _gpu_write(self, mapped: _Session, arena: _WritableArena, order: Write) -> GpuWrite:
         key = order.component, order.layers
         if (pools := mapped.pools.get(key)) is None:
             assert self._gpu is not None
             theirs = mapped.components[order.component]
             target = theirs.layout.layers(*order.layers)
             source = facing(self._components[theirs.name].layout, target)
-            card, host = self._gpu.ordinal, theirs.memory != "hbm" or reached.hbm is None
+            device, host = self._gpu.ordinal, theirs.memory != "hbm" or arena.hbm is None
             if host:
-                assert reached.mapping.registered is not None
-                there = reached.mapping.registered.device_address
+                assert arena.mapping.registered is not None
+                there = arena.mapping.registered.device_address
             else:
-                assert reached.hbm is not None
-                there = reached.hbm.address - mapped.reach.hbm_base
+                assert arena.hbm is not None
+                there = arena.hbm.address - mapped.reach.hbm_base
             pools = mapped.pools[key] = (
-                Pool(layout=source, address=self._pool_address, card=card),
-                Pool(layout=target, address=there, card=card, host=host),
+                Pool(layout=source, address=self._pool_address, device=device),
+                Pool(layout=target, address=there, device=device, host=host),
             )
         source, target = pools
         staged = Staged.of(mapped.components[order.component].name, source) if order.verify else None
@@ -390,16 +388,7 @@ class ShmWriter:
         self._apart.shutdown()
 
 
-def _unmap(reached: _WritableArena) -> None:
-    """In a worker thread. Memory that the GPU does not release stays mapped, and its lock stays locked."""
-    try:
-        reached.close()
-    except WorldError as error:
-        log.critical("an arena stays mapped until this process ends: %s", error)
-        _lost.append(reached)
-
-
-def _discard(attached: Future[_Attached]) -> None:
+def _discard(attached: Future[_WritableArena]) -> None:
     """In the worker thread: closes a mapping that no caller waits for any more."""
     if attached.exception() is None:
         attached.result().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from itertools import pairwise
@@ -449,11 +450,13 @@ async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: Ar
     gpu = FakeGpu()
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
-    gpu.left_out = 2
+    gpu.left_out, broken = 2, list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.FAILED, "2 rows lie outside their pool")]
     await both.close()
+    assert not broken, "its end was reported twice"
 
 
 @on_loop

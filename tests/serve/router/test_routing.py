@@ -537,6 +537,15 @@ def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
     assert done.room.prefill is None
 
 
+def test_what_a_worker_reported_before_a_stop_is_no_part_of_the_answer() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.receive(P, End(room, "done", "", 0, kv_bytes=11))
+    bench.receive(D, Tokens(room, 0, pack_ids([1])))
+    (finish,) = [effect for effect in bench.routing.stop(room, bench.now) if isinstance(effect, Finish)]
+    assert (finish.room.prefill, finish.room.decode) == (None, None)
+
+
 def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_workers() -> None:
     bench = Bench()
     room = bench.submit().request

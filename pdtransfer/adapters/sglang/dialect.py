@@ -82,7 +82,7 @@ def known_to(info: Any, answer: dict[str, Any]) -> dict[str, Any]:
 
 class _OlderManager(common.CommonKVManager):
     """The states of requests. Before 0.5.20 a later state replaces Failed, and makes a request again that was cleared:
-    prefill would wait for ever for one that failed while its last pages were computed."""
+    prefill would wait without end for one that failed while its last pages were computed."""
 
     def update_status(self, bootstrap_room: int, status: Any) -> None:
         state = self.request_status.get(bootstrap_room)

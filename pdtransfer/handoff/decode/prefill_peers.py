@@ -370,7 +370,7 @@ class PrefillPeers:
         self._detach(session, now)
 
     def fenced(self, session_id: int, now: float) -> None:
-        """The session's writer is proven quiet for ever: the session is over."""
+        """The session's writer is proven quiet: no write of it will come; the session is over."""
         session = self.sessions.get(session_id)
         if session is None or session.state not in (SessionState.SILENT, SessionState.FENCING):
             return

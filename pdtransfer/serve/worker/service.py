@@ -279,7 +279,7 @@ class Service:
                 self._send(room, room.end)
             return
         if message.room not in router.ended:
-            # Its Begin may still arrive: refuse it for ever.
+            # Its Begin may still arrive: refuse it from now on.
             self._remember(router, End(message.room, Cause.ABORTED.value, "cancelled before it began", 0))
         self._effects.append(Send(router.name, router.ended[message.room]))
 

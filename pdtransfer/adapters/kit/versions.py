@@ -13,11 +13,14 @@ VLLM: tuple[Version, ...] = ((0, 26), (0, 27), (0, 28), (0, 32), (0, 33))
 SGLANG: tuple[Version, ...] = ((0, 5, 17), (0, 5, 23))
 
 
-def check_version(adapter: str, package: str, engine: str, versions: tuple[Version, ...]) -> None:
+def check_version(
+    adapter: str, package: str, engine: str, versions: tuple[Version, ...], *, all_between: bool = False
+) -> None:
     """Raises ImportError, with the found and the supported versions, for an engine that is older or newer than all
-    `versions`, or that cannot be imported; warns of one between them that is not among them. Of a version only as many
-    numbers count as theirs have."""
-    supported = f"supported are {', '.join('.'.join(map(str, version)) for version in versions)}"
+    `versions`, or that cannot be imported; warns of one between them that is not among them, unless `all_between` are
+    supported. Of a version only as many numbers count as theirs have."""
+    names = [".".join(map(str, version)) for version in versions]
+    supported = f"supported are {(' to ' if all_between else ', ').join(names)}"
     try:
         found = str(import_module(package).__version__)
     except ImportError as error:
@@ -27,5 +30,5 @@ def check_version(adapter: str, package: str, engine: str, versions: tuple[Versi
     numbers = found.split("+", maxsplit=1)[0].split(".")[: len(versions[0])]
     if not all(map(str.isdigit, numbers)) or not versions[0] <= tuple(map(int, numbers)) <= versions[-1]:
         raise ImportError(f"{adapter}: found {engine} {found}, {supported}")
-    if tuple(map(int, numbers)) not in versions:
+    if not all_between and tuple(map(int, numbers)) not in versions:
         log.warning("%s: %s %s has not been tested, %s", adapter, engine, found, supported)

@@ -193,7 +193,7 @@ def test_a_step_that_is_refused_a_place_ends_its_room_alone(monkeypatch, landed,
     hot._pool.refused[hot._placed[7].row] = 1
     decode.run()
     assert isinstance(decode.ends[7], Broken)
-    assert "no place" in decode.ends[7].detail
+    assert "the device has no room" in decode.ends[7].detail
     assert all(isinstance(decode.ends[one.room], Finished) for one in rooms if one.room != 7)
     assert decode.outcome(9) == expected[9]
 

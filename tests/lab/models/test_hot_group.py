@@ -174,7 +174,7 @@ def test_a_place_that_is_refused_ends_its_room_on_all_ranks_or_the_group_that_di
     assert errors == ["", ""]
     for target in targets:
         assert isinstance(target.ends[1], Broken)
-        assert "no place" in target.ends[1].detail
+        assert "the device has no room" in target.ends[1].detail
         assert isinstance(target.ends[0], Finished)
         assert target.outcome(0) == expected("mla", SPARSE, rooms)[0]
 

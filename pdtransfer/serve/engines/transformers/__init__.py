@@ -43,6 +43,6 @@ def check() -> None:
     if find_spec("transformers") is None or find_spec("torch") is None:
         raise ConfigError(f"checkpoints are served by transformers: {pip_install('transformers')}")
     try:
-        check_version(__name__, "transformers", "transformers", ((5, 23), (5, 999)))
+        check_version(__name__, "transformers", "transformers", ((5, 23), (5, 999)), all_between=True)
     except ImportError as error:
         raise ConfigError(str(error)) from None

@@ -32,6 +32,8 @@ ARRAYS_MAX = 1 << 16  # arrays in one frame: twice the planes; an empty one is 1
 VALUES_MAX = 1 << 19  # elements of all arrays in one frame: 32,768 planes of up to 15 fields
 PLANE_BYTES_MIN = 8  # an array of more than PEERS_MAX elements holds planes: it cannot promise more than would fit
 
+HOST_BUFFER_GIB = 1.0  # of decode's staging buffer by default: some 7,000 tokens of an 8B model, four pieces of a room
+HOST_BUFFER_GIB_MIN, HOST_BUFFER_GIB_MAX = 1 / 1024, 1 << 14
 WORKERS_MAX = 4_096  # of one router, those added at run time included: each is asked twice a second
 ROUTERS_MAX = 64  # that one daemon knows
 ENGINES_MAX = 256  # transport engines of one process: two ports and 3 to 9 threads each; a session has one at least

@@ -139,7 +139,7 @@ class PrefillNode:
         if gate is not None and room in self.core.rooms:
             self._gates[room] = gate
         try:
-            self._run(self.core.push(room, replace(cell, after=gate)))
+            self._run(self.core.push(room, replace(cell, after=gate), self._clock.now()))
         except LocalProtocolError as error:
             self.abort(room, Cause.REFUSED, str(error))
 
@@ -310,7 +310,9 @@ class PrefillNode:
                 raise TransportError("an earlier session of the same id has not ended yet")
             record = self.core.sessions.get(effect.session)
             peer = record.peer if record is not None else ""
-            bytes_ready = await self.transport.map(effect.session, effect.reach, effect.components, mapped, peer=peer)
+            bytes_ready = await self.transport.map(
+                effect.session, effect.reach, effect.components, mapped, landing=effect.landing, peer=peer
+            )
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)
             self.bus.detach(effect.session)

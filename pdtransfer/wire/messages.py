@@ -26,6 +26,7 @@ from ..limits import (
     NAME_LENGTH_MAX,
     PART_EXTENTS_MAX,
     PEERS_MAX,
+    PLANES_MAX,
     PROMPT_BYTES_MAX,
     STEP_ORDERS_MAX,
     TALLIES_MAX,
@@ -214,6 +215,13 @@ class Reach(Struct, array_like=True, frozen=True):
     hbm_bytes: Bytes64 = 0  # and how many bytes they have
 
 
+class StagedLayout(Struct, array_like=True, frozen=True):
+    """Where rows of an HBM component land in the arena: its layout, with other slots and bases."""
+
+    slots: Annotated[int, Meta(ge=1, le=0xFFFF_FFFF)]  # in place of the component's
+    bases: Annotated[bytes, Meta(max_length=8 * PLANES_MAX)]  # u64 arena offsets, one a plane, in their order
+
+
 class Register(_Wire, frozen=True):
     """Opens a session: what this writer may write, and how; repeats until Registered says that all bytes are ready."""
 
@@ -222,6 +230,9 @@ class Register(_Wire, frozen=True):
     components: Components  # only this rank's planes; bases are arena offsets
     reach: Reach  # how to write there
     enable_hisparse: bool = False  # what the decode rank can do; last of v1.0
+    # Where HBM components lie for a writer that says hbm_direct false, one entry for each of them, in their order;
+    # none: where `components` says. Since v1.5.
+    staging: Annotated[tuple[StagedLayout, ...], Meta(max_length=COMPONENTS_MAX)] = ()
 
 
 class Registered(_Wire, frozen=True):
@@ -256,6 +267,13 @@ class Grant(_Wire, frozen=True):
     time_left_ms: Milliseconds  # after this the grant fails at prefill
     enable_hisparse: bool = False  # what this request wants; last of v1.0
     verify: bool = False  # Landed is to carry a checksum of what was written
+    # The grant is for rows of tokens [prefix, stop) alone, and another follows where that is not all. Since v1.5.
+    stop: TokenCount = TOKENS_MAX
+
+    @property
+    def last(self) -> bool:
+        """Whether no grant of this room follows on its session."""
+        return self.stop >= self.tokens
 
 
 class Granted(_Wire, frozen=True):

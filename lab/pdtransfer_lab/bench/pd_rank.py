@@ -46,7 +46,7 @@ from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.tracing.spans import TimedSpan, Timeline
 from pdtransfer.serve.worker import engine_thread
 from pdtransfer.serve.worker.cell_batching import Batching
-from pdtransfer.serve.worker.daemon import attach, create_engine
+from pdtransfer.serve.worker.daemon import attach, create_engine, made
 from pdtransfer.serve.worker.engine_thread import (
     Compute,
     DecodeOutcome,
@@ -412,13 +412,14 @@ def _settings(config: PrefillConfig | DecodeConfig, engine: Any) -> NodeSettings
 
 def _arena(config: DecodeConfig, engine: Any) -> ArenaMemory:
     """As a daemon's, ready as a whole; it lasts as long as the process."""
-    arena = ArenaMemory.create(engine.card.arena_bytes, huge_pages=config.huge_pages, name=config.node)
+    arena = made(config, engine.card)
     if config.card is not None:
         arena.gpu = here = gpu_at(config.card)
         if (node := here.numa_node) is not None:
             arena.mapping.bind(node)
         if engine.card.hbm_bytes:
             arena.hbm = Hbm.of_card(config.card, base=engine.card.hbm_base, byte_count=engine.card.hbm_bytes)
+    arena.need_all()
     arena.prefault()
     attach(engine, arena)
     return arena

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from ...environment import adapter_settings
+from ...errors import ConfigError
 from ..kit.cache_memory import CacheMemory, Extent
+from ..kit.settings import Settings
 
 memory: CacheMemory | None = None  # of the KV cache, once SGLang has allocated it
 extent: Extent | None = None  # where the cache is, if host memory has to be set aside beside it
 decode: Any = None  # the manager, where this process decodes: it takes what bootstrap servers answer
+
+
+def settings() -> Settings:
+    """The settings in PDTRANSFER_SGLANG: JSON, or the path of a file that has it. Raises ConfigError."""
+    where, text = "PDTRANSFER_SGLANG", adapter_settings("sglang").strip()
+    try:
+        if text and not text.startswith("{"):
+            where = f"{where} = {text}"
+            with open(text, encoding="utf-8") as file:
+                text = file.read()
+        given = json.loads(text or "{}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: must be a JSON object")
+    return Settings.of(given, where)

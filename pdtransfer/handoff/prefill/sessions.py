@@ -111,7 +111,7 @@ class PrefillSessions:
             self._attach(grant, room, now)
         return self._effects()
 
-    def push(self, room_id: int, cell: Cell) -> list[PrefillEffect]:
+    def push(self, room_id: int, cell: Cell, now: float) -> list[PrefillEffect]:
         """Offers a computed cell, which is read until the room is drained. A room that has failed ignores it.
 
         Raises LocalProtocolError for cells that overlap, lie outside the room or the pool, or come after finish.
@@ -122,9 +122,10 @@ class PrefillSessions:
         if room.state is not PrefillRoom.OPEN:
             raise LocalProtocolError(f"room: {room_id:016x} is {room.state.value}; no cell may follow")
         room.offer(cell, self._components)
-        for grant in room.grants:
+        for grant in list(room.latest.values()):
             if grant.state is WriterGrantState.ACTIVE:
                 self._out += started(grant, cell)
+                self._complete(grant, room, now)
         return self._effects()
 
     def finish(self, room_id: int, *, aux: bytes, now: float) -> list[PrefillEffect]:
@@ -141,7 +142,7 @@ class PrefillSessions:
             raise LocalProtocolError(f"aux: {len(aux)} bytes of at most {AUX_BYTES_MAX}")
         room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.FINISH)
         room.aux = aux
-        for grant in list(room.grants):
+        for grant in list(room.latest.values()):
             self._complete(grant, room, now)
         return self._effects()
 
@@ -335,15 +336,15 @@ class PrefillSessions:
         assert message is not None
         self._stop_waiting(grant)
         grant.step(WriterGrantEvent.OPEN)
+        further = grant.session.id in room.latest
         if room.state is PrefillRoom.FAILED:
             self._grant_ends.fail(grant, room.cause, room.detail, now)
         elif not room.admits(peer):
             text = f"room: {room.id:016x} is for {sorted(room.peers or ())}, not for {peer}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
-        elif any(other.session is grant.session for other in room.grants):
-            text = f"grants: a second one of session {grant.session.id:#x} for room {room.id:016x}"
+        elif further and (text := room.misplaced(message)):
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
-        elif room.leased:
+        elif room.leased and not further:
             text = f"grants: one more than the {room.grant_count} that the engine expects"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
         else:
@@ -352,22 +353,28 @@ class PrefillSessions:
                 text = f"tokens: the grant has {message.tokens}, the engine {room.tokens}"
                 self._fail_grant(grant, Cause.BREACH, text, now)
                 return
-            if room.leased:
+            if room.leased and not further:
                 self._out.append(RoomLeased(room.id, message.tokens, room.prefix))
             for cell in room.cells:
                 self._out += started(grant, cell)
             self._complete(grant, room, now)
 
     def _complete(self, grant: WriterGrant, room: OpenRoom, now: float) -> None:
-        """Lands an active grant whose bytes are all written, once the engine has finished the room."""
-        if grant.state is not WriterGrantState.ACTIVE or grant.in_flight or room.state is not PrefillRoom.FINISHED:
+        """Lands an active grant whose bytes are all written, once the engine has finished the room. A grant that
+        another one follows lands once the engine has offered rows for that."""
+        if grant.state is not WriterGrantState.ACTIVE or grant.in_flight:
             return
-        if grant.written_bytes != grant.kv_bytes:
+        finished, whole = room.state is PrefillRoom.FINISHED, grant.written_bytes == grant.kv_bytes
+        assert grant.message is not None
+        followed = not grant.last and room.offered_tokens > grant.message.stop
+        if not finished and not (whole and followed):
+            return
+        if not whole:
             text = f"cells: {grant.written_bytes} bytes were offered, the grant is {grant.kv_bytes}"
             self._fail_grant(grant, Cause.ENGINE, text, now)
             return
         self._grant_ends.land(grant, room.aux, now)
-        if room.leased and all(other.state is WriterGrantState.LANDED for other in room.grants):
+        if room.landed:
             room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.LAND)
             room.detail = "the room has landed already"
             self._timers.clear(("room", room.id, 0))

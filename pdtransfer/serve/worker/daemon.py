@@ -28,7 +28,7 @@ from ...kernels import native
 from ...kernels.gpu import gpu_at
 from ...limits import LOAD_MS
 from ...memory.arena_memory import ArenaMemory
-from ...memory.hbm import Hbm
+from ...memory.hbm import Hbm, staging_bytes
 from ...transports.select import needs_no_guard
 from ..engine_api import DecodeEngine, EngineConfig, EngineDescription
 from ..firewall import Firewall, admit_networks, firewall_for
@@ -129,13 +129,7 @@ def run(config: Config) -> int:
 
 async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -> ArenaMemory:
     """Makes the arena of a decode rank, which its engine reads from now on."""
-    in_hbm = config.card is not None and engine.card.hbm_bytes
-    arena = ArenaMemory.create(
-        engine.card.arena_bytes,
-        huge_pages=config.huge_pages,
-        name=config.node,
-        needed=engine.card.hbm_base if in_hbm else None,
-    )
+    arena = made(config, engine.card)
     if config.card is not None:
         arena.gpu = here = gpu_at(config.card)
         if (node := here.numa_node) is not None and not arena.mapping.bind(node):
@@ -156,6 +150,16 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -
         raise meeting.StoppedError
     attach(engine, arena)
     return arena
+
+
+def made(config: DecodeConfig, card: EngineDescription) -> ArenaMemory:
+    """With a GPU, HBM components are there, and the arena has a staging buffer for them."""
+    if config.card is None:
+        return ArenaMemory.create(card.arena_bytes, huge_pages=config.huge_pages, name=config.node)
+    buffer_bytes = staging_bytes(config.host_buffer_gib, card.hbm_bytes)
+    return ArenaMemory.create(
+        card.memory_bytes, huge_pages=config.huge_pages, name=config.node, staging_bytes=buffer_bytes
+    )
 
 
 def attach(engine: DecodeEngine, arena: ArenaMemory) -> None:

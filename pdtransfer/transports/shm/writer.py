@@ -104,6 +104,7 @@ class _Attached:
     """An arena that was received and mapped; `fd` is open until all of it is ready."""
 
     reached: _WritableArena
+    components: tuple[Component, ...]  # where this writer writes them
     pairings: tuple[Pairing, ...]
     fd: int
     bytes_ready: int
@@ -151,7 +152,13 @@ class ShmWriter:
         self._unmapped = asyncio.Event()
 
     async def map(
-        self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None
+        self,
+        session: int,
+        reach: Reach,
+        components: tuple[Component, ...],
+        more: Ready = lambda _: None,
+        *,
+        landing: tuple[Component, ...] | None = None,
     ) -> int:
         """As WriterTransport. What is ready is in our page table, and was backed by the arena's owner."""
         assert session not in self._sessions, f"session {session:#x} is mapped already"
@@ -160,7 +167,7 @@ class ShmWriter:
         mapped = self._sessions[session] = _Session(components, reach)
         try:
             fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids, keep_line=self._keep_line)
-            attached = self._apart.submit(self._attach, fd, reach, components)
+            attached = self._apart.submit(self._attach, fd, reach, components, landing or components)
             try:
                 made = await asyncio.shield(asyncio.wrap_future(attached))
             except asyncio.CancelledError:
@@ -176,6 +183,7 @@ class ShmWriter:
             self._forget(session)
             raise
         mapped.reached, mapped.pairings, mapped.fd = made.reached, made.pairings, made.fd
+        mapped.components = made.components
         mapped.bytes_ready, mapped.bytes_backed = made.bytes_ready, made.bytes_backed
         self._follow_later(session, mapped, more, mapped.bytes_ready)
         return mapped.arena_ready
@@ -209,32 +217,36 @@ class ShmWriter:
             self._follow_later(session, mapped, more, mapped.bytes_ready - before)
         self._leave(session, mapped)
 
-    def _attach(self, fd: int, reach: Reach, components: tuple[Component, ...]) -> _Attached:
+    def _attach(
+        self, fd: int, reach: Reach, components: tuple[Component, ...], landing: tuple[Component, ...]
+    ) -> _Attached:
         """In a worker thread. The mapping keeps the lock that came with `fd`."""
         with ExitStack() as undo:
             undo.callback(os.close, fd)
-            pairings = paired(self._components, components, reach.arena_bytes)
             mapping = map_received(fd, reach.arena_bytes)
             undo.callback(mapping.close)
             prepare_copies(self._gpu)
             hbm = self._opened(reach) if any(each.memory == "hbm" for each in components) else None
             if hbm is not None:
                 undo.callback(hbm.close)
+            components = landing if hbm is None else components
+            hbm_end = None if hbm is None else reach.hbm_base + reach.hbm_bytes
+            pairings = paired(self._components, components, reach.arena_bytes, hbm_end=hbm_end)
             ends = [each.layout.end for each in components if each.memory != "hbm"]
             reached = _WritableArena(mapping, mapping.byte_count if hbm is None else max(ends, default=0), hbm)
             ready, backed = self._enter(reached, fd, 0, 0)
             undo.pop_all()
-        return _Attached(reached, pairings, fd, ready, backed)
+        return _Attached(reached, components, pairings, fd, ready, backed)
 
     def _opened(self, reach: Reach) -> Exported | None:
         """In a worker thread, under the arena's lock: the memory of HBM components. None where our GPU does not reach
-        it: then their rows land in the arena, and decode copies them up."""
+        it: then their rows land in the staging buffer, and decode copies them up."""
         if self._gpu is None or not reach.hbm_handle:
             return None
         try:
             hbm = self._gpu.open(reach.hbm_handle)
         except (TransportError, WorldError) as error:
-            log.info("rows of HBM components land in the arena at %s: %s", reach.address, error)
+            log.info("rows of HBM components land in the staging buffer at %s: %s", reach.address, error)
             return None
         if hbm.byte_count < reach.hbm_bytes:
             hbm.close()

@@ -155,7 +155,7 @@ class PrefillNode(Process):
         self.promises.received(source, message, effects)
         self.promises.superseded(source, message, before)
         self.perform(effects)
-        if session is not None and session.grants and max(session.grants) >= session.floor + session.window:
+        if session is not None and len(session.grants) > session.window:
             self.world.fail(f"{self.name} keeps grants beyond the window of {session.window}")
 
     def send(self, peer: str, message: Message) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import WorldError
-from pdtransfer.handoff.effects import ComponentRows, Lift
+from pdtransfer.handoff.effects import ComponentRows, Lift, LiftedRows
 from pdtransfer.kernels import kv_copy
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.memory.hbm import Hbm
@@ -52,7 +52,8 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
 
     async def run() -> None:
         up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory, lambda _, text: said.append(text))  # type: ignore[arg-type]
-        up.lift(Lift(1, 2, 3, (ComponentRows(component, 0, EXTENTS),)))
+        rows = ComponentRows(component, 0, EXTENTS)
+        up.lift(Lift(1, 2, 3, (LiftedRows(rows, rows),)))
         await asyncio.to_thread(up._copier.close)  # it carries out what is queued
         assert not up._open
         assert up.moved_bytes == (len(SLOTS) * source.layout.row_bytes if said == [""] else 0)

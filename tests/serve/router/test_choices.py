@@ -68,7 +68,8 @@ def test_several_prompts_and_choices_are_one_answer_in_order() -> None:
             assert answer.choices[2].logprobs.top_logprobs[0] == {"\0": -1.0, "y": -0.5}
             assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 16)
             assert content["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}  # of each prompt once
-            assert [each["decode"] for each in content["pdtransfer"]].count("d0") == 2
+            # Each goes where fewer rooms are; on a busy host a worker whose answers are late is passed over.
+            assert {each["decode"] for each in content["pdtransfer"]} == {"d0", "d1"}
             assert it.router.open_requests.count == 0
 
     run_on_loop(case)

@@ -50,7 +50,8 @@ def test_a_chat_is_one_prompt_and_its_answer_has_a_message() -> None:
 
 def test_several_prompts_and_choices_are_one_answer_in_order() -> None:
     async def case() -> None:
-        async with site(decode=2) as it:
+        # On a busy host this process may stand still: no worker is taken for slow then, and passed over.
+        async with site(decode=2, limits=replace(LIMITS, slow_ms=LIMITS.silence_ms - 1)) as it:
             for worker in it.decode:
                 worker.gate.clear()  # no room ends before all are placed
             task = asyncio.create_task(it.post(prompt=["abc", "xy"], n=2, max_tokens=4, logprobs=1, echo=False))
@@ -68,8 +69,7 @@ def test_several_prompts_and_choices_are_one_answer_in_order() -> None:
             assert answer.choices[2].logprobs.top_logprobs[0] == {"\0": -1.0, "y": -0.5}
             assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 16)
             assert content["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}  # of each prompt once
-            # Each goes where fewer rooms are; on a busy host a worker whose answers are late is passed over.
-            assert {each["decode"] for each in content["pdtransfer"]} == {"d0", "d1"}
+            assert [each["decode"] for each in content["pdtransfer"]].count("d0") == 2
             assert it.router.open_requests.count == 0
 
     run_on_loop(case)

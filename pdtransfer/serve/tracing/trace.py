@@ -156,8 +156,9 @@ class Traced:
 
 
 def read(path: Path) -> Traced:
-    """Reads a file written by `write` or a Recorder. Raises ConfigError with the line number for an invalid event; an
-    incomplete last line is ignored, since its process may have died in the middle."""
+    """Reads a file written by `write` or a Recorder, which may go on writing. Raises ConfigError with the line number
+    for an invalid event. An incomplete last line is ignored, since its process may have died in the middle, and so is
+    what follows the array's end: it was written over that end between two reads, and begins in the middle of a line."""
     clock: TraceClock | None = None
     processes: dict[int, str] = {}
     spans: list[TimedSpan] = []
@@ -167,7 +168,9 @@ def read(path: Path) -> Traced:
         raise ConfigError(f"{path}: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
         text = line.removesuffix(b",")
-        if text in (b"[", b"]", b""):
+        if text == b"]":
+            break
+        if text in (b"[", b""):
             continue
         try:
             event = _decode(text)

@@ -117,6 +117,15 @@ def test_an_event_that_was_cut_short_is_left_out_and_another_that_is_none_is_nam
         read(tmp_path / "nowhere.json")
 
 
+def test_what_was_written_over_the_end_between_two_reads_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    write(path, [span(0, 1)])
+    before = path.read_bytes()
+    write(path, [span(0, 1), span(1, 2), span(2, 3)])
+    path.write_bytes(before + path.read_bytes()[len(before) :])  # the first read ended at the former end
+    assert [each.begin_s for each in read(path).spans] == [0]
+
+
 @pytest.mark.slow
 def test_the_latest_spans_are_kept_in_two_files_of_bounded_size(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("[\n]\n")  # of a process before

@@ -144,12 +144,15 @@ def test_a_fleet_does_not_start_before_it_may(tried: Path) -> None:
 
 def integrate(
     tried: Path, *, test: str = "", containers: str = "exit 3", vllm: int = 3, sglang: int = 3, test_engines: int = 0,
-    other_python: int | None = None, test_fast: int = 0,
+    other_python: int | None = None, test_fast: int = 0, seconds_all: int = 5_100,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """.ci/run, where `make test` and tools/compose-demo do what is said here, and where tools/venv for each engine and
     the tests of any end with these statuses, and tools/venv and the tests for another Python, if there is one."""
     (tried / ".ci").mkdir()
-    shutil.copy(REPO / ".ci" / "run", tried / ".ci" / "run")
+    script = (REPO / ".ci" / "run").read_text()
+    assert "seconds_all=5100 " in script
+    (tried / ".ci" / "run").write_text(script.replace("seconds_all=5100 ", f"seconds_all={seconds_all} "))
+    (tried / ".ci" / "run").chmod(0o755)
     fast = f"test-fast) exit {test_fast} ;;"
     make = f"case $1 in test) {test or ':'} ;; {fast} test-vllm | test-sglang) exit {test_engines} ;; esac"
     venv = f"case $1 in vllm) exit {vllm} ;; sglang) exit {sglang} ;; 3.13) exit {other_python} ;; *) exit 9 ;; esac"
@@ -179,6 +182,7 @@ def test_continuous_integration_fails_with_the_containers_and_not_for_want_of_th
         (0, 0, 0, 0, ["test-vllm: passed", "test-sglang: passed"]),
         (3, 0, 0, 0, ["test-vllm: not run", "test-sglang: passed"]),
         (0, 3, 0, 0, ["test-vllm: passed", "test-sglang: not run"]),
+        (0, 0, 124, 0, ["test-vllm: not finished", "test-sglang: not finished"]),
         (3, 0, 1, 1, ["test-vllm: not run"]),
         (0, 0, 1, 1, []),
         (0, 1, 0, 1, ["test-vllm: passed"]),
@@ -191,6 +195,14 @@ def test_continuous_integration_fails_with_the_engines_and_not_for_want_of_them(
     ran = integrate(tried, vllm=vllm, sglang=sglang, test_engines=test_engines)
     assert ran.returncode == ends, ran.stderr
     assert [line.partition(",")[0] for line in ran.stdout.splitlines() if line.startswith("test-")] == output
+
+
+def test_engines_do_not_begin_without_time(tried: Path) -> None:
+    ran = integrate(tried, vllm=0, sglang=0, test_engines=1, seconds_all=100)
+    assert ran.returncode == 0, ran.stderr
+    assert [line.partition(":")[2] for line in ran.stdout.splitlines() if line.startswith("test-")] == [
+        " not run, no time is left: make test-vllm", " not run, no time is left: make test-sglang",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,12 @@ class Transport(Protocol):
         """Whether it reaches arenas of other hosts; else only those of this host, namespaces and user."""
         ...
 
+    @property
+    def listens_everywhere(self) -> bool:
+        """Whether it opens ports on every interface, whatever address it is given. It then calls `network.guard` before
+        it serves, and a node on loopback takes it only by name."""
+        ...
+
     def why_not(self) -> str:
         """Why this host cannot use it, a colon, and the command that changes that; empty where it can."""
         ...

@@ -45,7 +45,7 @@ def taken(transport: str, *, loopback: bool = False) -> tuple[str, ...]:
     """The transports that a node takes, in the order of the registry; on `loopback` auto opens no port to other hosts.
     Raises TransportError where the one that it is to take cannot be used."""
     if transport == "auto":
-        wide = [name for name in TRANSPORTS if loopback and _listens_everywhere(name)]
+        wide = [name for name in TRANSPORTS if loopback and TRANSPORTS[name].listens_everywhere]
         if wide:  # whether they could be used is not asked: that loads their libraries
             names = ", ".join(wide)
             log.info("this node is bound to loopback: auto leaves out %s, which listens on every interface", names)
@@ -59,14 +59,9 @@ def needs_no_guard(transport: str, *, loopback: bool) -> str:
     """Why a node of this setting opens no port that is to be closed to strangers; empty where it may open one."""
     if loopback and transport == "auto":
         return "this node is bound to loopback"
-    wide = [name for name in TRANSPORTS if transport in ("auto", name) and _listens_everywhere(name)]
+    wide = [name for name in TRANSPORTS if transport in ("auto", name) and TRANSPORTS[name].listens_everywhere]
     usable = [name for name in wide if not TRANSPORTS[name].why_not()]
     return "" if usable else f"transport {transport} opens no port here"
-
-
-def _listens_everywhere(name: str) -> bool:
-    """Whether the transport opens ports on every interface, whatever it is told. One from outside says so itself."""
-    return getattr(TRANSPORTS[name], "listens_everywhere", False)
 
 
 async def on_loopback(endpoint: str) -> bool:
@@ -79,7 +74,7 @@ async def on_loopback(endpoint: str) -> bool:
 
 def choose_near(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str]:
     """As `choose`, for auto and a prefill that was dialled on loopback: takes nothing that listens beyond it."""
-    near = tuple(name for name in ours if not _listens_everywhere(name))
+    near = tuple(name for name in ours if not TRANSPORTS[name].listens_everywhere)
     different = _different(here, theirs)
     common = [name for name in near if name in theirs.transports]
     if (common and not different) or any(TRANSPORTS[name].any_host for name in common):
@@ -159,7 +154,7 @@ class DecodeTransports:
                 spared = await asyncio.get_running_loop().run_in_executor(None, elsewhere, endpoint, own)
             if session not in self._sessions:  # nothing would ever end what is begun for it
                 raise TransportError("the session has ended meanwhile")
-        if self._guard is not None and _listens_everywhere(name):
+        if self._guard is not None and TRANSPORTS[name].listens_everywhere:
             self._guard.expect(session, endpoint, spared=spared)
         reach = await transport.offer(session, own)
         return reach if reach.transport == name else replace(reach, host=f"{name}{_NAME_END}{reach.host}")
@@ -265,7 +260,7 @@ class PrefillTransports:
         if name not in self._made:
             self._made[name] = self._make[name]()
         transport = self._sessions[session] = self._made[name]
-        if self._guard is not None and _listens_everywhere(name):
+        if self._guard is not None and TRANSPORTS[name].listens_everywhere:
             self._guard.expect(session, peer)
         try:
             bytes_ready = await transport.map(session, reach, components, more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -94,3 +95,12 @@ def test_figures_pages_are_listed() -> None:
 def test_install_commands_work_from_a_checkout(path: Path) -> None:
     """The name on a package index is not this project's."""
     assert re.findall(r"pip install '?pdtransfer", path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_programs_in_documents_import_names_that_exist(path: Path) -> None:
+    for program in re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        for node in ast.walk(ast.parse(program)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "pdtransfer":
+                module = importlib.import_module(node.module or "")
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []

@@ -119,7 +119,7 @@ def test_this_hosts_address_is_the_one_on_the_way_to_the_peer() -> None:
 class Carrier:
     """A Transport within this process, of which the package knows nothing."""
 
-    name, any_host = "carrier", True
+    name, any_host, listens_everywhere = "carrier", True, False
 
     def __init__(self) -> None:
         self.owner = FakeArena(0)

@@ -6,17 +6,38 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from pdtransfer.errors import WorldError
+from pdtransfer.serve.engine_api import EngineDescription
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.worker.group import meeting
 from pdtransfer.serve.worker.group.leader import GroupLeader
 from pdtransfer.serve.worker.group.meeting import StoppedError, after_leader, connected
 from pdtransfer.wire import Ranks
 from tests.support.paths import REPO
 from tests.support.waiting import PATIENCE_S, on_loop
+
+# Ranks may differ in these: addresses, keys and logs of a process; where and how its own memory lies; what the leader
+# alone decides. A new setting has to be on this list or in `common`.
+RANKS_OWN = {
+    *("node", "key", "allow", "insecure", "log_level", "log_format", "log_file", "timeline", "otlp", "allowed_hosts"),
+    *("json", "limits", "bind", "advertise", "transport", "transport_ports", "transport_protocol", "firewall"),
+    *("firewall_admit", "http", "engine", "host_layout", "device", "tp_size", "tp_rank", "pp_size", "pp_rank", "group"),
+    *("copy_threads", "huge_pages", "socket_directory", "prefix_cache", "retract_policy"),
+}
+DESCRIPTION = EngineDescription(model="m", weights=bytes(32), components=(), memory_bytes=0)
+
+
+@pytest.mark.parametrize("role", [PrefillConfig, DecodeConfig])
+def test_each_setting_is_the_same_on_all_ranks_or_known_to_be_a_ranks_own(
+    role: type[PrefillConfig | DecodeConfig],
+) -> None:
+    names = {field.name for field in fields(role)}
+    assert names == (names & RANKS_OWN) ^ (names & set(meeting.common(role(), DESCRIPTION)))
 
 
 async def never() -> None:

@@ -51,6 +51,7 @@ def test_each_layer_of_each_chunk_is_computed_once_and_all_of_it_crosses_once(
         assert carried == (0 if way == "none" else result.series[0].points[0].byte_count)
 
 
+@pytest.mark.full
 def test_no_row_leaves_before_its_layer_is_computed_nor_lands_after_ready(runs: dict[Way, Run]) -> None:
     for way in ("auto", "layers", "end"):
         run = runs[way]
@@ -73,6 +74,7 @@ def _overlap(name: str, rows: tuple[int, int]) -> bool:
     return first < rows[1] and rows[0] < end
 
 
+@pytest.mark.full
 def test_rows_leave_by_layer_or_at_the_end_as_they_were_asked_to(runs: dict[Way, Run]) -> None:
     by_layer, at_end = (runs[way].of("prefill", "push") for way in ("layers", "end"))
     assert len(by_layer) == 2 * LAYERS
@@ -81,6 +83,7 @@ def test_rows_leave_by_layer_or_at_the_end_as_they_were_asked_to(runs: dict[Way,
     assert runs["none"].of("prefill", "push") == []
 
 
+@pytest.mark.full
 def test_the_parts_of_a_prompts_time_are_its_time(runs: dict[Way, Run]) -> None:
     for way in ("auto", "layers", "end"):
         run, split = runs[way], runs[way].split
@@ -91,6 +94,7 @@ def test_the_parts_of_a_prompts_time_are_its_time(runs: dict[Way, Run]) -> None:
         assert split.tail_s >= split.exposed_s
 
 
+@pytest.mark.full
 def test_rows_alone_of_every_size_are_timed_beside_the_roof(result: pd.Result) -> None:
     pushed = result.series[0].pushed
     assert list(pushed) == [1, 16, 24]
@@ -162,6 +166,7 @@ def test_json_has_every_part(result: pd.Result, capsys: pytest.CaptureFixture[st
     assert [len(row) for row in (*splits, *rates)] == [len(splits[0])] * len(splits) + [len(rates[0])] * len(rates)
 
 
+@pytest.mark.full
 def test_a_person_reads_a_row_for_each_prompt_and_for_rows_alone(
     result: pd.Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +177,7 @@ def test_a_person_reads_a_row_for_each_prompt_and_for_rows_alone(
         assert any(line.split()[: len(words)] == words for line in out.splitlines()), words
 
 
+@pytest.mark.full
 def test_report_is_a_page_with_charts_beside_it_and_the_spans(result: pd.Result, tmp_path: Path) -> None:
     page, *charts, spans = pd_report.write_report(result, tmp_path / "made" / "here")
     text = page.read_text()
@@ -190,6 +196,7 @@ def test_report_is_a_page_with_charts_beside_it_and_the_spans(result: pd.Result,
     assert len(kept) == sum(len(run.spans) for run in result.series[0].points[0].shown.values())
 
 
+@pytest.mark.full
 def test_a_timeline_has_every_layer_and_write_of_its_prompt(runs: dict[Way, Run]) -> None:
     run = runs["layers"]
     whole, end = pd_report.timeline(run, "title").axes

@@ -78,6 +78,7 @@ def expected(attention, options, rooms):
     return generate_many(one, [(each.prompt, each.sampling) for each in rooms])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "options", "prefill_tp", "decode_tp", "policy"),

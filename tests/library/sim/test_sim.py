@@ -128,6 +128,7 @@ def test_lines_end_in_the_middle_of_a_frame() -> None:
     assert tally.seen["freezes"] > 0
 
 
+@pytest.mark.full
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
     tally = run(range(SHOWN))

@@ -47,7 +47,11 @@ async def quarantined(site: Site) -> float:
     return sum([await metric(site, f"decode-{number}", "pdtransfer_quarantined_bytes") for number in range(2)])
 
 
-FAULTS = [(role, number) for role in ("prefill", "decode") for number in (signal.SIGKILL, signal.SIGSTOP)]
+ROLES = "prefill", "decode"
+FAULTS = [
+    *(pytest.param(role, signal.SIGKILL) for role in ROLES),
+    *(pytest.param(role, signal.SIGSTOP, marks=pytest.mark.full) for role in ROLES),
+]
 
 
 @pytest.mark.parametrize(("role", "number"), FAULTS)
@@ -273,6 +277,7 @@ def test_a_router_that_drains_under_load_answers_all_that_it_has_taken(
     on(case)
 
 
+@pytest.mark.full
 def test_a_host_that_stands_still_for_a_while_costs_no_request(four: tuple[Running, Rest], gates: Gates) -> None:
     """Nobody was silent: each finds that it has not run itself, and lets the others answer first."""
     on, before = four

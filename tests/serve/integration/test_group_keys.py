@@ -93,6 +93,7 @@ def test_ranks_with_keys_of_their_own_answer_as_one_process_verified_and_from_th
     keyed(case)
 
 
+@pytest.mark.full
 def test_what_a_leader_reads_anew_at_a_hangup_its_ranks_read_anew_as_well(keyed: Running) -> None:
     async def case(site: Site) -> None:
         allow = site.configs["prefill-0"].allow

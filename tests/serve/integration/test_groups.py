@@ -138,6 +138,7 @@ async def ended_with_1(site: Site, daemon: Daemon) -> Daemon:
     return again
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(group: Running) -> None:
     async def case(site: Site) -> None:
@@ -154,6 +155,7 @@ def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(group: Running) -> Non
     group(case)
 
 
+@pytest.mark.full
 def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(group: Running) -> None:
     async def case(site: Site) -> None:
         daemon = site.decode
@@ -241,6 +243,7 @@ def test_no_rank_of_a_worker_without_a_model_loads_torch(group: Running) -> None
     group(case)
 
 
+@pytest.mark.full
 def test_an_idle_group_costs_next_to_nothing(group: Running) -> None:
     async def case(site: Site) -> None:
         await site.settled()

@@ -6,6 +6,8 @@ import asyncio
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.support.fleets import Gates, Site, prompts, running
 from tests.support.healing import decode, healed, met, prefill, right
 from tests.support.waiting import until
@@ -15,6 +17,7 @@ SLOTS = 2_048  # 256 MiB
 CHUNK_SLOTS = 512  # 64 MiB are ready at first
 
 
+@pytest.mark.full
 def test_a_restarted_decode_serves_from_the_first_chunk_of_its_arena_on(tmp_path: Path) -> None:
     gates = Gates(tmp_path)
     slowly = {"engine": "tests.support.engines.backing:create"}

@@ -15,6 +15,7 @@ from tests.support.networks import APART, VETH, why_not_apart
 from tests.support.paths import REPO
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_ranks_at_another_address_find_their_leaders_and_write_to_their_own_decode_rank(tmp_path: Path) -> None:
     mapped = asyncio.run(served(tmp_path, "127.0.0.2", "127.0.0.3", [], {}))

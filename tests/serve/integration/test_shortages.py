@@ -117,6 +117,7 @@ def test_a_worker_without_descriptors_fails_requests_clearly_and_comes_back_with
 # Disk
 
 
+@pytest.mark.full
 def test_daemons_whose_logs_go_to_a_full_disk_serve_and_drain(tmp_path_factory: pytest.TempPathFactory) -> None:
     logs = tmp_path_factory.mktemp("f")
     # Before there are daemons that open them: what they say is lost, on standard error and in their log files.
@@ -160,6 +161,7 @@ def stepped_clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield step
 
 
+@pytest.mark.full
 def test_a_wall_clock_that_steps_changes_nothing(stepped_clock: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     slow = {"step_ms": 5}
     with running(tmp_path_factory.mktemp("f"), prefills=[prefill(**slow)], decodes=[decode(**slow)]) as on:

@@ -213,6 +213,7 @@ def answered(answer: Answer, directory: Path, prompt: NDArray[np.int64], sparse:
     return (answer.status, answer.facts["tokens_digest"], answer.facts["enable_hisparse"]) == (200, expected, sparse)
 
 
+@pytest.mark.full
 def test_daemons_answer_both_kinds_of_requests_with_the_tokens_of_transformers(on: Running, directory: Path) -> None:
     asked = [(prompt, kind) for prompt in prompts(6, LENGTHS) for kind in (True, False)]
 

@@ -1,10 +1,12 @@
-"""Loops in threads of their own, the CPUs they run on, and calls that block away from a loop's own thread."""
+"""Loops in threads of their own, the CPUs they run on, calls to a loop, and calls that block away from its thread."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -48,6 +50,51 @@ def in_pool(pool: Executor, call: Callable[[], object]) -> None:
         pool.submit(call)
     except RuntimeError:
         call()
+
+
+class LoopCalls:
+    """Calls that any thread has a loop make: in order, many with one wake-up, and never from within `post`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """As `attach`; without a loop the calls wait for one."""
+        self._calls: deque[Callable[[], object]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread, self._waking = 0, False
+        if loop is not None:
+            self.attach(loop)
+
+    def __len__(self) -> int:
+        """Calls that the loop has not made yet."""
+        return len(self._calls)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Calls run on this loop, whose thread this is, from now on."""
+        self._loop, self._thread = loop, threading.get_ident()
+        if self._calls:
+            self._wake()
+
+    def post(self, call: Callable[[], object]) -> None:
+        """From any thread. What the call raises goes to the loop's exception handler, and costs no call behind it."""
+        self._calls.append(call)
+        if not self._waking:
+            self._wake()
+
+    def _wake(self) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            self._waking = True
+            (loop.call_soon if threading.get_ident() == self._thread else loop.call_soon_threadsafe)(self._run)
+
+    def _run(self) -> None:
+        # Cleared first: a call that is appended after the last one here wakes the loop again.
+        self._waking = False
+        for left in reversed(range(len(self._calls))):
+            try:
+                self._calls.popleft()()
+            except Exception:
+                if left:
+                    self._wake()
+                raise
 
 
 INHERIT = "inherit"  # leaves a thread's CPUs as they are

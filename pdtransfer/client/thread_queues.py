@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ..errors import WorldError
+from ..threads import LoopCalls
 
 CALLS_MAX = 65_536  # that the loop has not run yet: the loop of an engine so far ahead has stopped
 EventForEngine = TypeVar("EventForEngine")
@@ -20,19 +21,15 @@ class ThreadQueues(Generic[EventForEngine]):
     """The engine's side calls `to_loop`, the loop's side `to_engine`. `fileno` is readable while `poll` has events."""
 
     def __init__(self) -> None:
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls = LoopCalls()
         self._events: deque[EventForEngine] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._watchers: list[tuple[Callable[[EventForEngine], bool], threading.Event]] = []
         self._signals = self._signals_read = 0  # that the descriptor got, and that `poll` has taken from it
-        self._waking = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Calls run on this loop from now on."""
-        self._loop = loop
-        if self._calls:
-            self._wake()
+        """Calls run on this loop, whose thread this is, from now on."""
+        self._calls.attach(loop)
 
     # The engine's side: any thread
 
@@ -40,9 +37,7 @@ class ThreadQueues(Generic[EventForEngine]):
         """Runs `call` on the loop; calls keep their order. Raises WorldError when too many wait."""
         if len(self._calls) >= CALLS_MAX:
             raise WorldError(f"calls: {len(self._calls)} wait for the loop, the limit is {CALLS_MAX}")
-        self._calls.append(call)
-        if not self._waking:
-            self._wake()
+        self._calls.post(call)
 
     def poll(self) -> list[EventForEngine]:
         """Takes all events; never waits. After close it takes those that were left."""
@@ -98,20 +93,3 @@ class ThreadQueues(Generic[EventForEngine]):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def _wake(self) -> None:
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            self._waking = True
-            loop.call_soon_threadsafe(self._run)
-
-    def _run(self) -> None:
-        # Cleared first: a call that is appended after the last one here wakes the loop again.
-        self._waking = False
-        for left in reversed(range(len(self._calls))):
-            try:
-                self._calls.popleft()()
-            except Exception:
-                if left:
-                    self._wake()  # the calls behind it are not to blame
-                raise

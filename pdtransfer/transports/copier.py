@@ -1,14 +1,18 @@
-"""Threads that do queued works piece by piece, in turn between grants. A turn is some PIECE_BYTES, in one piece or in
-several."""
+"""Does works for a loop: small ones on the loop itself, others piece by piece in threads, in turn between grants.
+
+A turn is some PIECE_BYTES, in one piece or in several.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import TypeVar
 
 from .. import kernels
 from ..errors import TransportError
@@ -18,9 +22,13 @@ from ..kernels.cancel import CancelWord
 from ..layout.checksum import MASK, Lines
 from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
+from ..threads import in_thread
 from .turns import Queue, Turns
+from .works import OpenWorks, Turn
 
 PIECE_BYTES = 4 << 20  # copied in one turn: some 0.5 ms
+SMALL_BYTES_MAX = 256 << 10  # of a work on the loop: some 30 us, less than a thread takes to wake and to report
+_SMALL_BYTES_TURN = 1 << 20  # of all works in one turn of the loop: more would stall it
 
 CANCELLED = "cancelled"
 _NICE = 5  # so that a loop with a message to send does not wait for a core that copies
@@ -30,42 +38,24 @@ Piece = Callable[[], int]
 """Does a piece of a work, and returns its share of the work's checksum. Raises TransportError when it is cancelled."""
 
 
-class OrderOfGrant(Protocol):
-    """What a session orders for one of its grants."""
-
-    @property
-    def session(self) -> int: ...
-
-    @property
-    def grant(self) -> int: ...
-
-
-_Order = TypeVar("_Order", bound=OrderOfGrant)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
-class CopyWork(Generic[_Order]):
-    """What the threads do piece by piece. Once it has ended, nothing of it is under way, and `text` is empty if all of
-    it was done, else the reason.
+class CopyWork:
+    """A Work, done piece by piece. Once it has ended, `text` is empty if all of it was done, else the reason.
 
     `pieces` has each piece with the bytes that it counts for in its grant's turn. Only the thread that has taken the
     turn asks for the next one; what that raises fails the work.
     """
 
-    order: _Order
+    turn: Turn
     pieces: Iterator[tuple[int, Piece]]
     cancel: CancelWord  # ends it at its next rows, from any thread
+    report: Callable[[CopyWork], None]
     byte_count: int = 0  # of all pieces
     text: str = ""
     checksum: int = 0  # of what was done, mod 2**64
     # For the Copier alone, under its lock:
     running: int = 0
     exhausted: bool = False
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        """What takes turns: session and grant."""
-        return self.order.session, self.order.grant
 
     @property
     def outcome(self) -> Outcome:
@@ -89,8 +79,9 @@ class CopyWork(Generic[_Order]):
 
 
 def copy_job(
-    order: Write, pairing: Pairing, *, source_address: int, target_address: int, lines: Lines | None = None
-) -> CopyWork[Write]:
+    order: Write, pairing: Pairing, report: Callable[[CopyWork], None], *, source_address: int, target_address: int,
+    lines: Lines | None = None,
+) -> CopyWork:  # fmt: skip
     """One write between two mappings of this process. `lines` are of the source, where a checksum is wanted: it is of
     the bytes that were read."""
     cancel = CancelWord()
@@ -111,17 +102,19 @@ def copy_job(
             yield piece.bytes, partial(copied, piece, row)
             row += piece.rows
 
-    byte_count = len(order.source_slots) * pairing.row_bytes
-    return CopyWork(order=order, pieces=pieces(), cancel=cancel, byte_count=byte_count)
+    byte_count, turn = len(order.source_slots) * pairing.row_bytes, (order.session, order.grant)
+    return CopyWork(turn=turn, pieces=pieces(), cancel=cancel, report=report, byte_count=byte_count)
 
 
-class Copier(Generic[_Order]):
-    """`threads` threads, each of which takes one piece of one grant at a time. They call `ended` with each work."""
+class Copier:
+    """`threads` threads, each of which takes one piece of one grant at a time. Made and used on the loop's thread."""
 
-    def __init__(self, threads: int, ended: Callable[[CopyWork[_Order]], None], *, name: str = "copy") -> None:
-        self._ended = ended
+    def __init__(self, threads: int, *, name: str = "copy") -> None:
+        self._loop, self._works = asyncio.get_running_loop(), OpenWorks()
+        self._small: deque[CopyWork] = deque()  # for the next turns of the loop
+        self._small_bytes = 0  # done in this turn of the loop
         self._changed = threading.Condition()
-        self._turns: Turns[CopyWork[_Order]] = Turns(PIECE_BYTES)
+        self._turns: Turns[CopyWork] = Turns(PIECE_BYTES)
         self._closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"pdtransfer-{name}-{number}", daemon=True)
@@ -130,20 +123,52 @@ class Copier(Generic[_Order]):
         for thread in self._threads:
             thread.start()
 
-    def add(self, job: CopyWork[_Order]) -> None:
-        """Queues a work behind those of its own grant."""
-        with self._changed:
-            assert not self._closing
-            if self._turns.add(job.turn, job):
-                self._changed.notify()
+    def add(self, work: CopyWork, *, here: bool = False) -> None:
+        """Queues a work behind those of its own grant. A small one that may be done `here` is done on the loop, in this
+        turn or a later one."""
+        self._works.add(work)
+        if self._closing:
+            work.text = CANCELLED
+            self._works.end(work)
+        elif not here or work.byte_count > SMALL_BYTES_MAX:
+            with self._changed:
+                if self._turns.add(work.turn, work):
+                    self._changed.notify()
+        elif self._has_turn(work):
+            self._carry(work)
+        else:
+            self._small.append(work)
 
-    def close(self) -> None:
-        """Waits until queued works have ended, and joins the threads; not on the loop."""
+    def stop(self, session: int, grant: int) -> None:
+        """Stops this grant's works at their next rows; each is reported all the same."""
+        self._works.stop(session, grant)
+
+    async def close(self) -> None:
+        """Stops every work, and joins the threads: no row is read or written any more."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._works.stop_all()
+        await in_thread(self._join)
+
+    def _join(self) -> None:
         for thread in self._threads:
             thread.join()
+
+    def _has_turn(self, work: CopyWork) -> bool:
+        return self._small_bytes + work.byte_count <= _SMALL_BYTES_TURN
+
+    def _carry(self, work: CopyWork) -> None:
+        if not self._small_bytes:
+            self._loop.call_soon(self._next_turn)
+        self._small_bytes += work.byte_count
+        work.carry()
+        self._works.end(work)
+
+    def _next_turn(self) -> None:
+        self._small_bytes = 0
+        while self._small and self._has_turn(self._small[0]):
+            self._carry(self._small.popleft())
 
     def _work(self) -> None:
         thread = threading.get_native_id()
@@ -157,9 +182,9 @@ class Copier(Generic[_Order]):
                 checksum, text = attempt(found[1])
                 over = self._done(job, checksum or 0, text)
             if over:
-                self._ended(job)
+                self._works.end(job)
 
-    def _take(self) -> Queue[CopyWork[_Order]] | None:
+    def _take(self) -> Queue[CopyWork] | None:
         """The queue of the grant whose turn it is; None when this is closed and nothing is queued."""
         with self._changed:
             while (queue := self._turns.take()) is None:
@@ -168,7 +193,7 @@ class Copier(Generic[_Order]):
                 self._changed.wait()
             return queue
 
-    def _put_back(self, queue: Queue[CopyWork[_Order]], byte_count: int | None, text: str) -> bool:
+    def _put_back(self, queue: Queue[CopyWork], byte_count: int | None, text: str) -> bool:
         """Ends the turn, unless some of it is left; whether the grant's first work has ended. `byte_count` is of the
         piece that was taken, None for none."""
         with self._changed:
@@ -186,7 +211,7 @@ class Copier(Generic[_Order]):
                 self._changed.notify_all()  # a thread may wait for this to close
             return job.exhausted and not job.running
 
-    def _done(self, job: CopyWork[_Order], checksum: int, text: str) -> bool:
+    def _done(self, job: CopyWork, checksum: int, text: str) -> bool:
         """Whether that was the last piece of an exhausted work."""
         with self._changed:
             job.running -= 1

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -29,9 +30,11 @@ from ..kernels.ring.lanes import NEVER_NS
 from ..layout.checksum import MASK, Lines, lines_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout, Plane
-from .copier import CANCELLED
+from ..threads import in_thread
+from .copier import CANCELLED, attempt
 from .gpu_launcher import IN_FLIGHT_MAX, Launcher
 from .turns import Turns
+from .works import OpenWorks, Turn
 
 PIECE_BYTES = 16 << 20  # of one launch: some 0.3 ms of the bus
 HINT_NS = 500_000  # between two hints of one write: a thread that has slept for a millisecond is slow to wake
@@ -61,11 +64,13 @@ class Staged:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class GpuWrite:
-    """One write from a pool of a GPU to registered memory. `outcome` and `text` are final once it has ended."""
+    """A Work: one write from a pool of a GPU to registered memory. `outcome` and `text` are final once it has ended."""
 
     order: Write
     source: Pool
     target: Pool
+    report: Callable[[GpuWrite], None]
+    then: Callable[[], object] = lambda: None  # in the writer's thread, once all has landed; what it raises fails it
     staged: Staged | None = None  # where a checksum is wanted
     outcome: Outcome = Outcome.LANDED
     text: str = ""
@@ -81,8 +86,7 @@ class GpuWrite:
     word: CancelWord | None = None  # that its launches look at
 
     @property
-    def turn(self) -> tuple[int, int]:
-        """What takes turns: session and grant."""
+    def turn(self) -> Turn:
         return self.order.session, self.order.grant
 
     @property
@@ -140,20 +144,20 @@ class _Launch:
 
 
 class GpuWriter:
-    """One thread that launches and waits. It calls `ended` with each write, and makes its launcher by `launcher`.
+    """One thread that launches and waits, and makes its launcher by `launcher`. Made and used on the loop's thread.
 
-    `spans` gets each launch. `wake_hint` gets an urgent write that waited for its rows, repeatedly: while it waits for
-    the last of them alone, and while it is in flight.
+    `spans` gets each launch. `wake_hint` gets, on the loop, an urgent write that waited for its rows, repeatedly: while
+    it waits for the last of them alone, and while it is in flight.
     """
 
     def __init__(
         self,
         launcher: Callable[[], Launcher],
-        ended: Callable[[GpuWrite], None],
         spans: Spans | None = None,
-        wake_hint: Callable[[GpuWrite], None] = lambda _: None,
+        wake_hint: Callable[[Write], None] = lambda _: None,
     ) -> None:
-        self._make, self._ended, self._spans, self._wake_hint = launcher, ended, spans, wake_hint
+        self._make, self._spans, self._wake_hint = launcher, spans, wake_hint
+        self._works = OpenWorks()
         self._hint_ns = 0  # when the next hint is due
         self._landed_s = 0.0  # when the latest launch had ended
         self._changed = threading.Condition()
@@ -167,11 +171,16 @@ class GpuWriter:
 
     def add(self, write: GpuWrite) -> None:
         """Queues a write behind those of its own grant."""
+        self._works.add(write)
         with self._changed:
             assert not self._closing
             write.woken = self._wake
             self._turns.add(write.turn, write)
         self._wake()
+
+    def stop(self, session: int, grant: int) -> None:
+        """Stops this grant's writes at their next rows; each is reported all the same."""
+        self._works.stop(session, grant)
 
     def _wake(self) -> None:
         """Has the thread look again what there is to do."""
@@ -180,12 +189,12 @@ class GpuWriter:
         if self._launcher is not None:
             self._launcher.wake()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Carries out what is queued, and joins the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
+        await in_thread(self._thread.join)
 
     def _work(self) -> None:
         try:
@@ -348,7 +357,7 @@ class GpuWriter:
             if write.order.urgent and gate is not None and gate.nearly and write.hints < HINTS_MAX:
                 if (now_ns := time.monotonic_ns()) >= self._hint_ns:
                     self._hint_ns, write.hints = now_ns + HINT_NS, write.hints + 1
-                    self._wake_hint(write)
+                    self._works.call(write, partial(self._wake_hint, write.order))
                 return self._hint_ns
         return NEVER_NS
 
@@ -405,7 +414,9 @@ class GpuWriter:
             word, write.word = write.word, None
         if word is not None and launcher is not None and write.outcome is not Outcome.UNKNOWN:
             launcher.reuse(word)
-        self._ended(write)
+        if write.outcome is Outcome.LANDED and (text := attempt(write.then)[1]):
+            write.fail(Outcome.FAILED, text)
+        self._works.end(write)
 
 
 def _text(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ from ..layout.geometry import Int64s
 from ..layout.layout import Layout
 from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
-from ..threads import in_thread
-from .copier import CANCELLED, PIECE_BYTES, Copier, CopyWork, Piece
-from .loop_mailbox import LoopMailbox
+from .copier import PIECE_BYTES, Copier, CopyWork, Piece
+from .works import Turn
 
 log = logging.getLogger(__name__)
 
@@ -46,37 +44,29 @@ class HbmCopier:
     def __init__(self, arena: ArenaMemory, hbm: Hbm, lifted: Lifted, *, threads: int = 1) -> None:
         self._arena, self._hbm, self._lifted = arena, hbm, lifted
         self._queue: tuple[int, CudaEvent] | None = None  # a stream, and the event behind its last copy
-        self._loop = asyncio.get_running_loop()
-        self._reports: LoopMailbox[CopyWork[Lift]] = LoopMailbox(self._ended)
         # One thread launches on one stream, and waits for it.
-        self._copier: Copier[Lift] = Copier(1 if hbm.device is not None else threads, self._reports.post, name="lift")
-        self._open: dict[tuple[int, int], CopyWork[Lift]] = {}
-        self._lost: set[tuple[int, int]] = set()  # of which the GPU cannot report whether a copy has ended
-        self._closing, self._counting = False, Lock()
+        self._copier = Copier(1 if hbm.device is not None else threads, name="lift")
+        self._lost: set[Turn] = set()  # of which the GPU cannot report whether a copy has ended
+        self._counting = Lock()
         self.moved_bytes = 0  # of every piece that was copied, also for grants that failed
 
     def lift(self, order: Lift) -> None:
         """Starts copying, in turn between grants."""
         parts = [self._rows(part.component.layout, slots_of(part.extents)) for part in order.parts]
-        work = CopyWork(order=order, pieces=self._pieces(order, parts), cancel=CancelWord())
-        self._open[work.turn] = work
-        if self._closing:
-            work.text = CANCELLED
-            self._reports.post(work)
-        else:
-            self._copier.add(work)
+        self._copier.add(
+            CopyWork(
+                turn=(order.session, order.grant), pieces=self._pieces(order, parts), cancel=CancelWord(),
+                report=partial(self._ended, order),
+            )
+        )  # fmt: skip
 
     def cancel(self, session: int, grant: int) -> None:
         """Stops at the next piece; the grant reports nevertheless. A grant that has ended is ignored."""
-        if (work := self._open.get((session, grant))) is not None:
-            work.stop()
+        self._copier.stop(session, grant)
 
     async def close(self) -> None:
         """Stops copying, and returns once nothing is copied."""
-        self._closing = True
-        for key in self._open:
-            self.cancel(*key)
-        await in_thread(self._copier.close)
+        await self._copier.close()
 
     def _rows(self, layout: Layout, slots: Int64s) -> _ComponentRows:
         mapping = self._arena.mapping
@@ -125,10 +115,9 @@ class HbmCopier:
             raise failure
         return 0
 
-    def _ended(self, work: CopyWork[Lift]) -> None:
-        del self._open[work.turn]
+    def _ended(self, order: Lift, work: CopyWork) -> None:
         if work.turn in self._lost:
             text = "grant %d keeps its slots: the GPU cannot report whether a copy has ended: %s"
-            log.critical(text, work.turn[1], work.text)
-            return
-        self._lifted(work.order, work.text)
+            log.critical(text, order.grant, work.text)
+        else:
+            self._lifted(order, work.text)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
@@ -66,15 +66,19 @@ def _serve(pipe: Connection, ordinal: int) -> None:
     """Pushes from each time on that the pipe brings, until the pipe ends."""
     prepare()
     try:
-        pushing = _Pushing(ordinal)
-        pipe.send(0.0)
-        while True:
-            start_s = pipe.recv()
-            pipe.send(pushing.rate(start_s))
+        asyncio.run(_pushed(pipe, ordinal))
     except PDTransferError as error:
         pipe.send(Failure(str(error)))
     except (EOFError, ConnectionResetError):
         pass
+
+
+async def _pushed(pipe: Connection, ordinal: int) -> None:
+    pushing = _Pushing(ordinal)
+    await pushing.rate(0.0)
+    pipe.send(0.0)
+    while True:
+        pipe.send(await pushing.rate(pipe.recv()))
 
 
 class _Pushing:
@@ -95,20 +99,20 @@ class _Pushing:
         self._slots = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel().astype(np.int64)
         writer = PoolGpu(ordinal)
         writer.prepare()
-        self._left, self._over, self._text = 0, threading.Event(), ""
-        self._pusher = GpuWriter(writer.launcher, self._ended)
-        self.rate(0.0)
+        self._left, self._over, self._text = 0, asyncio.Event(), ""
+        self._pusher = GpuWriter(writer.launcher)
 
-    def rate(self, start_s: float) -> float:
+    async def rate(self, start_s: float) -> float:
         """GB/s from that second on."""
         self._left = _WRITES
         self._over.clear()
         writes = [self._write(number) for number in range(_WRITES)]
-        time.sleep(max(0.0, start_s - time.monotonic()))
+        await asyncio.sleep(max(0.0, start_s - time.monotonic()))
         begin_s = time.monotonic()
         for each in writes:
             self._pusher.add(each)
-        self._over.wait(_ANSWER_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), _ANSWER_S)
         if self._text or self._left:
             raise WorldError(f"a push ended otherwise: {self._text or 'not at all'}")
         return _WRITES * _TOKENS * self._target.layout.row_bytes / (time.monotonic() - begin_s) / 1e9
@@ -118,10 +122,9 @@ class _Pushing:
             session=1, grant=1, room=1, write=number, component=0, layers=self._target.layout.layer_range,
             source_slots=self._slots, target_slots=np.arange(_TOKENS, dtype=np.int64),
         )  # fmt: skip
-        return GpuWrite(order=order, source=self._source, target=self._target)
+        return GpuWrite(order=order, source=self._source, target=self._target, report=self._ended)
 
     def _ended(self, push: GpuWrite) -> None:
-        """In the writer's thread."""
         if push.outcome is not Outcome.LANDED:
             self._text = push.text or push.outcome.name
         self._left -= 1

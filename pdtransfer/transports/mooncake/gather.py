@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from msgspec import structs
@@ -21,17 +21,21 @@ from ...layout.checksum import Lines, runs_of
 from ...layout.geometry import Int64s
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
-from ..copier import CANCELLED, Copier, CopyWork, attempt
+from ..copier import CANCELLED, Copier, CopyWork
 from ..gpu_launcher import WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from .ring import Cut, Piece, SendRing, cut
 
 _STAGED_MAX = 64
 
+GatherWork: TypeAlias = CopyWork | GpuWrite
+Gathered = Callable[["RingJob", GatherWork], None]
+"""Called on the loop's thread once a work of a job has ended."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Gather:
-    """One piece of a job on its way into a slot, by `work`. Once that has landed, `runs`, int64 (n, 3), is where the
+    """One piece of a job on its way into a slot, by a work. Once that has landed, `runs`, int64 (n, 3), is where the
     bytes go, as Cut.runs or Cut.straight. If its outcome is unknown, its rows may still be read, and its slot written.
     """
 
@@ -39,7 +43,6 @@ class Gather:
     piece: Piece
     slot: int
     ring: SendRing
-    work: CopyWork[Write] | GpuWrite = field(init=False)  # a gatherer makes it
     runs: Int64s = field(default_factory=lambda: np.empty((0, 3), np.int64))
 
 
@@ -58,7 +61,7 @@ class RingJob:
     text: str = ""
     checksum: int = 0
     exhausted: bool = False  # no piece of it is left to take
-    gathering: set[Gather] = field(default_factory=set[Gather])  # slots that are being filled
+    gathering: dict[GatherWork, Gather] = field(default_factory=dict[GatherWork, Gather])  # slots being filled
     sent: set[int] = field(default_factory=set[int])  # slots that may still be under way
     lost: bool = False  # a gather of it is
 
@@ -91,7 +94,7 @@ class RingJob:
 
 
 class Gatherer(Protocol):
-    """Fills slots, in turn between grants. It reports the end of each gather once, in any thread. From then on nothing
+    """Fills slots, in turn between grants. It reports the end of each gather once, on the loop. From then on nothing
     reads the rows or writes the slot, unless the outcome of its work is unknown."""
 
     def prepare(self, ring: SendRing) -> None:
@@ -102,22 +105,21 @@ class Gatherer(Protocol):
         """How rows of this pairing pass through a ring."""
         ...
 
-    def add(self, gather: Gather) -> None:
+    def add(self, gather: Gather) -> GatherWork:
         """Makes the work of a gather, and queues it behind those of its own grant."""
         ...
 
-    def close(self) -> None:
-        """Carries out what is queued, and joins its threads; not on the loop."""
+    async def close(self) -> None:
+        """Joins its threads, once all gathers were reported."""
         ...
 
 
 class CopyGatherer:
-    """A Gatherer for a pool in this process's memory at `pool_address`. Copy threads call `over` with each gather."""
+    """A Gatherer for a pool in this process's memory at `pool_address`."""
 
-    def __init__(self, pool_address: int, threads: int, over: Callable[[Gather], None]) -> None:
+    def __init__(self, pool_address: int, threads: int, over: Gathered) -> None:
         self._pool_address, self._over = pool_address, over
-        self._gathers: dict[CopyWork[Write], Gather] = {}  # that have not ended
-        self._copier: Copier[Write] = Copier(threads, self._ended, name="gather")
+        self._copier = Copier(threads, name="gather")
 
     def prepare(self, ring: SendRing) -> None:  # noqa: ARG002
         prepare_copies(None)
@@ -125,20 +127,18 @@ class CopyGatherer:
     def cut(self, pairing: Pairing) -> Cut:
         return cut(pairing)
 
-    def add(self, gather: Gather) -> None:
+    def add(self, gather: Gather) -> GatherWork:
         order, byte_count = gather.job.order, gather.job.cut.byte_count(gather.piece)
         cancel = CancelWord()
-        pieces = iter([(byte_count, partial(self._fill, gather, cancel))])
-        work = gather.work = CopyWork(order=order, pieces=pieces, cancel=cancel)
-        self._gathers[work] = gather
+        work = CopyWork(
+            turn=(order.session, order.grant), pieces=iter([(byte_count, partial(self._fill, gather, cancel))]),
+            cancel=cancel, report=partial(self._over, gather.job),
+        )  # fmt: skip
         self._copier.add(work)
+        return work
 
-    def close(self) -> None:
-        self._copier.close()
-
-    def _ended(self, work: CopyWork[Write]) -> None:
-        """In a copy thread."""
-        self._over(self._gathers.pop(work))
+    async def close(self) -> None:
+        await self._copier.close()
 
     def _fill(self, gather: Gather, cancel: CancelWord) -> int:
         job, piece = gather.job, gather.piece
@@ -171,17 +171,14 @@ def _by() -> kernels.NativeCopy:
 
 class LaunchGatherer:
     """A Gatherer for a pool at `pool_address` of a GPU's memory. A gather is one launch, so at most two are in flight
-    while full slots are sent. The thread that launches calls `over` with each gather.
+    while full slots are sent.
 
     `components` are the pool's own, by name.
     """
 
-    def __init__(
-        self, gpu: WriterGpu, pool_address: int, components: dict[str, Component], over: Callable[[Gather], None]
-    ) -> None:
+    def __init__(self, gpu: WriterGpu, pool_address: int, components: dict[str, Component], over: Gathered) -> None:
         self._gpu, self._pool_address, self._components, self._over = gpu, pool_address, components, over
-        self._gpu_writer = GpuWriter(gpu.launcher, self._ended, gpu.spans)
-        self._gathers: dict[GpuWrite, Gather] = {}  # that have not ended
+        self._gpu_writer = GpuWriter(gpu.launcher, gpu.spans)
 
     def prepare(self, ring: SendRing) -> None:
         prepare_copies(self._gpu)
@@ -190,12 +187,12 @@ class LaunchGatherer:
     def cut(self, pairing: Pairing) -> Cut:
         return cut(pairing, paged=True)
 
-    def add(self, gather: Gather) -> None:
+    def add(self, gather: Gather) -> GatherWork:
         job, piece = gather.job, gather.piece
         source, ring = job.cut.layouts(piece)
         first = gather.slot * piece.room
         device = self._gpu.ordinal
-        write = gather.work = GpuWrite(
+        work = GpuWrite(
             order=structs.replace(
                 job.order,
                 source_slots=job.order.source_slots[piece.first : piece.end],
@@ -204,24 +201,19 @@ class LaunchGatherer:
             ),
             source=Pool(layout=source, address=self._pool_address, device=device),
             target=Pool(layout=ring, address=gather.ring.device_address, device=device, host=True),
+            report=partial(self._over, job),
+            then=partial(self._find_runs, gather),
             staged=None if piece.low or not job.order.verify else self._staged(job.order, job.theirs),
         )
-        self._gathers[write] = gather
-        self._gpu_writer.add(write)
+        self._gpu_writer.add(work)
+        return work
 
-    def close(self) -> None:
-        self._gpu_writer.close()
+    async def close(self) -> None:
+        await self._gpu_writer.close()
 
-    def _ended(self, write: GpuWrite) -> None:
+    def _find_runs(self, gather: Gather) -> None:
         """In the thread that launches."""
-        gather = self._gathers.pop(write)
-        if write.outcome is Outcome.LANDED:
-            runs, text = attempt(partial(gather.job.cut.runs, gather.piece, gather.job.order.target_slots))
-            if runs is None:
-                write.fail(Outcome.FAILED, text)
-            else:
-                gather.runs = runs
-        self._over(gather)
+        gather.runs = gather.job.cut.runs(gather.piece, gather.job.order.target_slots)
 
     def _staged(self, order: Write, theirs: Component) -> Staged:
         """For all planes of the rows: the piece with the first planes sums all of them."""

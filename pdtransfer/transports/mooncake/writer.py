@@ -19,17 +19,15 @@ from ...handoff.ready_gate import ReadyGate
 from ...layout.checksum import MASK, Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
-from ...threads import in_thread
 from ...wire import Reach
 from ..base import Ready, Wrote
 from ..component_match import Planes, lines_for, paired
 from ..copier import CANCELLED
 from ..gpu_launcher import WriterGpu
-from ..loop_mailbox import LoopMailbox
 from ..options import WriterOptions
 from ..turns import Turns
 from . import child
-from .gather import CopyGatherer, Gather, Gatherer, LaunchGatherer, RingJob
+from .gather import CopyGatherer, Gather, Gatherer, GatherWork, LaunchGatherer, RingJob
 from .process import EngineProcess, Sending
 from .ring import Cut, SendRing
 from .settings import engines_left
@@ -122,14 +120,13 @@ class MooncakeWriter:
         self._components = {component.name: component for component in components}
         self._network, self._wrote, self._lost = options.network, wrote, lost
         self._loop = asyncio.get_running_loop()
-        self._reports: LoopMailbox[Gather] = LoopMailbox(self._gathered)
         self._pool_fd = (
             options.pool_fd if self._network.protocol == "tcp" else -1
         )  # else what is read has to be registered
         self._gatherer: Gatherer = (
-            CopyGatherer(options.pool_address, options.copy_threads, self._reports.post)
+            CopyGatherer(options.pool_address, options.copy_threads, self._gathered)
             if gpu is None
-            else LaunchGatherer(gpu, options.pool_address, self._components, self._reports.post)
+            else LaunchGatherer(gpu, options.pool_address, self._components, self._gathered)
         )
         self._sessions: dict[int, MooncakeSession] = {}
         self._ending: set[MooncakeSession] = set()  # unmapped, but not gone
@@ -260,8 +257,7 @@ class MooncakeWriter:
             mapped.held[job.order.grant] = mapped.held.get(job.order.grant, 0) + 1
             mapped.busy += 1
             gather = Gather(job=job, piece=piece, slot=slot, ring=ring)
-            job.gathering.add(gather)
-            self._gatherer.add(gather)
+            job.gathering[self._gatherer.add(gather)] = gather
             if job.cut.last(piece, len(job.order.source_slots)):
                 self._exhaust(mapped, job)
 
@@ -274,14 +270,13 @@ class MooncakeWriter:
         """Gathers no more of it."""
         job.fail(text)
         self._exhaust(mapped, job)
-        for gather in job.gathering:
-            gather.work.stop()
+        for work in job.gathering:
+            work.stop()
 
-    def _gathered(self, gather: Gather) -> None:
+    def _gathered(self, job: RingJob, work: GatherWork) -> None:
         """On the loop: a slot is full, or will never be."""
-        job, work, mapped = gather.job, gather.work, self._sessions[gather.job.order.session]
+        gather, mapped = job.gathering.pop(work), self._sessions[job.order.session]
         mapped.busy -= 1
-        job.gathering.remove(gather)
         if work.text:
             self._fail(mapped, job, work.text)
         if work.outcome is Outcome.UNKNOWN:
@@ -403,7 +398,7 @@ class MooncakeWriter:
             self.unmap(session)
         for mapped in [*self._sessions.values(), *self._ending]:
             await mapped.quiet.wait()
-        await in_thread(self._gatherer.close)
+        await self._gatherer.close()
 
 
 def _check_wanted(mapped: MooncakeSession) -> None:

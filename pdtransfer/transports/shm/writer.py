@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
@@ -27,12 +27,9 @@ from ..component_match import Planes, lines_for, paired
 from ..copier import Copier, CopyWork, copy_job
 from ..gpu_launcher import Exported, WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
-from ..loop_mailbox import LoopMailbox
 from ..options import WriterOptions
 from .handover import receive
 
-_INLINE_BYTES_MAX = 256 << 10  # of a write on the loop: some 30 us, less than a thread takes to wake and to report
-_INLINE_BYTES_TURN = 1 << 20  # of all writes in one turn of the loop: more would stall it
 _HANDOVER_SECONDS = 5.0
 _MAP_THREADS = 4
 _ENTER_BYTES = CHUNK_BYTES  # of an arena at a time, some 50 ms: rooms land in it before the rest is ready
@@ -93,7 +90,8 @@ class _Session:
     writes: int = 0  # that were not reported yet
     unknown: bool = False  # whether one of its writes has ended so
     leaving: bool = False
-    growing: bool = False  # a thread is entering more of it in the page table
+    following: asyncio.Task[None] | None = None  # enters the rest of the arena in the page table
+    growing: bool = False  # a thread does so now
 
     def grantable(self, arena: _WritableArena) -> int:
         """How many of the arena's first bytes may be granted: all, once those in which rows land are ready."""
@@ -126,19 +124,10 @@ class ShmWriter:
         self._components, self._wrote = {component.name: component for component in components}, wrote
         self._pool_address, self._uids, self._keep_line = options.pool_address, uids, options.network.keep_line
         self._loop = asyncio.get_running_loop()
-        self._reports: LoopMailbox[CopyWork[Write] | GpuWrite] = LoopMailbox(self._ended)
         self._gpu = gpu
-        self._hints: LoopMailbox[GpuWrite] = LoopMailbox(self._report_hint)
-        self._wake_hint = wake_hint
-        self._gpu_writer = (
-            None if gpu is None else GpuWriter(gpu.launcher, self._reports.post, gpu.spans, self._hints.post)
-        )
-        self._copier: Copier[Write] = Copier(0 if gpu else options.copy_threads, self._reports.post)
+        self._writer = Copier(options.copy_threads) if gpu is None else GpuWriter(gpu.launcher, gpu.spans, wake_hint)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._sessions: dict[int, _Session] = {}
-        self._jobs: dict[tuple[int, int], set[CopyWork[Write] | GpuWrite]] = {}  # by session and grant
-        self._inline_bytes = 0  # copied in this turn of the loop
-        self._small: deque[CopyWork[Write]] = deque()  # writes for the next turns of the loop
         self._closing = False
         self._unmapped = asyncio.Event()
 
@@ -168,40 +157,30 @@ class ShmWriter:
             self._forget(session)
             raise
         mapped.arena = arena
-        self._follow_later(session, mapped, arena, more, arena.bytes_ready)
+        mapped.following = self._loop.create_task(self._follow(session, mapped, arena, more))
         return mapped.grantable(arena)
 
-    def _follow_later(
-        self, session: int, mapped: _Session, arena: _WritableArena, more: Ready, entered_bytes: int
-    ) -> None:
-        """Schedules the next piece, unless all is ready or the session is being unmapped.
-
-        It comes at once after a whole piece: a partial one means that the arena's owner has backed no more yet."""
-        if arena.is_ready:
-            arena.close_fd()
-        elif not mapped.leaving:
-            wait_s = _FOLLOW_SECONDS if entered_bytes < _ENTER_BYTES else 0.0
-            self._loop.call_later(wait_s, self._follow, session, mapped, arena, more)
-
-    def _follow(self, session: int, mapped: _Session, arena: _WritableArena, more: Ready) -> None:
-        if mapped.leaving:
-            return
-
-        def entered(done: Future[int]) -> None:
-            self._loop.call_soon_threadsafe(self._grown, session, mapped, arena, more, done)
-
-        mapped.growing = True
-        self._apart.submit(self._enter, arena).add_done_callback(entered)
-
-    def _grown(self, session: int, mapped: _Session, arena: _WritableArena, more: Ready, done: Future[int]) -> None:
-        mapped.growing = False
-        if (error := done.exception()) is not None:
-            log.error("session %#x: only %d bytes of its arena can be used: %s", session, arena.bytes_ready, error)
-        elif not mapped.leaving:
-            if entered_bytes := done.result():
+    async def _follow(self, session: int, mapped: _Session, arena: _WritableArena, more: Ready) -> None:
+        """Enters the rest, piece by piece. After a whole piece the next one comes at once: a partial one means that the
+        arena's owner has backed no more yet."""
+        entered_bytes = arena.bytes_ready
+        while not arena.is_ready and not mapped.leaving:
+            await asyncio.sleep(_FOLLOW_SECONDS if entered_bytes < _ENTER_BYTES else 0.0)
+            if mapped.leaving:
+                return
+            mapped.growing = True
+            try:
+                entered_bytes = await self._loop.run_in_executor(self._apart, self._enter, arena)
+            except Exception as error:  # noqa: BLE001 (whatever it is, what is ready stays in use)
+                log.error("session %#x: only %d bytes of its arena can be used: %s", session, arena.bytes_ready, error)
+                return
+            finally:
+                mapped.growing = False
+                self._leave(session, mapped)
+            if entered_bytes and not mapped.leaving:
                 more(mapped.grantable(arena))
-            self._follow_later(session, mapped, arena, more, entered_bytes)
-        self._leave(session, mapped)
+        if not mapped.leaving:
+            arena.close_fd()
 
     def _attach(self, fd: int, reach: Reach, components: tuple[Component, ...]) -> _WritableArena:
         """In a worker thread."""
@@ -276,7 +255,7 @@ class ShmWriter:
 
     def waits(self, gate: ReadyGate) -> bool:
         """A GPU waits for its own events."""
-        return self._gpu_writer is not None and gate.next is not None
+        return self._gpu is not None and gate.next is not None
 
     def write(self, order: Write) -> None:
         """Copies a small write on the loop, in this turn or a later one, and a larger one in copy threads, in turn with
@@ -286,25 +265,18 @@ class ShmWriter:
             self._loop.call_soon(self._wrote, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
             return
         mapped.writes += 1
-        if self._gpu_writer is not None:
-            write = self._gpu_write(mapped, mapped.arena, order)
-            self._jobs.setdefault(write.turn, set()).add(write)
-            self._gpu_writer.add(write)
+        if isinstance(self._writer, GpuWriter):
+            self._writer.add(self._gpu_write(mapped, mapped.arena, order))
             return
         job = copy_job(
             order,
             mapped.pairing(mapped.arena, order.component, order.layers),
+            partial(self._ended, order),
             source_address=self._pool_address,
             target_address=mapped.arena.mapping.address,
             lines=lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None,
         )
-        self._jobs.setdefault(job.turn, set()).add(job)
-        if job.byte_count > _INLINE_BYTES_MAX:
-            self._copier.add(job)
-        elif self._has_turn(job):
-            self._carry(job)
-        else:
-            self._small.append(job)
+        self._writer.add(job, here=True)
 
     def _gpu_write(self, mapped: _Session, arena: _WritableArena, order: Write) -> GpuWrite:
         key = order.component, order.layers
@@ -326,46 +298,22 @@ class ShmWriter:
             )
         source, target = pools
         staged = Staged.of(mapped.components[order.component].name, source) if order.verify else None
-        return GpuWrite(order=order, source=source, target=target, staged=staged)
+        report = partial(self._ended, order)
+        return GpuWrite(order=order, source=source, target=target, report=report, staged=staged)
 
-    def _has_turn(self, job: CopyWork[Write]) -> bool:
-        return self._inline_bytes + job.byte_count <= _INLINE_BYTES_TURN
-
-    def _carry(self, job: CopyWork[Write]) -> None:
-        if not self._inline_bytes:
-            self._loop.call_soon(self._next_turn)
-        self._inline_bytes += job.byte_count
-        job.carry()
-        self._reports.post(job)
-
-    def _next_turn(self) -> None:
-        self._inline_bytes = 0
-        while self._small and self._has_turn(self._small[0]):
-            self._carry(self._small.popleft())
-
-    def _ended(self, job: CopyWork[Write] | GpuWrite) -> None:
+    def _ended(self, order: Write, work: CopyWork | GpuWrite) -> None:
         """On the loop."""
-        jobs = self._jobs[job.turn]
-        jobs.remove(job)
-        if not jobs:
-            del self._jobs[job.turn]
-        mapped = self._sessions[job.order.session]
+        mapped = self._sessions[order.session]
         mapped.writes -= 1
-        mapped.unknown |= job.outcome is Outcome.UNKNOWN
+        mapped.unknown |= work.outcome is Outcome.UNKNOWN
         try:
-            self._wrote(job.order, job.outcome, job.text, job.checksum)
+            self._wrote(order, work.outcome, work.text, work.checksum)
         finally:
-            self._leave(job.order.session, mapped)
-
-    def _report_hint(self, write: GpuWrite) -> None:
-        """On the loop; the write may have ended meanwhile."""
-        if write in self._jobs.get(write.turn, ()):
-            self._wake_hint(write.order)
+            self._leave(order.session, mapped)
 
     def cancel(self, session: int, grant: int) -> None:
         """Stops this grant's writes at their next rows. Each still reports: FAILED, unless it had ended."""
-        for job in self._jobs.get((session, grant), ()):
-            job.stop()
+        self._writer.stop(session, grant)
 
     async def fence(self, session: int) -> bool:  # noqa: ARG002 (of any session)
         """Returns False: this process is the only writer, so an unknown outcome stays unknown until it has ended."""
@@ -379,13 +327,8 @@ class ShmWriter:
             self.unmap(session)
         if self._sessions:
             await self._unmapped.wait()
-        await in_thread(self._join)
-
-    def _join(self) -> None:
-        if self._gpu_writer is not None:
-            self._gpu_writer.close()
-        self._copier.close()
-        self._apart.shutdown()
+        await self._writer.close()
+        await in_thread(self._apart.shutdown)
 
 
 def _discard(attached: Future[_WritableArena]) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from pdtransfer import kernels
 from pdtransfer.transports import copier
-from pdtransfer.transports.shm import writer
 
 
 class Gate:
@@ -30,7 +29,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Holds every copy, in the copy threads, until it is opened."""
     made = Gate()
-    monkeypatch.setattr(writer, "_INLINE_BYTES_MAX", 0)
+    monkeypatch.setattr(copier, "SMALL_BYTES_MAX", 0)
     monkeypatch.setattr(copier.kernels, "copy", made)
     yield made
     made.opened.set()

@@ -9,15 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pdtransfer.handoff.effects import Verify
 from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.transports.copier import PIECE_BYTES, Copier, CopyWork, Piece
+from tests.support.waiting import on_loop, until
 
 
-def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
+@on_loop
+async def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
     done, ended, started, gate = list[int](), list[int](), threading.Event(), threading.Event()
 
-    def work_of(grant: int, count: int, byte_count: int) -> CopyWork[Verify]:
+    def work_of(grant: int, count: int, byte_count: int) -> CopyWork:
         """A work of some pieces, each of this many bytes, that says when each is done; none is before `gate`."""
 
         def do() -> int:
@@ -27,15 +28,18 @@ def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
             return 0
 
         pieces: Iterator[tuple[int, Piece]] = iter([(byte_count, do)] * count)
-        return CopyWork(order=Verify(1, grant, 0, ()), pieces=pieces, cancel=CancelWord())
+        return CopyWork(
+            turn=(1, grant), pieces=pieces, cancel=CancelWord(), report=lambda work: ended.append(work.turn[1])
+        )
 
-    copier = Copier[Verify](1, lambda work: ended.append(work.order.grant))
+    copier = Copier(1)
     copier.add(work_of(1, 4, PIECE_BYTES - 40_000))  # as many whole rows as go into it
     started.wait()  # the thread is in its first piece, and the grant waits again
     for _ in range(5):  # a turn of four, and one that is behind the other grant's next turn
         copier.add(work_of(2, 1, PIECE_BYTES // 4))
     gate.set()
-    copier.close()
+    await until(lambda: len(ended) == 6)
+    await copier.close()
     assert done == [1, 1, 2, 2, 2, 2, 1, 2, 1]
     assert sorted(ended) == [1, 2, 2, 2, 2, 2]
 
@@ -50,12 +54,14 @@ def test_copies_are_nicer_than_the_loop_and_never_less_nice_than_the_process(mor
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return 0
 
-    def copy() -> None:
+    @on_loop
+    async def copy() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), given)  # of this thread, and of those that it starts
-        copier = Copier[Verify](1, lambda work: None)
+        copier = Copier(1)
         pieces: Iterator[tuple[int, Piece]] = iter([(1, do)])
-        copier.add(CopyWork(order=Verify(1, 1, 0, ()), pieces=pieces, cancel=CancelWord()))
-        copier.close()
+        copier.add(CopyWork(turn=(1, 1), pieces=pieces, cancel=CancelWord(), report=lambda _: None))
+        await until(lambda: bool(found))
+        await copier.close()
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(copy).result()

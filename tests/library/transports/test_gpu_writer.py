@@ -280,7 +280,7 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
     hinted = list(both.hinted)
     assert set(hinted) == {3}
     assert len(hinted) <= gpu_writer.HINTS_MAX
-    await until(lambda: not both.writer._hints._posted)
+    await waits(gpu)
     assert both.hinted == hinted, "it has landed"
     assert both.right
     await both.close()

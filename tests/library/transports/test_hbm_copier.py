@@ -21,6 +21,7 @@ from tests.support.gpu_on_host import GpuOnHost
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.layout_tensors import mla
 from tests.support.slot_copies import filled, wanted
+from tests.support.waiting import until
 
 EXTENTS = np.array([[8, 40], [70, 3]])
 SLOTS = [*range(8, 48), *range(70, 73)]
@@ -53,8 +54,8 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
     async def run() -> None:
         up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory, lambda _, text: texts.append(text))  # type: ignore[arg-type]
         up.lift(Lift(1, 2, 3, (ComponentRows(component, 0, EXTENTS),)))
-        await asyncio.to_thread(up._copier.close)  # it carries out what is queued
-        assert not up._open
+        await until(lambda: texts or up._lost)
+        await up.close()
         assert up.moved_bytes == (len(SLOTS) * source.layout.row_bytes if texts == [""] else 0)
 
     asyncio.run(run())

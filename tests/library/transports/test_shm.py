@@ -42,7 +42,7 @@ from tests.library.transports.fake_transport import ignore_end
 from tests.support.internals import sessions_of
 from tests.support.processes import deliver, forked_descriptors, no_descriptors, open_files
 from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import on_loop, run_on_loop, until
 
 
 def count_in(arena: ArenaMemory) -> int:
@@ -1037,24 +1037,31 @@ async def test_the_loop_copies_a_bounded_share_of_small_writes_itself(
 
 def job_of(
     pool: Pool, target: NDArray[np.uint8], *, grant: int, rows: int, write: int = 1, lines: Lines | None = None
-) -> CopyWork[Write]:
+) -> tuple[Write, CopyWork]:
     slots = np.arange(rows)
     order = Write(
         session=WRITER, grant=grant, room=grant, write=write, component=0, layers=(0, LAYERS), source_slots=slots,
         target_slots=slots,
     )  # fmt: skip
     pairing, there = pair(pool.layout, page_first()), target.ctypes.data
-    return copy_job(order, pairing, source_address=pool.address, target_address=there, lines=lines)
+    job = copy_job(order, pairing, lambda _: None, source_address=pool.address, target_address=there, lines=lines)
+    return order, job
 
 
-def carried(jobs: list[CopyWork[Write]], *, threads: int) -> list[tuple[int, int]]:
+def carried(jobs: list[tuple[Write, CopyWork]], *, threads: int) -> list[tuple[int, int]]:
     """Grant and write of each job, in the order in which they end, when all are queued before any is begun."""
     ended: list[tuple[int, int]] = []
-    turns: Copier[Write] = Copier(threads, lambda job: ended.append((job.order.grant, job.order.write)))
-    with turns._changed:  # no thread takes a turn before all jobs are there
-        for job in jobs:
-            turns.add(job)
-    turns.close()
+
+    async def carry() -> None:
+        turns = Copier(threads)
+        with turns._changed:  # no thread takes a turn before all jobs are there
+            for order, job in jobs:
+                job.report = lambda _, order=order: ended.append((order.grant, order.write))
+                turns.add(job)
+        await until(lambda: len(ended) == len(jobs))
+        await turns.close()
+
+    run_on_loop(carry)
     return ended
 
 
@@ -1095,8 +1102,8 @@ def test_the_sum_of_a_write_is_that_of_its_pieces(monkeypatch: pytest.MonkeyPatc
     sums_of: list[int] = []
     for piece_bytes, threads in ((1 << 30, 1), (64 * LAYERS * ROW, 1), (7 * LAYERS * ROW, 2)):
         monkeypatch.setattr(copier, "PIECE_BYTES", piece_bytes)
-        job = job_of(pool, target, grant=1, rows=500, lines=lines_of("kv", pool.layout))
-        carried([job], threads=threads)
+        order, job = job_of(pool, target, grant=1, rows=500, lines=lines_of("kv", pool.layout))
+        carried([(order, job)], threads=threads)
         assert job.text == ""
         sums_of.append(job.checksum)
     assert len(set(sums_of)) == 1

@@ -18,7 +18,6 @@ from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.states import SessionState
 from pdtransfer.kernels import NativeCopy, checksum_copy
 from pdtransfer.transports import copier, verifier
-from pdtransfer.transports.shm import writer
 from pdtransfer.wire import Abort, Failed, Goodbye, Grant, Landed, Released, unpack_extents
 from tests.support.client_pair import Expected, Pair, client_pair, slots_of_pages
 from tests.support.layout_tensors import CANARY, mha
@@ -217,8 +216,7 @@ def verified_pair(**options: Any) -> Iterator[Pair]:
 @pytest.fixture(params=["on the loop", "in threads"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "in threads":
-        monkeypatch.setattr(writer, "_INLINE_BYTES_MAX", 0)
-        monkeypatch.setattr(verifier, "_INLINE_BYTES_MAX", 0)
+        monkeypatch.setattr(copier, "SMALL_BYTES_MAX", 0)
     return request.param
 
 
@@ -375,7 +373,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
         self.words: list[object] = []  # the cancel word of each sum
-        monkeypatch.setattr(verifier, "_INLINE_BYTES_MAX", 0)
+        monkeypatch.setattr(copier, "SMALL_BYTES_MAX", 0)
         real = checksum_copy.checksum
 
         def held(*args: Any, **kwargs: Any) -> int | None:

@@ -1,0 +1,65 @@
+"""Works that threads do for a loop: who has begun them may stop them, and the loop gets the end of each once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from ..threads import LoopCalls
+
+Turn: TypeAlias = tuple[int, int]  # session and grant: what takes turns, and is stopped
+
+
+class Work(Protocol):
+    """A work for a grant, compared by identity."""
+
+    @property
+    def turn(self) -> Turn: ...
+
+    @property
+    def report(self) -> Callable[[Any], None]:
+        """Gets the work on the loop's thread, once nothing of it is under way any more."""
+        ...
+
+    def stop(self) -> None:
+        """Ends it early, from any thread; it is reported all the same."""
+        ...
+
+
+class OpenWorks:
+    """The works that were not reported yet. Made and used on the loop's thread, but for `end` and `call`."""
+
+    def __init__(self) -> None:
+        self._calls = LoopCalls(asyncio.get_running_loop())
+        self._works: dict[Turn, set[Work]] = {}
+
+    def add(self, work: Work) -> None:
+        """The work has begun."""
+        self._works.setdefault(work.turn, set()).add(work)
+
+    def stop(self, session: int, grant: int) -> None:
+        """Stops this grant's works."""
+        for work in self._works.get((session, grant), ()):
+            work.stop()
+
+    def stop_all(self) -> None:
+        """Stops every work."""
+        for turn in self._works:
+            self.stop(*turn)
+
+    def end(self, work: Work) -> None:
+        """From any thread, once for each work: has it reported, never from within this call."""
+        self._calls.post(partial(self._report, work))
+
+    def call(self, work: Work, call: Callable[[], object]) -> None:
+        """From any thread: makes the call on the loop, unless the work was reported before."""
+        self._calls.post(lambda: call() if work in self._works.get(work.turn, ()) else None)
+
+    def _report(self, work: Work) -> None:
+        works = self._works[work.turn]
+        works.remove(work)
+        if not works:
+            del self._works[work.turn]
+        work.report(work)

@@ -104,18 +104,16 @@ class HotPool:
 
     # Start and stop of a request
 
-    def start(
-        self, row: int, host_slots: Int64s, tokens: int, device_slots: Int64s, preload: bool | None = None
-    ) -> None:
+    def start(self, row: int, host_slots: Int64s, tokens: int, device_slots: Int64s) -> None:
         """Assigns the free `row` to a request of `tokens` tokens.
 
         `host_slots` int64 (n,) are its slots for as many tokens as it may ever have. `device_slots` int64 (places + 1,)
         are its places, and last the slot for tokens without a place: `hot` places, or fewer for a request that never
         has more tokens. If the tokens fit the buffer, one launch loads them all, with position p in place p; otherwise
-        nothing is loaded. `preload`, if given, must agree. Raises LocalProtocolError without any effect.
+        nothing is loaded. Raises LocalProtocolError without any effect.
         """
         host_slots, device_slots = np.asarray(host_slots, np.int64), np.asarray(device_slots, np.int64)
-        self._check_start(row, host_slots, tokens, device_slots, preload)
+        self._check_start(row, host_slots, tokens, device_slots)
         fits, places = tokens <= self.hot, len(device_slots) - 1
         host_slots = host_slots[: places if places < self.hot else self._tables.tokens_max]
         self._tables.begin(row, host_slots, device_slots, direct=fits, stream=self._stream)
@@ -249,9 +247,7 @@ class HotPool:
             return tensor
         return buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
 
-    def _check_start(
-        self, row: int, host_slots: Int64s, tokens: int, device_slots: Int64s, preload: bool | None
-    ) -> None:
+    def _check_start(self, row: int, host_slots: Int64s, tokens: int, device_slots: Int64s) -> None:
         self._tables.check_free(row)
         if not 1 <= tokens <= min(len(host_slots), self._tables.tokens_max):
             most = self._tables.tokens_max
@@ -259,8 +255,6 @@ class HotPool:
         places = len(device_slots) - 1
         if not min(tokens, self.hot) <= places <= self.hot:
             raise LocalProtocolError(f"device_slots: {places + 1} for {tokens} tokens and a buffer of {self.hot}")
-        if preload is not None and preload and tokens > self.hot:
-            raise LocalProtocolError(f"preload: {tokens} tokens do not fit a buffer of {self.hot}")
         for name, slots, pool in (
             ("host_slots", host_slots, self.host_pool),
             ("device_slots", device_slots, self.device_pool),

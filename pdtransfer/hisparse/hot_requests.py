@@ -236,9 +236,7 @@ class HotRequests:
             with self._spans.span(
                 "swap-in", f"{what} {placement.tokens} tokens", room=room, byte_count=loaded * self._row_bytes
             ):
-                self._pool.start(
-                    placement.row, self._slots[room], placement.tokens, placement.device_slots, placement.preload
-                )
+                self._pool.start(placement.row, self._slots[room], placement.tokens, placement.device_slots)
             self._placed[room] = placement
             self._preloaded_bytes += loaded * self._row_bytes
         return bool(turn.retract)

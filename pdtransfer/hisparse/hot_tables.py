@@ -26,7 +26,7 @@ class HotTables:
     everywhere.
 
     Rows are written in the stream's order from pinned memory of their own. `begin` waits only if the row's previous
-    launch has not ended.
+    launch has not ended. `argument` is that of the kernel.
     """
 
     def __init__(self, ordinal: int | None, *, groups: int, rows: int, hot: int, tokens_max: int) -> None:
@@ -38,21 +38,23 @@ class HotTables:
         self.hot_slots, self.host_slots, self.own_slots = empty(rows, hot), empty(rows, tokens_max), empty(rows)
         self.held, self.order = empty(groups, rows, hot), empty(groups, rows, hot)
         self.refused = filled(ordinal, (rows,), 0)
-        self._rows = HotRows(
-            host_slots=self.host_slots, hot_slots=self.hot_slots, own_slots=self.own_slots, held=self.held,
-            order=self.order, refused=self.refused,
+        self.argument = HotRowArgument(
+            host_slots=address_of("host_slots", self.host_slots), hot_slots=address_of("hot_slots", self.hot_slots),
+            own_slots=address_of("own_slots", self.own_slots), held=address_of("held", self.held),
+            order=address_of("order", self.order), refused=address_of("refused", self.refused),
+            host_stride=tokens_max, groups=groups, rows=rows, hot=hot,
         )  # fmt: skip
         width = tokens_max + hot
+        self._gpu = None if ordinal is None else gpu_at(ordinal)
         self._events: list[CudaEvent] = []
         self._device_address = 0  # of `_input`
-        if ordinal is None:
+        if self._gpu is None:
             self._input: NDArray[np.int32] = np.empty((rows, width), np.int32)
         else:
-            gpu = gpu_at(ordinal)
-            gpu.load("hot_row", "hot_row")  # compile now, so that the first request need not wait
-            address, self._device_address = gpu.pinned(4 * rows * width)
+            self._gpu.load("hot_row", "hot_row")  # compile now, so that the first request need not wait
+            address, self._device_address = self._gpu.pinned(4 * rows * width)
             self._input = words(address, rows * width).view(np.int32).reshape(rows, width)
-            self._events = [CudaEvent(gpu) for _ in range(rows)]
+            self._events = [CudaEvent(self._gpu) for _ in range(rows)]
         self._used: set[int] = set()
 
     @property
@@ -68,9 +70,8 @@ class HotTables:
 
     def of(self, group: int) -> HotBuffers:
         """One group's tables, for the kernels."""
-        rows = self._rows
         return HotBuffers(
-            held=rows.held[group], order=rows.order[group], hot_slots=rows.hot_slots, host_slots=rows.host_slots
+            held=self.held[group], order=self.order[group], hot_slots=self.hot_slots, host_slots=self.host_slots
         )
 
     def check_free(self, row: int) -> None:
@@ -94,7 +95,7 @@ class HotTables:
         self._used.add(row)
         source: Any = self._device_address + row * slots.nbytes if self._device_address else slots
         own = int(device_slots[-1])
-        self._rows.assign(row, source, host_count=count, places=places, own=own, direct=direct, stream=stream)
+        self.assign(row, source, host_count=count, places=places, own=own, direct=direct, stream=stream)
         if self._events:
             self._events[row].record(stream)
 
@@ -103,51 +104,7 @@ class HotTables:
         if row in self._used:
             self._used.discard(row)
             source: Any = self._device_address or self._input[row]
-            self._rows.assign(row, source, host_count=0, places=0, own=-1, direct=False, stream=stream)
-
-
-def filled(ordinal: int | None, shape: tuple[int, ...], value: int, kind: Literal["int32", "int64"] = "int32") -> Any:
-    """An array full of a value: numpy's, or a tensor in the memory of GPU `ordinal`."""
-    if ordinal is None:
-        return np.full(shape, value, kind)
-    import torch
-
-    return torch.full(shape, value, dtype=getattr(torch, kind), device=torch.device("cuda", ordinal))
-
-
-def kernel_view(array: Any) -> Any:
-    """A tensor as the kernels take it: itself on a GPU, numpy's view of the same memory on the CPU."""
-    return array if array.is_cuda else array.numpy()
-
-
-class HotRowArgument(ctypes.Structure):
-    """HotRow of kernels/hot_row.h."""
-
-    _fields_ = (
-        ("sent", ctypes.c_uint64), ("host_slots", ctypes.c_uint64), ("hot_slots", ctypes.c_uint64),
-        ("own_slots", ctypes.c_uint64), ("held", ctypes.c_uint64), ("order", ctypes.c_uint64),
-        ("refused", ctypes.c_uint64), ("host_stride", ctypes.c_int64), ("groups", ctypes.c_int32),
-        ("rows", ctypes.c_int32), ("hot", ctypes.c_int32), ("row", ctypes.c_int32), ("host_count", ctypes.c_int32),
-        ("places", ctypes.c_int32), ("own", ctypes.c_int32), ("direct", ctypes.c_int32),
-    )  # fmt: skip
-
-
-class HotRows:
-    """The tables of HotTables as kernels take them: all numpy, or all in a GPU's memory. They must stay."""
-
-    def __init__(
-        self, *, host_slots: Any, hot_slots: Any, own_slots: Any, held: Any, order: Any, refused: Any
-    ) -> None:  # fmt: skip
-        self.host_slots, self.hot_slots, self.own_slots = host_slots, hot_slots, own_slots
-        self.held, self.order, self.refused = held, order, refused
-        self._gpu = gpu_at(held.device.index) if getattr(held, "is_cuda", False) else None
-        groups, rows, hot = held.shape
-        self.argument = HotRowArgument(
-            host_slots=address_of("host_slots", host_slots), hot_slots=address_of("hot_slots", hot_slots),
-            own_slots=address_of("own_slots", own_slots), held=address_of("held", held),
-            order=address_of("order", order), refused=address_of("refused", refused), host_stride=host_slots.shape[1],
-            groups=groups, rows=rows, hot=hot,
-        )  # fmt: skip
+            self.assign(row, source, host_count=0, places=0, own=-1, direct=False, stream=stream)
 
     def assign(
         self, row: int, source: Any, *, host_count: int, places: int, own: int, direct: bool, stream: int = 0
@@ -179,6 +136,32 @@ class HotRows:
         self.held[:, row] = -1
         if direct:
             self.held[:, row, :places] = range(places)
+
+
+def filled(ordinal: int | None, shape: tuple[int, ...], value: int, kind: Literal["int32", "int64"] = "int32") -> Any:
+    """An array full of a value: numpy's, or a tensor in the memory of GPU `ordinal`."""
+    if ordinal is None:
+        return np.full(shape, value, kind)
+    import torch
+
+    return torch.full(shape, value, dtype=getattr(torch, kind), device=torch.device("cuda", ordinal))
+
+
+def kernel_view(array: Any) -> Any:
+    """A tensor as the kernels take it: itself on a GPU, numpy's view of the same memory on the CPU."""
+    return array if array.is_cuda else array.numpy()
+
+
+class HotRowArgument(ctypes.Structure):
+    """HotRow of kernels/hot_row.h."""
+
+    _fields_ = (
+        ("sent", ctypes.c_uint64), ("host_slots", ctypes.c_uint64), ("hot_slots", ctypes.c_uint64),
+        ("own_slots", ctypes.c_uint64), ("held", ctypes.c_uint64), ("order", ctypes.c_uint64),
+        ("refused", ctypes.c_uint64), ("host_stride", ctypes.c_int64), ("groups", ctypes.c_int32),
+        ("rows", ctypes.c_int32), ("hot", ctypes.c_int32), ("row", ctypes.c_int32), ("host_count", ctypes.c_int32),
+        ("places", ctypes.c_int32), ("own", ctypes.c_int32), ("direct", ctypes.c_int32),
+    )  # fmt: skip
 
 
 class NewestArgument(ctypes.Structure):

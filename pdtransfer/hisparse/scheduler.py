@@ -76,13 +76,6 @@ class Scheduler:
         return self._pace.retry_ms(self.waiting)
 
     @property
-    def batch_is_full(self) -> bool:
-        """Whether the head of the queue must wait for a row or device slots. Computed on each call, so it never goes
-        stale."""
-        head = next(iter(self._queue), None)
-        return not self.coordinator.rows_free if head is None else not self.coordinator.fits_now(head)
-
-    @property
     def is_idle(self) -> bool:
         """Whether nothing waits, runs, or is about to be returned. Checks for leaks each time."""
         return self.coordinator.is_idle and not (self._newcomers or self._queue or self._placed or self._gone)

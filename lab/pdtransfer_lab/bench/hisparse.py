@@ -206,7 +206,7 @@ class HotBatch:
             placed = coordinator.admit_direct(request, host_slots)
             assert placed is not None
             rows.append(placed.row)
-            self.pool.start(placed.row, host_slots, placed.tokens, placed.device_slots, placed.preload)
+            self.pool.start(placed.row, host_slots, placed.tokens, placed.device_slots)
             calls.append(time.perf_counter() - start)
             self._wait()
             done.append(time.perf_counter() - start)

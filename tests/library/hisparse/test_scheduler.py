@@ -54,7 +54,6 @@ def test_a_large_head_is_not_overtaken_by_a_small_one_that_would_fit() -> None:
     offer(queue, 2)
     offer(queue, 3, tokens=2, growth=1)
     assert placed(queue.next(0.0)) == [1]
-    assert queue.batch_is_full
     queue.ended(1)
     assert placed(queue.next(0.0)) == [2, 3]
 
@@ -170,19 +169,18 @@ def test_the_row_of_who_was_retracted_is_free_only_after_its_event() -> None:
     for _ in range(3):
         turn = queue.next(0.0)
         assert (placed(turn), turn.retract) == ([], []), "one row is on its way back: no second one is asked for"
-        assert queue.batch_is_full
         queue.stepped(queue.coordinator.running)
     event.fired = True
     assert placed(queue.next(0.0)) == [3]
 
 
 @pytest.mark.parametrize("how", ["retract", "finish", "drop"])
-def test_batch_is_full_is_lifted_by_whatever_frees_capacity(how: str) -> None:
+def test_capacity_goes_to_the_head_however_it_becomes_free(how: str) -> None:
     queue = scheduler()
     for request in (1, 2, 3):
         offer(queue, request)
     queue.next(0.0)
-    assert queue.batch_is_full
+    assert placed(queue.next(0.0)) == []
     if how == "retract":
         queue.retract(2)
     else:

@@ -101,7 +101,7 @@ class World:
             slots, held = again
         places = self.take(self.free_device, min(len(slots), self.hot) + 1)
         self.used.update(places.tolist())
-        self.pool.start(row, slots, len(held), places, preload=len(held) <= self.hot)
+        self.pool.start(row, slots, len(held), places)
         self.preloaded += len(held) if len(held) <= self.hot else 0
         self.tokens[row], self.host_slots[row], self.device_slots[row] = list(held), slots, places
 

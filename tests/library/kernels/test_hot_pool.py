@@ -214,9 +214,9 @@ def test_a_start_that_does_not_fit_says_why_and_does_nothing() -> None:
     here.start(0, 20, 4)
     slots = np.arange(40, dtype=np.int64)
 
-    def refused(match: str, row: int, host_slots: Any, tokens: int, device_slots: Any, **changed: Any) -> None:
+    def refused(match: str, row: int, host_slots: Any, tokens: int, device_slots: Any) -> None:
         with pytest.raises(LocalProtocolError, match=match):
-            here.pool.start(row, host_slots, tokens, device_slots, **changed)
+            here.pool.start(row, host_slots, tokens, device_slots)
 
     refused("row: 0 is in use", 0, slots[:12], 10, slots[:9])
     refused(r"row: 3 is outside 0\.\.2", 3, slots[:12], 10, slots[:9])
@@ -225,7 +225,6 @@ def test_a_start_that_does_not_fit_says_why_and_does_nothing() -> None:
     refused("tokens: 0, and 12", 1, slots[:12], 0, slots[:9])
     refused("device_slots: 10 for 10 tokens and a buffer of 8", 1, slots[:12], 10, slots[:10])
     refused("device_slots: 5 for 5 tokens and a buffer of 8", 1, slots[:12], 5, slots[:5])
-    refused("preload: 10 tokens do not fit a buffer of 8", 1, slots[:12], 10, slots[:9], preload=True)
     refused(r"host_slots: -1 is outside", 1, slots[:12] - 1, 10, slots[:9])
     refused(r"device_slots: 1000 is outside", 1, slots[:12], 10, np.append(slots[:8], 1000))
     refused("device_slots: a slot is repeated", 1, slots[:12], 8, slots[[0, 1, 2, 3, 4, 5, 6, 7, 7]])
@@ -270,7 +269,7 @@ def test_shapes_of_a_step_that_do_not_fit_are_refused() -> None:
 def test_fewer_places_than_the_buffer_has_are_as_many_tokens_as_there_may_be() -> None:
     here = world()
     host, device = np.arange(40, dtype=np.int64), np.arange(5, dtype=np.int64)
-    here.pool.start(0, host, 3, device, preload=True)
+    here.pool.start(0, host, 3, device)
     here.device.check(device[:3], host[:3], range(3))
     row = here.there([0])
     assert here.pool.newest(row, here.there([3])).tolist() == [3]

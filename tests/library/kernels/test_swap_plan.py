@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.hisparse.hot_tables import HotRowArgument, HotRows, NewestArgument, newest_argument_of, newest_slots
+from pdtransfer.hisparse.hot_tables import HotRowArgument, HotTables, NewestArgument, newest_argument_of, newest_slots
 from pdtransfer.hisparse.swap import HotBuffers, SwapArgument, SwapCounts, SwapPlan, argument_of, shape_of, swap_plan
 from pdtransfer.kernels.kv_copy import Side, kv_copy, launch_of
 from pdtransfer.kernels.pools import Pool
@@ -280,10 +280,11 @@ def test_the_newest_token_goes_to_its_place_or_to_the_slot_of_its_request(lib: c
 
 @pytest.mark.parametrize("native", [False, True])
 def test_a_row_becomes_a_request_s_and_nobody_s_again(lib: ctypes.CDLL, native: bool) -> None:
-    shapes = {"host_slots": (3, 9), "hot_slots": (3, 6), "own_slots": (3,), "held": (2, 3, 6), "order": (2, 3, 6)}
-    tables = HotRows(
-        refused=np.full(3, 7, np.int32), **{name: np.full(at, -5, np.int32) for name, at in shapes.items()}
-    )
+    names = "host_slots", "hot_slots", "own_slots", "held", "order"
+    tables = HotTables(None, groups=2, rows=3, hot=6, tokens_max=9)
+    tables.refused[:] = 7
+    for name in names:
+        getattr(tables, name)[:] = -5
 
     def become(sent: list[int], host_count: int, own: int, direct: bool) -> None:
         slots, places = np.array(sent, np.int32), len(sent) - host_count
@@ -310,7 +311,7 @@ def test_a_row_becomes_a_request_s_and_nobody_s_again(lib: ctypes.CDLL, native: 
     for name in ("host_slots", "hot_slots", "own_slots"):
         assert (getattr(tables, name)[1] == -1).all()
     assert tables.refused.tolist() == [7, 3, 7], "what was refused can still be read"
-    for name in shapes:
+    for name in names:
         others = getattr(tables, name)[:, [0, 2]] if name in ("held", "order") else getattr(tables, name)[[0, 2]]
         assert (others == -5).all(), name
 

@@ -24,7 +24,6 @@
 #define P5 0x27D4EB2F165667C5ULL
 
 enum {
-    ABI = 2,    /* changes with the meaning of any argument */
     ITEMS = 8,  /* hashed together, since a single hash waits for its multiplications */
     SLICE_RUNS = 512,
     STRIPE = 32
@@ -177,8 +176,6 @@ WIDE static uint64_t hashes_avx512(const Item *items, int count) {
     return sum;
 }
 #endif
-
-EXPORT int32_t pdtransfer_checksum_abi(void) { return ABI; }
 
 /* Whether this CPU and its kernel support AVX-512. */
 EXPORT int32_t pdtransfer_checksum_wide(void) {

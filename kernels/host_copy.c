@@ -17,7 +17,6 @@
 #endif
 
 enum {
-    ABI = 1,            /* changes with the meaning of any argument */
     BATCH_BYTES = 4608, /* prefetched before stores: hides memory latency and fits the L1 cache */
     BATCH_ROWS = 256,
     TURN_BYTES = 2 << 20, /* copied between two yields of the core */
@@ -98,8 +97,6 @@ STORE_STREAMING(store_sse2, "sse2", __m128i, 16, _mm_loadu_si128, _mm_stream_si1
 STORE_STREAMING(store_avx, "avx", __m256i, 32, _mm256_loadu_si256, _mm256_stream_si256)
 STORE_STREAMING(store_avx512, "avx512f", __m512i, 64, _mm512_loadu_si512, _mm512_stream_si512)
 #endif
-
-EXPORT int32_t pdtransfer_abi(void) { return ABI; }
 
 /* The widest streaming stores of this CPU and its kernel: 0 none, 1 SSE2, 2 AVX, 3 AVX-512. */
 EXPORT int32_t pdtransfer_streams(void) {

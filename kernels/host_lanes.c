@@ -220,5 +220,3 @@ EXTERN void pdtransfer_await(struct Await *await) {
         if (!await->called || *(const volatile uint32_t *)await->called || now() >= await->until) return;
     }
 }
-
-EXTERN uint32_t pdtransfer_abi(void) { return 6; }

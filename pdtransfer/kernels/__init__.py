@@ -28,7 +28,6 @@ from ..layout.plan import Plan
 from . import numpy_copy
 from .cancel import CancelWord
 
-_ABI = 1  # of kernels/host_copy.c
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fvisibility=hidden")
 _COMPILERS = {  # C first: more hosts have a C compiler than a C++ compiler
     **dict.fromkeys(("cc", "gcc", "clang"), ("-x", "c", "-std=c11")),
@@ -187,20 +186,16 @@ def run_compiler(command: list[str]) -> str:
     return done.stdout
 
 
-def library_at(path: Path, *, abi_name: str, abi: int) -> ctypes.CDLL:
-    """Opens a compiled library. Raises UnusableError if it cannot be opened or `abi_name` returns another ABI."""
+def library_at(path: Path) -> ctypes.CDLL:
+    """Opens a compiled library. Raises UnusableError if it cannot be opened."""
     try:
-        library = ctypes.CDLL(str(path))
-        library_abi = library[abi_name]()
-    except (OSError, AttributeError) as error:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
         raise UnusableError(f"{path}: {error}") from None
-    if library_abi != abi:
-        raise UnusableError(f"{path}: its interface is {library_abi}, not {abi}")
-    return library
 
 
 def _open(path: Path) -> NativeCopy:
-    library = library_at(path, abi_name="pdtransfer_abi", abi=_ABI)
+    library = library_at(path)
     streams: int = library.pdtransfer_streams()
     function = library.pdtransfer_copy
     address, count = ctypes.c_uint64, ctypes.c_int64

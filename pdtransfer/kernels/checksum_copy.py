@@ -16,7 +16,6 @@ from ..layout.plan import Plan, pieces_of
 from . import numpy_copy
 from .cancel import CancelWord
 
-_ABI = 2  # of kernels/host_checksum.c
 _SLICE_BYTES = 256 << 10  # summed, then copied from the CPU's cache
 _PIECE_BYTES = 4 << 20  # summed by numpy between two reads of the cancel word
 
@@ -50,7 +49,7 @@ native = kernels.Once(load)
 
 
 def _open(path: Path) -> NativeChecksum:
-    library = kernels.library_at(path, abi_name="pdtransfer_checksum_abi", abi=_ABI)
+    library = kernels.library_at(path)
     wide = bool(library.pdtransfer_checksum_wide())
     address, count, flag = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32
     total, copied = library.pdtransfer_checksum, library.pdtransfer_checksum_copy

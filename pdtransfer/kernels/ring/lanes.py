@@ -31,7 +31,6 @@ SLOTS = 3
 SLOT_BYTES = 16 << 20
 EVENTS = 9  # pending works: they keep the copy engine busy while the queueing thread waits for a core
 _STAGINGS = 8  # pending lists of slots
-_ABI = 6  # of kernels/host_lanes.c
 NEVER_NS = (1 << 63) - 1
 
 ARGUMENT = np.dtype(CopyArgument)
@@ -355,7 +354,7 @@ def native() -> NativeLanes:
 
 
 def _open(path: Path) -> NativeLanes:
-    library = library_at(path, abi_name="pdtransfer_abi", abi=_ABI)
+    library = library_at(path)
     functions = library.pdtransfer_lanes, library.pdtransfer_await
     for function in functions:
         function.argtypes, function.restype = (ctypes.c_void_p,), None

@@ -320,7 +320,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
     aside.replace(first.path)  # another file: the one that is loaded stays whole
     again = kernels.load(tmp_path)
     assert again.used
-    assert ctypes.CDLL(str(first.path)).pdtransfer_abi() == kernels._ABI
+    assert ctypes.CDLL(str(first.path)).pdtransfer_streams() == first.streams
 
 
 def test_the_source_is_found_in_a_wheel_and_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from importlib.util import find_spec
@@ -120,14 +120,13 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
     model = DemoModel(config)
     texts = model.prompts()
     text = f"starting {config.prefill} prefill, {config.decode} decode and a router"
-    with _stage(console, f"using the router at {standing.url}" if standing else text):
-        fleet = await (standing or _fleet(config, model, texts, logs)).__aenter__()
-    try:
+    async with AsyncExitStack() as held:
+        with _stage(console, f"using the router at {standing.url}" if standing else text):
+            started = nullcontext(standing) if standing else _fleet(config, model, texts, logs)
+            fleet = await held.enter_async_context(started)
         answers, seconds = await _ask(config, model, fleet, texts, console)
         leaked = await _leaked(fleet)
         metrics = await _metrics(fleet) if config.verify or config.hisparse else {}
-    finally:
-        await fleet.__aexit__()
     with _stage(console, "the same prompts in a single process, nothing transferred"):
         reference = await _reference(config, texts)
     for answer, expected in zip(answers, reference, strict=True):

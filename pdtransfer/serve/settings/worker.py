@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -157,6 +157,19 @@ class WorkerConfig(NodeConfig):
         given = {name: value for name, _, value in (option.partition("=") for option in self.engine_option)}
         return given if self.model in BUILT_IN else given | {"model": self.model}
 
+    def _engine_config(self, role: Literal["prefill", "decode"], **of_role: Any) -> EngineConfig:
+        from ..engine_api import EngineConfig
+
+        return EngineConfig(
+            role=role,
+            slots=self.slots,
+            page_size=self.page_size,
+            host_layout=self.host_layout,
+            device=self.own_device,
+            options=self.engine_options,
+            **of_role,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
@@ -185,17 +198,7 @@ class PrefillConfig(WorkerConfig):
     @property
     def engine_config(self) -> EngineConfig:
         """The argument of the engine's factory."""
-        from ..engine_api import EngineConfig
-
-        return EngineConfig(
-            role="prefill",
-            slots=self.slots,
-            page_size=self.page_size,
-            host_layout=self.host_layout,
-            chunk_tokens=self.chunk_tokens,
-            device=self.own_device,
-            options=self.engine_options,
-        )
+        return self._engine_config("prefill", chunk_tokens=self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,18 +253,7 @@ class DecodeConfig(WorkerConfig):
     @property
     def engine_config(self) -> EngineConfig:
         """The argument of the engine's factory."""
-        from ..engine_api import EngineConfig
-
-        return EngineConfig(
-            role="decode",
-            slots=self.slots,
-            page_size=self.page_size,
-            host_layout=self.host_layout,
-            batch_max=self.batch_max,
-            device=self.own_device,
-            options=self.engine_options,
-            hisparse=self._hisparse,
-        )
+        return self._engine_config("decode", batch_max=self.batch_max, hisparse=self._hisparse)
 
     @property
     def _hisparse(self) -> HiSparse | None:

@@ -147,11 +147,6 @@ def filled(ordinal: int | None, shape: tuple[int, ...], value: int, kind: Litera
     return torch.full(shape, value, dtype=getattr(torch, kind), device=torch.device("cuda", ordinal))
 
 
-def kernel_view(array: Any) -> Any:
-    """A tensor as the kernels take it: itself on a GPU, numpy's view of the same memory on the CPU."""
-    return array if array.is_cuda else array.numpy()
-
-
 class HotRowArgument(ctypes.Structure):
     """HotRow of kernels/hot_row.h."""
 

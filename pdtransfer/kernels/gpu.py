@@ -17,7 +17,6 @@ from ..layout.geometry import Int64s
 from . import UnusableError
 from .compiled import machine_code
 from .driver import Calls, calls, driver
-from .registered import RegisteredMemory
 from .tables import DeviceTables
 
 POLL_SECONDS = 20e-6
@@ -325,19 +324,6 @@ class Gpu:
         address = int(self.call("cuMemHostAlloc", byte_count, flags))
         ctypes.memset(address, 0, byte_count)
         return address, int(self.call("cuMemHostGetDevicePointer", address, 0))
-
-    def register(self, address: int, byte_count: int) -> RegisteredMemory:
-        """Registers a whole mapping of this process. Slow: call it outside the event loop.
-
-        Raises WorldError, with nothing left registered, if the driver refuses.
-        """
-        registered = RegisteredMemory(self, address, byte_count)
-        try:
-            registered.grow(byte_count)
-        except WorldError:
-            registered.close()
-            raise
-        return registered
 
     def host_register(self, address: int, byte_count: int) -> int:
         """Registers host memory with the GPU and returns its device address.

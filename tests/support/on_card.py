@@ -24,7 +24,6 @@ class OnCard:
     def __init__(self, *, host: bool) -> None:
         self.host, self.gpu = host, gpus.gpu_at(0)
         self._arena: ArenaMemory | None = None
-        self._registered: gpus.Registered | None = None
         self._tensor = torch.empty(0)
 
     def put(self, content: np.ndarray[Any, Any]) -> int:
@@ -33,9 +32,10 @@ class OnCard:
             self._tensor = torch.from_numpy(content).cuda()
             return self._tensor.data_ptr()
         self._arena = ArenaMemory.create(len(content), huge_pages="never")
+        self._arena.gpu = self.gpu
+        self._arena.prefault()
         self._arena.mapping.array[: len(content)] = content
-        self._registered = self.gpu.register(self._arena.mapping.address, self._arena.byte_count)
-        return self._registered.device_address
+        return self._arena.mapping.registered.device_address
 
     def get(self, count: int) -> np.ndarray[Any, Any]:
         """Its bytes now."""
@@ -51,8 +51,7 @@ class OnCard:
             self._tensor.copy_(torch.from_numpy(content))
 
     def close(self) -> None:
-        if self._registered is not None and self._arena is not None:
-            self._registered.close()
+        if self._arena is not None:
             self._arena.close()
 
 

@@ -91,10 +91,12 @@ class _Pushing:
         arena = ArenaMemory.create(far.end)
         if (node := here.numa_node) is not None:
             arena.mapping.bind(node)
+        arena.gpu = here
         arena.prefault()
-        self._held = arena, here.register(arena.mapping.address, arena.byte_count)
+        assert arena.mapping.registered is not None
+        self._arena = arena  # stays mapped
         self._source = Pool(layout=near, address=here.allocate(near.end), device=ordinal)
-        self._target = Pool(layout=far, address=self._held[1].device_address, device=ordinal, host=True)
+        self._target = Pool(layout=far, address=arena.mapping.registered.device_address, device=ordinal, host=True)
         pages = np.random.default_rng(ordinal).permutation(_SLOTS // PAGE_SIZE)[: _TOKENS // PAGE_SIZE]
         self._slots = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel().astype(np.int64)
         writer = PoolGpu(ordinal)

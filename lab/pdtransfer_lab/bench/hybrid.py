@@ -371,16 +371,14 @@ def _clock(pool_bytes: int, arena_bytes: int, *, on_card: bool) -> Generator[Clo
         yield _CpuClock(pool_bytes, arena_bytes)
         return
     here, arena = gpu_at(0), ArenaMemory.create(arena_bytes)
+    arena.gpu = here
     try:
         arena.prefault()
-        registered = here.register(arena.mapping.address, arena.byte_count)
+        assert arena.mapping.registered is not None
+        clock = _CardClock(here, pool_bytes, arena, arena.mapping.registered.device_address)
         try:
-            clock = _CardClock(here, pool_bytes, arena, registered.device_address)
-            try:
-                yield clock
-            finally:
-                clock.close()
+            yield clock
         finally:
-            registered.close()
+            clock.close()
     finally:
         arena.close()

@@ -81,13 +81,11 @@ class Replays:
 def registered(here: Gpu, byte_count: int) -> Generator[int]:
     """The address at which the GPU sees an arena of this many bytes, which is backed."""
     arena = ArenaMemory.create(byte_count)
+    arena.gpu = here
     try:
         arena.prefault()
-        chunks = here.register(arena.mapping.address, arena.byte_count)
-        try:
-            yield chunks.device_address
-        finally:
-            chunks.close()
+        assert arena.mapping.registered is not None
+        yield arena.mapping.registered.device_address
     finally:
         arena.close()
 

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pdtransfer.errors import WorldError
-from pdtransfer.hisparse.hot_tables import kernel_view
 from pdtransfer.hisparse.swap import HotBuffers, SwapPlan, swap_plan
 from pdtransfer.kernels.gpu import Gpu, gpu_at
 from pdtransfer.kernels.kv_copy import PlannedCopy, kv_copy
@@ -406,6 +405,11 @@ class Copies:
         source_slots, target_slots = slots.rows if case.push else slots.rows[::-1]
         target[:layers, target_slots] = source[:layers, source_slots]
         return right
+
+
+def kernel_view(array: Any) -> Any:
+    """A tensor as the kernels take it: itself on a GPU, numpy's view of the same memory on the CPU."""
+    return array if array.is_cuda else array.numpy()
 
 
 class _SlotSet(NamedTuple):

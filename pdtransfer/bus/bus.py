@@ -363,13 +363,11 @@ class Bus:
             self._end(connection, "unread", f"{connection.tcp.unread_bytes} bytes wait to be read", now)
         if self._sweep is not None:
             for tcp in self._sweep.backlogged(known, unread_bytes_max=self._limits.unread_bytes_max):
-                self.refused += 1
-                self._on_refused("unknown:", RemoteProtocolError("frames", "the first message has no end"))
+                self.refused_message("unknown:", RemoteProtocolError("frames", "the first message has no end"))
                 tcp.end()
         for dialled in self._dialled.values():
             if dialled.backlogged:
-                self.refused += 1
-                self._on_refused(dialled.name, RemoteProtocolError("unread", "too much waits to be read"))
+                self.refused_message(dialled.name, RemoteProtocolError("unread", "too much waits to be read"))
                 dialled.redial()
         self._report_gone(now)
 
@@ -387,14 +385,13 @@ class Bus:
     def _end(self, connection: Connection, field: str, text: str, now: float, *, ban: bool = True) -> None:
         """Closes a connection that floods this node, and bans its key for a while. One that a killed process has left
         full is no reason to ban its successor."""
-        self.refused += 1
         name = connection.name or "unknown:"
         if connection.tcp is not None:
             connection.tcp.end()
         self._connections.depart(connection.route)
         if self._zap is not None and ban:
             self._zap.ban(connection.user, now + self._limits.banned_ms / 1e3)
-        self._on_refused(name, RemoteProtocolError(field, text))
+        self.refused_message(name, RemoteProtocolError(field, text))
 
     def received_message(self, peer: str, message: Message) -> None:
         """As LineOwner."""
@@ -415,9 +412,8 @@ class Bus:
             message = _decode(frame)
         except RemoteProtocolError as error:
             dialled.muted_until = now + self._limits.mute_ms / 1e3
-            self.refused += 1
             dialled.send(_reject(BREACH, error))
-            self._on_refused(dialled.name, error)
+            self.refused_message(dialled.name, error)
             return
         if type(message) is Reject and message.reason == HELLO_FIRST and dialled.hello is not None:
             # The connection is new, and another message overtook the Hello.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError, WorldError
@@ -16,8 +15,9 @@ ANSWER_BYTES_MAX = 16 << 20
 class RouterClient:
     """One connection to a router, made anew when it breaks."""
 
-    def __init__(self, name: str, url: str) -> None:
-        """`name` is the flag that gave the URL. Raises ConfigError for what is not a URL."""
+    def __init__(self, name: str, url: str, token: str = "") -> None:
+        """`name` is the flag that gave the URL; `token` is for a router that asks for one. Raises ConfigError for what
+        is not a URL."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             host, port = parts.hostname, parts.port
@@ -29,13 +29,12 @@ class RouterClient:
         self._path = parts.path.rstrip("/")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}"
         self._connection = kind(host, port, timeout=WAIT_S)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
-    def request(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
-    ) -> tuple[int, bytes]:
+    def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Returns the status and the body. Raises WorldError where there is no answer."""
         try:
-            self._connection.request(method, self._path + path, body, dict(headers or {}))
+            self._connection.request(method, self._path + path, body, self._headers)
             answer = self._connection.getresponse()
             got = answer.read(ANSWER_BYTES_MAX + 1)
         except (OSError, http.client.HTTPException) as error:

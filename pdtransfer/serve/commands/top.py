@@ -29,18 +29,8 @@ class StatusSource:
 
     def __init__(self, url: str, key: str = "") -> None:
         """`key` is an API key, for a router that asks for one. Raises ConfigError for what is not a URL of a router."""
-        self._router = RouterClient("router", url)
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._router = RouterClient("router", url, key)
         self.url = self._router.url
-
-    def ask(self) -> bytes:
-        """Returns the document. Raises WorldError where the router does not answer with one."""
-        status, body = self._router.request("GET", "/status", headers=self._headers)
-        if status == 401:
-            raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
-        if status != 200:
-            raise WorldError(f"{self.url}/status answers {status}: this is not a pdtransfer router, or an older one")
-        return body
 
     def status(self) -> FleetStatus:
         """Returns the document as it is now. Raises WorldError."""
@@ -51,7 +41,11 @@ class StatusSource:
         return msgspec.json.encode(self._decoded(dict[str, Any])).decode()
 
     def _decoded(self, kind: type[_Document]) -> _Document:
-        body = self.ask()
+        status, body = self._router.request("GET", "/status")
+        if status == 401:
+            raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
+        if status != 200:
+            raise WorldError(f"{self.url}/status answers {status}: this is not a pdtransfer router, or an older one")
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -32,8 +32,7 @@ class AdminClient:
 
     def __init__(self, url: str, token: Path) -> None:
         """Raises ConfigError for what is not a URL, or a token that cannot be read."""
-        self._router = RouterClient("admin", url)
-        self._headers = {"Authorization": f"Bearer {read_token(token).decode()}"}
+        self._router = RouterClient("admin", url, read_token(token).decode())
 
     def list(self) -> list[WorkerStatus]:
         """Returns the workers. Raises as `change`."""
@@ -46,7 +45,7 @@ class AdminClient:
 
     def _ask(self, method: str, what: str, change: dict[str, str] | None) -> list[WorkerStatus]:
         body = None if change is None else dumps(change).encode()
-        status, answer = self._router.request(method, "/workers" + what, body, self._headers)
+        status, answer = self._router.request(method, "/workers" + what, body)
         try:
             if status == 200:
                 return msgspec.json.decode(answer, type=_Listed).workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.transports.copier import PIECE_BYTES, Copier, CopyWork, Piece
+from pdtransfer.transports.works import OpenWorks
 from tests.support.waiting import on_loop, until
 
 
@@ -42,6 +44,18 @@ async def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> 
     await copier.close()
     assert done == [1, 1, 2, 2, 2, 2, 1, 2, 1]
     assert sorted(ended) == [1, 2, 2, 2, 2, 2]
+
+
+@on_loop
+async def test_a_work_is_reported_once_and_what_comes_behind_its_end_is_not_called() -> None:
+    works, called = OpenWorks(), list[str]()
+    work = CopyWork(turn=(1, 1), pieces=iter(()), cancel=CancelWord(), report=lambda _: called.append("end"))
+    works.add(work)
+    threads = [lambda: works.call(work, lambda: called.append("call")), lambda: works.end(work)]
+    for each in (*threads, threads[0]):
+        await asyncio.to_thread(each)
+    await until(lambda: not works._calls)
+    assert called == ["call", "end"]
 
 
 @pytest.mark.parametrize("more", [0, 12])

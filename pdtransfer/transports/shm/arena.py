@@ -25,6 +25,18 @@ FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 log = logging.getLogger(__name__)
 
 
+def lock(fd: int, byte: int) -> None:
+    """Locks a byte for the open file description of `fd`, as long as that or a mapping of it stands."""
+    fcntl.fcntl(fd, F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+
+
+def is_locked(fd: int, byte: int) -> bool:
+    """Whether another open file description than that of `fd` has the byte locked."""
+    asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind: int = FLOCK.unpack(fcntl.fcntl(fd, _F_OFD_GETLK, asked))[0]
+    return kind != fcntl.F_UNLCK
+
+
 @dataclass(slots=True, eq=False)
 class _HandOver:
     """The hand-over of one session: a token until it is used or revoked, and the bytes that were locked for writers."""
@@ -87,7 +99,7 @@ class ShmArena:
         """Whether no token is valid and every lock that was handed over is free, by the kernel."""
         if (hand := self._sessions.get(session)) is None:
             return True
-        hand.locked = [byte for byte in hand.locked if self._held(byte)]
+        hand.locked = [byte for byte in hand.locked if is_locked(self._arena.fd, byte)]
         return not hand.token and not hand.locked
 
     def forget(self, session: int) -> None:
@@ -102,7 +114,8 @@ class ShmArena:
 
     def _all_quiet(self) -> bool:
         """Whether no writer can come any more, and no writer's lock is held."""
-        return self._closed and not any(self._held(byte) for hand in self._sessions.values() for byte in hand.locked)
+        locked = (byte for hand in self._sessions.values() for byte in hand.locked)
+        return self._closed and not any(is_locked(self._arena.fd, byte) for byte in locked)
 
     def _give(self, session: int, token: bytes) -> int | None:
         hand = self._sessions.get(session)
@@ -111,7 +124,7 @@ class ShmArena:
         fd = self._arena.reopen()  # where it raises, the token stays valid
         byte, self._next_byte = self._next_byte, self._next_byte + 1
         try:
-            fcntl.fcntl(fd, F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+            lock(fd, byte)
         except OSError as error:
             # Without its lock nothing would ever prove that this writer is gone.
             os.close(fd)
@@ -120,9 +133,3 @@ class ShmArena:
         hand.token = b""
         hand.locked.append(byte)
         return fd
-
-    def _held(self, byte: int) -> bool:
-        """Whether another open file description than the arena's own, which takes no lock, has the byte locked."""
-        asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        kind: int = FLOCK.unpack(fcntl.fcntl(self._arena.fd, _F_OFD_GETLK, asked))[0]
-        return kind != fcntl.F_UNLCK

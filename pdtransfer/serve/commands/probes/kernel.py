@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import socket
-import struct
 from pathlib import Path
 
 from ....memory.arena_memory import ArenaMemory
 from ....memory.mapping import map_received
 from ....probe import KERNEL, Seen, missing, ok, read, within
+from ....transports.shm import arena as fence
 
 
 def memfd(_root: Path) -> Seen:
@@ -34,13 +33,13 @@ def lock(_root: Path) -> Seen:
     try:
         again = arena.reopen()
         try:
-            fcntl.fcntl(again, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
+            fence.lock(again, 0)
             address = _map(again)
         finally:
             os.close(again)
-        kept = _is_locked(arena.fd)
+        kept = fence.is_locked(arena.fd, 0)
         _unmap(address)
-        freed = not _is_locked(arena.fd)
+        freed = not fence.is_locked(arena.fd, 0)
     finally:
         arena.close()
     if kept and freed:
@@ -63,15 +62,6 @@ def _map(descriptor: int) -> int:
 
 def _unmap(address: int) -> None:
     ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
-
-
-def _flock(kind: int) -> bytes:
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0)
-
-
-def _is_locked(descriptor: int) -> bool:
-    found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK))
-    return bool(struct.unpack("hhqqi4x", found)[0] != fcntl.F_UNLCK)
 
 
 def unix_socket(_root: Path) -> Seen:

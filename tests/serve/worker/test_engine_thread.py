@@ -175,8 +175,7 @@ class Site:
         deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, (self.outcomes, self.engine)
-            while self.port._calls:
-                self.port._calls.popleft()()
+            self.port._calls._run()
             time.sleep(0.001)
 
     def of(self, room: int) -> list:

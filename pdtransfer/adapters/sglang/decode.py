@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...client.api import DecodeClient, KVPoll, RoomDrained, RoomFailed, RoomReady
+from ...client.api import Cause, DecodeClient, KVPoll, RoomDrained, RoomFailed, RoomReady
 from ...errors import LocalProtocolError
+from ..kit.failures_in_a_row import FailuresInARow
 from .changes import Change
 from .labels import Uses
 from .pools import KV, CachePart, KVPools
@@ -47,6 +48,7 @@ class ReceivingSide:
     ) -> None:
         self._client, self._parts, self._uses = client, pools.parts, uses
         self._put_aux, self._aux_bytes, self._time_left_s = put_aux, aux_bytes, time_left_s
+        self.failures = FailuresInARow()
         self._rooms: dict[int, _Received] = {}  # that are not drained
         self._current: dict[int, int] = {}  # the room of a bootstrap_room that has not ended
 
@@ -100,10 +102,15 @@ class ReceivingSide:
                     if len(event.aux) == self._aux_bytes:
                         self._put_aux(found.aux_index, event.aux)
                         found.ready = True
+                        self.failures.landed()
                     else:
                         text = f"{len(event.aux)} bytes were sent, this engine takes {self._aux_bytes}"
-                        self._end(made, room, KVPoll.FAILED, f"metadata of the request: {text}")
+                        text = f"metadata of the request: {text}"
+                        self.failures.failed(Cause.REFUSED, text)
+                        self._end(made, room, KVPoll.FAILED, text)
                 case RoomFailed(room, cause, detail):
+                    if self._is_wanted(room):
+                        self.failures.failed(cause, detail)
                     self._end(made, room, KVPoll.FAILED, f"{cause.value}: {detail}")
                 case RoomDrained(room):
                     if self._rooms[room].ready:
@@ -120,9 +127,13 @@ class ReceivingSide:
     def _end(self, made: list[Change], room: int, state: KVPoll, reason: str = "") -> None:
         """A request has ended, unless SGLang gave it up: then it knows."""
         number = self._rooms[room].bootstrap_room
-        if self._current.get(number) == room:
+        if self._is_wanted(room):
             del self._current[number]
             made.append(Change(number, state, reason))
+
+    def _is_wanted(self, room: int) -> bool:
+        """Whether its request has not ended here."""
+        return self._current.get(self._rooms[room].bootstrap_room) == room
 
     @staticmethod
     def _rows(part: CachePart, tokens: int, indices: Indices) -> NDArray[np.int64]:

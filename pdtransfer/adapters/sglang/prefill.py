@@ -25,6 +25,7 @@ from ...client.api import (
     RoomLanded,
     RoomLeased,
 )
+from ..kit.failures_in_a_row import FailuresInARow
 from ..kit.quiesce import Quiescence
 from .changes import Change
 from .labels import Meetings
@@ -66,6 +67,7 @@ class SendingSide:
         self._page_size = pools.parts[0].page_size
         self._time_left_s, self._clock = time_left_s, clock
         self._quiescence = Quiescence(client, clock)
+        self.failures = FailuresInARow()
         self._meetings = Meetings(self._open, self._refuse, kept_s=time_left_s, clock=clock)
         self._sent: dict[int, Sent] = {}  # by bootstrap_room
         self._rooms: dict[int, int] = {}  # bootstrap_room by room
@@ -193,7 +195,9 @@ class SendingSide:
             case RoomLanded(room, kv_bytes) if (number := self._rooms.get(room)) is not None:
                 sent = self._sent[number]
                 sent.kv_bytes, sent.end = kv_bytes, Change(number, KVPoll.SUCCESS)
+                self.failures.landed()
             case RoomFailed(room, cause, detail) if (number := self._rooms.get(room)) is not None:
+                self.failures.failed(cause, detail)
                 self._sent[number].end = Change(number, KVPoll.FAILED, f"{cause.value}: {detail}")
             case RoomDrained(room) if (number := self._rooms.pop(room, None)) is not None:
                 self._meetings.met(number)

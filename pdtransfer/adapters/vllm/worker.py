@@ -29,6 +29,7 @@ from ...client.api import (
     room_id,
 )
 from ...handoff.cell_sizes import is_full
+from ..kit.failures_in_a_row import FailuresInARow
 from ..kit.quiesce import Quiescence
 from . import figures
 from .orders import Chunk, Open, Orders, Receive, Refuse, Withdraw
@@ -136,6 +137,7 @@ class WorkerSide:
         self._time_left_s, self._clock = time_left_s, clock
         self._quiescence = None if prefill is None else Quiescence(prefill, clock)
         self._recomputes, self._share, self._facts = recomputes, ComputedShare(clock), facts or {}
+        self._send_failures, self._receive_failures = FailuresInARow(), FailuresInARow()
         self._sending: dict[str, _SentRoom] = {}
         self._receiving: dict[str, _ReceivedRoom] = {}
         self._sent_rooms: dict[int, str] = {}
@@ -279,7 +281,7 @@ class WorkerSide:
 
     def _refuse(self, order: Refuse) -> None:
         self._count_failure(Cause.REFUSED)
-        self._fail_load(order.request_id, order.blocks, "its parameters are wrong")
+        self._fail_load(order.request_id, order.blocks, Cause.REFUSED, "its parameters are wrong")
         self._results.received.add(order.request_id)
 
     def _abort(self, request_id: str) -> None:
@@ -331,6 +333,7 @@ class WorkerSide:
     def _on_prefill_event(self, event: object) -> None:
         match event:
             case RoomLanded(_, kv_bytes):
+                self._send_failures.landed()
                 figures.count(self._data, "rooms", "sent")
                 figures.count(self._data, "bytes", "sent", kv_bytes)
             case RoomFailed(room, cause, detail):
@@ -340,6 +343,7 @@ class WorkerSide:
                     "request %s: its KV was not handed over: %s: %s", request_id, cause.value, detail,
                 )  # fmt: skip
                 self._count_failure(cause)
+                self._send_failures.failed(cause, detail)
             case RoomDrained(room):
                 sending = self._sending.get(self._sent_rooms.pop(room))
                 if sending is not None and sending.room == room:
@@ -353,6 +357,7 @@ class WorkerSide:
                 request_id = self._received_rooms[room]
                 if self._receiving[request_id].awaited:
                     self._share.add("")
+                    self._receive_failures.landed()
                 figures.count(self._data, "rooms", "received")
                 figures.count(self._data, "bytes", "received", event.kv_bytes)
                 if len(self._data["seconds"]) < figures.SECONDS_MAX:
@@ -369,7 +374,7 @@ class WorkerSide:
                     for fact in differing(detail, self._facts):
                         figures.count(self._data, "refusals", fact)
                 if receiving.awaited and not receiving.aborted:
-                    self._fail_load(request_id, receiving.blocks, f"{cause.value}: {detail}")
+                    self._fail_load(request_id, receiving.blocks, cause, detail)
             case RoomDrained(room):
                 request_id = self._received_rooms.pop(room)
                 if self._receiving.pop(request_id).awaited:
@@ -377,13 +382,14 @@ class WorkerSide:
             case _:
                 pass
 
-    def _fail_load(self, request_id: str, blocks: tuple[int, ...], why: str) -> None:
+    def _fail_load(self, request_id: str, blocks: tuple[int, ...], cause: Cause, detail: str) -> None:
         self._results.failed.add(request_id)
         self._results.failed_blocks.update(blocks)
+        self._receive_failures.failed(cause, detail)
         if self._recomputes:
             self._data["computed"] += 1
             log.info("request %s: its prompt is computed here", request_id)
-            if (text := self._share.add(why)) is not None:
+            if (text := self._share.add(f"{cause.value}: {detail}")) is not None:
                 log.warning("%s", text)
 
     def _count_failure(self, cause: Cause) -> None:

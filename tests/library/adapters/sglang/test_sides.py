@@ -211,6 +211,29 @@ def test_a_request_whose_engines_do_not_fit_fails_on_both_sides() -> None:
             assert "weights: d0 has '78'" in side[0].states[7][-1].reason
 
 
+def test_requests_that_fail_one_after_the_other_are_a_warning_on_either_side(caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        return [text for text in texts if text.startswith("the last 5 hand-offs have all failed")]
+
+    with world(decode_weights=b"x") as made:
+        for room in range(1, 7):
+            made.begin(room)
+            made.expect(room, [1, 8])
+            made.until(room, KVPoll.FAILED)
+            wait_for(lambda room=room: made.decode[0].turn() or made.decode[0].side.is_drained(room))
+            assert len(warnings()) == (2 if room >= 5 else 0)
+        assert all("weights: d0 has '78'" in text and "run `pdtransfer doctor" in text for text in warnings())
+    caplog.clear()
+    with world() as made:
+        for room in range(1, 10):  # each second one has metadata of another size, as decode finds
+            made.meet(room, [1])
+            made.push(room, [5], aux=b"short" if room % 2 else AUX)
+            made.until(room, KVPoll.FAILED if room % 2 else KVPoll.SUCCESS, made.decode)
+            wait_for(lambda room=room: made.decode[0].turn() or made.decode[0].side.is_drained(room))
+        assert warnings() == [], "no five in a row"
+
+
 @pytest.mark.parametrize("pushed", [False, True])
 def test_decode_gives_up_and_prefill_fails(pushed: bool) -> None:
     with world() as made:

@@ -523,6 +523,35 @@ def test_rooms_whose_peer_never_comes_fail_in_time(caplog: pytest.LogCaptureFixt
         assert told(caplog) == {("WARNING", "request p"), ("WARNING", "request d")}
 
 
+def test_hand_offs_that_fail_one_after_the_other_are_a_warning_on_either_side(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with made_site(time_left_s=0.3) as site:
+        for at in range(6):
+            site.send(f"p{at}", f"sent {at}", 40, [7, 3, 5])
+            site.decode.begin(Orders(receives=[site.receive(f"d{at}", f"other {at}", 40, [4, 9, 2])]))
+            site.poll((f"p{at}",))
+            site.until(lambda at=at: f"p{at}" in site.sent.sent and f"d{at}" in site.received.received)
+            assert len(in_a_row(caplog)) == (2 if at >= 4 else 0)
+        assert all("What to do: check that the router sends" in text for text in in_a_row(caplog))
+
+
+def test_requests_with_wrong_parameters_one_after_the_other_are_a_warning(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    for at in range(5):
+        assert in_a_row(caplog) == []
+        site.decode.begin(Orders(refusals=[Refuse(f"d{at}", (1, 2))]))
+    [text] = in_a_row(caplog)
+    assert "refused: its parameters are wrong" in text
+
+
+def in_a_row(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings about hand-offs that failed one after the other."""
+    texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    return [text for text in texts if text.startswith("the last 5 hand-offs have all failed")]
+
+
 def test_a_refused_load_fails_at_once(site: Site) -> None:
     wrong = site.receive("twice", "room", 40, [4, 4, 2])
     site.decode.begin(Orders(refusals=[Refuse("d", (1, 2))], receives=[wrong]))

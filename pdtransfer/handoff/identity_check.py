@@ -1,14 +1,47 @@
 """Whether two nodes fit: what their identities must have in common, and a line for each field that differs.
 
-The digest `weights` decides. Where both nodes name the facts behind it, those that differ are named in its place.
+The digest `weights` decides. Where both nodes name the facts behind it, those that differ are named in its place. A
+node shows the same to `pdtransfer doctor` as a `ShownIdentity`, before it has a peer.
 """
 
 from __future__ import annotations
 
-from ..limits import TEXT_LENGTH_MAX
-from ..wire import Identity
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
+
+from ..limits import FACTS_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX
+from ..wire import Fact, Identity, Ranks
 
 _VALUE_LENGTH_MAX = 96  # of a fact in a line that has two
+
+Text = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
+
+
+class ShownIdentity(Struct, frozen=True):
+    """What decides whether a node fits its peers, as JSON."""
+
+    role: Literal["prefill", "decode", "both"]
+    model: Text
+    weights: Annotated[str, Meta(max_length=128, pattern=r"\A([0-9a-f]{2})*\Z")]
+    facts: Annotated[dict[Annotated[str, Meta(max_length=NAME_LENGTH_MAX)], Text], Meta(max_length=FACTS_MAX)] = {}
+
+    def in_role(self, role: Literal["prefill", "decode"], node: str) -> Identity:
+        """The identity of the node of this name, in `role` if it can be both."""
+        facts = tuple(Fact(name, value) for name, value in self.facts.items())
+        return Identity(
+            node, role if self.role == "both" else self.role, 0, Ranks(), self.model, bytes.fromhex(self.weights), 1,
+            facts=facts,
+        )  # fmt: skip
+
+
+def shown(identity: Identity, *, both: bool = False) -> dict[str, object]:
+    """The ShownIdentity of a node, as JSON; of one that is prefill and decode with `both`."""
+    assert identity.role != "router"
+    facts = {fact.name: fact.value for fact in identity.facts}
+    role = "both" if both else identity.role
+    return asdict(ShownIdentity(role, identity.model, identity.weights.hex(), facts))
 
 
 def differences(theirs: Identity, ours: Identity, *, role: str) -> list[str]:

@@ -16,6 +16,7 @@ _SHAPE = (  # of a model's configuration: what makes its keys and values
     "n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
 )  # fmt: skip
 _LATENT = "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+OF_MODEL = frozenset({*_SHAPE, *_LATENT, "head_dim", "config"})  # facts that follow from the model's configuration
 _SHOWN = {"cache": "kv_dtype", "cache_dtype": "kv_cache_dtype", "attention": "attention_backend"}
 _ROPE = "rope_parameters", "rope_scaling"  # by newer and by older configurations
 

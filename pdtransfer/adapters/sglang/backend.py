@@ -23,12 +23,15 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_memory, get_parallel
 
+from ...bus.keys import address_of
 from ...client.api import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
 from ...environment import adapter_settings
-from ...errors import ConfigError, LocalProtocolError
+from ...errors import Cause, ConfigError, LocalProtocolError
+from ...handoff.identity_check import shown
 from ...layout.layout import DTYPE_BYTES
-from ...wire import Ranks
+from ...wire import Identity, Ranks
 from ..kit.cache_memory import CacheMemory, Extent
+from ..kit.first_line import first_line
 from ..kit.heads import Heads
 from ..kit.model_facts import dtype_name, model_facts, model_name, named_facts
 from ..kit.reachable import Reachable, RequestError
@@ -125,8 +128,9 @@ class Manager(dialect.KVManager):
         self._prefill = SendingSide(client, described, time_left_s=settings.time_left_s)
         # What decode learns from the bootstrap server is where our client listens.
         self.rank_port = int(client.endpoint.rpartition(":")[2])
-        self.local_ip = f"{node.keys.public}@{settings.host}" if node.keys is not None else settings.host
-        self._announce(client.endpoint, described.components)
+        key = f"{node.keys.public}@" if node.keys is not None else ""
+        self.local_ip = key + settings.host
+        self._announce(node.identity("prefill"), f"listens on {key}{address_of(settings.host, self.rank_port)}")
 
     def _start_decode(self) -> None:
         memory, extent = self._memory()
@@ -154,11 +158,12 @@ class Manager(dialect.KVManager):
         )  # fmt: skip
         _, allowed = self._settings.keys_of(self._ranks)
         self._reachable = Reachable(allowed, self._settings.insecure, field="bootstrap_host")
-        self._announce("in host memory first" if target.copied_up else "in SGLang's KV cache", components)
+        copied_up = "in host memory first, and is copied to " if target.copied_up else "in "
+        self._announce(self._node("d").identity("decode"), f"KV lands {copied_up}SGLang's pages")
 
-    def _announce(self, where: str, components: Any) -> None:
-        text = ", ".join(f"{each.name} {each.layout.row_bytes} B a row" for each in components)
-        log.info("pdtransfer %s: %s; peers need equal facts: %s", where, text, self._shown_facts())
+    def _announce(self, identity: Identity, where: str) -> None:
+        process.identity = shown(identity)
+        log.info("%s", first_line(identity, where))
 
     def _number(self) -> int:
         """The number of this rank among those of this host that share the settings."""
@@ -233,7 +238,10 @@ class Manager(dialect.KVManager):
     def refuse(self, bootstrap_rooms: list[int], reason: str) -> None:
         """The requests fail."""
         log.error("%s", reason)
+        side = self._prefill or self._decode
         for room in bootstrap_rooms:
+            if side is not None:
+                side.failures.failed(Cause.REFUSED, reason)
             self.record_failure(room, reason)
             self.update_status(room, KVPoll.Failed)
 

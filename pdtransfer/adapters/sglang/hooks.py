@@ -40,6 +40,7 @@ def register() -> None:
         ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", _pop_bootstrapped),
         ("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _init_server_info),
         ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),
+        ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _get_internal_state),
         *dialect.HOOKS,
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -152,3 +153,11 @@ def _query_prefill_dp_ranks(original: Any, bootstrap_addr: str, bootstrap_rooms:
     except RequestError as error:
         process.decode.refuse(bootstrap_rooms, f"prefill at {bootstrap_addr} is refused: {error}")
         return {}
+
+
+def _get_internal_state(original: Any, scheduler: Any, *args: Any, **named: Any) -> Any:
+    """What /server_info tells of this scheduler, and what peers compare of its rank."""
+    answer = original(scheduler, *args, **named)
+    if process.identity is not None:
+        answer.internal_state[NAME] = process.identity
+    return answer

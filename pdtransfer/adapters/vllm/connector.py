@@ -22,8 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ...bus.keys import address_of
 from ...client.api import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
 from ...errors import ConfigError
+from ...handoff.identity_check import shown
 from ...wire import Ranks
 from ..kit.cache_memory import CacheMemory, Extent
+from ..kit.first_line import first_line
 from ..kit.heads import Heads
 from ..kit.model_facts import model_name
 from ..kit.reachable import Reachable
@@ -46,11 +48,11 @@ class OrdersMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class Listening(KVConnectorHandshakeMetadata):
-    """Where a prefill rank listens, once it runs: [KEY@]tcp://host:port; and what peers compare."""
+class Announced(KVConnectorHandshakeMetadata):
+    """What a rank that runs announces to the scheduler."""
 
-    endpoint: str
-    facts: dict[str, str]
+    endpoint: str  # prefill: where it listens, [KEY@]tcp://host:port; else empty
+    identity: dict[str, Any]  # what peers compare, as `shown` makes it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,10 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._listening: Listening | None = None
+        self._announced: Announced | None = None
         self._failed_blocks: set[int] = set()
         self._facts: dict[str, str] = {}
+        self._endpoint = ""  # prefill: where this rank listens
         self._pooled: AbstractContextManager | None = None
         self._on_card = False
         parallel = vllm_config.parallel_config
@@ -146,14 +149,14 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             recomputes=getattr(self._kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
             facts=self._facts,
         )  # fmt: skip
-        log.info(
-            "pdtransfer: %s; %d bytes a block in %d groups, which cross by %s; lands %s; peers need equal facts: %s",
-            self._listening.endpoint if self._listening else "no listener",
-            sum(each.of_block * each.component.layout.row_bytes for each in described.rows), len(described.rows),
-            self._settings.rows,
-            "nowhere" if target is None else "in host memory first" if target.copied_up else "in vLLM's KV cache",
-            self._facts,
-        )  # fmt: skip
+        both = prefill is not None and decode is not None
+        identity = self._node("p", ranks, facts).identity("prefill" if self._sends else "decode")
+        self._announced = Announced(self._endpoint, shown(identity, both=both))
+        where = [f"listens on {self._endpoint}"] if self._endpoint else []
+        if target is not None:
+            copied_up = "in host memory first, and is copied to " if target.copied_up else "in "
+            where.append(f"KV lands {copied_up}vLLM's blocks")
+        log.info("%s", first_line(identity, ", ".join(where), both=both))
 
     def _node(self, role: str, ranks: Ranks, facts: dict[str, Any]) -> NodeSettings:
         keys, allowed = self._settings.keys_of(ranks)
@@ -181,7 +184,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         client.start()
         port = client.endpoint.rpartition(":")[2]
         key = f"{node.keys.public}@" if node.keys is not None else ""
-        self._listening = Listening(key + address_of(settings.host, int(port)), self._facts)
+        self._endpoint = key + address_of(settings.host, int(port))
         return client
 
     def _decode_client(self, described: Pools, arena: Any, ranks: Ranks, facts: dict[str, Any]) -> DecodeClient:
@@ -265,8 +268,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return None if data is None else TransferStats(data=data)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Where this rank listens, for the scheduler."""
-        return self._listening
+        """What this rank announces to the scheduler."""
+        return self._announced
 
     def shutdown(self) -> None:
         """Ends the clients, and gives the memory back where vLLM does not hold it any more."""
@@ -283,9 +286,9 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Where all prefill ranks listen, by (stage, tensor parallel rank)."""
-        self._side.endpoints = tuple(metadata[place].endpoint for place in sorted(metadata))
-        self._side.facts = metadata[min(metadata)].facts if metadata else {}
+        """What all ranks announce, by (stage, tensor parallel rank)."""
+        self._side.endpoints = tuple(metadata[rank].endpoint for rank in sorted(metadata))
+        self._side.identity = metadata[min(metadata)].identity if metadata else {}
 
     def on_new_request(self, request: Any) -> None:
         """A request has come."""

@@ -38,6 +38,7 @@ class TransferParams(Struct, frozen=True):
     do_remote_prefill: bool | None = None
     transfer_id: Text | None = None
     abort_transfer_id: Text | None = None
+    identify: bool | None = None
     transfer_mode: Text | None = None
     remote_engine_id: Text | None = None
     remote_request_id: Text | None = None
@@ -81,7 +82,15 @@ class ReceiveFrom:
         return bootstrap_rooms.room_of(self.bootstrap_room, room_id(request_id))
 
 
-def parse(params: object, reachable: Reachable, request_id: str = "") -> SendTo | ReceiveFrom | GiveUp | None:
+@dataclass(frozen=True, slots=True)
+class Identify:
+    """The answer tells what peers compare of this engine. The request itself is not handed over."""
+
+
+Wanted = SendTo | ReceiveFrom | GiveUp | Identify
+
+
+def parse(params: object, reachable: Reachable, request_id: str = "") -> Wanted | None:
     """The hand-off that the request of this engine asks for; None for one without. Raises RequestError."""
     if params is None:
         return None
@@ -94,7 +103,9 @@ def parse(params: object, reachable: Reachable, request_id: str = "") -> SendTo 
     if asked.do_remote_decode:
         return SendTo(asked.transfer_id)
     if not asked.do_remote_prefill:
-        return None if asked.abort_transfer_id is None else GiveUp(asked.abort_transfer_id)
+        if asked.abort_transfer_id is not None:
+            return GiveUp(asked.abort_transfer_id)
+        return Identify() if asked.identify else None
     client_id = asked.remote_request_id or ""
     if asked.transfer_mode not in (None, "push"):
         text = f"{asked.transfer_mode!r}, not 'push': the prefill engine has a different connector"

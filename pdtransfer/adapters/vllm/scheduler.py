@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from ...client.api import room_id
 from ..kit.reachable import Reachable, RequestError
 from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw, slots_of
-from .params import GiveUp, ReceiveFrom, SendTo, answer, own_label, parse, shared_id
+from .params import GiveUp, Identify, ReceiveFrom, SendTo, Wanted, answer, own_label, parse, shared_id
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class _Receive:
 class SchedulerSide:
     """Answers vLLM's scheduler. `groups` are those whose KV crosses; `engine_id` names this engine to peers.
 
-    `endpoints` are where its prefill ranks listen, by their number, and `facts` what peers compare, known once the
+    `endpoints` are where its prefill ranks listen, by their number, and `identity` what peers compare, known once the
     workers run.
     """
 
@@ -124,7 +124,8 @@ class SchedulerSide:
         self._can_send, self._can_receive = sends, receives
         self._reachable = reachable or Reachable()
         self.endpoints: tuple[str, ...] = ()
-        self.facts: dict[str, str] = {}
+        self.identity: dict[str, Any] = {}
+        self._identified: set[str] = set()  # requests that ask for it
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._sent: dict[str, str] = {}  # the first request of each transfer_id, oldest first
@@ -163,6 +164,8 @@ class SchedulerSide:
                         made.behind = other
                     else:
                         log.info("request %s: computed here, %s is received as %s", name, first, label)
+            case Identify():
+                self._identified.add(name)
             case None:
                 pass
 
@@ -237,6 +240,9 @@ class SchedulerSide:
         """A request has ended, with the RequestStatus of this name. Returns whether its blocks stay until the workers
         report it, and what the client gets."""
         name = request.request_id
+        if name in self._identified:
+            self._identified.discard(name)
+            return False, {"identity": self.identity}
         if (received := self._receives.pop(name, None)) is not None:
             if received.state is _LoadState.WANTED and received.source is not None:
                 # It may be one that vLLM makes of a request that its server has refused, with another id.
@@ -259,7 +265,7 @@ class SchedulerSide:
             return True, None
         return True, answer(
             self.endpoints, tp_size=self._tp_size, engine_id=self._engine_id, request_id=send.request_id,
-            transfer_id=send.transfer_id, facts=self.facts,
+            transfer_id=send.transfer_id, facts=self.identity.get("facts"),
         )  # fmt: skip
 
     def _id_for_peers(self, name: str) -> str:
@@ -275,7 +281,7 @@ class SchedulerSide:
         have allocated that block yet, and it has a row of the room."""
         return tokens if any((tokens - 1) % group.block_size == 0 for group in self._groups) else tokens - 1
 
-    def _check_role(self, wanted: SendTo | ReceiveFrom | GiveUp | None) -> None:
+    def _check_role(self, wanted: Wanted | None) -> None:
         if isinstance(wanted, SendTo | GiveUp) and not self._can_send:
             field = "do_remote_decode: true" if isinstance(wanted, SendTo) else "abort_transfer_id"
             raise RequestError(f"{field}, and this engine's kv_role is kv_consumer")

@@ -107,14 +107,22 @@ def timeline(
 
 @app.command
 def doctor(
+    prefill_url: Annotated[str, Parameter(help="The URL of a prefill engine's server, to compare engines.")] = "",
+    decode_url: Annotated[str, Parameter(help="The URL of a decode engine's server.")] = "",
+    /,
     *,
     transport_ports: Annotated[
         tuple[str, ...], Parameter(help="Port range of this host's daemons, first-last; may be repeated.")
     ] = (),
+    api_key: Annotated[Path | None, Parameter(help="A file with an API key, for engines that ask for one.")] = None,
     json: Json = False,
 ) -> int:
     """Lists what this host has and lacks, with a command to fix each problem; status 1 if something required is
-    missing."""
+    missing. With two URLs compares the engines there, before their first request; status 1 if they do not fit."""
+    if prefill_url or decode_url:
+        from . import engine_facts
+
+        return engine_facts.run(prefill_url, decode_url, api_key=api_key, json=json)
     from .doctor import run
 
     for each in transport_ports:

@@ -16,9 +16,9 @@ import msgspec
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 
-from ...errors import ConfigError, WorldError
+from ...errors import WorldError
 from ..router.fleet.status import FleetStatus
-from .router_client import RouterClient
+from .http_client import HttpClient, read_api_key
 from .top_view import view
 
 _Document = TypeVar("_Document")
@@ -29,7 +29,7 @@ class StatusSource:
 
     def __init__(self, url: str, key: str = "") -> None:
         """`key` is an API key, for a router that asks for one. Raises ConfigError for what is not a URL of a router."""
-        self._router = RouterClient("router", url, key)
+        self._router = HttpClient("router", url, key)
         self.url = self._router.url
 
     def status(self) -> FleetStatus:
@@ -76,7 +76,7 @@ class _Screen:
 def run(url: str, *, key: Path | None, interval_s: float, once: bool, json: bool) -> int:
     """The command `pdtransfer top`; returns its exit status. Raises ConfigError and WorldError."""
     source, console = (
-        StatusSource(url, "" if key is None else _key(key)),
+        StatusSource(url, "" if key is None else read_api_key(key)),
         Console(highlight=False, markup=False, emoji=False),
     )
     try:
@@ -109,17 +109,6 @@ def _watch(source: StatusSource, console: Console, interval_s: float, key_presse
             live.refresh()
             if key_pressed(max(0.0, began_s + interval_s - time.monotonic())) in ("q", "Q"):
                 return
-
-
-def _key(path: Path) -> str:
-    """Reads an API key. Raises ConfigError."""
-    try:
-        key = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key = '{path}': {getattr(error, 'strerror', None) or error}") from None
-    if not key.isascii() or not key.isprintable() or len(key.split()) != 1:
-        raise ConfigError(f"api_key = '{path}': must be one word of ASCII characters")
-    return key
 
 
 @contextmanager

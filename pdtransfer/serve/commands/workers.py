@@ -13,7 +13,7 @@ from ...errors import ConfigError, WorldError
 from ..process.logs import printable
 from ..router.fleet.admin import read_token
 from ..router.fleet.status import WorkerStatus
-from .router_client import RouterClient
+from .http_client import HttpClient
 from .top_view import worker_lines
 
 POLL_S = 0.5
@@ -32,7 +32,7 @@ class AdminClient:
 
     def __init__(self, url: str, token: Path) -> None:
         """Raises ConfigError for what is not a URL, or a token that cannot be read."""
-        self._router = RouterClient("admin", url, read_token(token).decode())
+        self._router = HttpClient("admin", url, read_token(token).decode())
 
     def list(self) -> list[WorkerStatus]:
         """Returns the workers. Raises as `change`."""

@@ -24,6 +24,7 @@ from ...bus.listening import reserve
 from ...client.settings import NodeSettings
 from ...client.thread_queues import ThreadQueues
 from ...errors import Cause, ConfigError, PDTransferError, WorldError, missing_extra
+from ...handoff.identity_check import shown
 from ...kernels import native
 from ...kernels.gpu import gpu_at
 from ...limits import LOAD_MS
@@ -440,6 +441,7 @@ def _health(config: Config, shared: Shared) -> Health:
         detail["follows"] = True
     else:
         load, bus = shared.daemon.load(), shared.daemon.node.bus
+        detail["identity"] = shown(shared.daemon.desk.service.identity)
         detail |= {"draining": load.draining, "rooms": load.rooms_running, "slots_free": load.slots_free}
         troubles = {
             "unusable_prefills": {each.endpoint: each.why for each in load.unusable},

@@ -78,7 +78,7 @@ class Service:
     """One daemon towards its routers: peers whose Hello has role "router"."""
 
     def __init__(self, identity: Identity, limits: Limits) -> None:
-        self._identity, self.limits = identity, limits
+        self.identity, self.limits = identity, limits
         self._rooms: dict[int, ServedRoom] = {}
         self._prompts_bytes = 0  # of these rooms
         self._timers: Timers[TimerKey] = Timers()
@@ -206,7 +206,7 @@ class Service:
 
     def goodbye(self, reason: str) -> list[ServiceEffect]:
         """This process ends: informs every router, which gives up the rooms that have not ended."""
-        self._effects += [Send(peer, Goodbye(self._identity.incarnation, reason)) for peer in self._routers]
+        self._effects += [Send(peer, Goodbye(self.identity.incarnation, reason)) for peer in self._routers]
         return self._take()
 
     def _hello(self, peer: str, message: Hello, now: float) -> None:
@@ -225,7 +225,7 @@ class Service:
     def _ping(self, peer: str, router: ServedRouter | None, message: Ping, now: float) -> None:
         if router is not None and router.liveness.hear(message, now) is not Heard.SAME:
             return
-        self._effects.append(Send(peer, Pong(self._identity.incarnation)))
+        self._effects.append(Send(peer, Pong(self.identity.incarnation)))
         if router is not None:
             router.liveness.seen(now)
             if self._load is not None:
@@ -242,7 +242,7 @@ class Service:
         elif router.liveness.silent(now):
             pass  # Its rooms were just stopped; it repeats Begin once its Ping arrives.
         elif self._load is not None and self._load.draining:
-            self._refuse(router, begin, End(begin.room, Cause.SHUTDOWN.value, f"{self._identity.node} is draining", 0))
+            self._refuse(router, begin, End(begin.room, Cause.SHUTDOWN.value, f"{self.identity.node} is draining", 0))
         elif (text := self._full(begin)) is not None:
             retry_ms = self.limits.resend_ms_max
             self._refuse(router, begin, End(begin.room, Cause.FULL.value, text, 0, retry_ms=retry_ms))

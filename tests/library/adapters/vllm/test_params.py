@@ -9,7 +9,7 @@ import pytest
 
 from pdtransfer.adapters.kit.bootstrap_rooms import USE_BITS, tag_of
 from pdtransfer.adapters.kit.reachable import Reachable, RequestError
-from pdtransfer.adapters.vllm.params import ReceiveFrom, SendTo, answer, parse, shared_id
+from pdtransfer.adapters.vllm.params import GiveUp, Identify, ReceiveFrom, SendTo, answer, parse, shared_id
 from pdtransfer.bus.keys import AllowList, generate_pair
 from tests.support.json_values import spoiled
 
@@ -27,6 +27,15 @@ def test_prefill_is_asked_by_every_proxy_alike() -> None:
     assert parse(TOY | {"transfer_id": "xfer-1"}, HERE) == SendTo("xfer-1")
     for none in (None, {}, {"do_remote_decode": False}, {"something": "else"}):
         assert parse(none, HERE) is None
+
+
+def test_an_engine_is_asked_who_it_is_where_nothing_is_handed_over() -> None:
+    assert parse({"identify": True}, HERE) == Identify()
+    assert parse({"identify": False}, HERE) is None
+    assert parse(TOY | {"identify": True}, HERE) == SendTo(None)
+    assert parse({"identify": True, "abort_transfer_id": "xfer-1"}, HERE) == GiveUp("xfer-1")
+    with pytest.raises(RequestError, match="identify: 1, expected bool"):
+        parse({"identify": 1}, HERE)
 
 
 def test_decode_finds_each_rank_behind_the_first_ones_port() -> None:

@@ -471,6 +471,17 @@ def test_an_engine_of_one_role_takes_its_own_requests_and_those_without_a_hand_o
     assert not caplog.records
 
 
+@pytest.mark.parametrize("roles", [{"sends": False}, {"receives": False}, {}])
+def test_an_engine_of_any_role_tells_who_it_is_and_hands_nothing_over(roles: dict[str, bool]) -> None:
+    made = side(**roles)
+    made.identity = {"role": "decode", "model": "m", "weights": "00", "facts": {"block_size": "16"}}
+    request = begun(made, 1, {"identify": True})
+    assert made.matched_tokens(request, 0) == 0
+    assert made.orders(new("a", [[7]], 1)) == Orders()
+    assert made.on_finished(request, STOPPED) == (False, {"identity": made.identity})
+    assert made.on_finished(begun(made, 1, {}), STOPPED) == (False, None), "another request of the same name"
+
+
 def test_a_request_without_a_hand_off_is_left_alone() -> None:
     made = side()
     request = begun(made, 40, {})

@@ -1,8 +1,9 @@
-"""Asks a router over HTTP, for commands that run beside it."""
+"""Asks a router or an engine over HTTP, for commands that run beside it."""
 
 from __future__ import annotations
 
 import http.client
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from ...errors import ConfigError, WorldError
@@ -12,11 +13,11 @@ WAIT_S = 5.0  # for one answer
 ANSWER_BYTES_MAX = 16 << 20
 
 
-class RouterClient:
-    """One connection to a router, made anew when it breaks."""
+class HttpClient:
+    """One connection to a server, made anew when it breaks."""
 
-    def __init__(self, name: str, url: str, token: str = "") -> None:
-        """`name` is the flag that gave the URL; `token` is for a router that asks for one. Raises ConfigError for what
+    def __init__(self, name: str, url: str, token: str = "", *, wait_s: float = WAIT_S) -> None:
+        """`name` is the flag that gave the URL; `token` is for a server that asks for one. Raises ConfigError for what
         is not a URL."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -28,13 +29,14 @@ class RouterClient:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._path = parts.path.rstrip("/")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}"
-        self._connection = kind(host, port, timeout=WAIT_S)
+        self._connection = kind(host, port, timeout=wait_s)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Returns the status and the body. Raises WorldError where there is no answer."""
+        """Returns the status and the body; what is sent is JSON. Raises WorldError where there is no answer."""
+        headers = self._headers | ({} if body is None else {"Content-Type": "application/json"})
         try:
-            self._connection.request(method, self._path + path, body, self._headers)
+            self._connection.request(method, self._path + path, body, headers)
             answer = self._connection.getresponse()
             got = answer.read(ANSWER_BYTES_MAX + 1)
         except (OSError, http.client.HTTPException) as error:
@@ -48,6 +50,17 @@ class RouterClient:
     def close(self) -> None:
         """Closes the connection."""
         self._connection.close()
+
+
+def read_api_key(path: Path) -> str:
+    """Reads an API key. Raises ConfigError."""
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key = '{path}': {getattr(error, 'strerror', None) or error}") from None
+    if not key.isascii() or not key.isprintable() or len(key.split()) != 1:
+        raise ConfigError(f"api_key = '{path}': must be one word of ASCII characters")
+    return key
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,26 @@
+"""The line that an engine logs at its start: where its KV goes, and what decides whether a peer fits."""
+
+from __future__ import annotations
+
+from ...wire import Identity
+from .model_facts import OF_MODEL
+
+DIGITS = 8  # of the digest: two engines whose line has the same ones fit
+
+
+def first_line(identity: Identity, where: str, *, both: bool = False) -> str:
+    """One line. `where` is what the engine does with KV. The facts of the model's configuration are many, and are told
+    by the digest and by `pdtransfer doctor`."""
+    facts = {fact.name: fact.value for fact in identity.facts}
+    settings = "".join(f"{name}={_word(value)} " for name, value in facts.items() if _is_told(name, value))
+    role = "prefill and decode" if both else identity.role
+    digest = identity.weights.hex()[:DIGITS]
+    return f"pdtransfer {role}: {where}; model={_word(identity.model)} {settings}facts={digest}"
+
+
+def _is_told(name: str, value: str) -> bool:
+    return name not in OF_MODEL and not name.startswith("rope.") and value not in ("", "0", "null", "None")
+
+
+def _word(value: str) -> str:
+    return value if value.isprintable() and value and not set(value) & set(" ='\"") else repr(value)

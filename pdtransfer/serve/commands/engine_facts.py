@@ -1,0 +1,179 @@
+"""`pdtransfer doctor PREFILL DECODE`: whether two engines fit, by what their servers tell before the first request.
+
+An SGLang server tells it in /server_info, a daemon in /health, and a vLLM server in the answer to a request of one
+token, since vLLM has no page that a connector can write to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...errors import ConfigError, RemoteProtocolError, WorldError
+from ...handoff.identity_check import ShownIdentity, differences
+from ...schema import parse
+from ..process.logs import printable
+from .http_client import HttpClient, read_api_key
+
+WAIT_S = 60.0  # for one answer: an engine on a CPU compiles at its first request
+ENGINES_MAX = 4_096  # of one SGLang server: its data parallel ranks
+ENGINE = "engine"  # the fact that names the engine's version, which people want to see and nothing depends on
+State = Literal["equal", "differs", "may differ"]
+STYLES: dict[State, str] = {"equal": "", "differs": "bold red", "may differ": "dim"}
+
+
+class _SglangState(Struct, frozen=True):
+    pdtransfer: ShownIdentity | None = None
+
+
+class _SglangInfo(Struct, frozen=True):
+    disaggregation_mode: str | None
+    internal_states: Annotated[list[_SglangState], Meta(max_length=ENGINES_MAX)] = []
+
+
+class _VllmParams(Struct, frozen=True):
+    identity: ShownIdentity | None = None
+
+
+class _VllmAnswer(Struct, frozen=True):
+    kv_transfer_params: _VllmParams | None = None
+
+
+class _DaemonHealth(Struct, frozen=True):
+    ready: bool
+    identity: ShownIdentity | None = None
+
+
+_SGLANG_INFO = msgspec.json.Decoder(_SglangInfo)
+_VLLM_ANSWER = msgspec.json.Decoder(_VllmAnswer)
+_DAEMON_HEALTH = msgspec.json.Decoder(_DaemonHealth)
+_VLLM_REQUEST = dumps({"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"identify": True}}).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One fact of both engines; None where an engine does not have it."""
+
+    name: str
+    prefill: str | None
+    decode: str | None
+    state: State
+
+
+def run(prefill: str, decode: str, *, api_key: Path | None, json: bool) -> int:
+    """Prints a table of facts, or one JSON object; returns 1 if the engines do not fit. Raises ConfigError for what is
+    not a URL, and WorldError for a server that does not tell its facts."""
+    if not decode:
+        raise ConfigError("decode_url: missing: name a prefill and a decode server, or none")
+    key = "" if api_key is None else read_api_key(api_key)
+    servers = [_Server(name, url, key) for name, url in (("prefill_url", prefill), ("decode_url", decode))]
+    one, two = (server.identity() for server in servers)
+    misfits = _misfits((servers[0].url, one), (servers[1].url, two))
+    rows = compare(one, two)
+    if json:
+        print(dumps({"ok": not misfits, "differences": misfits, "facts": [asdict(row) for row in rows]}))
+    else:
+        _show([f"prefill {servers[0].url}", f"decode {servers[1].url}"], rows, misfits)
+    return int(bool(misfits))
+
+
+def compare(prefill: ShownIdentity, decode: ShownIdentity) -> list[Row]:
+    """A row for each fact, in the engines' order. Facts are equal where their digests are; then others may differ."""
+    equal = prefill.weights == decode.weights
+    names = dict.fromkeys([*prefill.facts, *decode.facts])
+    pairs = [("model", prefill.model, decode.model)]
+    pairs += [(name, prefill.facts.get(name), decode.facts.get(name)) for name in names]
+    if not equal and all(one == two for name, one, two in pairs[1:] if name != ENGINE):
+        pairs.append(("weights", prefill.weights, decode.weights))
+
+    def state(name: str, one: str | None, two: str | None) -> State:
+        if one == two:
+            return "equal"
+        return "may differ" if name == ENGINE or (equal and name != "model") else "differs"
+
+    return [Row(name=name, prefill=one, decode=two, state=state(name, one, two)) for name, one, two in pairs]
+
+
+def _misfits(prefill: tuple[str, ShownIdentity], decode: tuple[str, ShownIdentity]) -> list[str]:
+    """The lines that both engines would log at their first connection."""
+    (url, one), (other, two) = prefill, decode
+    if one.role == "decode":
+        return [f"role: {url} has 'decode', must be 'prefill'"]
+    ours = one.in_role("prefill", url)
+    return differences(two.in_role("decode", other), ours, role="decode")
+
+
+class _Server:
+    """One engine's server."""
+
+    def __init__(self, name: str, url: str, key: str) -> None:
+        self._http = HttpClient(name, url, key, wait_s=WAIT_S)
+        self.url = self._http.url
+
+    def identity(self) -> ShownIdentity:
+        """What it tells. Raises WorldError."""
+        try:
+            for ask in (self._of_sglang, self._of_daemon, self._of_vllm):
+                if (found := ask()) is not None:
+                    return found
+        except RemoteProtocolError as error:
+            raise WorldError(f"{self.url}: {printable(str(error))}") from None
+        finally:
+            self._http.close()
+        raise WorldError(
+            f"{self.url} tells no facts: it must be a vLLM server with PDTransferConnector, an SGLang server with "
+            "--disaggregation-transfer-backend pdtransfer, or the HTTP address of a daemon"
+        )
+
+    def _of_sglang(self) -> ShownIdentity | None:
+        status, body = self._ask("GET", "/server_info")
+        if status != 200 or b'"disaggregation_mode"' not in body:
+            return None
+        states = parse(body, _SGLANG_INFO).internal_states
+        return next((state.pdtransfer for state in states if state.pdtransfer is not None), None)
+
+    def _of_daemon(self) -> ShownIdentity | None:
+        status, body = self._ask("GET", "/health")
+        if not body.startswith(b'{"ready":'):
+            return None
+        health = parse(body, _DAEMON_HEALTH)
+        if status == 503 and not health.ready:
+            raise WorldError(f"{self.url} is not ready yet")
+        return health.identity
+
+    def _of_vllm(self) -> ShownIdentity | None:
+        status, body = self._ask("POST", "/v1/completions", _VLLM_REQUEST)
+        if status != 200:
+            return None
+        params = parse(body, _VLLM_ANSWER).kv_transfer_params
+        return None if params is None else params.identity
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        status, answer = self._http.request(method, path, body)
+        if status == 401:
+            raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
+        return status, answer
+
+
+def _show(heads: list[str], rows: list[Row], misfits: list[str]) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("fact", *heads, ""):
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        values = (printable("-" if value is None else value) for value in (row.prefill, row.decode))
+        table.add_row(*map(Text, (row.name, *values, row.state)), style=STYLES[row.state])
+    console.print(table)
+    for line in misfits:
+        if line.startswith("role: "):  # no fact
+            console.print(Text(printable(line)), soft_wrap=True)
+    names = ", ".join(row.name for row in rows if row.state == "differs")
+    console.print(f"The engines do not fit{names and ': '}{names}." if misfits else "The engines fit.", soft_wrap=True)

@@ -1,0 +1,289 @@
+"""doctor compares two engines by what their servers tell, and finds what the engines themselves find when they meet."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdtransfer import Cause
+from pdtransfer.handoff.identity_check import ShownIdentity, shown
+from pdtransfer.serve.commands import engine_facts
+from pdtransfer.serve.commands.cli import main
+from tests.support.client_pair import client_pair, settings
+from tests.support.json_values import spoiled
+
+FACTS = {"hidden_size": "256", "block_size": "128", "engine": "vLLM 0.32.0"}
+Answer = Callable[[str, bytes], tuple[int, bytes]]
+
+
+def vllm(identity: Any) -> Answer:
+    """A vLLM server: it tells who it is in the answer to a request that asks for it."""
+
+    def answer(path: str, body: bytes) -> tuple[int, bytes]:
+        if path == "/health":
+            return 200, b""
+        if path != "/v1/completions":
+            return 404, b'{"detail":"Not Found"}'
+        asked = json.loads(body)
+        assert (asked["max_tokens"], asked["kv_transfer_params"]) == (1, {"identify": True})
+        params = None if identity is None else {"identity": identity}
+        return 200, json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": params}).encode()
+
+    return answer
+
+
+def sglang(identity: Any) -> Answer:
+    """An SGLang server of two data parallel ranks."""
+
+    def answer(path: str, _: bytes) -> tuple[int, bytes]:
+        if path != "/server_info":
+            return 500, b"it would compute a token"
+        told = {} if identity is None else {"pdtransfer": identity}
+        states = [{"last_gen_throughput": 0.0} | told] * 2
+        return 200, json.dumps({"disaggregation_mode": "decode", "internal_states": states}).encode()
+
+    return answer
+
+
+def daemon(identity: Any, *, ready: bool = True) -> Answer:
+    def answer(path: str, _: bytes) -> tuple[int, bytes]:
+        if path != "/health":
+            return 404, b"404: Not Found"
+        told = {"ready": ready} | ({"identity": identity} if ready else {})
+        return 200 if ready else 503, msgspec.json.encode(told)
+
+    return answer
+
+
+KINDS = {"vllm": vllm, "sglang": sglang, "daemon": daemon}
+
+
+@dataclass
+class Site:
+    """Servers of this process, at loopback."""
+
+    servers: list[ThreadingHTTPServer] = field(default_factory=list)
+
+    def url(self, answer: Answer, key: str = "") -> str:
+        class Server(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                keyed = not key or self.headers.get("Authorization") == f"Bearer {key}"
+                status, text = answer(self.path, body) if keyed else (401, b"{}")
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Server))
+        threading.Thread(target=self.servers[-1].serve_forever).start()
+        return f"http://127.0.0.1:{self.servers[-1].server_port}"
+
+
+@contextmanager
+def made_site() -> Iterator[Site]:
+    made = Site()
+    try:
+        yield made
+    finally:
+        for server in made.servers:
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with made_site() as made:
+        yield made
+
+
+def told(role: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "model": "m", "weights": "77", "facts": FACTS} | more
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "another model": {"model": "other"},
+    "another fact": {"weights": b"x", "facts": FACTS | {"block_size": "64"}},
+    "a fact more": {"weights": b"x", "facts": FACTS | {"window": "64"}},
+    "another digest of equal facts": {"weights": b"x"},
+    "another engine": {"facts": FACTS | {"engine": "SGLang 0.5.23"}},
+    "another engine, that does not fit": {
+        "weights": b"x", "facts": FACTS | {"engine": "SGLang 0.5.23", "block_size": "1"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("decode", CASES.values(), ids=CASES)
+def test_the_verdict_is_that_of_the_engines_own_handshake(
+    site: Site, decode: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [{"facts": FACTS}, {"facts": FACTS} | decode]
+    one, two = (
+        site.url(vllm(shown(settings(role[0], **more).identity(role))))
+        for role, more in zip(("prefill", "decode"), options, strict=True)
+    )
+    status = main(["doctor", one, two, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    with client_pair(prefill_settings=options[0], decode_settings=options[1]) as pair:
+        pair.expect(7, 16)
+        pair.send(7, 16)
+        if status == 0:
+            pair.ready(7)
+            assert report["differences"] == []
+            return
+        failed = pair.failed(7)
+    assert failed.cause is Cause.REFUSED
+    for line in report["differences"]:
+        assert line.replace(one, "p").replace(two, "d") in failed.detail
+    differing = {fact["name"] for fact in report["facts"] if fact["state"] == "differs"}
+    assert differing == {line.partition(":")[0] for line in report["differences"]} - {"engine"} != set()
+
+
+@pytest.mark.parametrize("decode", KINDS)
+@pytest.mark.parametrize("prefill", KINDS)
+def test_servers_of_each_kind_are_compared(
+    site: Site, prefill: str, decode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = site.url(KINDS[prefill](told("prefill"))), site.url(KINDS[decode](told("both")))
+    assert main(["doctor", one, two]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "The engines fit."
+    other = site.url(KINDS[decode](told("decode", weights="78", facts=FACTS | {"block_size": "64"})))
+    assert main(["doctor", one, other]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "The engines do not fit: block_size."
+
+
+def test_the_table_has_both_values_of_every_fact(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    facts = FACTS | {"engine": "vLLM 0.33.0", "block_size": "64"}
+    one, two = site.url(vllm(told("prefill"))), site.url(vllm(told("decode", weights="78", facts=facts)))
+    assert main(["doctor", one, two]) == 1
+    head, *rows, last = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    found = [[word.strip() for word in row if word.strip()] for row in rows]
+    assert found == [
+        ["model", "m", "m", "equal"],
+        ["hidden_size", "256", "256", "equal"],
+        ["block_size", "128", "64", "differs"],
+        ["engine", "vLLM 0.32.0", "vLLM 0.33.0", "may differ"],
+    ]
+    assert [word.strip() for word in head if word.strip()] == ["fact", f"prefill {one}", f"decode {two}"]
+    assert last == ["The engines do not fit: block_size."]
+
+
+@pytest.mark.parametrize(
+    ("roles", "line"),
+    [
+        (("decode", "decode"), "role: {one} has 'decode', must be 'prefill'"),
+        (("prefill", "prefill"), "role: {two} has 'prefill', {one} 'decode'"),
+        (("decode", "prefill"), "role: {one} has 'decode', must be 'prefill'"),
+    ],
+)
+def test_engines_in_the_wrong_role_do_not_fit(
+    site: Site, roles: tuple[str, str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (site.url(vllm(told(role))) for role in roles)
+    assert main(["doctor", one, two]) == 1
+    *_, said, last = capsys.readouterr().out.splitlines()
+    assert (said, last) == (line.format(one=one, two=two), "The engines do not fit.")
+
+
+def test_a_key_is_shown_to_servers_that_ask_for_one(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (site.url(sglang(told(role)), key="secret") for role in ("prefill", "decode"))
+    assert main(["doctor", one, two]) == 1
+    assert capsys.readouterr().err == (
+        f"pdtransfer: {one} asks for an API key: name a file that has one with --api-key\n"
+    )
+    (tmp_path / "key").write_text("secret\n")
+    assert main(["doctor", one, two, "--api-key", str(tmp_path / "key")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (vllm(None), "tells no facts: it must be a vLLM server with PDTransferConnector, an SGLang server"),
+        (sglang(None), "tells no facts"),
+        (lambda *_: (200, b"<html>"), "JSON: "),
+        (lambda *_: (200, b'{"ready":true,"servers":[]}'), "tells no facts"),  # a router
+        (lambda *_: (500, b""), "tells no facts"),
+        (daemon(None, ready=False), "is not ready yet"),
+        (vllm(told("router")), "role: 'router', expected"),
+        (vllm(told("prefill", weights="7")), "weights: '7'"),
+        (vllm(told("prefill", facts={"a": 1})), "facts"),
+        (sglang(told("prefill", facts={str(at): "" for at in range(65)})), "facts"),
+    ],
+)
+def test_a_server_that_tells_no_facts_is_named(
+    site: Site, answer: Answer, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, other = site.url(vllm(told("prefill"))), site.url(answer)
+    assert main(["doctor", good, other]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith(f"pdtransfer: {other}")
+    assert error in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_server_that_is_not_there_is_named(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    good = site.url(vllm(told("prefill")))
+    assert main(["doctor", good, "http://127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err == "pdtransfer: http://127.0.0.1:1 does not answer: Connection refused\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (["http://127.0.0.1:1"], "decode_url: missing: name a prefill and a decode server, or none"),
+        (["ftp://x", "http://127.0.0.1:1"], "prefill_url = 'ftp://x': must be http://host:port"),
+        (["http://127.0.0.1:1", "http://x:y"], "decode_url = 'http://x:y': must be http://host:port"),
+    ],
+)
+def test_what_is_no_url_is_misuse(given: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *given]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_any_value_in_any_field_of_what_a_server_tells_is_one_line(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another type, too long, or with control characters."""
+    answers: list[Any] = []
+
+    def one(path: str, body: bytes) -> tuple[int, bytes]:
+        return vllm(answers[-1])(path, body)
+
+    good, other = site.url(vllm(told("prefill"))), site.url(one)
+    for _, value in spoiled(told("decode")):
+        answers.append(value)
+        status = main(["doctor", good, other])
+        said = capsys.readouterr()
+        assert status in (0, 1)
+        assert len(said.err.splitlines()) == (0 if said.out else 1)
+        assert "\x1b" not in said.out + said.err
+
+
+def test_what_a_node_shows_is_read_back_as_it_was() -> None:
+    identity = settings("d", facts=FACTS).identity("decode")
+    read = msgspec.convert(shown(identity, both=True), ShownIdentity)
+    assert read.role == "both"
+    assert shown(read.in_role("decode", "d")) == shown(identity)
+    rows = engine_facts.compare(read, read)
+    assert [row.name for row in rows] == ["model", *FACTS]
+    assert {row.state for row in rows} == {"equal"}

@@ -14,6 +14,9 @@ import pytest
 
 from pdtransfer.adapters.vllm import figures
 from pdtransfer.bus.keys import generate
+from pdtransfer.handoff.identity_check import ShownIdentity
+from pdtransfer.schema import convert
+from pdtransfer.serve.commands.engine_facts import compare
 from tests.support.paths import REPO
 from tests.support.vllm_engine import Checkpoints, Generated, VllmEngine, prompts
 from tests.support.vllm_pair import SENDS, VllmPair, settles, transfer
@@ -62,6 +65,13 @@ def failures(engine: VllmEngine) -> dict[str, float]:
     """Hand-offs of an engine that failed, by their cause."""
     found = engine.metrics("vllm:pdtransfer_failures_total")
     return {name.split()[1]: value for name, value in found.items()}
+
+
+def identity(engine: VllmEngine) -> ShownIdentity:
+    """What `pdtransfer doctor` asks an engine for."""
+    answer = engine.generated(engine.add([0], tokens=1, kv_transfer_params={"identify": True}))
+    assert answer.kv_transfer_params is not None
+    return convert(answer.kv_transfer_params["identity"], ShownIdentity)
 
 
 def received_tokens(engine: VllmEngine) -> float:
@@ -543,11 +553,13 @@ def test_engines_that_do_not_fit_are_refused_with_both_values(
         other_name = start("name", "bfloat16", served_model_name="another")
         other_size = start("size", "float32", block_size=64)
         prompt, fine = prompts(200, 150, seed=18)
-        for engine, line in (
-            (other_name, r"model: d-\S+ has 'another \(KV bfloat16\)', p-\S+ '\S*llama \(KV float32\)'"),
-            (other_size, r"refused: block_size: d-\S+ has '64', p-\S+ '128'$"),
+        for engine, differs, line in (
+            (other_name, "model", r"model: d-\S+ has 'another \(KV bfloat16\)', p-\S+ '\S*llama \(KV float32\)'"),
+            (other_size, "block_size", r"refused: block_size: d-\S+ has '64', p-\S+ '128'$"),
         ):
             blocks = engine.ready()["blocks"] - 1
+            one, two = (identity(each) for each in (pair.prefill, engine))
+            assert differs in [row.name for row in compare(one, two) if row.state == "differs"]
             made = VllmPair(pair.prefill, engine, identity=pair.identity)
             label = made.label()
             pair.prefill.generated(made.begin_prefill(prompt, label))

@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-vllm compose-demo test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang clean
+.PHONY: demo demo-vllm compose-demo dist docs test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang clean
 
 # A small pretrained model answers, which is fetched the first time; ARGS='--model stamp' is the engine without one.
 SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
@@ -88,6 +88,18 @@ check: $(VENV)/.stamp
 bench: $(VENV)/.stamp
 	@for part in copy transfer hisparse; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
 	@for part in plan verify prefix bus handoff poll idle load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
+
+# Wheel and sdist of both distributions in dist/, checked to be the same wherever they are built, installed and tried.
+dist: $(VENV)/.stamp
+	@tools/dist
+
+# The documents as a site in build/site, which needs no server.
+docs: .venv-docs/.stamp
+	@.venv-docs/bin/python -m tools.docs_site build/site-source
+	@.venv-docs/bin/python -m mkdocs --quiet build --strict
+
+.venv-docs/.stamp: tools/venv
+	@PYTHON='$(PYTHON)' tools/venv docs
 
 # What the images install, written anew where pyproject.toml changed; ARGS=--upgrade takes the newest versions.
 locks: $(VENV)/.stamp

@@ -96,7 +96,7 @@ dist: $(VENV)/.stamp
 # The documents as a site in build/site, which needs no server.
 docs: .venv-docs/.stamp
 	@.venv-docs/bin/python -m tools.docs_site build/site-source
-	@.venv-docs/bin/python -m mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs --quiet build --strict
 
 .venv-docs/.stamp: tools/venv
 	@PYTHON='$(PYTHON)' tools/venv docs

@@ -224,8 +224,8 @@ def test_a_key_is_shown_to_servers_that_ask_for_one(
         (lambda *_: (200, b'{"ready":true,"servers":[]}'), "tells no facts"),  # a router
         (lambda *_: (500, b""), "tells no facts"),
         (daemon(None, ready=False), "is not ready yet"),
-        (vllm(told("router")), "role: 'router', expected"),
-        (vllm(told("prefill", weights="7")), "weights: '7'"),
+        (vllm(told("router")), "kv_transfer_params.identity.role: Invalid enum value 'router'"),
+        (vllm(told("prefill", weights="7")), "kv_transfer_params.identity.weights: expected str matching"),
         (vllm(told("prefill", facts={"a": 1})), "facts"),
         (sglang(told("prefill", facts={str(at): "" for at in range(65)})), "facts"),
     ],

@@ -6,14 +6,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
-from pdtransfer import KVPoll
-from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, LAYERS, WIDTH, Rank, World, rows, slots_of, world
+from pdtransfer import Cause, KVPoll, RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased
+from pdtransfer.adapters.kit.bootstrap_rooms import room_of
+from pdtransfer.adapters.sglang.prefill import SendingSide
+from pdtransfer.wire import Ranks
+from tests.library.adapters.sglang.sglang_ranks import (
+    AUX,
+    HEADS,
+    LAYERS,
+    WIDTH,
+    Rank,
+    World,
+    described_of,
+    rows,
+    slots_of,
+    world,
+)
 from tests.support.waiting import wait_for
 
 
@@ -211,27 +226,63 @@ def test_a_request_whose_engines_do_not_fit_fails_on_both_sides() -> None:
             assert "weights: d0 has '78'" in side[0].states[7][-1].reason
 
 
-def test_requests_that_fail_one_after_the_other_are_a_warning_on_either_side(caplog: pytest.LogCaptureFixture) -> None:
-    def warnings() -> list[str]:
-        texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-        return [text for text in texts if text.startswith("the last 5 hand-offs have all failed")]
+def in_a_row(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings about hand-offs that failed one after the other."""
+    texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    return [text for text in texts if text.startswith("the last 5 hand-offs have all failed")]
 
+
+def test_requests_that_fail_one_after_the_other_are_a_warning_on_decode(caplog: pytest.LogCaptureFixture) -> None:
     with world(decode_weights=b"x") as made:
         for room in range(1, 7):
             made.begin(room)
             made.expect(room, [1, 8])
             made.until(room, KVPoll.FAILED)
             wait_for(lambda room=room: made.decode[0].turn() or made.decode[0].side.is_drained(room))
-            assert len(warnings()) == (2 if room >= 5 else 0)
-        assert all("weights: d0 has '78'" in text and "run `pdtransfer doctor" in text for text in warnings())
-    caplog.clear()
+            assert len(in_a_row(caplog)) == (1 if room >= 5 else 0), "prefill is told that decode gave it up"
+    [text] = in_a_row(caplog)
+    assert "weights: d0 has '78'" in text
+    assert "run `pdtransfer doctor" in text
+
+
+def test_requests_that_fail_now_and_then_are_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     with world() as made:
         for room in range(1, 10):  # each second one has metadata of another size, as decode finds
             made.meet(room, [1])
             made.push(room, [5], aux=b"short" if room % 2 else AUX)
             made.until(room, KVPoll.FAILED if room % 2 else KVPoll.SUCCESS, made.decode)
             wait_for(lambda room=room: made.decode[0].turn() or made.decode[0].side.is_drained(room))
-        assert warnings() == [], "no five in a row"
+    assert in_a_row(caplog) == []
+
+
+class Told:
+    """A prefill client that reports what the test has it report."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def open(self, *_: Any, **__: Any) -> None:
+        """Takes the room."""
+
+    def poll(self) -> list[Any]:
+        events, self.events = self.events, []
+        return events
+
+
+def test_requests_that_fail_one_after_the_other_are_a_warning_on_prefill(caplog: pytest.LogCaptureFixture) -> None:
+    client = Told()
+    with world() as made:
+        pool = made.prefill[0].pool
+        described = described_of(pool, Ranks(), False, lambda _: (pool.raw.ctypes.data, "dram"))
+        side = SendingSide(cast("Any", client), described, time_left_s=600.0)
+        for number in range(1, 13):
+            room, landed = room_of(number, 0), number == 6
+            end = RoomLanded(room, 8) if landed else RoomFailed(room, Cause.DEADLINE, "not landed in time")
+            client.events = [RoomAsked(room, 8, 0), RoomLeased(room, 8, 0), end, RoomDrained(room)]
+            side.begin(number)
+            side.turn()
+            assert len(in_a_row(caplog)) == (0 if number < 5 else 1 if number < 11 else 2)
+    assert "deadline: not landed in time. What to do: check that the router sends" in in_a_row(caplog)[0]
 
 
 @pytest.mark.parametrize("pushed", [False, True])

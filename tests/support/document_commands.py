@@ -34,8 +34,9 @@ def commands(text: str) -> str:
 
 
 def stated_lines(text: str) -> list[str]:
-    """The first lines of engines in its blocks of output."""
-    return [line for language, block in _FENCE.findall(text) if not language for line in FIRST_LINE.findall(block)]
+    """The first lines of engines in its blocks of output, where they are broken before spaces."""
+    blocks = [re.sub(r"\n +", " ", block) for language, block in _FENCE.findall(text) if not language]
+    return [line for block in blocks for line in FIRST_LINE.findall(block)]
 
 
 def shape_of(line: str) -> list[str]:

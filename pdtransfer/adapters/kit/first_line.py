@@ -6,11 +6,12 @@ from ...wire import Identity
 from .model_facts import OF_MODEL
 
 DIGITS = 8  # of the digest: two engines whose line has the same ones fit
+_USUAL = "", "0", "null", "None", "auto"
 
 
 def first_line(identity: Identity, where: str, *, both: bool = False) -> str:
-    """One line. `where` is what the engine does with KV. The facts of the model's configuration are many, and are told
-    by the digest and by `pdtransfer doctor`."""
+    """One line. `where` is what the engine does with KV. The facts of the model's configuration are many: they are told
+    by the digest, and by `pdtransfer doctor`."""
     facts = {fact.name: fact.value for fact in identity.facts}
     settings = "".join(f"{name}={_word(value)} " for name, value in facts.items() if _is_told(name, value))
     role = "prefill and decode" if both else identity.role
@@ -19,7 +20,7 @@ def first_line(identity: Identity, where: str, *, both: bool = False) -> str:
 
 
 def _is_told(name: str, value: str) -> bool:
-    return name not in OF_MODEL and not name.startswith("rope.") and value not in ("", "0", "null", "None")
+    return name not in OF_MODEL | {"engine"} and not name.startswith("rope.") and value not in _USUAL
 
 
 def _word(value: str) -> str:

@@ -7,7 +7,7 @@ from pdtransfer.adapters.kit.first_line import first_line
 
 FACTS = {
     "model_type": "llama", "hidden_size": "256", "rope.rope_theta": "10000.0", "dtype": "float32",
-    "kv_dtype": "float32", "quantization": "null", "config": "0123456789abcdef", "block_size": "128", "window": "0",
+    "kv_dtype": "float32", "quantization": "null", "kv_cache_dtype": "auto", "config": "0123456789abcdef", "block_size": "128", "window": "0",
     "processor": "x86_64 avx512", "rows": "blocks", "engine": "vLLM 0.32.0",
 }  # fmt: skip
 
@@ -20,7 +20,7 @@ def line(**more: str) -> str:
 def test_it_has_the_address_the_engines_settings_and_a_digest_of_all_facts() -> None:
     assert line() == (
         "pdtransfer prefill: listens on tcp://127.0.0.1:7801; model='llama (KV float32)' dtype=float32 "
-        "kv_dtype=float32 block_size=128 processor='x86_64 avx512' rows=blocks engine='vLLM 0.32.0' facts=00010203"
+        "kv_dtype=float32 block_size=128 processor='x86_64 avx512' rows=blocks facts=00010203"
     )
 
 

@@ -38,9 +38,8 @@ class ShownIdentity(Struct, frozen=True):
 
 def shown(identity: Identity, *, both: bool = False) -> dict[str, object]:
     """The ShownIdentity of a node, as JSON; of one that is prefill and decode with `both`."""
-    assert identity.role != "router"
     facts = {fact.name: fact.value for fact in identity.facts}
-    role = "both" if both else identity.role
+    role = "both" if both else "prefill" if identity.role == "prefill" else "decode"
     return asdict(ShownIdentity(role, identity.model, identity.weights.hex(), facts))
 
 

@@ -30,21 +30,21 @@ State = Literal["equal", "differs", "may differ"]
 STYLES: dict[State, str] = {"equal": "", "differs": "bold red", "may differ": "dim"}
 
 
-class _SglangState(Struct, frozen=True):
+class _SchedulerState(Struct, frozen=True):
     pdtransfer: ShownIdentity | None = None
 
 
-class _SglangInfo(Struct, frozen=True):
+class _ServerInfo(Struct, frozen=True):
     disaggregation_mode: str | None
-    internal_states: Annotated[list[_SglangState], Meta(max_length=ENGINES_MAX)] = []
+    internal_states: Annotated[list[_SchedulerState], Meta(max_length=ENGINES_MAX)] = []
 
 
-class _VllmParams(Struct, frozen=True):
+class _AnswerParams(Struct, frozen=True):
     identity: ShownIdentity | None = None
 
 
-class _VllmAnswer(Struct, frozen=True):
-    kv_transfer_params: _VllmParams | None = None
+class _Answer(Struct, frozen=True):
+    kv_transfer_params: _AnswerParams | None = None
 
 
 class _DaemonHealth(Struct, frozen=True):
@@ -52,10 +52,10 @@ class _DaemonHealth(Struct, frozen=True):
     identity: ShownIdentity | None = None
 
 
-_SGLANG_INFO = msgspec.json.Decoder(_SglangInfo)
-_VLLM_ANSWER = msgspec.json.Decoder(_VllmAnswer)
+_SERVER_INFO = msgspec.json.Decoder(_ServerInfo)
+_ANSWER = msgspec.json.Decoder(_Answer)
 _DAEMON_HEALTH = msgspec.json.Decoder(_DaemonHealth)
-_VLLM_REQUEST = dumps({"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"identify": True}}).encode()
+_REQUEST = dumps({"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"identify": True}}).encode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class _Server:
         status, body = self._ask("GET", "/server_info")
         if status != 200 or b'"disaggregation_mode"' not in body:
             return None
-        states = parse(body, _SGLANG_INFO).internal_states
+        states = parse(body, _SERVER_INFO).internal_states
         return next((state.pdtransfer for state in states if state.pdtransfer is not None), None)
 
     def _of_daemon(self) -> ShownIdentity | None:
@@ -150,10 +150,10 @@ class _Server:
         return health.identity
 
     def _of_vllm(self) -> ShownIdentity | None:
-        status, body = self._ask("POST", "/v1/completions", _VLLM_REQUEST)
+        status, body = self._ask("POST", "/v1/completions", _REQUEST)
         if status != 200:
             return None
-        params = parse(body, _VLLM_ANSWER).kv_transfer_params
+        params = parse(body, _ANSWER).kv_transfer_params
         return None if params is None else params.identity
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:

@@ -6,10 +6,7 @@ import pytest
 
 from pdtransfer import Cause
 from pdtransfer.adapters.kit.failures_in_a_row import WHAT_TO_DO, FailuresInARow
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+from tests.library.adapters.warnings_in_a_row import in_a_row
 
 
 def test_the_fifth_failure_in_a_row_is_a_warning_once_until_one_has_landed(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,21 +16,21 @@ def test_the_fifth_failure_in_a_row_is_a_warning_once_until_one_has_landed(caplo
     row.landed()
     for at in range(4):
         row.failed(Cause.DEADLINE, f"room {at}")
-    assert warnings(caplog) == []
+    assert in_a_row(caplog) == []
     row.failed(Cause.REFUSED, "block_size: d has '64', p '128'")
     expected = (
         "the last 5 hand-offs have all failed, the latest one so: refused: block_size: d has '64', p '128'. "
         "What to do: run `pdtransfer doctor PREFILL_URL DECODE_URL`, and start both engines with equal facts"
     )
-    assert warnings(caplog) == [expected]
+    assert in_a_row(caplog) == [expected]
     for at in range(20):
         row.failed(Cause.PEER_LOST, f"room {at}")
-    assert warnings(caplog) == [expected]
+    assert in_a_row(caplog) == [expected]
     row.landed()
     for at in range(5):
         row.failed(Cause.PEER_LOST, f"room {at}")
-    assert len(warnings(caplog)) == 2
-    assert "peer_lost: room 4" in warnings(caplog)[1]
+    assert len(in_a_row(caplog)) == 2
+    assert "peer_lost: room 4" in in_a_row(caplog)[1]
 
 
 def test_requests_that_were_given_up_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -43,7 +40,7 @@ def test_requests_that_were_given_up_tell_nothing(caplog: pytest.LogCaptureFixtu
     for at in range(5):
         row.failed(Cause.DEADLINE, f"room {at}")
         row.failed(Cause.ABORTED, "its client left")
-    assert len(warnings(caplog)) == 1
+    assert len(in_a_row(caplog)) == 1
 
 
 def test_every_cause_has_something_to_do() -> None:

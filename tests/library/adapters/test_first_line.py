@@ -7,8 +7,8 @@ from pdtransfer.adapters.kit.first_line import first_line
 
 FACTS = {
     "model_type": "llama", "hidden_size": "256", "rope.rope_theta": "10000.0", "dtype": "float32",
-    "kv_dtype": "float32", "quantization": "null", "kv_cache_dtype": "auto", "config": "0123456789abcdef", "block_size": "128", "window": "0",
-    "processor": "x86_64 avx512", "rows": "blocks", "engine": "vLLM 0.32.0",
+    "kv_dtype": "float32", "quantization": "null", "kv_cache_dtype": "auto", "config": "0123456789abcdef",
+    "block_size": "128", "window": "0", "processor": "x86_64 avx512", "rows": "blocks", "engine": "vLLM 0.32.0",
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from tests.library.adapters.sglang.sglang_ranks import (
     slots_of,
     world,
 )
+from tests.library.adapters.warnings_in_a_row import in_a_row
 from tests.support.waiting import wait_for
 
 
@@ -224,12 +225,6 @@ def test_a_request_whose_engines_do_not_fit_fails_on_both_sides() -> None:
         made.until(7, KVPoll.FAILED, made.decode)
         for side in (made.prefill, made.decode):
             assert "weights: d0 has '78'" in side[0].states[7][-1].reason
-
-
-def in_a_row(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings about hand-offs that failed one after the other."""
-    texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    return [text for text in texts if text.startswith("the last 5 hand-offs have all failed")]
 
 
 def test_requests_that_fail_one_after_the_other_are_a_warning_on_decode(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,7 @@ from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.handoff import cell_sizes
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.wire import Ranks
+from tests.library.adapters.warnings_in_a_row import in_a_row
 from tests.support.client_pair import LIMITS, Late
 from tests.support.waiting import wait_for
 
@@ -544,12 +545,6 @@ def test_requests_with_wrong_parameters_one_after_the_other_are_a_warning(
         site.decode.begin(Orders(refusals=[Refuse(f"d{at}", (1, 2))]))
     [text] = in_a_row(caplog)
     assert "refused: its parameters are wrong" in text
-
-
-def in_a_row(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings about hand-offs that failed one after the other."""
-    texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    return [text for text in texts if text.startswith("the last 5 hand-offs have all failed")]
 
 
 def test_a_refused_load_fails_at_once(site: Site) -> None:

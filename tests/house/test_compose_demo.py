@@ -144,19 +144,23 @@ def test_a_fleet_does_not_start_before_it_may(tried: Path) -> None:
 
 def integrate(
     tried: Path, *, test: str = "", containers: str = "exit 3", vllm: int = 3, sglang: int = 3, test_engines: int = 0,
-    other_python: int | None = None, test_fast: int = 0, seconds_all: int = 5_100,
+    other_python: int | None = None, test_fast: int = 0, seconds_all: int = 5_100, dist: int = 0, docs: int = 0,
+    site: int = 0,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """.ci/run, where `make test` and tools/compose-demo do what is said here, and where tools/venv for each engine and
-    the tests of any end with these statuses, and tools/venv and the tests for another Python, if there is one."""
+    the tests of any end with these statuses, and tools/venv and the tests for another Python, if there is one; tools/dist,
+    tools/venv for the documents and `make docs` with `dist`, `docs` and `site`."""
     (tried / ".ci").mkdir()
     script = (REPO / ".ci" / "run").read_text()
     assert "seconds_all=5100 " in script
     (tried / ".ci" / "run").write_text(script.replace("seconds_all=5100 ", f"seconds_all={seconds_all} "))
     (tried / ".ci" / "run").chmod(0o755)
     fast = f"test-fast) exit {test_fast} ;;"
-    make = f"case $1 in test) {test or ':'} ;; {fast} test-vllm | test-sglang) exit {test_engines} ;; esac"
-    venv = f"case $1 in vllm) exit {vllm} ;; sglang) exit {sglang} ;; 3.13) exit {other_python} ;; *) exit 9 ;; esac"
+    others = f"test-vllm | test-sglang) exit {test_engines} ;; docs) exit {site} ;;"
+    make = f"case $1 in test) {test or ':'} ;; {fast} {others} esac"
+    venv = f"case $1 in docs) exit {docs} ;; vllm) exit {vllm} ;; sglang) exit {sglang} ;; 3.13) exit {other_python} ;; *) exit 9 ;; esac"
     written = [("tools/compose-demo", containers), ("tools/venv", venv), ("bin/make", make)]
+    written.append(("tools/dist", f"exit {dist}"))
     for name, does in [*written, ("bin/python3.13", "exit 0")] if other_python is not None else written:
         (tried / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (tried / name).chmod(0o755)
@@ -174,6 +178,24 @@ def test_continuous_integration_fails_with_the_containers_and_not_for_want_of_th
     assert ran.returncode == ends, ran.stderr
     assert "so it is\n" in ran.stdout
     assert ("compose-demo:" in ran.stdout) == (ends == 0)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ends", "output"),
+    [
+        ({}, 0, ["dist: passed", "docs: passed"]),
+        ({"dist": 3, "docs": 3}, 0, ["dist: not run", "docs: not run"]),
+        ({"dist": 1}, 1, []),
+        ({"docs": 1}, 1, ["dist: passed"]),
+        ({"site": 1}, 1, ["dist: passed"]),
+    ],
+)
+def test_continuous_integration_fails_with_the_distributions_and_the_site_and_not_for_want_of_them(
+    tried: Path, statuses: dict[str, int], ends: int, output: list[str]
+) -> None:
+    ran = integrate(tried, **statuses)
+    assert ran.returncode == ends, ran.stderr
+    assert [line.partition(",")[0] for line in ran.stdout.splitlines() if line.startswith(("dist:", "docs:"))] == output
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,8 @@ def integrate(
     site: int = 0,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """.ci/run, where `make test` and tools/compose-demo do what is said here, and where tools/venv for each engine and
-    the tests of any end with these statuses, and tools/venv and the tests for another Python, if there is one; tools/dist,
-    tools/venv for the documents and `make docs` with `dist`, `docs` and `site`."""
+    the tests of any end with these statuses, and tools/venv and the tests for another Python, if there is one. So do
+    tools/dist, and with `docs` and `site` tools/venv for the documents and `make docs`."""
     (tried / ".ci").mkdir()
     script = (REPO / ".ci" / "run").read_text()
     assert "seconds_all=5100 " in script
@@ -158,7 +158,8 @@ def integrate(
     fast = f"test-fast) exit {test_fast} ;;"
     others = f"test-vllm | test-sglang) exit {test_engines} ;; docs) exit {site} ;;"
     make = f"case $1 in test) {test or ':'} ;; {fast} {others} esac"
-    venv = f"case $1 in docs) exit {docs} ;; vllm) exit {vllm} ;; sglang) exit {sglang} ;; 3.13) exit {other_python} ;; *) exit 9 ;; esac"
+    statuses = {"docs": docs, "vllm": vllm, "sglang": sglang, "3.13": other_python, "*": 9}
+    venv = f"case $1 in {' '.join(f'{kind}) exit {status} ;;' for kind, status in statuses.items())} esac"
     written = [("tools/compose-demo", containers), ("tools/venv", venv), ("bin/make", make)]
     written.append(("tools/dist", f"exit {dist}"))
     for name, does in [*written, ("bin/python3.13", "exit 0")] if other_python is not None else written:

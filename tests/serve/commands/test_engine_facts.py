@@ -79,6 +79,8 @@ class Site:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 keyed = not key or self.headers.get("Authorization") == f"Bearer {key}"
                 status, text = answer(self.path, body) if keyed else (401, b"{}")
+                if body and self.headers.get("Content-Type") != "application/json":  # as vLLM's servers
+                    status, text = 415, b"{}"
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()

@@ -15,11 +15,9 @@ from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
 from ..kernels import checksum_copy, native
 from ..kernels import push as pushing
-from ..kernels.cancel import CancelWord
 from ..kernels.gpu import CudaEvent, Gpu, gpu_at
 from ..kernels.kv_copy import check_copy, kv_copy, prepare
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
-from ..kernels.registered import Registrar
 from ..kernels.ring import lanes
 from ..kernels.staging import Staging
 from ..layout.geometry import Int64s
@@ -31,56 +29,8 @@ PEER_BLOCKS = 16  # of a copy between GPUs, or within one GPU
 IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay a cancel
 
 
-class Launcher(Protocol):
-    """Launches of a GPU for one thread, which calls everything but `word`, `reuse` and `wake`."""
-
-    def word(self) -> CancelWord:
-        """A cancel word that launches can look at, not set, for one write at a time."""
-        ...
-
-    def reuse(self, word: CancelWord) -> None:
-        """Takes back a word that no launch looks at any more."""
-        ...
-
-    def prepare(
-        self, slot: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
-        cancel: CancelWord, *, spare: bool,
-    ) -> Callable[[], None]:  # fmt: skip
-        """Prepares a copy as launch `slot`, one of IN_FLIGHT_MAX; it replaces a copy that was prepared there and not
-        queued. Returns what queues it; where that raises, the copy may have been queued. `spare`: the copy has time,
-        and the model needs the GPU more."""
-        ...
-
-    def wait(self, slot: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
-        """Sleeps until launch `slot` has ended, and returns True. Returns False before that when one of `gates`, which
-        wait for CUDA events, has come further, when `wake` was called since the last time, or at `until_ns` by
-        CLOCK_MONOTONIC. Raises WorldError where the GPU cannot report on the launch."""
-        ...
-
-    def look(self, gate: ReadyGate) -> None:
-        """Tells a gate which of its events have fired."""
-        ...
-
-    def wake(self) -> None:
-        """Ends a `wait`, from any thread."""
-        ...
-
-    def ended(self, slot: int) -> tuple[State, int]:
-        """How launch `slot`, which was waited for, has ended, and how many rows it left out."""
-        ...
-
-    def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
-        """Copies rows of the GPU to rows 0 to rows - 1 of `layout`, and waits. Returns their address in this process,
-        valid until the next fetch. Raises WorldError where it fails."""
-        ...
-
-    def drain(self) -> None:
-        """Sleeps until all that was ever queued has ended. Raises WorldError where the GPU cannot report it."""
-        ...
-
-
 class GpuLauncher:
-    """A Launcher: streams of a GPU, and the events and progress words of its launches.
+    """Launches of a GPU for one thread, which calls everything but `word`, `reuse` and `wake`.
 
     A copy that a ring may carry has a stream for each slot, so that it gathers while the launch before drains. The
     launches of the copy kernel share one stream: two at once would hold twice the multiprocessors.
@@ -95,18 +45,22 @@ class GpuLauncher:
         self._words: list[PinnedCancel] = []  # free ones: pinned memory is never given back
         self._fetched = (0, 0, 0)  # bytes that fetch may use, their address here and on the GPU
 
-    def word(self) -> CancelWord:
+    def word(self) -> PinnedCancel:
+        """A cancel word that launches can look at, not set, for one write at a time."""
         return self._words.pop() if self._words else PinnedCancel(self._gpu.ordinal)
 
-    def reuse(self, word: CancelWord) -> None:
-        assert isinstance(word, PinnedCancel)
+    def reuse(self, word: PinnedCancel) -> None:
+        """Takes back a word that no launch looks at any more."""
         word.clear()
         self._words.append(word)
 
     def prepare(
         self, slot: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
-        cancel: CancelWord, *, spare: bool,
+        cancel: PinnedCancel, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
+        """Prepares a copy as launch `slot`, one of IN_FLIGHT_MAX; it replaces a copy that was prepared there and not
+        queued. Returns what queues it; where that raises, the copy may have been queued. `spare`: the copy has time,
+        and the model needs the GPU more."""
         progress, staging, stream = self._progress[slot], self._stagings[slot], self._streams[0]
         self._gpu.enter()
         if not target.host:  # a GPU's memory: there is no bus to fill, and the model needs the multiprocessors
@@ -131,6 +85,9 @@ class GpuLauncher:
         return go
 
     def wait(self, slot: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
+        """Sleeps until launch `slot` has ended, and returns True. Returns False before that when one of `gates`, which
+        wait for CUDA events, has come further, when `wake` was called since the last time, or at `until_ns` by
+        CLOCK_MONOTONIC. Raises WorldError where the GPU cannot report on the launch."""
         flying = [] if slot is None else [self._events[slot].cuda_event]
         asked = [(gate, found) for gate in gates if (found := gate.next) is not None]
         # Gates first: where launches end as fast as they are made, a gate would never be reported.
@@ -146,6 +103,7 @@ class GpuLauncher:
         return at >= 0
 
     def look(self, gate: ReadyGate) -> None:
+        """Tells a gate which of its events have fired."""
         while (found := gate.next) is not None and not gate.broken:
             at, failed = lanes.wait_any(self._gpu, [found[1]], None)
             if at < 0:
@@ -153,12 +111,16 @@ class GpuLauncher:
             _update(gate, found[0], failed)
 
     def wake(self) -> None:
+        """Ends a `wait`, from any thread."""
         self._called.value = 1
 
     def ended(self, slot: int) -> tuple[State, int]:
+        """How launch `slot`, which was waited for, has ended, and how many rows it left out."""
         return self._progress[slot].state, self._progress[slot].refused
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
+        """Copies rows of the GPU to rows 0 to rows - 1 of `layout`, and waits. Returns their address in this process,
+        valid until the next fetch. Raises WorldError where it fails."""
         if self._fetched[0] < layout.end:
             self._fetched = (layout.end, *self._gpu.pinned(layout.end))
         _, here, there = self._fetched
@@ -168,6 +130,7 @@ class GpuLauncher:
         return here
 
     def drain(self) -> None:
+        """Sleeps until all that was ever queued has ended. Raises WorldError where the GPU cannot report it."""
         self._gpu.finish()  # a ring's own streams as well
 
     def try_out(self) -> None:
@@ -211,34 +174,12 @@ class Exported(Protocol):
         ...
 
 
-class WriterGpu(Registrar, Protocol):
-    """The GPU of a writer. Called in worker threads; nothing here waits for what the GPU computes."""
-
-    @property
-    def ordinal(self) -> int: ...
-
-    @property
-    def spans(self) -> Spans | None:
-        """What gets each launch; None for nothing."""
-        ...
-
-    def open(self, handle: bytes) -> Exported:
-        """Opens another process's memory of a GPU, for this GPU to write. Raises TransportError where it cannot."""
-        ...
-
-    def prepare(self) -> None:
-        """Does now what the first launch would have to wait for. Raises WorldError where no launch is possible."""
-        ...
-
-    def launcher(self) -> Launcher:
-        """A new one, for one thread."""
-        ...
-
-
-class PoolGpu:
-    """GPU `ordinal` of this host, a WriterGpu. Raises WorldError where it does not exist."""
+class WriterGpu:
+    """GPU `ordinal` of this host, for a writer whose pool is in its memory: a Registrar. Called in worker threads;
+    nothing here waits for what the GPU computes."""
 
     def __init__(self, ordinal: int, spans: Spans | None = None) -> None:
+        """`spans` gets each launch. Raises WorldError where there is no such GPU."""
         self.ordinal, self._gpu, self.spans = ordinal, gpu_at(ordinal), spans
         self._lock, self._prepared = threading.Lock(), False
         self._spare: GpuLauncher | None = None  # it has carried a copy, and is not taken yet
@@ -250,9 +191,11 @@ class PoolGpu:
         self._gpu.host_unregister(address)
 
     def open(self, handle: bytes) -> Exported:
+        """Opens another process's memory of a GPU, for this GPU to write. Raises TransportError where it cannot."""
         return Opened(Handle.unpack(handle), on=self.ordinal)
 
     def prepare(self) -> None:
+        """Does now what the first launch would have to wait for. Raises WorldError where no launch is possible."""
         with self._lock:
             if self._prepared:
                 return
@@ -262,7 +205,8 @@ class PoolGpu:
             launcher.try_out()
             self._spare, self._prepared = launcher, True
 
-    def launcher(self) -> Launcher:
+    def launcher(self) -> GpuLauncher:
+        """A new one, for one thread."""
         with self._lock:
             spare, self._spare = self._spare, None
         return spare or GpuLauncher(self._gpu)

@@ -24,15 +24,14 @@ from ..handoff.effects import Outcome, Write
 from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
 from ..kernels import checksum_copy
-from ..kernels.cancel import CancelWord
-from ..kernels.pools import Pool, State
+from ..kernels.pools import PinnedCancel, Pool, State
 from ..kernels.ring.lanes import NEVER_NS
 from ..layout.checksum import MASK, Lines, lines_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout, Plane
 from ..threads import in_thread
 from .copier import CANCELLED, attempt
-from .gpu_launcher import IN_FLIGHT_MAX, Launcher
+from .gpu_launcher import IN_FLIGHT_MAX, GpuLauncher
 from .turns import Turns
 from .works import OpenWorks, Turn
 
@@ -83,7 +82,7 @@ class GpuWrite:
     woken: Callable[[], None] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)  # of the next two
     stopped: bool = False
-    word: CancelWord | None = None  # that its launches look at
+    word: PinnedCancel | None = None  # that its launches look at
 
     @property
     def turn(self) -> Turn:
@@ -152,7 +151,7 @@ class GpuWriter:
 
     def __init__(
         self,
-        launcher: Callable[[], Launcher],
+        launcher: Callable[[], GpuLauncher],
         spans: Spans | None = None,
         wake_hint: Callable[[Write], None] = lambda _: None,
     ) -> None:
@@ -163,7 +162,7 @@ class GpuWriter:
         self._changed = threading.Condition()
         self._turns: Turns[GpuWrite] = Turns()
         self._closing = False
-        self._launcher: Launcher | None = None
+        self._launcher: GpuLauncher | None = None
         self._prepared: _Launch | None = None  # it only waits for its gate
         self._broken = ""  # why the GPU cannot report any more
         self._thread = threading.Thread(target=self._work, name="pdtransfer-push", daemon=True)
@@ -247,7 +246,7 @@ class GpuWriter:
             return 1 - flying[-1].slot
         return 0 if self._prepared is None else self._prepared.slot
 
-    def _launch(self, launcher: Launcher | None, write: GpuWrite, slot: int) -> _Launch | None:
+    def _launch(self, launcher: GpuLauncher | None, write: GpuWrite, slot: int) -> _Launch | None:
         """Launches the next rows of a write; None where none of them are in flight."""
         end, begun_s = write.piece_end, 0.0 if self._spans is None else time.monotonic()
         try:
@@ -273,7 +272,7 @@ class GpuWriter:
             self._end(launcher, write)
         return launch
 
-    def _prepare(self, launcher: Launcher | None, write: GpuWrite, slot: int) -> _Launch | None:
+    def _prepare(self, launcher: GpuLauncher | None, write: GpuWrite, slot: int) -> _Launch | None:
         """The launch of the next rows of a write; None where they have no bytes. Raises where no more are launched."""
         if launcher is None or self._broken:
             raise WorldError(self._broken)
@@ -296,7 +295,7 @@ class GpuWriter:
         queue = launcher.prepare(slot, write.target, write.source, ours, theirs, rows, word, spare=write.spare)
         return _Launch(write=write, slot=slot, first=first, end=end, queue=queue)
 
-    def _prepare_ahead(self, launcher: Launcher, write: GpuWrite, slot: int) -> bool:
+    def _prepare_ahead(self, launcher: GpuLauncher, write: GpuWrite, slot: int) -> bool:
         """Prepares the first rows of a write that waits for its gate; False where it need not wait."""
         if self._prepared is not None and self._prepared.write is write:
             return True
@@ -311,7 +310,7 @@ class GpuWriter:
             return False
         return True
 
-    def _drain(self, launcher: Launcher | None) -> Outcome:
+    def _drain(self, launcher: GpuLauncher | None) -> Outcome:
         """How a write ends that has failed when a launch of it may have been queued: known only once all has ended."""
         assert launcher is not None
         try:
@@ -321,7 +320,7 @@ class GpuWriter:
             return Outcome.UNKNOWN
         return Outcome.FAILED
 
-    def _refuse(self, launcher: Launcher | None, write: GpuWrite, outcome: Outcome, text: str) -> None:
+    def _refuse(self, launcher: GpuLauncher | None, write: GpuWrite, outcome: Outcome, text: str) -> None:
         """Launches no more of a write: it has failed once all that was queued of it has ended."""
         with self._changed:
             write.fail(outcome, text)
@@ -330,7 +329,7 @@ class GpuWriter:
         if over:
             self._end(launcher, write)
 
-    def _wait(self, launcher: Launcher, flying: deque[_Launch], gated: list[GpuWrite]) -> None:
+    def _wait(self, launcher: GpuLauncher, flying: deque[_Launch], gated: list[GpuWrite]) -> None:
         """Until the oldest launch has ended, or a gate has opened, or there is something else to do."""
         gates = [gate for write in gated if (gate := write.gate) is not None]
         if len(gates) < len(gated):
@@ -361,7 +360,7 @@ class GpuWriter:
                 return self._hint_ns
         return NEVER_NS
 
-    def _outcome_of(self, launcher: Launcher, launch: _Launch) -> tuple[Outcome, str]:
+    def _outcome_of(self, launcher: GpuLauncher, launch: _Launch) -> tuple[Outcome, str]:
         """The outcome of a launch that the GPU has passed, and why it is no other."""
         match launcher.ended(launch.slot):
             case State.COMPLETE, 0:
@@ -373,7 +372,7 @@ class GpuWriter:
             case _:
                 return Outcome.UNKNOWN, "the GPU has passed a launch that never reported its end"
 
-    def _landed(self, launcher: Launcher, launch: _Launch, outcome: Outcome, text: str) -> None:
+    def _landed(self, launcher: GpuLauncher, launch: _Launch, outcome: Outcome, text: str) -> None:
         write = launch.write
         write.running -= 1
         if outcome is not Outcome.LANDED:
@@ -392,7 +391,7 @@ class GpuWriter:
             byte_count=len(rows) * launch.write.row_bytes,
         )  # fmt: skip
 
-    def _sum(self, launcher: Launcher, launch: _Launch) -> tuple[Outcome, str]:
+    def _sum(self, launcher: GpuLauncher, launch: _Launch) -> tuple[Outcome, str]:
         """Adds the checksum of a launch's rows as they lie in the pool, where one is wanted."""
         write, staged = launch.write, launch.write.staged
         if staged is None:
@@ -409,7 +408,7 @@ class GpuWriter:
             return Outcome.FAILED, str(error) or type(error).__name__
         return Outcome.LANDED, ""
 
-    def _end(self, launcher: Launcher | None, write: GpuWrite) -> None:
+    def _end(self, launcher: GpuLauncher | None, write: GpuWrite) -> None:
         with write.lock:
             word, write.word = write.word, None
         if word is not None and launcher is not None and write.outcome is not Outcome.UNKNOWN:

@@ -26,7 +26,7 @@ from ..wire import Identity, Reach, split_key
 from .base import ArenaTransport, Ready, WakeHint, WriterTransport, Wrote
 from .copier import CANCELLED
 from .device_events import EventQueue
-from .gpu_launcher import PoolGpu, prepare_copies
+from .gpu_launcher import WriterGpu, prepare_copies
 from .options import ArenaOptions, WriterOptions
 from .registry import TRANSPORTS
 from .shm.handover import host
@@ -202,7 +202,7 @@ class PrefillTransports:
         asked it: its writes are held back until they are cancelled, or have failed; `wake_hint` as WakeHint says."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
-        gpu = self._gpu = None if options.device is None else PoolGpu(options.device, spans)
+        gpu = self._gpu = None if options.device is None else WriterGpu(options.device, spans)
         self._make = {
             name: partial(
                 TRANSPORTS[name].writer,

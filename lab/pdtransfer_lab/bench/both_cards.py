@@ -18,7 +18,7 @@ from pdtransfer.kernels.gpu import gpu_at
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.process.setup import prepare
-from pdtransfer.transports.gpu_launcher import PoolGpu
+from pdtransfer.transports.gpu_launcher import WriterGpu
 from pdtransfer.transports.gpu_writer import GpuWrite, GpuWriter
 
 from .models import PAGE_SIZE, latent_layout
@@ -99,7 +99,7 @@ class _Pushing:
         self._target = Pool(layout=far, address=arena.mapping.registered.device_address, device=ordinal, host=True)
         pages = np.random.default_rng(ordinal).permutation(_SLOTS // PAGE_SIZE)[: _TOKENS // PAGE_SIZE]
         self._slots = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel().astype(np.int64)
-        writer = PoolGpu(ordinal)
+        writer = WriterGpu(ordinal)
         writer.prepare()
         self._left, self._over, self._text = 0, asyncio.Event(), ""
         self._pusher = GpuWriter(writer.launcher)

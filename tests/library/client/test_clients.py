@@ -1094,7 +1094,7 @@ def test_what_copies_rows_is_compiled_and_loaded_before_a_prefill_client_has_sta
             raise WorldError("no compiler")
 
     for gpu in (FakeGpu(), Broken()):
-        monkeypatch.setattr("pdtransfer.transports.select.PoolGpu", lambda *_, gpu=gpu: gpu)
+        monkeypatch.setattr("pdtransfer.transports.select.WriterGpu", lambda *_, gpu=gpu: gpu)
         pool = Pool(name="layer_first", model=mla(layers=range(1)), page_size=16, slots=64)
         with PrefillClient(settings("p"), [component(pool)], writer=WriterOptions(device=0)):
             assert gpu.prepared == 1

@@ -97,7 +97,7 @@ def test_a_launcher_that_could_carry_nothing_is_not_handed_out_and_one_that_did_
     monkeypatch.setattr(gpu_launcher, "gpu_at", Mock())
     monkeypatch.setattr(gpu_launcher, "GpuLauncher", Mock(side_effect=made))
     monkeypatch.setattr(lanes, "native", Mock())
-    gpu = gpu_launcher.PoolGpu(0)
+    gpu = gpu_launcher.WriterGpu(0)
     with pytest.raises(WorldError, match="LAUNCH_FAILED"):
         gpu.prepare()
     gpu.prepare()

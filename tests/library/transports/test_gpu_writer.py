@@ -359,7 +359,7 @@ class BrokenEvent:
 def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: pytest.MonkeyPatch, event: Any) -> None:
     gpu = FakeGpu()
     gpu.broken_events[9] = "GPU 5: CUDA_ERROR_ILLEGAL_ADDRESS"
-    monkeypatch.setattr("pdtransfer.transports.select.PoolGpu", lambda *_: gpu)
+    monkeypatch.setattr("pdtransfer.transports.select.WriterGpu", lambda *_: gpu)
     monkeypatch.setattr(
         client_pair,
         "PrefillClient",

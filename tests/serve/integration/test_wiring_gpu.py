@@ -23,7 +23,7 @@ from pdtransfer.kernels import checksum_copy, driver
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.engine_api import EngineConfig
-from pdtransfer.transports.gpu_launcher import PoolGpu
+from pdtransfer.transports.gpu_launcher import WriterGpu
 from pdtransfer.wire import Sampling
 from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair
 from tests.support.waiting import on_loop, until
@@ -50,7 +50,7 @@ class CardPair(Pair):
         pool = np.random.default_rng(5).integers(0, 256, SLOTS * LAYERS * ROW, np.uint8)  # as test_shm's own
         self.tensor = torch.from_numpy(pool).cuda()
         torch.cuda.synchronize()
-        super().__init__(arena, tmp_path / "s", gpu=PoolGpu(0), address=self.tensor.data_ptr())
+        super().__init__(arena, tmp_path / "s", gpu=WriterGpu(0), address=self.tensor.data_ptr())
         assert np.array_equal(pool, self.pool.bytes)
 
 

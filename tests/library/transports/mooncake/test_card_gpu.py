@@ -16,7 +16,7 @@ import torch
 from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import driver
 from pdtransfer.kernels import gpu as gpus
-from pdtransfer.transports.gpu_launcher import PoolGpu
+from pdtransfer.transports.gpu_launcher import WriterGpu
 from pdtransfer.transports.mooncake.settings import why_not
 from tests.library.transports.mooncake.far_pair import (
     CASES,
@@ -55,13 +55,13 @@ class OnCard:
 async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_has_them(
     model: Model, layout: str
 ) -> None:
-    async with far_pair(PoolGpu(0), OnCard(), model=model, layout=layout, slots=SLOTS) as it:
+    async with far_pair(WriterGpu(0), OnCard(), model=model, layout=layout, slots=SLOTS) as it:
         await lands_exactly(it)
 
 
 @on_loop
 async def test_the_arena_may_be_registered_with_a_card_while_an_engine_writes_there() -> None:
-    async with far_pair(PoolGpu(0), OnCard()) as it:
+    async with far_pair(WriterGpu(0), OnCard()) as it:
         it.memory.gpu = gpus.gpu_at(0)
         assert it.memory.prefault()
         await it.map()
@@ -73,13 +73,13 @@ async def test_the_arena_may_be_registered_with_a_card_while_an_engine_writes_th
 
 @on_loop
 async def test_a_cancelled_write_of_a_card_is_still_and_others_land() -> None:
-    async with far_pair(PoolGpu(0), OnCard()) as it:
+    async with far_pair(WriterGpu(0), OnCard()) as it:
         await stops_in_the_middle(it, lambda: it.landed() > 0)
 
 
 @on_loop
 async def test_an_engine_that_is_killed_in_mid_transfer_leaves_its_ring_free_and_the_next_session_lands() -> None:
-    async with far_pair(PoolGpu(0), OnCard()) as it:
+    async with far_pair(WriterGpu(0), OnCard()) as it:
         await dies_while_it_sends(it)
         assert await it.writer.fence(SESSION) is True
         await lands_anew(it)

@@ -164,10 +164,12 @@ class Computed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
     """Prefill: all cells of the room were reported. `aux` is what decode needs to continue; in a pipeline it is empty
-    on all stages but the last."""
+    on all stages but the last. `first` is the token in it, which a router may pass on before decode does; an engine may
+    leave it out."""
 
     room: int
     aux: bytes
+    first: Token | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

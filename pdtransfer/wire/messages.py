@@ -354,6 +354,8 @@ class Begin(_Wire, frozen=True):
     # Since v1.4, for logs and traces alone: no daemon acts on them.
     request_id: RequestId = ""  # the client's request; several rooms may be of one
     traceparent: TraceParent = ""  # the router's span of the request, as W3C Trace Context writes it; empty: none
+    # To prefill, since v1.6: send Tokens of the first token as soon as it is picked. Decode's begin with it as well.
+    first_token: bool = False
 
 
 class Begun(_Wire, frozen=True):

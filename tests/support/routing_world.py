@@ -119,6 +119,8 @@ class Daemon:
     def prefilled(self, begin: Begin) -> None:
         if begin.room in self.live:
             self.world.landed.add(begin.room)
+            if begin.first_token:
+                self.perform(self.service.tokens(begin.room, answer(begin)[:1], self.world.now))
             self.finish(End(begin.room, "done", "", 0, kv_bytes=64))
 
     def generate(self, begin: Begin, done: int) -> None:

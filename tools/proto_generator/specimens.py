@@ -50,7 +50,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "Drained": [1, 12, _SESSION, 1],
     "Begin": [
         1, 13, _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,
-        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE,
+        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE, True,
     ],
     "Begun": [1, 14, _ROOM],
     "Tokens": [1, 15, _ROOM, 3, bytes.fromhex("4100000042000000"), _LOGPROBS],
@@ -77,7 +77,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "RankBound": [1, 34, f"{_KEY}@tcp://10.0.0.7:9312", "10.0.0.7:7104"],
     "RankRoom": [1, 35, 1, 7, [
         _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,
-        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE,
+        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE, True,
     ]],
     "StepOrders": [1, 36, 2, [["generate", 7, b"first token and the like"]]],
     "RankFailed": [1, 37, 3, 7, "engine", "the model ran out of pages", 1000],

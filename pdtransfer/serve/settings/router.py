@@ -67,6 +67,10 @@ class RouterConfig(NodeConfig):
         bool,
         flag("Default of requests without this field: go on with their answer elsewhere if its decode is lost."),
     ] = False
+    stream_from: Annotated[
+        Literal["prefill", "decode"],
+        flag("What a stream begins with: prefill's first token at once, where decode picks the same one, or decode's."),
+    ] = "prefill"
     without_prefill: Annotated[
         Literal["serve", "refuse"],
         flag("With engine vllm and no healthy prefill server: have decode compute prompts itself, or answer 503."),
@@ -105,7 +109,9 @@ class RouterConfig(NodeConfig):
         for name, worker in workers:
             self.check_worker(name, worker)
         listed = [worker for _, worker in workers]
-        if twice := [worker for worker in listed if listed.count(worker) > 1]:
+        # A server of vLLM may have both roles.
+        both = set(self.prefill) & set(self.decode) if self.engine == "vllm" else set[str]()
+        if twice := [worker for worker in listed if listed.count(worker) > 1 + (worker in both)]:
             raise ConfigError(f"prefill, decode = {twice[0]!r}: listed twice")
 
     @property

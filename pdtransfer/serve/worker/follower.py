@@ -79,7 +79,7 @@ class Follower:
         self.rank.journeys.reached(room.room_id, "landing", "READY", byte_count=kv_bytes)
         self._send(RankReady, room.local_id, kv_bytes, prefix)
 
-    def computed(self, room: PrefillRankRoom, aux: bytes | None) -> None:
+    def computed(self, room: PrefillRankRoom, aux: bytes | None, first: Token | None) -> None:  # noqa: ARG002
         assert isinstance(self.rank, PrefillRank)
         if aux is not None:
             self._send(RankPicked, room.local_id, aux)

@@ -17,7 +17,7 @@ from ...client.thread_queues import ThreadQueues
 from ...clock_name import clock_digest
 from ...errors import Cause, RemoteProtocolError
 from ...wire import Begin, End, Hello, Load, Message, RankDrained, RankFailed, RankLanded, RankPicked, WorkerFigures
-from ..engine_api import PrefillEngine, Request
+from ..engine_api import PrefillEngine, Request, Token
 from ..settings.worker import PrefillConfig
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
@@ -94,7 +94,9 @@ class PrefillDaemon:
 
     # Reports of this process's rank
 
-    def computed(self, room: PrefillRankRoom, aux: bytes | None) -> None:
+    def computed(self, room: PrefillRankRoom, aux: bytes | None, first: Token | None) -> None:
+        if first is not None and room.begin.first_token:
+            self.desk.tokens(room.room_id, [first.id], b"" if first.logprobs is None else first.logprobs.pack())
         room.computed = True
         self._finish(room, aux)
 

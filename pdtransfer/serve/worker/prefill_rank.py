@@ -16,7 +16,7 @@ from ...errors import Cause, RemoteProtocolError
 from ...handoff.effects import PrefillEvent, RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased
 from ...transports.options import WriterOptions
 from ...wire import Begin, StepOrder
-from ..engine_api import Broken, GpuMemory, Prefilled, PrefillEngine, Request, SharedMemory
+from ..engine_api import Broken, GpuMemory, Prefilled, PrefillEngine, Request, SharedMemory, Token
 from ..settings.worker import PrefillConfig
 from ..tracing.timeline import Journeys
 from .daemon_metrics import PrefillMetrics
@@ -57,8 +57,9 @@ class PrefillRankRoom:
 class PrefillReports(Protocol):
     """Receives what happens to a rank's rooms."""
 
-    def computed(self, room: PrefillRankRoom, aux: bytes | None) -> None:
-        """The engine has computed the prompt. `aux`: on the rank that picks the first token. `finish` must follow."""
+    def computed(self, room: PrefillRankRoom, aux: bytes | None, first: Token | None) -> None:
+        """The engine has computed the prompt. `aux` and `first`: on the rank that picks the first token. `finish` must
+        follow."""
 
     def landed(self, room: PrefillRankRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
         """All bytes that this rank had to write are written."""
@@ -189,8 +190,8 @@ class PrefillRank:
                     self.journeys.stepped(room.room_id, begin_s, end_s)
                 case Offered(cell=cell, after=after):
                     self.node.push(room.room_id, cell, after=after)
-                case Prefilled(aux=aux):
-                    self._reports.computed(room, aux if self._picks else None)
+                case Prefilled(aux=aux, first=first):
+                    self._reports.computed(room, *((aux, first) if self._picks else (None, None)))
                 case Broken(detail=detail):
                     self._reports.engine_failed(room, Cause.ENGINE, detail)
                 case Refused(detail=detail):

@@ -124,7 +124,7 @@ def test_a_room_that_picks_another_token_than_was_delivered_is_not_gone_on_with(
     bench.receive(D2, Tokens(begin.room, 0, pack_ids([20, 24])))
     assert not bench.of(Emit)
     assert bench.sent(Cancel, D2) == [Cancel(begin.room, "engine")]
-    assert [each.detail for each in bench.of(Retry)] == ["d1: cannot resume: it picks 20 where 22 was delivered"]
+    assert [each.detail for each in bench.of(Retry)] == ["d1: cannot go on: it picks 20 where 22 was delivered"]
     assert bench.routing.resumptions == 2, "and another worker is asked"
 
 

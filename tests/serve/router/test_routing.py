@@ -52,7 +52,7 @@ def test_every_request_finishes_on_a_network_that_only_loses_repeats_and_reorder
     for seed in range(40):
         world = World(seed, net=Net(0.25, 0.25, (0.001, 0.3)), limits=GENTLE)
         world.run(3)
-        labels = [world.submit(request(seed + i, max_tokens=1 + i * 5)) for i in range(6)]
+        labels = [world.submit(request(seed + i, max_tokens=1 + i * 5, early=i % 2 == 0)) for i in range(6)]
         world.run(40)
         assert all(isinstance(world.ends.get(label), Finish) for label in labels), f"seed {seed}"
         world.heal()
@@ -68,7 +68,7 @@ def storm(seed: int, *, resume: bool = False) -> World:
     for step in range(12):
         for i in range(2):
             sampling = Sampling(world.random.choice((1, 3, 20)), temperature=1.0)
-            label = world.submit(request(step * 10 + i, sampling=sampling, enable_resume=resume))
+            label = world.submit(request(step * 10 + i, sampling=sampling, enable_resume=resume, early=i == 0))
             if isinstance(label, int) and world.random.random() < 0.15:
                 wait = world.random.uniform(0, 1.5)
                 world.at(world.now + wait, lambda each=label: world.perform(world.routing.cancel(each, world.now)))

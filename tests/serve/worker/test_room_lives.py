@@ -13,7 +13,7 @@ from pdtransfer.serve.worker import engine_thread
 from pdtransfer.serve.worker.engine_thread import Drop, Dropped, Free, Generate, Offered, Quit
 from pdtransfer.serve.worker.group.leader import JoinedRank
 from pdtransfer.wire import Cancel as CancelRoom
-from pdtransfer.wire import RankFailed, RankReady, RankRoom, Ranks, StepOrder, StepOrders
+from pdtransfer.wire import RankFailed, RankReady, RankRoom, Ranks, StepOrder, StepOrders, Tokens
 from tests.serve.worker.daemon_pair import TOKENS, decode, follower, prefill
 from tests.support.waiting import on_loop, until
 
@@ -169,3 +169,25 @@ async def test_tokens_count_as_cached_when_they_crossed_to_no_rank(directory: Pa
             d.rank.on_outcomes([Finished(room=await generates(d, room), reason="length")])
             prefixes.append((await d.routers.over("a", room)).prefix)
         assert prefixes == [0, 128, 64, 128]
+
+
+@on_loop
+async def test_prefill_sends_the_first_token_before_decode_has_the_room_where_it_is_asked_to(directory: Path) -> None:
+    async with prefill() as p:
+        p.begin("a", ROOM, "d0", first_token=True)
+        p.begin("a", ROOM + 1, "d0")
+        sent = p.routers.sent
+        await until(lambda: [message for _, message in sent if isinstance(message, Tokens)])
+        assert not p.routers.ends("a", ROOM), "no decode has granted anything"
+        async with decode(directory) as d:
+            thread = engine_thread.start(d.thread, lambda _: None)
+            for room in (ROOM, ROOM + 1):
+                d.routers.tell("a", p.begin("a", room, "d0"))
+            for room in (ROOM, ROOM + 1):
+                await p.routers.over("a", room)
+                await until(lambda of=room: d.routers.ends("a", of))
+            tokens = {m.room: m for _, m in reversed(d.routers.sent) if isinstance(m, Tokens)}
+            early = {message for _, message in sent if isinstance(message, Tokens)}
+            assert [(each.room, each.first, each.ids) for each in early] == [(ROOM, 0, tokens[ROOM].ids[:4])]
+            d.port.to_engine(Quit())
+            await asyncio.to_thread(thread.join, 10)

@@ -18,7 +18,7 @@ from ....layout.geometry import Int64s
 from ....layout.layout import Component
 from ....memory.free_pages import FreePages
 from ....wire import Ranks
-from ...engine_api import Broken, Computed, EngineConfig, EngineDescription, Prefilled, Request
+from ...engine_api import Broken, Computed, EngineConfig, EngineDescription, Prefilled, Request, Token
 from ...sampling import chain, pick
 from .facts import NOT_FINITE, ModelFacts
 from .first_token import FirstToken
@@ -281,7 +281,8 @@ class PrefillShell(Generic[State]):
             facts.aux_format, len(request.prompt), first.id, chain(b"", logits) if facts.digests else b"",
             first.pack_logprobs(), picking.last.rows_digest,
         )  # fmt: skip
-        return Prefilled(room=request.room, aux=aux.pack())
+        token = Token(room=request.room, index=0, id=first.id, logprobs=first.logprobs)
+        return Prefilled(room=request.room, aux=aux.pack(), first=token)
 
 
 def layers_of(components: Sequence[Component]) -> list[int]:

@@ -257,6 +257,7 @@ class Daemons:
             served=self._served(),
             enable_hisparse=self._config.enable_hisparse,
             enable_resume=self._config.enable_resume,
+            early=self._config.stream_from == "prefill",
             request_id=client.request_id,
             traceparent=client.traceparent,
         )

@@ -334,11 +334,12 @@ def completion_of(
     served: Served,
     enable_hisparse: bool = False,
     enable_resume: bool = False,
+    early: bool = False,
     request_id: str = "",
     traceparent: str = "",
 ) -> Completion:
-    """The rooms of what was read. `seed` and the two flags hold where the body has none. Raises RefusedRequestError
-    that names the field."""
+    """The rooms of what was read. `seed`, `enable_hisparse` and `enable_resume` hold where the body has none; `early`
+    is for streams. Raises RefusedRequestError that names the field."""
     fields, chat = read.fields, read.chat
     model = _model(fields.model or None, served)
     n, stream = fields.n or 1, bool(fields.stream)
@@ -359,6 +360,7 @@ def completion_of(
             model=model,
             enable_hisparse=enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
             enable_resume=enable_resume if fields.enable_resume is None else fields.enable_resume,
+            early=early and stream,
             salt=salt,
             request_id=request_id,
             traceparent=traceparent,

@@ -22,6 +22,7 @@ class CompletionRequest:
     model: str | None = None
     enable_hisparse: bool = False
     enable_resume: bool = False  # once tokens were delivered, another pair may go on with the answer
+    early: bool = False  # the first token is taken from prefill, while decode does not have the KV yet
     salt: bytes = b""
     request_id: str = ""  # this and the next: as in Begin
     traceparent: str = ""
@@ -163,7 +164,7 @@ class RoutedRoom:
     deadline: float
     retried: bool
     so_far: AnswerSoFar | None = None  # None: the request is not resumed
-    repeats: int | None = None  # a resumed room: the id that it has to pick first
+    repeats: int | None = None  # the id that decode has to send first, which was delivered already
     state: RouterRoom = RouterRoom.OPEN
     received: int = 0
     cause: Cause = Cause.ABORTED  # why it failed

@@ -2,7 +2,8 @@
 
 A request is identified by the id of its first room. A room that fails before its first token is prefilled again once,
 under a new id. One that fails later is resumed, if the request allows it: another room goes on after the tokens that
-were delivered. Messages about unknown rooms are answered with Cancel or Ended and otherwise ignored.
+were delivered. A first token that prefill has sent is no end of that: the next room has to pick it again.
+Messages about unknown rooms are answered with Cancel or Ended and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Routing:
                 return Refusal(Cause.PEER_LOST, pair.detail, self._limits.resend_ms_max)
             return Refusal(Cause.FULL, pair.detail, pair.retry_ms)
         so_far = AnswerSoFar(request) if request.enable_resume else None
-        room = self._open(request, pair, None, so_far, now + self._limits.room_deadline_ms / 1e3, now)
+        room = self._open(request, pair, None, so_far, None, now + self._limits.room_deadline_ms / 1e3, now)
         return Accepted(room.request_id, self._take())
 
     def cancel(self, request: int, now: float) -> list[RoutingEffect]:
@@ -227,6 +228,7 @@ class Routing:
         pair: WorkerPair,
         request_id: int | None,
         so_far: AnswerSoFar | None,
+        repeats: int | None,
         deadline: float,
         now: float,
     ) -> RoutedRoom:
@@ -237,17 +239,16 @@ class Routing:
         assert pair.prefill.identity is not None
         assert pair.decode.identity is not None
         prefill_node, decode_node = pair.prefill.identity.node, pair.decode.identity.node
-        for worker, node, peers in (
-            (pair.prefill, prefill_node, pair.decode.names),
-            (pair.decode, decode_node, pair.prefill.endpoints),
+        for worker, node, peers, early in (
+            (pair.prefill, prefill_node, pair.decode.names, request.early and repeats is None),
+            (pair.decode, decode_node, pair.prefill.endpoints, False),
         ):
             begin = Begin(
                 room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt,
-                request.request_id, request.traceparent,
+                request.request_id, request.traceparent, early,
             )  # fmt: skip
             legs.append(RoomLeg(worker, begin, node))
         first = room_id if request_id is None else request_id
-        repeats = None if so_far is None else so_far.repeated
         retried = request_id is not None
         room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried, so_far, repeats)
         self._rooms[room_id] = self._requests[first] = room
@@ -263,14 +264,15 @@ class Routing:
         leg.state = step(LEG, leg.state, LegEvent.BEGUN)
 
     def _tokens(self, room: RoutedRoom, leg: RoomLeg, message: Tokens, now: float) -> None:
-        if leg is not room.decode:
+        ids, early = unpack_ids("Tokens.ids", message.ids), leg is room.prefill
+        if early and not (leg.begin.first_token and len(ids) == 1):
             raise RemoteProtocolError("Tokens.room", f"{room.id:016x} is not decoded on {leg.worker.peer}")
-        ids = unpack_ids("Tokens.ids", message.ids)
         self._begun(room, leg)
         if leg.state is not Leg.RUNNING:
             return  # Its End is in flight or has arrived: the tokens are not needed.
         upto, sampling = message.first + len(ids), room.request.sampling
-        text = f"sends {upto} tokens, max_tokens is {sampling.max_tokens}" if upto > sampling.max_tokens else ""
+        tokens_max = 1 if early else sampling.max_tokens
+        text = f"sends {upto} tokens, max_tokens is {tokens_max}" if upto > tokens_max else ""
         try:
             unpack_logprobs("Tokens.logprobs", message.logprobs, sampling, len(ids))
         except RemoteProtocolError as error:  # of this room alone: a daemon before v1.3 sends none
@@ -278,11 +280,17 @@ class Routing:
         if text:
             self._fail(room, (leg.worker,), Cause.BREACH, f"{leg.node}: {text}", 0, now)
             return
+        if early:
+            self._effects.append(Send(leg.worker.peer, TokensAcked(room.id, upto)))
+            if room.received == 0 and room.repeats is None:
+                room.repeats = int(ids[0])
+                self._deliver(room, ids.tolist(), message.logprobs)
+            return
         if message.first <= room.received < upto:
             known = room.received - message.first
             if room.received == 0 and room.repeats is not None:
                 if (first := int(ids[0])) != room.repeats:
-                    text = f"{leg.node}: cannot resume: it picks {first} where {room.repeats} was delivered"
+                    text = f"{leg.node}: cannot go on: it picks {first} where {room.repeats} was delivered"
                     self._fail(room, (leg.worker,), Cause.ENGINE, text, 0, now)
                     return
                 known = 1
@@ -291,13 +299,16 @@ class Routing:
             room.received = upto
             room.deadline = now + self._limits.room_deadline_ms / 1e3
             if new_ids:
-                self._effects.append(Emit(room.request_id, new_ids, logprobs))
-                if room.so_far is not None:
-                    room.so_far.add(new_ids)
+                self._deliver(room, new_ids, logprobs)
         # After a gap nothing is kept: the missing tokens are repeated, and these with them.
         self._effects.append(Send(leg.worker.peer, TokensAcked(room.id, room.received)))
         if leg.pending_end is not None and room.received >= leg.pending_end.tokens:
             self._ended(room, leg, leg.pending_end, now)
+
+    def _deliver(self, room: RoutedRoom, ids: list[int], logprobs: bytes) -> None:
+        self._effects.append(Emit(room.request_id, ids, logprobs))
+        if room.so_far is not None:
+            room.so_far.add(ids)
 
     def _end(self, room: RoutedRoom, leg: RoomLeg, end: End, now: float) -> None:
         if leg.state is Leg.ENDED:
@@ -392,7 +403,8 @@ class Routing:
                     room.so_far.lost = cause, detail
             else:
                 self.retries += 1
-            again = self._open(*retry, room.request_id, room.so_far, room.deadline, now)
+            repeats = room.repeats if room.so_far is None else room.so_far.repeated
+            again = self._open(*retry, room.request_id, room.so_far, repeats, room.deadline, now)
             self._effects.append(Retry(room.request_id, cause, detail, report, again.id, resumed))
         else:
             if cause is Cause.REFUSED and room.so_far is not None and room.so_far.lost is not None:

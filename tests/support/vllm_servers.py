@@ -80,6 +80,8 @@ class FakeVllm:
     given_up: list[str] = field(default_factory=list)  # transfers that it was told to give up
     sent: int = 0  # bytes of streams
     url: str = ""
+    first_token: str = PIECES[0]  # of a prefill server that is to stream it
+    logprobs: tuple[float, ...] = (-0.1, -2.5)  # the token's own, and the next one's
 
     def __post_init__(self) -> None:
         self.gate, self.more = asyncio.Event(), asyncio.Event()
@@ -152,6 +154,11 @@ class FakeVllm:
             await response.prepare(request)  # as vLLM: 200 before the first token
         await self.gate.wait()
         await self.hand_over(seen)
+        if streams and self.role == "prefill" and seen.kv:
+            for event in first_token_events(seen.body, self.first_token, self.logprobs):
+                await self._event(response, json.dumps(event))
+            await self._event(response, "[DONE]")
+            return response
         if streams:
             return await self._stream(request, response)
         if self.role == "prefill":
@@ -201,6 +208,35 @@ class FakeVllm:
         event = f"data: {text}\n\n".encode()
         await response.write(event)
         self.sent += len(event)
+
+
+def texts(stream: str) -> list[str]:
+    """The text of each event but the last, which is [DONE]."""
+    *events, done, rest = stream.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+
+
+def first_token_events(body: dict, text: str, logprobs: tuple[float, ...]) -> list[dict]:
+    """A stream of one token as vLLM writes it, by the body that asked for it."""
+    head = {"id": "cmpl-1", "created": 7, "model": "m"}
+    own, *others = logprobs
+    end = {"finish_reason": "length", "stop_reason": None}
+    if "messages" in body:
+        assert (body["logprobs"], body["top_logprobs"]) == (True, 2)
+        top = [{"token": str(at), "logprob": value, "bytes": []} for at, value in enumerate(logprobs)]
+        scored = {"content": [{"token": "0", "logprob": own, "bytes": [], "top_logprobs": top}]}
+        deltas = [{"role": "assistant", "content": ""}, {"content": text}]
+        choices = [
+            {"index": 0, "delta": deltas[0], "logprobs": None, "finish_reason": None},
+            {"index": 0, "delta": deltas[1], "logprobs": scored, **end, "token_ids": None},
+        ]
+        return [head | {"object": "chat.completion.chunk", "choices": [choice]} for choice in choices]
+    assert body["logprobs"] == 2
+    top = {text: own} | {str(at): value for at, value in enumerate(others)}
+    scored = {"text_offset": [0], "token_logprobs": [own], "tokens": [text], "top_logprobs": [top]}
+    choice = {"index": 0, "text": text, "logprobs": scored, **end}
+    return [head | {"object": "text_completion", "choices": [choice], "usage": None}]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -22,13 +23,30 @@ class HandOffs:
     refusals: tuple[str, ...] = ()  # its facts, name=value, in which prefill engines differ
 
 
+class ServerPrefixes(KnownPrefixes):
+    """With the ends of prompts that the server has answered."""
+
+    def __init__(self, keys_max: int) -> None:
+        self._ends = set[bytes]()
+        super().__init__(keys_max, forgot=self._ends.difference_update)
+
+    def answered(self, keys: Sequence[bytes]) -> None:
+        """The server has a prompt of these keys, and its answer."""
+        if keys and self.count(keys) == len(keys):
+            self._ends.add(keys[-1])
+
+    def held(self, keys: Sequence[bytes]) -> int:
+        """The number of these keys up to the end of the longest answered prompt that is a beginning of theirs."""
+        return max((place for place, key in enumerate(keys[: self.count(keys)], 1) if key in self._ends), default=0)
+
+
 @dataclass(slots=True, eq=False)
 class Server:
     """One server. `why` is the reason why it gets no requests, empty while it is healthy."""
 
     url: str
     role: Role
-    known: KnownPrefixes  # blocks of the prompts sent there
+    known: ServerPrefixes  # blocks of the prompts sent there
     why: str = "has not answered yet"
     down_since: float = 0.0  # while `why` is set, in seconds
     identity: ServerIdentity | None = None  # of a prefill server, by what it last told
@@ -36,6 +54,13 @@ class Server:
     hand_offs: HandOffs | None = None  # of a decode server, by its metrics
     unfinished: int = 0  # answers of requests that it has not answered in full
     sent: int = 0  # requests since the start
+    computing: int = 0  # tokens of prompts that a decode server computes itself, up to its first tokens
+    twin: Server | None = None  # the same server in its other role
+
+    @property
+    def load(self) -> int:
+        """Open answers, in both roles."""
+        return self.unfinished + (0 if self.twin is None else self.twin.unfinished)
 
     @property
     def usable(self) -> bool:

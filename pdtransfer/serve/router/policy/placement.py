@@ -39,6 +39,7 @@ class Pair(Generic[Prefill, Decode]):
     prefill: Prefill
     decode: Decode
     keys: tuple[bytes, ...] = ()  # of the prompt's blocks, where placement has a choice
+    computed: int | None = None  # prompt tokens that decode computes itself though prefill could; None: prefill does
 
 
 @dataclass(frozen=True, slots=True)

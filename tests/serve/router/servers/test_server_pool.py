@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from pdtransfer.limits import Limits
+from pdtransfer.limits import PREFIX_PLACED_BLOCKS_MAX, Limits
 from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
 from pdtransfer.serve.router.fleet.roles import Departure
+from pdtransfer.serve.router.fleet.server import Server
 from pdtransfer.serve.router.policy.placement import NoPair, Pair
 
 KEYS = tuple(bytes([each]) * 16 for each in range(8))
 
 
-def pool(prefill: int = 2, decode: int = 2, *, healthy: bool = True, **limits: int) -> ServerPool:
-    made = ServerPool([f"p{i}" for i in range(prefill)], [f"d{i}" for i in range(decode)], Limits(**limits))
+def pool(
+    prefill: int = 2, decode: int = 2, *, healthy: bool = True, decode_computes: bool = False, **limits: int
+) -> ServerPool:
+    prefills, decodes = ([f"{role}{i}" for i in range(count)] for role, count in (("p", prefill), ("d", decode)))
+    made = ServerPool(prefills, decodes, Limits(**limits), decode_computes=decode_computes)
     for each in made.all if healthy else ():
         made.report(each, "", 0.0)
     return made
@@ -100,3 +104,86 @@ def test_requests_of_a_server_are_lost_when_it_was_down_for_the_deadline(now: fl
     of.report(of.decode[0], "refused", 7.0)
     assert of.overdue(of.decode[0], now) == overdue
     assert not of.overdue(of.decode[1], now)
+
+
+# Prompts that decode computes itself
+
+
+def answered(of: ServerPool, keys: tuple[bytes, ...]) -> None:
+    """A request was answered by the first decode server."""
+    of.decode[0].known.learn(keys)
+    of.decode[0].known.answered(keys)
+
+
+def kept(of: ServerPool, keys: tuple[bytes, ...], avoid: tuple[Server, ...] = ()) -> int | None:
+    """Tokens that decode is to compute; None where prefill is."""
+    pair = of.choose(keys, avoid, 0.0)
+    assert isinstance(pair, Pair)
+    assert (pair.prefill is None) is (pair.computed is not None)
+    return pair.computed
+
+
+def test_the_next_turn_is_decodes_and_a_prompt_that_only_begins_alike_is_not() -> None:
+    of = pool(decode=1, decode_computes=True)
+    assert of.places
+    assert kept(of, KEYS[:4]) is None
+    answered(of, KEYS[:4])
+    assert kept(of, KEYS) == 4 * 64
+    assert kept(of, (*KEYS[:3], b"another turn")) is None, "it begins alike, as with one system prompt"
+
+
+def test_a_prompt_that_was_sent_but_not_answered_is_prefills() -> None:
+    of = pool(decode=1, decode_computes=True)
+    assert [kept(of, KEYS) for _ in range(2)] == [None, None]
+    answered(of, KEYS[:4])
+    assert kept(of, KEYS) == 4 * 64, "the rest of it may never have come"
+    answered(of, KEYS)
+    assert kept(of, KEYS) == 0
+
+
+def test_decode_computes_so_many_tokens_at_a_time() -> None:
+    of = pool(decode=1, decode_computes=True, turn_tokens_max=300)
+    answered(of, KEYS[:4])
+    of.decode[0].computing = 300 - 4 * 64
+    assert kept(of, KEYS) == 4 * 64
+    of.decode[0].known.clear()
+    answered(of, KEYS[:4])
+    of.decode[0].computing += 1
+    assert kept(of, KEYS) is None
+
+
+@pytest.mark.parametrize("how", ["another engine", "no tokens", "another server", "failed"])
+def test_a_turn_is_prefills_where_decode_cannot_or_should_not_compute_it(how: str) -> None:
+    limits = {"turn_tokens_max": 0} if how == "no tokens" else {}
+    of = pool(decode=2, decode_computes=how != "another engine", **limits)
+    answered(of, KEYS[:4])
+    of.decode[0].unfinished = 50 if how == "another server" else 0
+    of.decode[1].unfinished = 20
+    avoid = tuple(of.decode) if how == "failed" else ()
+    assert kept(of, KEYS, avoid) is None
+
+
+def test_a_prompt_longer_than_what_is_looked_at_is_prefills() -> None:
+    of = pool(decode=1, decode_computes=True, turn_tokens_max=1 << 20)
+    keys = tuple(at.to_bytes(16) for at in range(PREFIX_PLACED_BLOCKS_MAX))
+    answered(of, keys[:4])
+    assert kept(of, keys) is None
+    assert kept(of, keys[:-1]) is not None
+
+
+def test_a_server_in_both_roles_computes_what_it_is_chosen_for_twice() -> None:
+    of = ServerPool(("a", "b"), ("a", "b"), Limits())
+    for each in of.all:
+        of.report(each, "", 0.0)
+    assert kept(of, ()) == 0
+    of.decode[0].unfinished, of.prefill[1].unfinished = 3, 2
+    pair = of.choose((), (), 0.0)
+    assert isinstance(pair, Pair)
+    assert (pair.prefill, pair.decode) == (None, of.decode[1]), "open answers of both roles count"
+    of.depart("b", Departure.DRAINS)
+    assert not of.prefill[1].usable
+    assert not of.decode[1].usable
+    assert of.add("b", "decode") is None
+    assert of.prefill[1].usable
+    of.depart("b", Departure.LEAVES)
+    assert [of.left(each) for each in (of.decode[1], of.prefill[1])] == [True, False]

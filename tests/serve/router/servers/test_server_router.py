@@ -13,17 +13,12 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.servers import upstream
-from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site
+from pdtransfer.serve.router.process import router_of
+from pdtransfer.serve.settings.router import RouterConfig
+from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site, texts
 from tests.support.waiting import on_loop, run_on_loop, until
 
 WHOLE = "".join(PIECES)
-
-
-def texts(stream: str) -> list[str]:
-    """The text of each event but the last, which is [DONE]."""
-    *events, done, rest = stream.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
 
 
 @on_loop
@@ -635,7 +630,7 @@ async def test_a_prefill_whose_answer_is_huge_is_not_read_to_its_end(monkeypatch
 
 @on_loop
 async def test_prompts_go_where_their_beginning_went_and_others_where_least_is_open() -> None:
-    async with server_site(prefill=3, decode=3) as it:
+    async with server_site(prefill=3, decode=3, limits=replace(LIMITS, turn_tokens_max=0)) as it:
         await it.meet()
 
         async def ask(prompt: str) -> tuple[str, str]:
@@ -754,3 +749,72 @@ async def test_an_answer_that_is_cut_off_is_recorded_as_a_failure() -> None:
         (record,) = it.ended
         assert (record.state, record.cause) == ("failed", Cause.PEER_LOST)
         assert record.detail.startswith(f"cut off: {it.decode[0].url}: ")
+
+
+@on_loop
+async def test_the_next_turn_of_a_chat_is_decodes_and_the_first_one_prefills() -> None:
+    async with server_site() as it:
+        await it.meet()
+        (prefill,), (decode,) = it.prefill, it.decode
+        messages = [{"role": "user", "content": "a question " * 50}]
+        for turn in range(4):
+            assert (await it.post("/v1/chat/completions", messages=messages))[0] == 200
+            assert len(prefill.seen) == 1, "what decode has generated is computed nowhere again"
+            assert (decode.seen[turn].kv == {}) is (turn > 0)
+            messages += [{"role": "assistant", "content": "an answer " * 20}, {"role": "user", "content": "and then?"}]
+        assert (it.backend.metrics.kept, it.backend.metrics.served_alone) == (3, 0)
+        messages[0]["content"] = "another question " * 50
+        assert (await it.post("/v1/chat/completions", messages=messages))[0] == 200
+        assert len(prefill.seen) == 2, "it is another chat"
+
+
+@on_loop
+async def test_decode_computes_turns_up_to_its_first_tokens_and_others_are_prefills_meanwhile() -> None:
+    async with server_site(limits=replace(LIMITS, turn_tokens_max=300)) as it:
+        await it.meet()
+        (decode,) = it.decode
+        assert (await it.post(prompt="a" * 1_000))[0] == 200
+        decode.gate.clear()
+        prompt = "a" * 1_000 + "b" * 1_000  # 16 blocks, of which the last does not count
+        first, second = (asyncio.create_task(it.post(prompt=prompt)) for _ in range(2))
+        await until(lambda: len(decode.seen) == 3)
+        assert sorted(each.kv == {} for each in decode.seen[1:]) == [False, True]
+        decode.gate.set()
+        assert {(await first)[0], (await second)[0]} == {200}
+        assert it.server(decode).computing == 0
+
+
+@on_loop
+async def test_where_a_turn_fails_on_its_decode_another_pair_answers_it() -> None:
+    async with server_site(decode=2) as it:
+        await it.meet()
+        it.server(it.decode[1]).unfinished += 2
+        prompt = "a" * 1_000
+        assert (await it.post(prompt=prompt))[0] == 200
+        it.decode[0].dies = "early"
+        assert (await it.post(prompt=prompt + "b"))[1]["server"] == "d1"
+        assert [each.kv != {} for each in it.decode[1].seen] == [True]
+        assert it.server(it.decode[0]).computing == 0
+
+
+@on_loop
+async def test_one_server_may_have_both_roles() -> None:
+    async with server_site(decode=0) as it:
+        (only,) = it.prefill
+        config = RouterConfig(
+            engine="vllm", listen="127.0.0.1:0", prefill=(only.url,), decode=(only.url,), limits=LIMITS
+        )
+        router = router_of(config)
+        url = "http://" + await router.open()
+        try:
+            await until(lambda: router.backend.usable())
+            async with it.http.post(url + "/v1/completions", json={"prompt": "once"}) as response:
+                assert response.status == 200
+            assert [each.kv for each in only.seen] == [{}]
+            assert [(each.role, each.address) for each in router.backend.workers_status()] == [
+                ("prefill", only.url), ("decode", only.url)
+            ]  # fmt: skip
+            router.backend.remove_worker(only.url)
+            await until(lambda: not router.backend.workers_status())
+        finally:
+            await router.close()

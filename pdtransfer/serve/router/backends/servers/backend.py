@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import asdict
 
 from .....errors import Cause
-from .....limits import SERVER_ATTEMPTS_MAX
 from ....settings.router import RouterConfig
 from ...fleet.roles import Departure, Role
 from ...fleet.server import Server
 from ...fleet.status import WorkerStatus
 from ...front.backend import AnswerFailedError, BackendState, Paths, WholeAnswer
 from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
-from ...front.router_metrics import NO_MODEL, RouterMetrics
+from ...front.router_metrics import RouterMetrics
 from ...front.text import BytesText
 from ...policy.placement import NoPair
+from .attempts import Attempts
 from .dialects import DIALECTS, ReadRelayed
+from .early_token import EARLY_WRONG_MAX, EarlyToken
 from .exchange import Exchange
 from .hand_offs import ComputedHandOffs, differences
 from .server_metrics import ServerMetrics
@@ -41,15 +41,18 @@ class Servers:
         self._config, self._limits = config, config.limits
         self.text = BytesText()
         self.pool = ServerPool(
-            config.prefill, config.decode, config.limits, without_prefill=config.without_prefill == "serve"
+            config.prefill,
+            config.decode,
+            config.limits,
+            without_prefill=config.without_prefill == "serve",
+            decode_computes=config.engine == "vllm",
         )
         self._alone = False  # decode serves without prefill, as was last logged
         self._dialect = DIALECTS[config.engine]
         self.paths = Paths(generate=self._dialect.paths)
         self.upstream = Upstream(config.limits, self._report)
-        self._first_token = metrics.first_token.labels(NO_MODEL)
         self.metrics = ServerMetrics(metrics, self.pool)
-        self._polls: dict[str, asyncio.Task[None]] = {}  # by the server's URL
+        self._polls: dict[Server, asyncio.Task[None]] = {}
         self.reloads = ()
 
     async def open(self) -> None:
@@ -94,7 +97,7 @@ class Servers:
         return [server_status(server) for server in self.pool.all]
 
     def _watch(self, server: Server) -> None:
-        self._polls[server.url] = asyncio.create_task(self._poll(server))
+        self._polls[server] = asyncio.create_task(self._poll(server))
 
     async def _poll(self, server: Server) -> None:
         loop, share, asked = asyncio.get_running_loop(), ComputedHandOffs(), float("-inf")
@@ -108,7 +111,7 @@ class Servers:
             if self.pool.overdue(server, loop.time()):
                 self.upstream.lose(server)
             await asyncio.sleep(self._limits.ping_ms / 1e3)
-        del self._polls[server.url]
+        del self._polls[server]
         log.info("%s %s was removed: its last request has ended", server.role, server.url)
 
     def _report(self, server: Server, why: str) -> None:
@@ -162,7 +165,8 @@ class Servers:
         try:
             return await self.upstream.get(pair.decode, path, headers, wait_ms=self._limits.silence_ms)
         except AttemptFailedError as failed:
-            raise self._last(failed) from None
+            failed.retry_ms = self._limits.resend_ms_max
+            raise
 
     def reading(self, path: str) -> ReadRelayed:
         """How a body is read."""
@@ -173,42 +177,21 @@ class Servers:
         """The request that is passed on."""
         return read.received(body, path=client.path, request_id=client.request_id, headers=_headers(client))
 
-    async def answer(self, request: ServerRequest, client: ClientRequest) -> Exchange:
-        """Tries pairs of servers until decode's answer has begun; no pair is tried again that failed."""
-        tried, avoid = set[ServerPair](), set[Server]()
-        failed: AttemptFailedError | None = None
-        for attempt in range(SERVER_ATTEMPTS_MAX):
-            try:
-                pair = self._choose(request.keys, avoid)
-            except AnswerFailedError:
-                if failed is not None:
-                    break
-                raise
-            if pair in tried:
-                break
-            client.retried = attempt > 0
-            client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.url, pair.decode.url
-            self.metrics.retries += attempt > 0
-            self.metrics.served_alone += pair.prefill is None
-            exchange = Exchange(self.upstream, self._dialect, pair, request, client, self.metrics)
-            try:
-                await exchange.begin()
-            except AttemptFailedError as why:
-                log.warning("request %s: an attempt failed: %s", request.request_id, why)
-                failed = why
-                avoid.update(why.blamed)
-                if why.blamed:
-                    tried.add(pair)
-                if why.again:
-                    continue
-                break
-            client.stream = exchange.events
-            if exchange.events:
-                client.first_s = time.monotonic()
-                self._first_token.observe(client.first_s - client.began_s)
-            return exchange
-        assert failed is not None
-        raise self._last(failed)
+    async def answer(self, request: ServerRequest, client: ClientRequest) -> Attempts:
+        """Tries pairs of servers until an answer has begun."""
+        early = self._config.stream_from == "prefill" and self._dialect.answers_early(request)
+
+        def exchange(pair: ServerPair, shown: EarlyToken | None, first: bool) -> Exchange:
+            ask = early and first and self.metrics.early_wrong < EARLY_WRONG_MAX
+            return Exchange(self.upstream, self._dialect, pair, request, client, self.metrics, shown, ask_early=ask)
+
+        attempts = Attempts(
+            request, client, self.metrics,
+            choose=lambda avoid: self._choose(request.keys, avoid), exchange=exchange,
+            retry_ms=self._limits.resend_ms_max,
+        )  # fmt: skip
+        await attempts.begin()
+        return attempts
 
     def _choose(self, keys: tuple[bytes, ...], avoid: set[Server]) -> ServerPair:
         """Raises AnswerFailedError where no pair can be had."""
@@ -216,11 +199,6 @@ class Servers:
         if isinstance(pair, NoPair):
             raise AnswerFailedError(pair.detail, Cause.PEER_LOST, retry_ms=self._limits.resend_ms_max)
         return pair
-
-    def _last(self, failed: AttemptFailedError) -> AttemptFailedError:
-        """The attempt that was the last one: by when its client may ask again."""
-        failed.retry_ms = self._limits.resend_ms_max
-        return failed
 
 
 def _headers(client: ClientRequest) -> dict[str, str]:

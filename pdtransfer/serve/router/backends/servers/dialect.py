@@ -50,8 +50,16 @@ class Dialect(Protocol):
         """How many answers each prompt gets. Raises RefusedRequestError for what these servers cannot hand over."""
         ...
 
-    def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
-        """Returns the body for a prefill server, whose answer is not streamed and nobody reads."""
+    def answers_early(self, request: ServerRequest) -> bool:
+        """Whether prefill may answer with a stream of the first token, which decode's stream will begin with too
+        (early_token.py), before decode has the KV."""
+        ...
+
+    def prefill_body(
+        self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None, *, early: bool = False
+    ) -> bytes:
+        """Returns the body for a prefill server. Its answer is not streamed, and nobody reads it, unless it is to
+        answer `early`."""
         ...
 
     def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:

@@ -17,6 +17,7 @@ from ...fleet.server import Server, ServerIdentity
 from ...front.backend import WholeAnswer
 from ...front.client_request import ClientRequest
 from .dialect import Dialect, ServerOrder
+from .early_token import EVENT_END, EarlyToken
 from .hand_offs import ANSWER_TAIL_BYTES, received_of
 from .server_metrics import ServerMetrics
 from .server_pool import ServerPair
@@ -26,7 +27,6 @@ from .upstream import AttemptFailedError, Upstream, end_to_end, refused, retriab
 log = logging.getLogger(__name__)
 
 EVENTS = "text/event-stream"
-_EVENT_END = b"\n\n"
 ERROR_BYTES_MAX = 65_536  # of an error that a stream may begin with
 
 
@@ -52,60 +52,103 @@ class Exchange:
         request: ServerRequest,
         client: ClientRequest,
         metrics: ServerMetrics,
+        shown: EarlyToken | None = None,
+        *,
+        ask_early: bool = False,
     ) -> None:
-        self._upstream, self._dialect, self._pair, self._request = upstream, dialect, pair, request
+        """`shown`: what the client has of an earlier attempt. `ask_early`: prefill may answer before decode."""
+        self._upstream, self._dialect, self.pair, self._request = upstream, dialect, pair, request
         self._client, self._metrics = client, metrics
         self._transfer = secrets.token_bytes(16)
         self._prefill: asyncio.Task[ServerIdentity | None] | None = None  # may outlive the answer
         self._decode: asyncio.Task[None] | None = None
         self._response: aiohttp.ClientResponse | None = None  # decode's
         self._first = self._tail = b""  # of its answer
+        self.shown, self._ask_early = shown, ask_early
+        self._early: EarlyToken | None = None  # prefill's answer
         self.status, self.headers, self.length, self.events = 0, dict[str, str](), None, False
 
     async def begin(self) -> None:
-        """Posts the request to both servers, until decode's answer has begun, whatever its status below 500.
+        """Posts the request to both servers, until decode's answer has begun, whatever its status below 500, or prefill
+        has answered early.
 
         Only while prefill's identity is unknown both wait for what tells it, or decode for prefill's answer. Raises
         AttemptFailedError. Then, and when it is cancelled, both connections are closed.
         """
-        self._pair.decode.unfinished += self._request.answers
+        self.pair.decode.unfinished += self._request.answers
         try:
-            if self._pair.prefill is None:
-                await self._post_decode(None)
+            if self.pair.prefill is None:
+                await self._decode_alone()
             else:
-                await self._post_both(self._pair.prefill)
+                await self._post_both(self.pair.prefill)
         except BaseException:
-            self._give_up()
-            if self._prefill is not None:
-                self._prefill.cancel()
-            if self._decode is not None:
-                self._decode.add_done_callback(self._abandoned)
-                self._decode.cancel()
-            self._pair.decode.unfinished -= self._request.answers
+            self.close(complete=False)
             raise
+        if self._response is None and self._early is not None:
+            self.status, self.headers, self.events = 200, {"Content-Type": f"{EVENTS}; charset=utf-8"}, True
+            self.shown = self._early
+            self._metrics.early += 1
+
+    @property
+    def begun(self) -> bool:
+        """Whether decode's answer has begun."""
+        return self._response is not None
 
     async def more(self) -> bytes:
         """As AnswerStream.more."""
+        if (shown := self._early) is not None and shown is self.shown:
+            self._early = None
+            return shown.events
+        piece = await (self._read() if self.shown is None or self.shown.repeated else self._read_behind(self.shown))
+        self._tail = (self._tail + piece[-ANSWER_TAIL_BYTES:])[-ANSWER_TAIL_BYTES:]
+        return piece
+
+    async def _read(self) -> bytes:
+        """The next bytes of decode's answer, empty at its end. Raises AttemptFailedError."""
+        assert self._decode is not None
+        await self._decode
         piece, self._first = self._first, b""
         if not piece:
             assert self._response is not None
             try:
-                async with self._upstream.waiting(self._pair.decode):
+                async with self._upstream.waiting(self.pair.decode):
                     piece = await self._response.content.readany()
             except AttemptFailedError:
                 self._metrics.cut_answers += 1
                 raise
-        self._tail = (self._tail + piece[-ANSWER_TAIL_BYTES:])[-ANSWER_TAIL_BYTES:]
         return piece
+
+    async def _read_behind(self, shown: EarlyToken) -> bytes:
+        """The next bytes of decode's stream that the client was not shown. Raises AttemptFailedError."""
+        new, rest = b"", bytearray()
+        try:
+            while not shown.repeated:
+                piece = await self._read()
+                if not piece or not self.events or len(rest) > ERROR_BYTES_MAX:
+                    raise RemoteProtocolError("stream", f"answers {self.status} without it")
+                rest += piece
+                while not shown.repeated and (end := rest.find(EVENT_END) + len(EVENT_END)) >= len(EVENT_END):
+                    new += shown.behind(bytes(rest[:end]))
+                    del rest[:end]
+        except RemoteProtocolError as error:
+            self._metrics.early_wrong += 1
+            text = f"{self.pair.decode.url}: does not go on behind prefill's first token, which was passed on: {error}"
+            log.warning("request %s: %s", self._request.request_id, text)
+            raise AttemptFailedError(text, Cause.ENGINE, (), again=False) from None
+        return new + bytes(rest) or await self._read()
 
     def close(self, *, complete: bool) -> None:
         """As AnswerStream.close. If decode may not have its KV, both servers are told."""
-        self._hang_up()
-        self._pair.decode.unfinished -= self._request.answers
-        if not complete and self._prefill is not None:
-            if self.status >= 400 or not self._prefill.done():
+        self.pair.decode.unfinished -= self._request.answers
+        if not complete:
+            if not self.begun or self.status >= 400 or not (self._prefill is None or self._prefill.done()):
                 self._give_up()
-            self._prefill.cancel()
+            if self._prefill is not None:
+                self._prefill.cancel()
+        self._hang_up()
+        if self._decode is not None:
+            self._decode.add_done_callback(self._abandoned)
+            self._decode.cancel()
         if complete and not self.events and (received := received_of(self._tail)) is not None:
             self._client.kv_bytes, self._client.kv_lost = received.kv_bytes, received.kv_lost
             self._metrics.computed += received.kv_lost
@@ -122,11 +165,20 @@ class Exchange:
 
     def _give_up(self) -> None:
         """Tells the servers that nobody waits any more. One that failed, or refused the request, has nothing of it."""
-        for server, task in ((self._pair.prefill, self._prefill), (self._pair.decode, self._decode)):
+        for server, task in ((self.pair.prefill, self._prefill), (self.pair.decode, self._decode)):
             if server is not None and task is not None and not (task.done() and _failed(task)):
                 order = self._dialect.given_up(server.role, self._request, self._transfer)
                 if order is not None:
                     self._upstream.tell(server, order, self._request)
+
+    async def _decode_alone(self) -> None:
+        """Decode computes the prompt."""
+        server, tokens = self.pair.decode, self.pair.computed or 0
+        server.computing += tokens
+        try:
+            await self._start_decode(None)
+        finally:
+            server.computing -= tokens
 
     async def _post_both(self, server: Server) -> None:
         """`server` is prefill's."""
@@ -135,14 +187,20 @@ class Exchange:
             identity = await self._learn(server, self._dialect.info_path)
         prefill = self._prefill = self._start_prefill(server, identity)
         identity = identity or await prefill
-        decode = self._decode = asyncio.create_task(self._post_decode(identity))
+        decode = self._start_decode(identity)
         await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
         if prefill.done() and not (decode.done() and decode.exception() is None):
             learned = prefill.result()
             if learned is not None and learned != identity:
                 text = f"{server.url}: is another process than before"
                 raise AttemptFailedError(text, Cause.PEER_RESTARTED, ())
+            if self._early is not None and not decode.done():
+                return
         await decode
+
+    def _start_decode(self, identity: ServerIdentity | None) -> asyncio.Task[None]:
+        self._decode = asyncio.create_task(self._post_decode(identity))
+        return self._decode
 
     async def _learn(self, server: Server, path: str) -> ServerIdentity:
         """Asks a prefill server for its identity, and keeps it. Raises AttemptFailedError."""
@@ -164,8 +222,9 @@ class Exchange:
 
     def _start_prefill(self, server: Server, identity: ServerIdentity | None) -> asyncio.Task[ServerIdentity | None]:
         """Starts a task that may outlive its request: once decode has answered, nobody waits for prefill."""
-        body = self._dialect.prefill_body(self._request, self._transfer, identity)
-        task = asyncio.create_task(self._post_prefill(server, body))
+        early = self._ask_early and identity is not None  # a stream does not tell the identity
+        body = self._dialect.prefill_body(self._request, self._transfer, identity, early=early)
+        task = asyncio.create_task(self._post_prefill(server, body, early))
         prompts, prefills = self._request.prompts, self._upstream.prefills
         server.unfinished += prompts
         prefills.add(task)
@@ -179,7 +238,7 @@ class Exchange:
         task.add_done_callback(ended)
         return task
 
-    async def _post_prefill(self, server: Server, body: bytes) -> ServerIdentity | None:
+    async def _post_prefill(self, server: Server, body: bytes, early: bool) -> ServerIdentity | None:
         """Posts prefill's part; returns and keeps an identity in the answer. Raises AttemptFailedError."""
         order, upstream = ServerOrder(self._request.path, body), self._upstream
         try:
@@ -190,11 +249,17 @@ class Exchange:
             ):
                 answer = await upstream.whole(server, response)
             if answer.status != 200:
-                raise refused((server,), answer)
+                failed = refused((server,), answer)
+                if early and not failed.again:  # It may refuse what an early answer needs: the next one is not early.
+                    failed.again, failed.blamed = True, ()
+                raise failed
         except AttemptFailedError as failed:
-            if failed.again:  # else it is the request that was wrong, and others need not wait to meet the server again
-                server.identity = None
+            if failed.again and failed.blamed:
+                server.identity = None  # else the request was wrong, and others need not wait to meet it again
             raise
+        if early:
+            self._early = EarlyToken.of(answer.body)
+            return None
         identity = None
         if self._dialect.info_path is None:
             identity = self._identity(server, answer.body)
@@ -204,8 +269,8 @@ class Exchange:
 
     async def _post_decode(self, identity: ServerIdentity | None) -> None:
         """Posts decode's part, and waits for the first bytes of its answer. Raises AttemptFailedError."""
-        server, upstream = self._pair.decode, self._upstream
-        blamed = (server,) if self._pair.prefill is None else (self._pair.prefill, server)
+        server, upstream = self.pair.decode, self._upstream
+        blamed = (server,) if self.pair.prefill is None else (self.pair.prefill, server)
         async with upstream.waiting(server):
             body = self._dialect.decode_body(self._request, self._transfer, identity)
             response = await upstream.post(server, ServerOrder(self._request.path, body), self._request.headers)
@@ -215,19 +280,21 @@ class Exchange:
                     raise refused(blamed, await upstream.whole(server, response))
                 self.events = response.content_type == EVENTS
                 self._first = await _first_bytes(response, event=self.events)
-                if self.events and (failed := _first_error(self._first.partition(_EVENT_END)[0])) is not None:
+                if self.events and (failed := _first_error(self._first.partition(EVENT_END)[0])) is not None:
                     raise refused(blamed, failed)
             except BaseException:
                 response.close()
                 raise
         self._response, self.status, self.length = response, response.status, response.content_length
         self.headers = end_to_end(response.headers)
+        if self.status == 200:
+            server.known.answered(self._request.keys)
 
 
 async def _first_bytes(response: aiohttp.ClientResponse, *, event: bool) -> bytes:
     """The first bytes of an answer; of a stream the whole first event, or as many bytes as no error has."""
     first = await response.content.readany()
-    while event and _EVENT_END not in first and len(first) < ERROR_BYTES_MAX:
+    while event and EVENT_END not in first and len(first) < ERROR_BYTES_MAX:
         if not (more := await response.content.readany()):
             break
         first += more

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...front.router_metrics import RouterMetrics
+from ...front.router_metrics import NO_MODEL, RouterMetrics
 from .server_pool import ServerPool
 
 
@@ -16,10 +16,12 @@ class ServerMetrics(Collector):
 
     def __init__(self, metrics: RouterMetrics, pool: ServerPool) -> None:
         self._pool = pool
+        self.first_token = metrics.first_token.labels(NO_MODEL)
         self.retries = 0
         self.cut_answers = 0
-        self.served_alone = 0
+        self.served_alone = self.kept = 0
         self.computed = 0
+        self.early = self.early_wrong = 0
         metrics.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -37,8 +39,19 @@ class ServerMetrics(Collector):
             self.served_alone,
         )  # fmt: skip
         yield CounterMetricFamily(
+            "pdtransfer_requests_kept", "Requests that decode was to compute: it held earlier turns, or has both roles",
+            self.kept,
+        )  # fmt: skip
+        yield CounterMetricFamily(
             "pdtransfer_prompts_computed", "Whole answers whose prompt decode computed, since its KV was not received",
             self.computed,
+        )  # fmt: skip
+        yield CounterMetricFamily(
+            "pdtransfer_first_tokens_early", "Streams that began with prefill's first token", self.early
+        )
+        yield CounterMetricFamily(
+            "pdtransfer_first_tokens_wrong", "Those that decode went on with in another way, so that they failed",
+            self.early_wrong,
         )  # fmt: skip
         received, computed, kv_bytes = (
             CounterMetricFamily(f"pdtransfer_server_{name}", text, labels=["url"])

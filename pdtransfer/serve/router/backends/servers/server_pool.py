@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import product
 from typing import TypeAlias
 
 from .....limits import Limits
-from ...fleet.prefixes import KnownPrefixes
 from ...fleet.roles import Departure, Role
-from ...fleet.server import Server
+from ...fleet.server import Server, ServerPrefixes
 from ...fleet.status import WorkerState, WorkerStatus
 from ...policy.fewest_answers import FewestAnswers
 from ...policy.placement import NoPair, Pair, PlacementPolicy, RoutedRequest
@@ -20,14 +20,25 @@ class ServerPool:
     """All servers of one router."""
 
     def __init__(
-        self, prefill: Iterable[str], decode: Iterable[str], limits: Limits, *, without_prefill: bool = False
+        self,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        limits: Limits,
+        *,
+        without_prefill: bool = False,
+        decode_computes: bool = False,
     ) -> None:
-        """`without_prefill`: decode may serve while there is no healthy prefill server."""
+        """`without_prefill`: decode may serve while there is no healthy prefill server. `decode_computes`: it can
+        compute a prompt."""
         self._limits, self._without_prefill = limits, without_prefill
+        self._keeps_turns = decode_computes and limits.turn_tokens_max > 0
         self.prefill = [self._new(url, "prefill") for url in prefill]
         self.decode = [self._new(url, "decode") for url in decode]
+        for one, other in product(self.prefill, self.decode):
+            if one.url == other.url:
+                one.twin, other.twin = other, one
         self._policy: PlacementPolicy[Server | None, Server] = FewestAnswers(
-            self.prefill, self.decode, limits, without_prefill=without_prefill
+            self.prefill, self.decode, limits, without_prefill=without_prefill, keep_turns=self._keeps_turns
         )
 
     @property
@@ -46,23 +57,24 @@ class ServerPool:
         return not any(each.usable for each in self.prefill)
 
     def _new(self, url: str, role: Role) -> Server:
-        return Server(url, role, KnownPrefixes(self._limits.prefix_keys_max))
+        return Server(url, role, ServerPrefixes(self._limits.prefix_keys_max))
 
     def add(self, url: str, role: Role) -> Server | None:
         """Takes a server in and returns it; None for one that is here, which is to stay now."""
-        for each in self.all:
-            if each.url == url:
-                each.departure = Departure.STAYS
-                return None
+        here = [each for each in self.all if each.url == url]
+        for each in here:
+            each.departure = Departure.STAYS
+        if here:
+            return None
         server = self._new(url, role)
         (self.prefill if role == "prefill" else self.decode).append(server)
         return server
 
     def depart(self, url: str, departure: Departure) -> None:
         """Gives a server no new requests. One that is to leave is not kept by a later drain."""
-        (server,) = [each for each in self.all if each.url == url]
-        if server.departure is not Departure.LEAVES:
-            server.departure = departure
+        for server in self.all:
+            if server.url == url and server.departure is not Departure.LEAVES:
+                server.departure = departure
 
     def left(self, server: Server) -> bool:
         """Forgets a server that is to leave and has no request any more; returns whether it did."""
@@ -93,8 +105,8 @@ class ServerPool:
 
     @property
     def places(self) -> bool:
-        """Whether a prompt's blocks matter: there is a choice to make, and prefixes have weight."""
-        return self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1
+        """Whether a prompt's blocks matter: decode may compute it, or there is a choice and prefixes have weight."""
+        return self._keeps_turns or (self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1)
 
     def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server], now: float) -> ServerPair | NoPair:
         """Chooses a pair by the policy for a prompt of these blocks, and counts it as sent there."""

@@ -64,8 +64,16 @@ class SglangDialect:
             raise RefusedRequestError("n", "must be 1: SGLang hands over one choice of a prompt")
         return 1
 
-    def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+    def answers_early(self, request: ServerRequest) -> bool:
+        """A prefill server answers only when decode has the KV."""
+        del request
+        return False
+
+    def prefill_body(
+        self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None, *, early: bool = False
+    ) -> bytes:
         """The whole body: SGLang's prefill ends by itself when it has sampled a token."""
+        del early
         fields = {name: value for name, value in request.fields.items() if name != "stream_options"}
         return msgspec.json.encode(_named(request, transfer) | fields | {"stream": FALSE} | _room(transfer, identity))
 

@@ -13,6 +13,7 @@ from .....schema import parse
 from ...fleet.roles import Role
 from ...fleet.server import ServerIdentity
 from .dialect import FALSE, ONE, Port, ServerOrder, Text
+from .early_token import may_come_early, scored
 from .server_request import Fields, ServerRequest, choices_of
 
 Size = Annotated[int, Meta(ge=1, le=0xFFFF)]
@@ -61,14 +62,21 @@ class VllmDialect:
         """As OpenAI's API has it."""
         return choices_of(fields)
 
-    def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+    def answers_early(self, request: ServerRequest) -> bool:
+        """A prefill server answers when the prompt is computed; its KV follows."""
+        return may_come_early(request)
+
+    def prefill_body(
+        self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None, *, early: bool = False
+    ) -> bytes:
         """One token. Prefill does not need its own identity."""
         del identity
         fields = {name: value for name, value in request.fields.items() if name not in _VLLM_NOT_FOR_PREFILL}
         counts = {name: ONE for name in ("max_completion_tokens",) if name in fields}
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(transfer)}
         one = {"max_tokens": ONE, "n": ONE, "stream": FALSE, "kv_transfer_params": params}
-        return msgspec.json.encode(fields | counts | one)
+        streamed = {"stream": True} | scored(fields) if early else {}
+        return msgspec.json.encode(fields | counts | one | streamed)
 
     def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
         """The whole body, and whose KV it gets."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -18,11 +17,9 @@ from pdtransfer.handoff.identity_check import ShownIdentity
 from pdtransfer.schema import convert
 from pdtransfer.serve.commands.engine_facts import compare
 from tests.support.paths import REPO
-from tests.support.vllm_engine import Checkpoints, Generated, VllmEngine, prompts
-from tests.support.vllm_pair import SENDS, VllmPair, settles, transfer
+from tests.support.vllm_engine import Checkpoints, VllmEngine, prompts
+from tests.support.vllm_pair import LENGTHS, SENDS, TOKENS, VllmPair, handed_over, rooms, settles, transfer
 
-TOKENS = 24
-LENGTHS = 5, 100, 127, 128, 129, 300, 700
 WINDOWS = 63, 64, 65, 190, 191, 192, 193, 318, 319, 320, 321, 446, 447, 448, 449
 CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
 TIME_LEFT_S = 20.0  # after which either side gives a hand-off up
@@ -55,12 +52,6 @@ def llama(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
         yield made
 
 
-def rooms(engine: VllmEngine) -> dict[str, float]:
-    """Hand-offs of an engine, by how they ended."""
-    found = engine.metrics("vllm:pdtransfer_rooms_total")
-    return {name.split()[1]: value for name, value in found.items()}
-
-
 def failures(engine: VllmEngine) -> dict[str, float]:
     """Hand-offs of an engine that failed, by their cause."""
     found = engine.metrics("vllm:pdtransfer_failures_total")
@@ -77,38 +68,6 @@ def identity(engine: VllmEngine) -> ShownIdentity:
 def received_tokens(engine: VllmEngine) -> float:
     """By vLLM's own count."""
     return engine.metrics("vllm:external_prefix_cache_hits")["vllm:external_prefix_cache_hits_total"]
-
-
-def handed_over(pair: VllmPair, prompts: list[list[int]], *, order: str, tokens: int = TOKENS) -> list[Generated]:
-    """The prompts, all at once, as a proxy of this kind dispatches them."""
-    labels = [pair.label() for _ in prompts]
-    if order == "by X-Request-Id":  # of which vLLM's server makes the requests' ids
-        names = [str(uuid4()) for _ in prompts]
-        for prompt, name in zip(prompts, names, strict=True):
-            pair.prefill.add(prompt, tokens=1, request=f"cmpl-{name}-0", kv_transfer_params=SENDS)
-        added = [
-            pair.decode.add(prompt, tokens=tokens, request=f"cmpl-{name}-0", kv_transfer_params=pair.named(name))
-            for prompt, name in zip(prompts, names, strict=True)
-        ]
-        return [pair.decode.generated(each) for each in added]
-    if order == "serial":
-        done = [pair.prefill.add(prompt, tokens=1, kv_transfer_params=SENDS) for prompt in prompts]
-        params = [pair.prefill.generated(each).kv_transfer_params for each in done]
-        added = [
-            pair.decode.add(prompt, tokens=tokens, kv_transfer_params=each)
-            for prompt, each in zip(prompts, params, strict=True)
-        ]
-        return [pair.decode.generated(each) for each in added]
-    if order == "prefill first":
-        sent = [pair.begin_prefill(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
-        for each in sent:
-            pair.prefill.generated(each)
-    added = [pair.begin_decode(prompt, label, tokens=tokens) for prompt, label in zip(prompts, labels, strict=True)]
-    if order == "decode first":
-        settles(lambda: pair.decode.state()["requests"], len(prompts))
-        for prompt, label in zip(prompts, labels, strict=True):
-            pair.begin_prefill(prompt, label)
-    return [pair.decode.generated(each) for each in added]
 
 
 @pytest.mark.parametrize("order", ["serial", "prefill first", "decode first", "by X-Request-Id"])

@@ -104,3 +104,11 @@ def test_programs_in_documents_import_names_that_exist(path: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "pdtransfer":
                 module = importlib.import_module(node.module or "")
                 assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+def test_refusals_of_the_compatibility_table_are_texts_of_the_adapters() -> None:
+    text = (REPO / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    named = [refusal for refusal in re.findall(r"refused: `([^`]+)`", text) if refusal != "..."]
+    code = "".join(path.read_text(encoding="utf-8") for path in (REPO / "pdtransfer" / "adapters").rglob("*.py"))
+    assert len(named) >= 6
+    assert [refusal for refusal in named if refusal not in code] == []

@@ -5,14 +5,19 @@ Each family is the smallest that has what is special about it, at head sizes tha
 
 from __future__ import annotations
 
+import base64
+import io
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.json_process import Requests
 
@@ -44,11 +49,37 @@ SPARSE: dict[str, Any] = {
     "topk_method": "noaux_tc", "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048,
     "initializer_range": 0.05, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
+LORA_RANK = 8
+HYBRID: dict[str, Any] = {"num_hidden_layers": 4, "tie_word_embeddings": False}
+MIXED = HYBRID | {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 32,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 512,
+}
+DELTA = {
+    "head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}  # fmt: skip
+# vLLM asks for two sizes that transformers do not.
+CONVOLVED = {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_dim": 256, "block_dim": 256}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
+    # Of a vocabulary for a tokenizer of bytes.
+    "llama_bytes": (
+        "LlamaConfig",
+        {"num_hidden_layers": 2, "head_dim": 64, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1},
+    ),
     "qwen3": ("Qwen3Config", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
     # Five layers with a window of 64 tokens before one that sees all.
     "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 64}),
+    # Short convolutions, Mamba 2 and gated delta nets, with one layer of attention between them.
+    "lfm2": ("Lfm2Config", HYBRID | CONVOLVED),
+    "granite_hybrid": ("GraniteMoeHybridConfig", MIXED | MAMBA2),
+    "qwen3_next": ("Qwen3NextConfig", MIXED | DELTA),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | PUBLISHED),
     # Of the sizes that kernels of sparse attention (DSA) take; the second has a layer of experts.
@@ -86,10 +117,38 @@ def generate(path: str, prompts: list[list[int]], count: int) -> list[list[int]]
     return made
 
 
+def adapter(model: str, path: str) -> None:
+    """Writes a LoRA adapter for a model of the family llama to `path`, with random weights, as PEFT does."""
+    config = AutoConfig.from_pretrained(model)
+    torch.manual_seed(11)
+    weights: dict[str, torch.Tensor] = {}
+    for layer in range(config.num_hidden_layers):
+        for name, heads in (("q_proj", config.num_attention_heads), ("v_proj", config.num_key_value_heads)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(LORA_RANK, config.hidden_size) * 0.2
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(heads * config.head_dim, LORA_RANK) * 0.2
+    folder = Path(path)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    about = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": LORA_RANK, "lora_alpha": 2 * LORA_RANK, "bias": "none",
+        "target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": model,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+
+
+def embeddings(model: str, prompt: list[int]) -> str:
+    """What a model's first layer gets for a prompt, [tokens, hidden], as torch saves it, in base64."""
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).get_input_embeddings().weight
+    kept = io.BytesIO()
+    torch.save(weights.detach()[prompt].clone(), kept)
+    return base64.b64encode(kept.getvalue()).decode()
+
+
 def main() -> None:
     torch.set_num_threads(1)
     requests = Requests()
-    does = {each.__name__: each for each in (make, generate)}
+    does = {each.__name__: each for each in (make, generate, adapter, embeddings)}
     while not requests.ended:
         for number, name, arguments in requests.take(wait=True):
             requests.attempt(number, does[name], arguments)

@@ -164,3 +164,11 @@ class Checkpoints(JsonProcess):
         return self.ask(
             "generate", START_S, path=str(self.path(family)), prompts=[list(each) for each in prompts], count=tokens
         )  # fmt: skip
+
+    def adapter(self, model: Path, path: Path) -> None:
+        """Writes a LoRA adapter for a model of the family llama."""
+        self.ask("adapter", START_S, model=str(model), path=str(path))
+
+    def embeddings(self, model: Path, prompt: Sequence[int]) -> str:
+        """A prompt's embeddings, as vLLM's API takes them."""
+        return self.ask("embeddings", START_S, model=str(model), prompt=list(prompt))

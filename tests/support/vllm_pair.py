@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 from tests.support.vllm_engine import Generated, VllmEngine
 
@@ -16,6 +17,8 @@ SENDS: dict[str, Any] = {
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 SETTLES_S = 30.0
+TOKENS = 24  # that tests generate
+LENGTHS = 5, 100, 127, 128, 129, 300, 700  # of their prompts, around blocks of 128
 _IDENTITY = "remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "transfer_mode"
 
 
@@ -97,3 +100,41 @@ def settles(state: Callable[[], Any], expected: Any, *, seconds: float = SETTLES
     while (found := state()) != expected:
         assert time.monotonic() < deadline, f"{found}, expected {expected}"
         time.sleep(0.05)
+
+
+def rooms(engine: VllmEngine) -> dict[str, float]:
+    """Hand-offs of an engine, by how they ended."""
+    found = engine.metrics("vllm:pdtransfer_rooms_total")
+    return {name.split()[1]: value for name, value in found.items()}
+
+
+def handed_over(pair: VllmPair, prompts: list[list[int]], *, order: str, tokens: int = TOKENS) -> list[Generated]:
+    """The prompts, all at once, as a proxy of this kind dispatches them."""
+    labels = [pair.label() for _ in prompts]
+    if order == "by X-Request-Id":  # of which vLLM's server makes the requests' ids
+        names = [str(uuid4()) for _ in prompts]
+        for prompt, name in zip(prompts, names, strict=True):
+            pair.prefill.add(prompt, tokens=1, request=f"cmpl-{name}-0", kv_transfer_params=SENDS)
+        added = [
+            pair.decode.add(prompt, tokens=tokens, request=f"cmpl-{name}-0", kv_transfer_params=pair.named(name))
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+        return [pair.decode.generated(each) for each in added]
+    if order == "serial":
+        done = [pair.prefill.add(prompt, tokens=1, kv_transfer_params=SENDS) for prompt in prompts]
+        params = [pair.prefill.generated(each).kv_transfer_params for each in done]
+        added = [
+            pair.decode.add(prompt, tokens=tokens, kv_transfer_params=each)
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        return [pair.decode.generated(each) for each in added]
+    if order == "prefill first":
+        sent = [pair.begin_prefill(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
+        for each in sent:
+            pair.prefill.generated(each)
+    added = [pair.begin_decode(prompt, label, tokens=tokens) for prompt, label in zip(prompts, labels, strict=True)]
+    if order == "decode first":
+        settles(lambda: pair.decode.state()["requests"], len(prompts))
+        for prompt, label in zip(prompts, labels, strict=True):
+            pair.begin_prefill(prompt, label)
+    return [pair.decode.generated(each) for each in added]

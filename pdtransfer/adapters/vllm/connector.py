@@ -124,19 +124,22 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         if self._vllm_config.model_config.use_mla:
             heads = Heads(1, ranks)
 
-        kinds = dialect.kinds_of(self._vllm_config, kv_caches) if self._settings.rows == "tokens" else None
+        kv = dialect.kv_views(kv_caches, self._groups)
+        kinds = dialect.kinds_of(self._vllm_config, kv) if self._settings.rows == "tokens" else None
+        states = dialect.states_of(self._kv_cache_config, self._groups)
 
         def components(base: int, memory: Any) -> Pools:
             return pools(
                 kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, base=base, heads=heads,
-                memory=memory, kinds=kinds,
+                memory=memory, kinds=kinds, states=states,
             )  # fmt: skip
 
         if kinds is None:
-            facts = dialect.facts_of(self._vllm_config, kv_caches, self._groups)
+            facts = dialect.facts_of(self._vllm_config, kv, self._groups)
         else:
-            facts = dialect.facts_of_model(self._vllm_config, kv_caches)
-        self._facts = dialect.shown_facts(self._vllm_config, kv_caches, facts, self._settings.rows)
+            facts = dialect.facts_of_model(self._vllm_config, kv)
+        facts |= dialect.states_fact(self._kv_cache_config, self._groups, ranks.tp_size)
+        self._facts = dialect.shown_facts(self._vllm_config, kv, facts, self._settings.rows)
         described = components(self._memory.base(extent), "dram")
         prefill = decode = target = None
         if self._sends:

@@ -21,6 +21,7 @@ from ...wire import Ranks
 from ..kit.model_facts import dtype_name, model_facts, named_facts
 from . import token_rows
 from .orders import KVGroup
+from .states import StatePart, described, parts_of
 from .token_rows import Kinds
 
 log = init_logger(f"vllm.{__name__}")
@@ -32,6 +33,8 @@ _SPECS = (
     "FullAttentionSpec", "SinkFullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec",
     "ChunkedLocalAttentionSpec",
 )  # fmt: skip
+_STATE = "MambaSpec"  # of whatever keeps a state in place of KV: Mamba, gated delta nets, short convolutions
+_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix", "medusa"}  # methods of speculation
 _OF_THE_HOST = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}  # of a model's configuration
 
 
@@ -58,6 +61,10 @@ def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
             raise ConfigError(f"KV cache group {index}: in HiSparse's host pool, which cannot cross yet")
         spec = group.kv_cache_spec
         inner = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+        if FAILS_BY_REQUEST and all(type(each).__name__ == _STATE for each in inner):
+            group_of_states = KVGroup(index, spec.block_size, state=True, replicated=inner[0].tp_replicated)
+            made.append((group_of_states, list(group.layer_names)))
+            continue
         facts = {(_kind(index, each), *_reach(each)) for each in inner}
         if len({fact[1:] for fact in facts}) > 1:
             raise ConfigError(f"KV cache group {index}: its layers look back at {sorted(facts)} tokens")
@@ -68,14 +75,18 @@ def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
 
 def block_bytes(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> list[int]:
     """The bytes of a block of each group, of all ranks together; ranks that share heads count them all."""
-    specs = kv_cache_config.kv_cache_groups
-    return [specs[group.index].kv_cache_spec.page_size_bytes * len(names) * tp_size for group, names in groups]
+    specs = [kv_cache_config.kv_cache_groups[group.index].kv_cache_spec for group, _ in groups]
+    return [
+        getattr(spec, "state_content_size_bytes", spec.page_size_bytes) * len(names) * tp_size
+        for spec, (_, names) in zip(specs, groups, strict=True)
+    ]
 
 
 def _kind(index: int, spec: Any) -> str:
     name = type(spec).__name__
     if name not in _SPECS:
-        raise ConfigError(f"KV cache group {index}: {name} cannot cross yet, one of {', '.join(_SPECS)} can")
+        known = (*_SPECS, _STATE) if FAILS_BY_REQUEST else _SPECS
+        raise ConfigError(f"KV cache group {index}: {name} cannot cross yet, one of {', '.join(known)} can")
     return name
 
 
@@ -118,20 +129,75 @@ def number_of(vllm_config: Any, ranks: Ranks) -> int:
 def facts_of(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:
     """All that makes two engines' blocks the same bytes for the same tokens, whatever their tensor parallel sizes."""
     model = vllm_config.model_config
-    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_THE_HOST}
-    text = json.dumps(config, sort_keys=True, default=str)
     return {
-        "config": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "config": _digest(model.hf_config.to_dict()),
         "dtype": str(model.dtype),
         "cache": _cache_dtype(views),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
         "attention": _backends(vllm_config, views),
         # Not how many layers they have here: of a stage's layers these are a part, and the configuration has them all.
-        "groups": [[group.block_size, group.window, group.chunk] for group, _ in groups],
+        "groups": [[group.block_size, group.window, group.chunk] for group, _ in groups if not group.state],
         # On the CPU the kernels pack keys for what the processor can do.
         "processor": _processor() if all(view.device.type == "cpu" for view in views.values()) else "",
+        **_speculation(vllm_config),
     }
+
+
+def _speculation(vllm_config: Any) -> dict[str, str]:
+    """The fact of a draft model, whose KV crosses with the model's; none where drafts need no KV."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_KV:
+        return {}
+    draft = getattr(speculative, "draft_model_config", None)
+    config = draft.hf_config.to_dict() if draft is not None else {}
+    return {"speculation": f"{speculative.method} {_digest(config)}"}
+
+
+def _digest(config: dict[str, Any]) -> str:
+    """Of a model's configuration, without what a host adds to it."""
+    text = json.dumps(
+        {key: value for key, value in config.items() if key not in _OF_THE_HOST}, sort_keys=True, default=str
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def states_of(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]]) -> dict[str, list[StatePart]]:
+    """The parts of each layer's page of states, by the layer's name."""
+    return {
+        name: _parts(getattr(spec, "kv_cache_specs", {}).get(name, spec))
+        for group, names in groups
+        if group.state
+        for spec in [kv_cache_config.kv_cache_groups[group.index].kv_cache_spec]
+        for name in names
+    }
+
+
+def _parts(spec: Any) -> list[StatePart]:
+    if spec.tp_replicated:
+        return parts_of("", spec.shapes, [dtype.itemsize for dtype in spec.dtypes], channels_first=False)
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    items = [dtype.itemsize for dtype in spec.dtypes]
+    return parts_of(spec.mamba_type.name, spec.shapes, items, channels_first=is_conv_state_dim_first())
+
+
+def states_fact(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> dict[str, str]:
+    """The fact that says what states the groups have; none of a model without states."""
+    parts = states_of(kv_cache_config, groups)
+    texts = [
+        f"{group.name} {'all of ' if group.replicated else ''}{text}"
+        for group, names in groups
+        if group.state
+        for text in dict.fromkeys(described(parts[name], 1 if group.replicated else tp_size) for name in names)
+    ]
+    return {"states": ", ".join(texts)} if texts else {}
+
+
+def kv_views(views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:
+    """Those that hold KV and no states, as far as there are any."""
+    states = {name for group, names in groups if group.state for name in names}
+    return {name: view for name, view in views.items() if name not in states} or views
 
 
 def facts_of_model(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:

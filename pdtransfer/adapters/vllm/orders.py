@@ -2,6 +2,10 @@
 
 Orders count in blocks of a KV cache group. A row of a room is a whole block: its component has as many tokens a row as
 the group a block. Where engines of other kinds or block sizes are peers, it is a token.
+
+Layers of linear attention and of convolutions (Mamba, gated delta nets) keep a state of the tokens so far, which each
+step overwrites. vLLM has it in a block as well: the only one of the request, or with prefix caching the one at the last
+computed token's place in the table. A room has one row of such a group, that block, once its tokens are computed.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ class KVGroup:
     block_size: int  # tokens
     window: int = 0  # tokens that attention looks back at, itself included; 0: all
     chunk: int = 0  # tokens of a chunk of chunked local attention; 0: none
+    state: bool = False  # whether its layers keep a state of a request in place of KV
+    replicated: bool = False  # of a state: whether every tensor parallel rank has all of it
 
     @property
     def name(self) -> str:
@@ -27,11 +33,21 @@ class KVGroup:
         return f"group{self.index}"
 
     def rows(self, tokens: int) -> int:
-        """Blocks of a prompt of this many tokens."""
-        return -(-tokens // self.block_size)
+        """Rows of a prompt of this many tokens: its blocks, or the one state behind its last token."""
+        return min(tokens, 1) if self.state else -(-tokens // self.block_size)
+
+    def rows_before(self, tokens: int) -> int:
+        """Rows that are complete once the first `tokens` of a longer prompt are computed: a state changes until its
+        end."""
+        return 0 if self.state else tokens // self.block_size
+
+    def blocks(self, table: Sequence[int], tokens: int) -> tuple[int, ...]:
+        """Of a request's block table, the block of each row of a prompt of this many tokens."""
+        end = -(-tokens // self.block_size)
+        return tuple(table[end - self.rows(tokens) : end])
 
     def first_row(self, tokens: int) -> int:
-        """The first block that is still needed once this many tokens are computed: vLLM frees those before it."""
+        """The first row that is still needed once this many tokens are computed: vLLM frees the blocks before it."""
         if self.window:
             return max(0, tokens - self.window + 1) // self.block_size
         if self.chunk:
@@ -114,6 +130,6 @@ class Orders:
     chunks: list[Chunk] = field(default_factory=list[Chunk])
 
 
-def slots_of(blocks: Sequence[int], rows: int) -> tuple[int, ...]:
+def slots_of(group: KVGroup, table: Sequence[int], tokens: int) -> tuple[int, ...]:
     """A block table as a room's slots: a window's null blocks are -1, and blocks behind the prompt are left out."""
-    return tuple(-1 if block == NULL_BLOCK else block for block in blocks[:rows])
+    return tuple(-1 if block == NULL_BLOCK else block for block in group.blocks(table, tokens))

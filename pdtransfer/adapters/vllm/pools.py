@@ -5,6 +5,8 @@ affair, so blocks cross as they are, and both engines need the same block size a
 engines of other tensor-parallel sizes take their own.
 
 Where it is known how blocks hold their tokens, rows may be tokens: then block sizes, backends and engines may differ.
+
+The states of linear attention and of convolutions are one row a request (states.py).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from ...layout.layout_builders import Axis, strided_layout
 from ...limits import COMPONENTS_MAX
 from ..kit.heads import Heads
 from .orders import KVGroup
+from .states import StatePart
 
 KV, LATENT = "kv", "latent"  # a component, and a kind in it, as all adapters name them where rows are tokens
 
@@ -33,7 +36,7 @@ class BlockRows:
     """How vLLM's blocks of a group become rows of its component."""
 
     component: Component
-    block_size: int
+    block_size: int  # tokens; 1 of a state, which is one row
     parts: int = 1  # pages of a block, where rows are tokens
 
     @property
@@ -79,12 +82,13 @@ def pools(
     heads: Heads,
     memory: Literal["dram", "hbm"] = "dram",
     kinds: Mapping[str, Mapping[str, Any]] | None = None,
+    states: Mapping[str, Sequence[StatePart]] | None = None,
 ) -> Pools:
     """Components of `groups`, each with the names of its layers, whose planes begin at offsets from `base`.
 
-    `views` are torch tensors, [blocks, heads, tokens, width]. Layers that share another one's cache are left out. With
-    `kinds`, which has token_rows.Kinds by the layers' names, rows are tokens. Raises ConfigError, with the layer's
-    name, for a cache that cannot cross.
+    `views` are torch tensors, [blocks, heads, tokens, width], and of layers with `states` pages, [blocks, 1, 1, bytes].
+    Layers that share another one's cache are left out. With `kinds`, which has token_rows.Kinds by the layers' names,
+    rows are tokens. Raises ConfigError, with the layer's name, for a cache that cannot cross.
     """
     if not 1 <= len(groups) <= COMPONENTS_MAX:
         raise ConfigError(f"KV cache groups: {len(groups)}, must be 1 to {COMPONENTS_MAX}")
@@ -107,6 +111,11 @@ def pools(
             seen[layer] += 1
             last[layer] = name
             page_sizes.add(views[name].shape[2])
+            if group.state:
+                rank = 0 if group.replicated else heads.ranks.tp_rank
+                planes += _state_planes(name, views[name], (states or {})[name], layer, number, blocks, base, rank)
+                held = (heads.ranks.tp_rank, heads.ranks.tp_size) if group.replicated else (0, 1)
+                continue
             if kinds is None:
                 planes += _planes(name, views[name], layer, f"kv{number}", blocks=blocks, base=base, heads=heads)
             else:
@@ -116,8 +125,10 @@ def pools(
             raise ConfigError(f"{group.name}: none of its layers has a KV cache: {', '.join(names)}")
         component = group.name if kinds is None or len(groups) > 1 else KV
         replicas[component] = held
-        page_size, tokens_per_row, parts = 1, group.block_size, 1
-        if kinds is not None:
+        page_size, block_size, tokens_per_row, parts = 1, group.block_size, group.block_size, 1
+        if group.state:
+            block_size = tokens_per_row = 1
+        elif kinds is not None:
             page_size, tokens_per_row = min(page_sizes), 1
             parts = group.block_size // page_size
             if group.window or group.chunk or page_sizes != {page_size} or parts * page_size != group.block_size:
@@ -129,7 +140,8 @@ def pools(
             layout = Layout(tuple(planes), page_size, blocks * parts * page_size)
         except ValueError as error:
             raise ConfigError(f"{group.name}: {error}") from None
-        rows.append(BlockRows(Component(component, memory, tokens_per_row, Span(), layout), group.block_size, parts))
+        span = Span("once" if group.state else "all")
+        rows.append(BlockRows(Component(component, memory, tokens_per_row, span, layout), block_size, parts))
         layers.append(tuple(last))
         complete_after |= {name: (index, layer) for layer, name in last.items()}
     return Pools(tuple(rows), replicas, tuple(layers), complete_after)
@@ -179,6 +191,25 @@ def _planes(name: str, view: Any, layer: int, kind: str, *, blocks: int, base: i
         ]  # fmt: skip
     except (LocalProtocolError, ValueError) as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def _state_planes(
+    name: str, view: Any, parts: Sequence[StatePart], layer: int, number: str, blocks: int, base: int, rank: int
+) -> list[Plane]:
+    """One for each part of a page, with the shares of the rank of this number as heads."""
+    byte_count = sum(part.shares * part.share_bytes for part in parts)
+    if view.shape[0] != blocks or view[0].nbytes != byte_count or not view[0].is_contiguous():
+        raise ConfigError(f"{name}: states of shape {tuple(view.shape)}, not {blocks} pages of {byte_count} bytes")
+    made: list[Plane] = []
+    offset, stride = view.data_ptr() - base, view.stride(0) * view.element_size()
+    for part in parts:
+        plane = Plane(
+            layer=layer, kind=part.kind + number, dtype="uint8", head_start=rank * part.shares, head_count=part.shares,
+            base=offset, page_stride=stride, row_stride=stride, row_bytes=part.shares * part.share_bytes,
+        )  # fmt: skip
+        made.append(plane)
+        offset += plane.row_bytes
+    return made
 
 
 def _token_planes(

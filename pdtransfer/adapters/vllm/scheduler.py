@@ -31,11 +31,8 @@ class VLLMRequest(Protocol):
     request_id: str
     kv_transfer_params: dict[str, Any] | None
     prompt_token_ids: Sequence[int] | None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        ...
+    num_prompt_tokens: int
+    skip_reading_prefix_cache: bool  # it has to compute its whole prompt, for the prompt's logprobs
 
 
 class NewRequest(Protocol):
@@ -121,6 +118,7 @@ class SchedulerSide:
         """`block_bytes` are the bytes of a block of each group, of all ranks together."""
         self._block_bytes = tuple(block_bytes) or (0,) * len(groups)
         self._groups, self._engine_id, self._tp_size = tuple(groups), engine_id, tp_size
+        self._has_states = any(group.state for group in groups)
         self._can_send, self._can_receive = sends, receives
         self._reachable = reachable or Reachable()
         self.endpoints: tuple[str, ...] = ()
@@ -135,7 +133,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: VLLMRequest) -> None:
         """A request has come: its parameters are checked. A wrong one of decode fails its load, and no other."""
-        name, tokens = request.request_id, request.num_prompt_tokens
+        name, tokens = request.request_id, self._crossing_tokens(request)
         try:
             wanted = parse(request.kv_transfer_params, self._reachable, name)
             self._check_role(wanted)
@@ -148,6 +146,7 @@ class SchedulerSide:
             case SendTo(transfer_id):
                 first = name if transfer_id is None else _first(self._sent, transfer_id, name)
                 if first == name:
+                    drop_last_tokens(request, request.num_prompt_tokens - tokens)
                     self._sends[name] = _Send(tokens, transfer_id, self._id_for_peers(name))
                 else:
                     log.info("request %s: not handed over, %s is, as transfer_id %s", name, first, transfer_id)
@@ -181,7 +180,7 @@ class SchedulerSide:
             return 0
         if receive.behind is not None and receive.behind.state is not _LoadState.NONE:
             return None
-        return max(0, self._received_tokens(receive.tokens) - computed) if receive.state is _LoadState.WANTED else 0
+        return max(0, self._received_tokens(request) - computed) if receive.state is _LoadState.WANTED else 0
 
     def on_blocks(self, request: VLLMRequest, blocks: BlockTable, external_tokens: int) -> None:
         """A request has blocks, for `external_tokens` that come from a peer; called again without any, later."""
@@ -196,10 +195,10 @@ class SchedulerSide:
             self._decline(name, receive)
             return
         receive.state = _LoadState.ORDERED
-        prefix = self._received_tokens(receive.tokens) - external_tokens
-        slots = tuple(slots_of(blocks[group.index], group.rows(receive.tokens)) for group in self._groups)
+        prefix = self._received_tokens(request) - external_tokens
+        slots = tuple(slots_of(group, blocks[group.index], receive.tokens) for group in self._groups)
         landing = [
-            [slot for slot in own[prefix // group.block_size :] if slot >= 0]
+            [slot for slot in own[group.rows_before(prefix) :] if slot >= 0]
             for group, own in zip(self._groups, slots, strict=True)
         ]
         if receive.source is None:
@@ -276,9 +275,19 @@ class SchedulerSide:
     def _label(self, send: _Send) -> str:
         return send.transfer_id or own_label(self._engine_id, send.request_id)
 
-    def _received_tokens(self, tokens: int) -> int:
+    def _crossing_tokens(self, request: VLLMRequest) -> int:
+        """Tokens of a request's room: the prompt's. With states, all but the last one: decode computes that one from
+        the state before it. No state crosses of a prompt that decode computes whole, nor of the shortest ones: some of
+        vLLM's kernels compute a prompt of one token, as prefill would, from whatever state is in its block."""
+        tokens = request.num_prompt_tokens
+        return tokens - 1 if self._has_states and tokens > 2 and not request.skip_reading_prefix_cache else tokens
+
+    def _received_tokens(self, request: VLLMRequest) -> int:
         """How many of a prompt vLLM takes for received: not the last one, unless a block begins with it. vLLM would not
         have allocated that block yet, and it has a row of the room."""
+        tokens = request.num_prompt_tokens
+        if self._has_states:
+            return crossing if (crossing := self._crossing_tokens(request)) < tokens else 0
         return tokens if any((tokens - 1) % group.block_size == 0 for group in self._groups) else tokens - 1
 
     def _check_role(self, wanted: Wanted | None) -> None:
@@ -326,8 +335,10 @@ class SchedulerSide:
 
     def _order_chunk(self, name: str, send: _Send, before: int, after: int, made: Orders) -> None:
         if send.complete:
-            if any(group.first_row(before) > group.first_row(send.tokens - 1) for group in self._groups):
-                # It generates beyond its prompt, and its windows lose blocks that may still be read.
+            if self._has_states or any(
+                group.first_row(before) > group.first_row(send.tokens - 1) for group in self._groups
+            ):
+                # It generates beyond its prompt: its states change, and its windows lose blocks that may still be read.
                 self._give_up(name, send, made)
                 send.lost = True
             return
@@ -339,9 +350,9 @@ class SchedulerSide:
         rows: list[Rows] = []
         for index, group in enumerate(self._groups):
             # Blocks that this engine's prefix cache has had count as computed by this chunk.
-            end = group.rows(send.tokens) if send.complete else after // group.block_size
+            end = group.rows(send.tokens) if send.complete else group.rows_before(after)
             if (first := send.ordered[index]) < end:
-                rows.append(Rows(index, first, end, tuple(send.blocks[group.index][:end])))
+                rows.append(Rows(index, first, end, group.blocks(send.blocks[group.index], send.tokens)[:end]))
                 send.ordered[index] = end
         if rows:
             made.chunks.append(Chunk(name, tuple(rows), send.complete))
@@ -358,6 +369,18 @@ class SchedulerSide:
         else:
             send.attempts += 1
             send.request_id = f"{name}#{send.attempts}"
+
+
+def drop_last_tokens(request: Any, count: int) -> None:
+    """Has prefill compute all of a prompt but its last tokens, and generate one token that nobody needs."""
+    if count == 0:
+        return
+    for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+        if (value := getattr(request, name, None)) is not None:
+            setattr(request, name, value[:-count])
+    del request._all_token_ids[-count:]  # noqa: SLF001 -- vLLM's own NIXL connector does the same: there is no other way
+    request.num_prompt_tokens -= count
+    request.max_tokens = 1
 
 
 def _first(labels: dict[str, str], label: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from pdtransfer.adapters.kit.heads import Heads
 from pdtransfer.adapters.vllm.orders import KVGroup
 from pdtransfer.adapters.vllm.pools import Pools, layer_number, pools, range_of
+from pdtransfer.adapters.vllm.states import StatePart, described, parts_of
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.layout.pairing import pair
@@ -147,6 +149,94 @@ def test_a_cache_that_cannot_cross_is_named(tensor: torch.Tensor, text: str) -> 
     with pytest.raises(ConfigError) as caught:
         made_of({"a": tensor})
     assert text in str(caught.value)
+
+
+# By the kind of layer: the states of all ranks together, at 4 bytes a number, with channels first and last.
+STATES = {
+    "SHORT_CONV": lambda tp: [(32 // tp, 2)],
+    "MAMBA1": lambda tp: [(32 // tp, 3), (32 // tp, 8)],
+    "MAMBA2": lambda tp: [((32 + 8) // tp, 3), (8 // tp, 4, 8)],
+    "GDN_ATTN": lambda tp: [((16 + 32) // tp, 3), (4 // tp, 8, 8)],
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("channels_first", [True, False])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 4), (4, 2)])
+def test_ranks_of_unequal_groups_share_the_heads_and_channels_of_a_state(
+    kind: str, channels_first: bool, prefill: int, decode: int
+) -> None:
+    """Each byte of a page of decode's has one source, which is the same number of the model's state."""
+
+    def rank(at: int, size: int) -> tuple[torch.Tensor, Pools]:
+        shapes = STATES[kind](size)
+        if not channels_first:
+            shapes = [shapes[0][::-1], *shapes[1:]]
+        parts = parts_of(kind, shapes, [4] * len(shapes), channels_first=channels_first)
+        count = sum(part.shares * part.share_bytes for part in parts)
+        assert count == 4 * sum(prod(shape) for shape in shapes)
+        pages = torch.zeros(BLOCKS, count + 24, dtype=torch.int8)
+        view = pages[:, :count].view(BLOCKS, 1, 1, count)
+        groups = [(KVGroup(0, 1024, state=True), ["model.layers.1.mixer"])]
+        made = pools(
+            {"model.layers.1.mixer": view}, groups, blocks=BLOCKS, base=pages.data_ptr(),
+            heads=Heads(4, Ranks(at, size)), states={"model.layers.1.mixer": parts},
+        )  # fmt: skip
+        return pages, made
+
+    def numbers(made: Pools) -> dict[tuple[str, int], int]:
+        """Where each head's bytes begin in page 3, by plane and head of the model."""
+        layout = made.components[0].layout
+        return {
+            (plane.kind, plane.head_start + head): layout.address(at, 3) + head * plane.head_bytes
+            for at, plane in enumerate(layout.planes)
+            for head in range(plane.head_count)
+        }
+
+    sources = [rank(at, prefill)[1] for at in range(prefill)]
+    holds = [holds_of(each.components, Ranks(at, prefill), each.replicas) for at, each in enumerate(sources)]
+    seen: set[tuple[str, int]] = set()
+    for at in range(decode):
+        _, target = rank(at, decode)
+        shares = {str(number): share_of(target.components, held, at) for number, held in enumerate(holds)}
+        assert uncovered(target.components, shares) == ""
+        found = numbers(target)
+        assert sorted(found.values()) == sorted(set(found.values()))
+        seen |= found.keys()
+    assert seen == {key for made in sources for key in numbers(made)} == set(numbers(rank(0, 1)[1]))
+
+
+def test_states_of_a_kind_that_is_not_known_are_one_thing() -> None:
+    assert parts_of("LINEAR", [(4, 8, 8)], [4], channels_first=False) == [StatePart("state", 1, 1024)]
+    assert parts_of("MAMBA2", [(3, 33), (8, 4, 8)], [2, 4], channels_first=False) == [StatePart("state", 1, 1222)]
+    two = [described(parts_of("LINEAR", [(4 // tp, 8, 8)], [4], channels_first=False), tp) for tp in (1, 2)]
+    assert two == ["state:1x1024", "state:2x512"], "which are two facts, so such engines refuse each other"
+    halves = [described(parts_of("MAMBA2", STATES["MAMBA2"](tp), [4, 4], channels_first=True), tp) for tp in (1, 2)]
+    assert halves == ["x:4x96 b:4x12 c:4x12 state1:4x256"] * 2
+
+
+def test_a_state_is_one_row_a_request_in_memory_that_it_shares_with_kv() -> None:
+    """vLLM shows states as bytes of a page, which may be longer than they are."""
+    kv = cache(1, 4)
+    [page] = kv.values()
+    name = "model.layers.1.mixer"
+    views = kv | {name: page.view(BLOCKS, 1, 1, -1).view(torch.int8)[..., :100]}
+    groups = [(KVGroup(0, 1024, state=True), [name]), (KVGroup(1, TOKENS), list(kv))]
+    options: dict[str, Any] = {"blocks": BLOCKS, "base": page.data_ptr(), "heads": Heads(4, Ranks(1, 2))}
+    made = pools(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
+    states, rows = made.components
+    assert (states.span.kind, states.tokens_per_row, states.rows(700), rows.rows(700)) == ("once", 1, 1, 44)
+    [plane] = states.layout.planes
+    assert (plane.kind, plane.layer, plane.head_start, plane.head_count, plane.row_bytes) == ("x", 1, 5, 5, 100)
+    assert states.layout.address(0, 5) == rows.layout.address(0, 5)
+    assert made.rows[0].slots((5,), 700).tolist() == made.rows[0].pages((5,)).tolist() == [5]
+    assert made.replicas == {"group0": (0, 1), "group1": (0, 1)}
+    groups[0] = KVGroup(0, 1024, state=True, replicated=True), [name]
+    replicated = pools(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
+    assert replicated.components[0].layout.planes[0].head_start == 0
+    assert replicated.replicas["group0"] == (1, 2)
+    with pytest.raises(ConfigError, match=r"mixer: states of shape .*, not 8 pages of 96 bytes"):
+        pools(views, groups, states={name: [StatePart("x", 4, 24)]}, **options)
 
 
 def test_too_many_groups_are_refused() -> None:

@@ -30,6 +30,11 @@ class Request:
     num_prompt_tokens: int
     kv_transfer_params: Any
     prompt_token_ids: Sequence[int] | None = None
+    skip_reading_prefix_cache: bool = False
+    max_tokens: int = 16
+    prompt_embeds: Any = None
+    prompt_is_token_ids: Any = None
+    _all_token_ids: list[int] = field(default_factory=list[int])
 
 
 @dataclass
@@ -489,3 +494,74 @@ def test_a_request_without_a_hand_off_is_left_alone() -> None:
     made.on_blocks(request, [[7, 3, 5]], 0)
     assert made.orders(new("a", [[7, 3, 5]], 40)) == Orders()
     assert made.on_finished(request, STOPPED) == (False, None)
+
+
+# States of layers that keep no KV
+
+STATES = KVGroup(0, 1024, state=True), KVGroup(1, 16)
+CACHED_STATES = KVGroup(0, 16, state=True), KVGroup(1, 16)
+
+
+def prompt_of(tokens: int, params: Any, **more: Any) -> Request:
+    known = list(range(tokens))
+    return Request("a", tokens, params, known, **{"_all_token_ids": known.copy()} | more)
+
+
+def test_prefill_stops_before_a_prompts_last_token_and_sends_the_state_with_the_last_rows() -> None:
+    made = side(*STATES)
+    request = prompt_of(41, SENDS)
+    view = request._all_token_ids
+    made.on_new_request(request)
+    assert (request.num_prompt_tokens, request.prompt_token_ids, request.max_tokens) == (40, [*range(40)], 1)
+    assert view == [*range(40)]
+    first = made.orders(new("a", [[9], [7, 3]], 32))
+    assert first.opens == [Open("a", "p0/a", 40)]
+    assert rows(first) == [(1, 0, 2)]
+    last = made.orders(more("a", [[], [5]], 8, 32))
+    assert last.chunks == [Chunk("a", (Rows(0, 0, 1, (9,)), Rows(1, 2, 3, (7, 3, 5))), last=True)]
+    assert made.on_finished(request, STOPPED)[0]
+
+
+def test_with_prefix_caching_the_state_is_in_the_last_tokens_block() -> None:
+    made = side(*CACHED_STATES)
+    made.on_new_request(prompt_of(41, SENDS))
+    made.orders(new("a", [[9, 8], [7, 3]], 32))
+    last = made.orders(more("a", [[4], [5]], 8, 32))
+    assert last.chunks[0].rows[0] == Rows(0, 0, 1, (4,))
+
+
+@pytest.mark.parametrize(
+    ("groups", "table", "slots"),
+    [(STATES, [[9], [7, 3, 5]], ((9,), (7, 3, 5))), (CACHED_STATES, [[0, 0, 4], [7, 3, 5]], ((4,), (7, 3, 5)))],
+)
+def test_decode_receives_the_state_before_the_last_token(
+    groups: tuple[KVGroup, ...], table: BlockTable, slots: Any
+) -> None:
+    made = side(*groups)
+    request = prompt_of(41, RECEIVES)
+    made.on_new_request(request)
+    assert made.matched_tokens(request, 16) == 24
+    made.on_blocks(request, table, 24)
+    assert made.orders(Step()).receives == [Receive("a", room_id("p0/x"), ADDRESS, 40, 16, slots)]
+    assert made.on_finished(request, STOPPED) == (False, {"kv_bytes": 3_000, "kv_lost": False})
+
+
+@pytest.mark.parametrize(("tokens", "skips"), [(1, False), (2, False), (40, True)])
+def test_a_prompt_that_decode_computes_whole_needs_no_state(tokens: int, skips: bool) -> None:
+    """Of one or two tokens, or because its logprobs are wanted: prefill's room has as many, and lands empty."""
+    sends, receives = side(*STATES), side(*STATES)
+    sent, received = (prompt_of(tokens, params, skip_reading_prefix_cache=skips) for params in (SENDS, RECEIVES))
+    sends.on_new_request(sent)
+    assert sends.orders(new("a", [[9], [7, 3, 5]], tokens)).opens == [Open("a", "p0/a", tokens)]
+    receives.on_new_request(received)
+    assert receives.matched_tokens(received, 0) == 0
+    receives.on_blocks(received, [[9], [7, 3, 5]], 0)
+    [order] = receives.orders(Step()).receives
+    assert (order.tokens, order.prefix, order.awaited) == (tokens, tokens, False)
+
+
+def test_a_state_that_the_next_token_changes_is_given_up_before() -> None:
+    made = side(*STATES)
+    made.on_new_request(prompt_of(41, SENDS))
+    made.orders(new("a", [[9], [7, 3, 5]], 40))
+    assert made.orders(more("a", None, 1, 40)).quiesce == ["a"]

@@ -32,6 +32,7 @@ from pdtransfer.adapters.kit.heads import Heads
 from pdtransfer.adapters.vllm import figures, worker
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.pools import Pools, pools
+from pdtransfer.adapters.vllm.states import StatePart
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.handoff import cell_sizes
 from pdtransfer.memory.hbm import Hbm
@@ -42,6 +43,7 @@ from tests.support.waiting import wait_for
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 16, 2, 16, 8
 SHAPE = LAYERS, BLOCKS, HEADS, TOKENS, WIDTH
+PAGE = [StatePart("x", HEADS, TOKENS * WIDTH * 4)]
 NAMES = [f"model.layers.{at}.attn" for at in range(LAYERS)]
 
 
@@ -52,12 +54,16 @@ TWO: Groups = [(KVGroup(0, TOKENS), NAMES[:2]), (KVGroup(1, TOKENS), NAMES[2:])]
 
 def described(cache: np.ndarray, base: int, groups: Groups, rows: str, memory: Any = "dram") -> Pools:
     """The components of the cache, float32 (layers, blocks, heads, tokens, width), whose rows are blocks or tokens."""
-    views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
-    by_token = {name: view.transpose(1, 2) for name, view in views.items()}
+    states = {name for group, names in groups if group.state for name in names}
+    views = {
+        name: view.view(BLOCKS, 1, 1, -1) if name in states else view
+        for name, view in zip(NAMES, torch.from_numpy(cache), strict=True)
+    }
+    by_token = {name: view.transpose(1, 2) for name, view in views.items() if name not in states}
     kinds = {name: {"k": view[..., : WIDTH // 2], "v": view[..., WIDTH // 2 :]} for name, view in by_token.items()}
     return pools(
         views, groups, blocks=BLOCKS, base=base, heads=Heads(HEADS, Ranks()), memory=memory,
-        kinds=kinds if rows == "tokens" else None,
+        kinds=kinds if rows == "tokens" else None, states=dict.fromkeys(NAMES, PAGE),
     )  # fmt: skip
 
 
@@ -317,6 +323,23 @@ def test_groups_leave_from_blocks_of_their_own() -> None:
         assert np.array_equal(site.target[:2, [4, 9, 2]], site.source[:2, [7, 3, 5]])
         assert np.array_equal(site.target[2, [8, 10]], site.source[2, [6, 1]])
         assert not site.target[2, [4, 9, 2]].any()
+
+
+@pytest.mark.parametrize("rows", ["blocks", "tokens"])
+def test_a_state_lands_beside_the_kv(rows: str) -> None:
+    """Of a layer whose name vLLM never reports, also where decode has the beginning of the prompt."""
+    groups: Groups = [(KVGroup(0, 1024, state=True), NAMES[2:]), (KVGroup(1, TOKENS), NAMES[:2])]
+    with made_site(groups, rows) as site:
+        slots = {"slots": ((11,), (4, 9, 2)), "prefix": 16}
+        site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [], **slots)]))
+        sent = (Rows(0, 0, 1, (6,)), Rows(1, 0, 3, (7, 3, 5)))
+        opens = [Open("p", "room", 40)]
+        site.step(Orders(opens=opens, chunks=[Chunk("p", sent, last=True)]), layers=NAMES[:2])
+        site.until(lambda: site.received.received)
+        assert site.received == Results(received={"d"})
+        assert np.array_equal(site.target[2, 11], site.source[2, 6])
+        assert np.array_equal(site.target[:2, 9], site.source[:2, 3])
+        assert not site.target[:2, 4].any()
 
 
 def test_rows_that_are_tokens_end_with_the_prompt() -> None:

@@ -1,0 +1,60 @@
+"""The states of layers that keep no KV: linear attention, Mamba, gated delta nets, convolutions. Needs no vLLM.
+
+vLLM packs a layer's states into one page: first what a convolution still needs of the last tokens, channel by channel
+or token by token, then the recurrent states, head by head. Tensor parallel ranks share heads and channels out, those of
+each section of a convolution apart. So a page is planes of as many equal shares as all of its parts can be cut into.
+Engines of other sizes take these as they take heads of KV. What is not known in this detail is one share for each rank,
+and a peer must have as many ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd, prod
+
+Sections = tuple[tuple[str, int], ...]  # of a convolution: names and channels
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A part of a page: shares of equal bytes, one behind the other, each some heads or channels."""
+
+    kind: str
+    shares: int  # of this rank, the same number in all parts of a page
+    share_bytes: int
+
+
+def parts_of(kind: str, shapes: Sequence[Shape], item_bytes: Sequence[int], *, channels_first: bool) -> list[StatePart]:
+    """The parts of a page, in order. `kind` is vLLM's name of what keeps the state; `shapes` and `item_bytes` are of
+    each of the states, of this rank; with `channels_first` a convolution's is [channels, tokens]."""
+    channels, tokens = (shapes[0] if channels_first else shapes[0][::-1]) if len(shapes[0]) == 2 else (0, 0)
+    sections = _sections(kind, channels, shapes[1:])
+    if not sections:
+        return [StatePart("state", 1, sum(prod(shape) * size for shape, size in zip(shapes, item_bytes, strict=True)))]
+    shares = gcd(*(count for _, count in sections), *(shape[0] for shape in shapes[1:]))
+    if channels_first:
+        sizes = [(name, count * tokens * item_bytes[0]) for name, count in sections]
+    else:
+        sizes = [(f"{name}{token}", count * item_bytes[0]) for token in range(tokens) for name, count in sections]
+    sizes += [(f"state{i}", prod(shapes[i]) * item_bytes[i]) for i in range(1, len(shapes))]
+    return [StatePart(name, shares, byte_count // shares) for name, byte_count in sizes]
+
+
+def described(parts: Sequence[StatePart], tp_size: int) -> str:
+    """A layer's states as peers compare them: of all ranks together."""
+    return " ".join(f"{part.kind}:{part.shares * tp_size}x{part.share_bytes}" for part in parts)
+
+
+def _sections(kind: str, channels: int, states: Sequence[Shape]) -> Sections:
+    """Of a convolution that is known; empty for another one."""
+    match kind, states:
+        case ("SHORT_CONV", []) | ("MAMBA1", [_]):
+            return (("x", channels),)
+        case "MAMBA2", [(heads, head_size, _)] if (rest := channels - heads * head_size) > 0 and rest % 2 == 0:
+            return ("x", heads * head_size), ("b", rest // 2), ("c", rest // 2)
+        case "GDN_ATTN", [(heads, size, _)] if (rest := channels - heads * size) > 0 and rest % 2 == 0:
+            return ("q", rest // 2), ("k", rest // 2), ("v", heads * size)
+        case _:
+            return ()

@@ -1,0 +1,137 @@
+"""Hybrid models, and speculation, between two vLLM engines: the tokens are those of one engine.
+
+Either engine computes a request whole that names no peer, so that the prefill engine is the one engine as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.vllm_engine import Checkpoints, VllmEngine, prompts
+from tests.support.vllm_pair import LENGTHS, TOKENS, VllmPair, handed_over, rooms, settles, transfer
+
+CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
+TIME_LEFT_S = 20.0
+
+
+@contextmanager
+def pair_of(
+    checkpoints: Checkpoints, folder: Path, name: str, *, decode: dict[str, Any] | None = None, **options: Any
+) -> Iterator[VllmPair]:
+    """A prefill and a decode engine of a model; `decode` are options of that one alone."""
+    model, options = checkpoints.path(name), CHUNKS | options
+    sends = transfer("kv_producer", time_left_s=TIME_LEFT_S)
+    receives = transfer("kv_consumer", policy="recompute", verify=True, time_left_s=TIME_LEFT_S)
+    with (
+        VllmEngine(model, folder / "prefill.log", kv_transfer_config=sends, **options) as first,
+        VllmEngine(model, folder / "decode.log", kv_transfer_config=receives, **options | (decode or {})) as second,
+    ):
+        pair = VllmPair(first, second)
+        pair.ready()
+        yield pair
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "lengths"),
+    [
+        ("granite_hybrid", "float32", (2, *LENGTHS)),  # of two tokens decode computes both itself
+        # These two round differently in other batches, so they are asked one by one. One engine computes the last token
+        # of these lengths by itself as well, as its chunks end before it: with the same kernel.
+        ("lfm2", "float32", (257, 513)),
+        ("qwen3_next", "bfloat16", (257, 513)),
+    ],
+)
+def test_states_cross_with_the_kv(
+    name: str, dtype: str, lengths: tuple[int, ...], checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Short convolutions, Mamba 2 and gated delta nets. Decode computes a prompt's last token from the state before
+    it."""
+    with pair_of(checkpoints, tmp_path, name, dtype=dtype) as pair:
+        asked = prompts(*lengths, seed=31)
+        batches = [asked] if name == "granite_hybrid" else [[prompt] for prompt in asked]
+        expected = [tokens for batch in batches for tokens in pair.prefill.generate(batch, tokens=TOKENS)]
+        for order in ("serial", "by X-Request-Id"):
+            made = [answer for batch in batches for answer in handed_over(pair, batch, order=order)]
+            assert [answer.tokens for answer in made] == expected
+            assert [params for answer in made if (params := answer.kv_transfer_params or {})["kv_lost"]] == []
+        pair.settles()
+        assert rooms(pair.decode) == {"received": 2 * len(lengths) + 1}
+        computed = pair.decode.metrics("vllm:external_prefix_cache_hits")["vllm:external_prefix_cache_hits_total"]
+        each = [length - 1 for length in lengths if length > 2]
+        assert computed == 2 * sum(each) + 2, "all but each prompt's last token, and of three two"
+        # Prefill is killed with chunks under way: decode computes the prompt itself, from no state.
+        pair.prefill.hold()
+        label = pair.label()
+        pair.begin_prefill(asked[-1], label)
+        added = pair.begin_decode(asked[-1], label, tokens=TOKENS)
+        settles(lambda: pair.decode.state()["requests"], 1)
+        pair.prefill.step(2)
+        pair.prefill.kill()
+        assert pair.decode.generated(added).tokens == expected[-1]
+
+
+def test_states_in_prefix_caches(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """vLLM caches the state behind a block. What either engine has of a prompt is not computed, and its KV not sent."""
+    with pair_of(checkpoints, tmp_path, "lfm2", enable_prefix_caching=True) as pair:
+        shared, *tails = prompts(512, 1, 60, 129, seed=32)
+        asked = [shared + tail for tail in tails]
+        made = [pair.serial(prompt, tokens=TOKENS).tokens for prompt in asked]
+        for engine in (pair.prefill, pair.decode):  # decode from the state behind the first prompt's whole blocks
+            assert engine.metrics("vllm:prefix_cache_hits")["vllm:prefix_cache_hits_total"] > 512
+        assert made == pair.prefill.generate(asked, tokens=TOKENS), "from states that it has computed itself"
+        pair.settles()
+
+
+def test_states_of_unequal_groups_of_ranks(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Two ranks share the heads and channels of a state, and each engine sends and receives."""
+    with ExitStack() as stack:
+
+        def start(size: int) -> VllmEngine:
+            config = {"kv_transfer_config": transfer("kv_both", verify=True), "tensor_parallel_size": size}
+            path = checkpoints.path("granite_hybrid")
+            return stack.enter_context(VllmEngine(path, tmp_path / f"{size}.log", **CHUNKS | config))
+
+        one, two = start(1), start(2)
+        asked = prompts(5, 129, 300, 700, seed=35)
+        for pair in (VllmPair(two, one), VllmPair(one, two)):
+            pair.ready()
+            expected = one.generate(asked, tokens=TOKENS)
+            assert [answer.tokens for answer in handed_over(pair, asked, order="serial")] == expected
+            pair.settles()
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def accepted(engine: VllmEngine) -> tuple[float, float]:
+    """Tokens that were drafted, and those that the model took."""
+    found = engine.metrics("vllm:spec_decode_num_")
+    return found["vllm:spec_decode_num_draft_tokens_total"], found["vllm:spec_decode_num_accepted_tokens_total"]
+
+
+def test_decode_alone_drafts_from_the_prompt(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with pair_of(checkpoints, tmp_path, "llama", decode={"speculative_config": NGRAM}) as pair:
+        [beat, other] = prompts(20, 300, seed=33)
+        asked = [beat * 12, other, beat * 3]
+        made = handed_over(pair, asked, order="decode first", tokens=64)
+        assert [each.tokens for each in made] == pair.prefill.generate(asked, tokens=64)
+        assert accepted(pair.decode)[0] > 0
+        pair.settles()
+
+
+def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """The draft model is the model itself, so that it drafts what the model takes, if it has the KV of the prompt."""
+    drafts = {"method": "draft_model", "model": str(checkpoints.path("llama")), "num_speculative_tokens": 3}
+    with pair_of(checkpoints, tmp_path, "llama", speculative_config=drafts) as pair:
+        asked = prompts(*LENGTHS, seed=34)
+        expected = pair.prefill.generate(asked, tokens=TOKENS)
+        made = handed_over(pair, asked, order="serial")
+        assert [each.tokens for each in made] == expected
+        drafted, taken = accepted(pair.decode)
+        assert taken > 0.9 * drafted > 0
+        pair.settles()

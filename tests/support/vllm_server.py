@@ -1,0 +1,105 @@
+"""vLLM's HTTP servers in processes of their own, from .venv-vllm, as `vllm serve` starts them, and our router."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.error import HTTPError, URLError
+
+from tests.support.json_process import end_of
+from tests.support.paths import REPO
+from tests.support.sglang_engine import free_port
+from tests.support.vllm_engine import ENVIRONMENT, KV_BYTES, PYTHON, START_S
+
+ANSWER_S = 240.0
+END_S = 20.0
+# The command `vllm` needs no module of its name on the path, and its server has the engine in a process of its own.
+SERVES = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_STREAM": "ext://sys.stdout"}
+
+
+class HttpProcess:
+    """A server that starts in the background: `ready` waits for it. Its log is `log`; it ends where the `with` ends."""
+
+    def __init__(self, command: list[str | Path], port: int, log: Path, environment: dict[str, str]) -> None:
+        self.log, self.url = log, f"http://127.0.0.1:{port}"
+        with log.open("wb") as kept:
+            self.process = subprocess.Popen(
+                command, cwd=REPO, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=kept, stderr=kept,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def ready(self) -> Self:
+        """Waits until its /health is 200."""
+        deadline = time.monotonic() + START_S
+        while True:
+            assert self.process.poll() is None, f"it ended with status {self.process.returncode}; {end_of(self.log)}"
+            with suppress(URLError, ConnectionError, TimeoutError, HTTPError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=10.0).close()
+                return self
+            assert time.monotonic() < deadline, f"not ready; {end_of(self.log)}"
+            time.sleep(0.2)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that it answers. Raises AssertionError, with what it says, for another status than 200."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+                return json.loads(response.read())
+        except HTTPError as error:
+            raise AssertionError(f"{error.code}: {error.read().decode(errors='replace')}; {end_of(self.log)}") from None
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric over all samples with these labels; 0 if there is none of that name yet."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=ANSWER_S) as response:
+            lines = [line.rpartition(" ") for line in response.read().decode().splitlines() if not line.startswith("#")]
+        return sum(
+            float(value)
+            for labelled, _, value in lines
+            if labelled.partition("{")[0] == name and all(f'{key}="{of}"' in labelled for key, of in labels.items())
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def vllm_server(model: Path, log: Path, *options: str, transfer: dict[str, Any], dtype: str = "float32") -> HttpProcess:
+    """`vllm serve`, which serves the model as "m"; `transfer` is its kv_transfer_config."""
+    port = free_port()
+    command = [
+        PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "m", "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", dtype, "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8",
+        "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(KV_BYTES), "--no-enable-prefix-caching",
+        "--kv-transfer-config", json.dumps(transfer), *options,
+    ]  # fmt: skip
+    return HttpProcess(command, port, log, SERVES)
+
+
+def router(prefill: HttpProcess, decode: HttpProcess, log: Path) -> HttpProcess:
+    """Our router in front of both."""
+    port = free_port()
+    command: list[str | Path] = [
+        sys.executable, "-m", "pdtransfer", "router", "--engine", "vllm", "--listen", f"127.0.0.1:{port}",
+        "--prefill", prefill.url, "--decode", decode.url, "--limits.silence-ms", "20000",
+    ]  # fmt: skip
+    return HttpProcess(command, port, log, {})

@@ -13,14 +13,14 @@ NAME_TAKEN = "name_taken"  # reason of a Reject for two workers of one name
 HELLO_WANTED = frozenset({"hello_required", "hello_first"})  # reasons of a Reject that only asks for a Hello
 
 
-class Heard(Word):
-    """What a message that names its process says about the peer."""
+class PeerProcess(Word):
+    """Which process of a peer has sent a message, as far as the message names it."""
 
-    LATE = "late"  # of an earlier process, of one that has left, or of one that was never met: it means nothing
-    SAME = "same"  # of the current process
-    ANOTHER = "another"  # of another process than the current one: what that one had is over
-    LEFT = "left"  # the current process has said Goodbye
-    REFUSED = "refused"  # of a process that does not fit this node, or of one too many
+    LATE = "late"  # an earlier process, one that has left, or one that was never met: the message means nothing
+    SAME = "same"  # the current process
+    ANOTHER = "another"  # another process than the current one, whose sessions and rooms are over
+    LEFT = "left"  # the current process, which has sent Goodbye
+    REFUSED = "refused"  # a process that does not fit this node, or one too many
 
 
 class Liveness:
@@ -62,18 +62,18 @@ class Liveness:
         self._left: int | None = None  # the process that said Goodbye last
         self._earlier: deque[tuple[int, float]] = deque(maxlen=EARLIER_INCARNATIONS_MAX)
 
-    def hear(self, message: Hello | Welcome | Ping | Pong | Goodbye, now: float) -> Heard:
+    def receive(self, message: Hello | Welcome | Ping | Pong | Goodbye, now: float) -> PeerProcess:
         """Which process has sent this. Hello and Welcome make theirs the current one. Whether that is life is the
         caller's rule: it differs between the sides."""
         if isinstance(message, Hello | Welcome):
             if self.late(message.identity.incarnation, now):
-                return Heard.LATE
-            return Heard.ANOTHER if self.restarted(message.identity.incarnation, now) else Heard.SAME
+                return PeerProcess.LATE
+            return PeerProcess.ANOTHER if self.restarted(message.identity.incarnation, now) else PeerProcess.SAME
         if isinstance(message, Goodbye):
-            return Heard.LEFT if message.incarnation == self.incarnation else Heard.LATE
+            return PeerProcess.LEFT if message.incarnation == self.incarnation else PeerProcess.LATE
         if self.incarnation is None or self.late(message.incarnation, now):
-            return Heard.LATE
-        return Heard.SAME if message.incarnation == self.incarnation else Heard.ANOTHER
+            return PeerProcess.LATE
+        return PeerProcess.SAME if message.incarnation == self.incarnation else PeerProcess.ANOTHER
 
     def late(self, incarnation: int, now: float) -> bool:
         """Whether a message of this incarnation comes from an earlier process, or from one that said Goodbye."""

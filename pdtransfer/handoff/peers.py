@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from ..errors import Cause, RemoteProtocolError
 from ..limits import FIELDS_MAX, TEXT_LENGTH_MAX, Limits
 from ..wire import VERSION, Hello, Identity, Ping, Reject, Welcome, Withdrawn, negotiate
-from .liveness import HELLO_WANTED, Heard, Liveness
+from .liveness import HELLO_WANTED, Liveness, PeerProcess
 from .send import PeerRefused, Send
 from .timers import TimerKey, Timers
 
@@ -134,10 +134,10 @@ class Peers(Generic[PeerType]):
         self._timers.set(("hello", peer.name, 0), now + peer.liveness.next_hello_ms() / 1e3)
         self._out(Send(peer.name, Hello(VERSION, VERSION, self.identity, self._withdrawn(peer, now))))
 
-    def welcome(self, peer: PeerType, message: Welcome, now: float) -> Heard:
+    def welcome(self, peer: PeerType, message: Welcome, now: float) -> PeerProcess:
         """Which process has answered. One that was not asked is late."""
         asked = ("hello", peer.name, 0) in self._timers
-        return peer.liveness.hear(message, now) if asked else Heard.LATE
+        return peer.liveness.receive(message, now) if asked else PeerProcess.LATE
 
     def met(self, peer: PeerType, now: float) -> None:
         """The peer that has answered fits: no Hello is due."""
@@ -165,15 +165,15 @@ class Peers(Generic[PeerType]):
         misfits: Iterable[str],
         new: Callable[[], PeerType],
         replaced: Callable[[PeerType, float], None],
-    ) -> Heard:
+    ) -> PeerProcess:
         """Answers Hello: with Welcome, or with Reject where `misfits` has a line for a field, no version is common, or
         there are too many peers. `new` makes the record of an unknown peer. `replaced` is called with a known one whose
         process is another one."""
         peer = self.by_name.get(name)
-        heard = Heard.SAME if peer is None else peer.liveness.hear(message, now)
-        if heard is Heard.LATE:
-            return heard
-        if peer is not None and heard is Heard.ANOTHER:
+        process = PeerProcess.SAME if peer is None else peer.liveness.receive(message, now)
+        if process is PeerProcess.LATE:
+            return process
+        if peer is not None and process is PeerProcess.ANOTHER:
             replaced(peer, now)
         version, lines = VERSION, list(misfits)
         try:
@@ -182,16 +182,16 @@ class Peers(Generic[PeerType]):
             lines.insert(0, str(error))
         if lines:
             self.refuse(name, 0, lines)
-            return Heard.REFUSED
+            return PeerProcess.REFUSED
         if peer is None:
             if full := self.full:
                 self.reject(name, 0, Cause.FULL, full)
-                return Heard.REFUSED
+                return PeerProcess.REFUSED
             peer = new()
             self.add(peer, now)
         peer.liveness.seen(now)
         self._out(Send(name, Welcome(version, self.identity)))
-        return heard
+        return process
 
     # Refusals
 

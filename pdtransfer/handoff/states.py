@@ -165,7 +165,7 @@ class SessionState(Word):
     OFFERING = "offering"  # the shell prepares the hand-over
     REGISTERING = "registering"
     UP = "up"
-    SLOW = "slow"  # not heard of for slow_ms: nothing new is granted, what was granted goes on
+    SLOW = "slow"  # no message for slow_ms: nothing new is granted, what was granted goes on
     SILENT = "silent"  # its peer counts as lost: its rooms have failed, its leases are quarantined
     FENCING = "fencing"  # condemned: waits for the proof that its writer is quiet
     CLOSED = "closed"
@@ -178,7 +178,7 @@ class SessionEvent(Word):
     REGISTER = "register"
     SLOW = "slow"
     SILENCE = "silence"
-    HEAR = "hear"
+    SEEN = "seen"
     CONDEMN = "condemn"
     FENCE = "fence"
 
@@ -194,10 +194,10 @@ SESSION: dict[tuple[SessionState, SessionEvent], SessionState] = {
     (_S.UP, _SE.SLOW): _S.SLOW,
     (_S.UP, _SE.SILENCE): _S.SILENT,
     (_S.UP, _SE.CONDEMN): _S.FENCING,
-    (_S.SLOW, _SE.HEAR): _S.UP,
+    (_S.SLOW, _SE.SEEN): _S.UP,
     (_S.SLOW, _SE.SILENCE): _S.SILENT,
     (_S.SLOW, _SE.CONDEMN): _S.FENCING,
-    (_S.SILENT, _SE.HEAR): _S.UP,
+    (_S.SILENT, _SE.SEEN): _S.UP,
     (_S.SILENT, _SE.CONDEMN): _S.FENCING,
     (_S.SILENT, _SE.FENCE): _S.CLOSED,
     (_S.FENCING, _SE.FENCE): _S.CLOSED,

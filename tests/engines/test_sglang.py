@@ -324,7 +324,7 @@ def test_a_request_that_is_given_up_leaves_nothing(llama: Family, gives_up: str,
     pair.settles()
 
 
-def test_a_side_whose_peer_is_never_asked_does_not_wait_for_ever(llama: Family) -> None:
+def test_a_side_whose_peer_is_never_asked_does_not_wait_forever(llama: Family) -> None:
     """Decode waits as long as a hand-off may take; prefill for SGLang's own limit, or until it is given up. Then decode
     does not wait at all."""
     pair, _ = llama

@@ -87,7 +87,7 @@ def test_what_make_starts_keeps_its_bytecode() -> None:
     assert told.stdout == "<>\n"
 
 
-def test_version_is_said_once_by_all() -> None:
+def test_version_is_defined_once_for_all() -> None:
     assert PYPROJECT["project"]["version"] == pdtransfer.__version__
     assert pdtransfer.__version__ in (REPO / "CHANGELOG.md").read_text()
 
@@ -233,7 +233,7 @@ class Health(BaseHTTPRequestHandler):
         pass
 
 
-def test_image_is_healthy_once_its_daemon_says_that_it_is_ready() -> None:
+def test_image_is_healthy_once_its_daemon_reports_that_it_is_ready() -> None:
     command = [sys.executable, REPO / "deploy" / "healthy"]
     with HTTPServer(("127.0.0.1", 0), Health) as server:
         thread = threading.Thread(target=server.serve_forever)

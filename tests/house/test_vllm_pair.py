@@ -97,7 +97,7 @@ def test_a_process_ends_with_its_scope_and_one_that_ends_early_is_named(pair: Mo
             pair.wait_healthy("http://127.0.0.1:9", [short], tmp_path)
 
 
-def test_the_servers_and_the_router_are_started_as_the_documents_say(
+def test_the_servers_and_the_router_are_started_as_in_the_documents(
     pair: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = tmp_path / "vllm"

@@ -94,7 +94,7 @@ def test_a_room_lands_with_what_the_client_needs_and_no_other_package(tmp_path: 
         ("rich", ["doctor"]),
     ],
 )
-def test_a_command_without_a_package_of_the_daemons_says_how_to_install_it(
+def test_a_command_without_a_package_of_the_daemons_reports_how_to_install_it(
     package: str, command: list[str], tmp_path: Path
 ) -> None:
     done = python("-m", "pdtransfer", *command, absent={package}, directory=tmp_path)
@@ -122,14 +122,14 @@ def test_commands_and_daemons_import_without_torch(module: str, tmp_path: Path) 
         (["bench", "hisparse"], "torch is not installed"),
     ],
 )
-def test_what_needs_torch_says_in_one_line_how_to_install_it(command: list[str], what: str, tmp_path: Path) -> None:
+def test_what_needs_torch_reports_in_one_line_how_to_install_it(command: list[str], what: str, tmp_path: Path) -> None:
     done = pdt(*command, directory=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"pdtransfer: {what}: pip install '.[transformers]'\n"
 
 
 @pytest.mark.slow
-def test_doctor_without_torch_misses_nothing_and_says_what_installs_it(tmp_path: Path) -> None:
+def test_doctor_without_torch_misses_nothing_and_names_what_installs_it(tmp_path: Path) -> None:
     done = pdt("doctor", "--json", directory=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     findings = {each["name"]: each for each in json.loads(done.stdout)["findings"]}

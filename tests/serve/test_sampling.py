@@ -160,7 +160,7 @@ def test_a_prompt_has_more_than_the_ids_that_were_generated_before() -> None:
         check_asked(prompt, asked(generated=3), vocabulary=4, context_tokens=200)
 
 
-def test_what_needs_more_than_an_argmax_is_told_from_what_does_not() -> None:
+def test_what_needs_more_than_an_argmax_is_distinguished_from_what_does_not() -> None:
     assert is_argmax(asked(ignore_eos=True, top_k=3, top_p=0.5))
     for fields in ({"temperature": 1.0}, {"min_tokens": 1}, {"logprobs": True}, {"repetition_penalty": 1.1}):
         assert not is_argmax(asked(**fields)), fields

@@ -29,7 +29,7 @@ def flat(byte_count: int) -> Layout:
     return Layout((Plane(0, "k", "uint8", 0, 1, 0, ROW, ROW, ROW),), 1, byte_count // ROW)
 
 
-def push_for_ever(target: Pool, sources: list[Pool], stream: int) -> None:
+def push_forever(target: Pool, sources: list[Pool], stream: int) -> None:
     """Queues launches, each of other bytes than the last, as fast as the driver takes them: many are always queued."""
     every = range(target.layout.slots)
     while True:
@@ -37,7 +37,7 @@ def push_for_ever(target: Pool, sources: list[Pool], stream: int) -> None:
             kv_copy(target, source, every, every, len(every), stream=stream)
 
 
-def copy_for_ever(target: memoryview) -> None:
+def copy_forever(target: memoryview) -> None:
     """The same without a GPU."""
     sources = [np.random.default_rng(seed).integers(1, 256, len(target), np.uint8) for seed in range(2)]
     while True:
@@ -53,7 +53,7 @@ def main() -> None:
     os.close(fd)
     if sys.argv[3:] == ["cpu"]:
         print("mapped", flush=True)
-        obey({"push half": lambda: started(copy_for_ever, mapping.view[: mapping.byte_count // 2])})
+        obey({"push half": lambda: started(copy_forever, mapping.view[: mapping.byte_count // 2])})
         return
     here = gpus.gpu_at(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     mapping.register(here, mapping.byte_count)
@@ -74,13 +74,13 @@ def main() -> None:
         opened = Opened(Handle.unpack(reach.hbm_handle), on=here.ordinal)
         part = flat(reach.hbm_bytes // 2)
         ours = [Pool(layout=part, address=pool.address, device=here.ordinal) for pool in pools]
-        started(push_for_ever, Pool(layout=part, address=opened.address, device=here.ordinal), ours, stream)
+        started(push_forever, Pool(layout=part, address=opened.address, device=here.ordinal), ours, stream)
         print("opened", flush=True)
 
     def push_half() -> None:
         part = flat(mapping.byte_count // 2)
         ours = [Pool(layout=part, address=pool.address, device=here.ordinal) for pool in pools]
-        started(push_for_ever, Pool(layout=part, address=target.address, device=here.ordinal, host=True), ours, stream)
+        started(push_forever, Pool(layout=part, address=target.address, device=here.ordinal, host=True), ours, stream)
 
     def half() -> None:
         """The one that belongs to this GPU's number."""
@@ -94,7 +94,7 @@ def main() -> None:
     print("mapped", flush=True)
     obey(
         {
-            "push": lambda: started(push_for_ever, target, pools, stream),
+            "push": lambda: started(push_forever, target, pools, stream),
             "push half": push_half,
             "hbm": hbm,
             "half": half,

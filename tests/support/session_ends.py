@@ -75,7 +75,7 @@ def failure(effects: list[Any]) -> tuple[int, Cause]:
 
 
 def kv_bytes(tokens: int) -> int:
-    """What a room of this many tokens moves: a kv row a token and a c4 row for every 4."""
+    """The bytes that a room of this many tokens moves: a kv row a token and a c4 row for every 4."""
     return (tokens + -(-tokens // 4)) * LAYERS * ROW
 
 
@@ -86,7 +86,7 @@ class _End:
     now: float
 
     def tick(self, seconds: float) -> list[Any]:
-        """Lets so much time pass, and does what falls due in it when it does."""
+        """Lets this much time pass, and does what falls due in it when it does."""
         end, effects = self.now + seconds, []
         while (when := self.core.next_tick()) is not None and when <= end:
             self.now = max(self.now, when)
@@ -101,13 +101,13 @@ class DecodeEnd(_End):
     def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS, **options: Any) -> None:
         self.now = 0.0
         ids = iter(range(0xA0, 0xFFF))
-        own = components(slots, 1, page_first=True)
+        arena = components(slots, 1, page_first=True)
         me = identity("d0", "decode", window=limits.window)
-        self.core = DecodeSessions(me, own, limits, lambda: next(ids), **options)
+        self.core = DecodeSessions(me, arena, limits, lambda: next(ids), **options)
         self.incarnation = 1
 
-    def hear(self, *messages: Message, peer: str = P) -> list[Any]:
-        return [effect for each in messages for effect in self.core.receive(peer, each, self.now)]
+    def receive(self, *messages: Message, peer: str = P) -> list[Any]:
+        return [effect for message in messages for effect in self.core.receive(peer, message, self.now)]
 
     def live(self, seconds: float, *peers: str) -> list[Any]:
         """The same, while these peers answer every Ping and Hello."""
@@ -120,12 +120,11 @@ class DecodeEnd(_End):
         return effects
 
     def answer(self, effect: fx.Send) -> list[Any]:
-
         match effect.message:
             case Ping():
-                return self.hear(Pong(self.incarnation), peer=effect.peer)
+                return self.receive(Pong(self.incarnation), peer=effect.peer)
             case Hello():
-                return self.hear(self.welcome(), peer=effect.peer)
+                return self.receive(self.welcome(), peer=effect.peer)
             case _:
                 return []
 
@@ -140,9 +139,9 @@ class DecodeEnd(_End):
     def registered(self, peer: str = P, bytes_ready: int = ARENA_BYTES, **changes: Any) -> Register:
         """The same; its Register."""
         self.core.dial(peer, self.now)
-        (offer,) = of(self.hear(self.welcome(**changes), peer=peer), fx.Offer)
+        (offer,) = of(self.receive(self.welcome(**changes), peer=peer), fx.Offer)
         (register,) = sent(self.core.offered(offer.session, REACH, self.now), Register)
-        self.hear(Registered(register.session, bytes_ready), peer=peer)
+        self.receive(Registered(register.session, bytes_ready), peer=peer)
         assert self.core.prefill_peers.peers[peer].up is not None
         return register
 
@@ -158,7 +157,7 @@ class DecodeEnd(_End):
 
     def land(self, grant: Grant, peer: str = P, aux: bytes = b"", checksum: bytes = b"") -> list[Any]:
         rows = sum(part.rows for part in grant.parts)
-        return self.hear(Landed(grant.session, grant.grant, rows * LAYERS * ROW, aux, checksum), peer=peer)
+        return self.receive(Landed(grant.session, grant.grant, rows * LAYERS * ROW, aux, checksum), peer=peer)
 
     def verified(self, grant: Grant, checksum: int, detail: str = "") -> list[Any]:
         return self.core.verified(grant.session, grant.grant, checksum, detail, self.now)
@@ -177,8 +176,8 @@ class PrefillEnd(_End):
         self.components = components(slots, 4, page_first=False)
         self.core = PrefillSessions(identity("p0", "prefill", 9, window=limits.window), self.components, limits)
 
-    def hear(self, *messages: Message, peer: str = D) -> list[Any]:
-        return [effect for each in messages for effect in self.core.receive(peer, each, self.now)]
+    def receive(self, *messages: Message, peer: str = D) -> list[Any]:
+        return [effect for message in messages for effect in self.core.receive(peer, message, self.now)]
 
     def hello(self, incarnation: int = 1, **changes: Any) -> Hello:
         node = changes.pop("node", "d0")
@@ -190,8 +189,8 @@ class PrefillEnd(_End):
 
     def up(self, session: int = 0xA0, peer: str = D, incarnation: int = 1) -> int:
         """A session of this peer, up."""
-        self.hear(self.hello(incarnation), peer=peer)
-        assert of(self.hear(self.register(session), peer=peer), fx.Map)
+        self.receive(self.hello(incarnation), peer=peer)
+        assert of(self.receive(self.register(session), peer=peer), fx.Map)
         assert sent(self.core.mapped(session, ARENA_BYTES), Registered)
         return session
 
@@ -215,7 +214,7 @@ class PrefillEnd(_End):
         return self.core.wrote(write.session, write.write, outcome, "so it ended", self.now, checksum=checksum)
 
     def released(self, number: int, session: int = 0xA0) -> list[Any]:
-        return self.hear(Released(session, number))
+        return self.receive(Released(session, number))
 
 
 def grant(
@@ -231,7 +230,7 @@ def grant(
 
 
 def refusal(effects: list[Any]) -> str:
-    """What the one Reject among these effects says."""
+    """The fields of the one Reject among these effects."""
     (reject,) = sent(effects, Reject)
     return "; ".join(reject.fields)
 
@@ -240,7 +239,7 @@ DENSE_SLOTS = 16
 
 
 def moved(component: Component, memory: str, *, by: int, slots: int = SLOTS) -> Component:
-    """The same in another place, of this many slots."""
+    """The same component at another address, with this many slots."""
     layout = component.layout.rebase(by)
     return msgspec.structs.replace(component, memory=memory, layout=Layout(layout.planes, layout.page_size, slots))
 
@@ -251,11 +250,11 @@ def twins(page: int = 1) -> tuple[Component, ...]:
     return kv, c4, moved(kv, "hbm", by=c4.layout.end, slots=DENSE_SLOTS)
 
 
-ARENA = max(each.layout.end for each in twins())
+ARENA = max(component.layout.end for component in twins())
 
 
 class TwinEnd(DecodeEnd):
-    """A decode rank that serves both kinds; its arena's reach says how many bytes that takes."""
+    """A decode rank that serves both kinds; its arena's Reach has the bytes that both take."""
 
     def __init__(self, limits: Limits = LIMITS, **options: Any) -> None:
         super().__init__(limits)
@@ -265,8 +264,8 @@ class TwinEnd(DecodeEnd):
 
     def registered(self, peer: str = P, bytes_ready: int = ARENA, **changes: Any) -> Register:
         self.core.dial(peer, self.now)
-        (offer,) = of(self.hear(self.welcome(**changes), peer=peer), Offer)
+        (offer,) = of(self.receive(self.welcome(**changes), peer=peer), Offer)
         reach = msgspec.structs.replace(REACH, arena_bytes=ARENA)
         (register,) = sent(self.core.offered(offer.session, reach, self.now), Register)
-        self.hear(Registered(register.session, bytes_ready), peer=peer)
+        self.receive(Registered(register.session, bytes_ready), peer=peer)
         return register

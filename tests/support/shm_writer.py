@@ -14,7 +14,7 @@ from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import Reach
 
 
-def count_for_ever(mapping: Mapping) -> None:
+def count_forever(mapping: Mapping) -> None:
     """Writes a growing count into the arena's first word."""
     count, word = 0, mapping.view[:8].cast("Q")
     while True:
@@ -40,10 +40,10 @@ def main() -> None:
                     print(pid, flush=True)
                 else:
                     os.closerange(0, 1_000)  # the mapping alone must hold the lock
-                    count_for_ever(mapping)
+                    count_forever(mapping)
             case "count":
                 print("counting", flush=True)
-                count_for_ever(mapping)
+                count_forever(mapping)
             case "exit":
                 return
 

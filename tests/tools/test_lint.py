@@ -126,7 +126,7 @@ def test_a_dataclass_that_compares_arrays_is_found(field: str) -> None:
         ("node.finish(room)", ""),
     ],
 )
-def test_a_wait_for_a_whole_device_is_told_from_one_for_ones_own_work(line: str, name: str) -> None:
+def test_a_wait_for_a_whole_device_is_distinguished_from_one_for_ones_own_work(line: str, name: str) -> None:
     waits = {device_waits.waits_for_a_device(node) for node in ast.walk(ast.parse(line))} - {""}
     assert waits == ({name} if name else set())
 

@@ -255,7 +255,7 @@ def test_vector_names_are_unique():
 @pytest.mark.parametrize(
     "content", [b"", b"a", bytes(63), bytes(64), b"ab" + bytes(200) + b"c", b"\xff" * 64 + b"\0" * 64]
 )
-def test_runs_of_hex_say_the_same_bytes(content):
+def test_runs_of_hex_encode_the_same_bytes(content):
     assert unhex(vectors.hex_of(content)) == content
     assert len(json.dumps(vectors.hex_of(content))) < 150
 

@@ -153,7 +153,7 @@ class Leases:
 
 
 def reason_of(cause: Cause, detail: str) -> str:
-    """Why a room has ended, as a writer of it is told."""
+    """Why a room has ended, as its writers learn it."""
     if cause is Cause.ABORTED:
         return detail  # Abort says the rest
     return f"{cause.value}: {detail}" if detail else cause.value

@@ -32,7 +32,7 @@ from ...wire import (
 )
 from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, Send
 from ..identity_check import differences
-from ..liveness import Heard, Liveness
+from ..liveness import Liveness, PeerProcess
 from ..peers import Peers, full
 from ..sharing import share_of, wrong_fields
 from ..states import SESSION, SessionEvent, SessionState
@@ -173,7 +173,7 @@ class PrefillPeers:
             return
         peer.liveness.seen(now)
         if session.state in (SessionState.SLOW, SessionState.SILENT):
-            session.state = step(SESSION, session.state, SessionEvent.HEAR)
+            session.state = step(SESSION, session.state, SessionEvent.SEEN)
             session.fence_ms = 0
             self._up(peer)
 
@@ -192,8 +192,8 @@ class PrefillPeers:
     def welcome(self, name: str, message: Welcome, now: float) -> None:
         """Answers Hello: checks the peer's identity, and opens a session if there is none."""
         peer = self.peers[name]
-        heard = self._table.welcome(peer, message, now)
-        if heard is Heard.LATE:
+        process = self._table.welcome(peer, message, now)
+        if process is PeerProcess.LATE:
             return
         theirs, ours = message.identity, self.identity
         lines = differences(theirs, ours, role="prefill")
@@ -203,7 +203,7 @@ class PrefillPeers:
         if lines:
             self._refuse(peer, Cause.REFUSED, f"{name} is refused: " + "; ".join(lines), now)
             return
-        if heard is Heard.ANOTHER:
+        if process is PeerProcess.ANOTHER:
             self._replaced(peer, now)
         elif peer.session is not None and peer.session.state not in _OPENING:
             # It asked for Hello, so it keeps no session with this node.
@@ -305,12 +305,12 @@ class PrefillPeers:
     def pong(self, name: str, message: Pong, now: float) -> None:
         """The peer is alive; another incarnation is another process, which has to be greeted again."""
         peer = self.peers[name]
-        match peer.liveness.hear(message, now):
-            case Heard.ANOTHER:
+        match peer.liveness.receive(message, now):
+            case PeerProcess.ANOTHER:
                 self._replaced(peer, now)
-            case Heard.SAME if peer.session is not None:
+            case PeerProcess.SAME if peer.session is not None:
                 self.mark_seen(peer.session, now)
-            case Heard.SAME:
+            case PeerProcess.SAME:
                 peer.liveness.seen(now)
             case _:
                 pass
@@ -322,7 +322,7 @@ class PrefillPeers:
     def goodbye(self, name: str, message: Goodbye, now: float) -> None:
         """The process leaves; a successor is greeted at the slowest pace."""
         peer = self.peers[name]
-        if peer.liveness.hear(message, now) is Heard.LEFT:
+        if peer.liveness.receive(message, now) is PeerProcess.LEFT:
             text = f"{name} said goodbye: {message.reason}"
             peer.liveness.part(message.incarnation)
             self._table.greet_later(peer, now)

@@ -74,7 +74,7 @@ class SessionRecord:
     def covers(self, holding: Holding, arena_ready: int) -> bool:
         """Whether the writer and this node are both ready where the rows of its components go.
 
-        `arena_ready`: so many of the arena's first bytes this node has ready; its GPU may reach no others. Slots of
+        `arena_ready`: how many of the arena's first bytes this node has ready; its GPU may reach no others. Slots of
         HBM may be leased before the arena's range for them is ready.
         """
         assert self.reach is not None

@@ -115,7 +115,7 @@ class DecodeSessions:
         if refused is not None:
             self._out += [refused] if request.chosen is None else [refused, RoomDrained(room.id)]
             self.withdrawals.add(room, reason_of(refused.cause, refused.detail), now)
-            if not self.draining:  # they are told on a session, which there may be none of yet
+            if not self.draining:  # they learn it on a session, and there may be none yet
                 for name in room.sources:
                     self.prefill_peers.redial(name, now)
             return self._effects(now)
@@ -207,7 +207,7 @@ class DecodeSessions:
         return self._effects(now)
 
     def verified(self, session_id: int, grant: int, checksum: int, detail: str, now: float) -> list[DecodeEffect]:
-        """Answers Verify with the checksum of the rows; a non-empty `detail` says why there is none."""
+        """Answers Verify with the checksum of the rows; a non-empty `detail` is why it has none."""
         self._after_landing(*self.post_landing.verified(session_id, grant, checksum, detail), now)
         return self._effects(now)
 

@@ -1,5 +1,5 @@
 """What waits at a peer, oldest first: rooms whose leader has not named its ranks, rooms without a slot in the window of
-each of their sources, and rooms that were given up and of which the source is to be told.
+each of their sources, and rooms that were given up, which their sources have to learn.
 
 A room is in one line of each peer that it waits for. It enters the lines of all its sources at once, when it knows
 them: so every rank serves the oldest room first, and no two rooms wait for each other's window slots.
@@ -167,7 +167,8 @@ class Withdrawal:
 
 
 class Withdrawals:
-    """Rooms that were given up before their Grant, oldest first, until each source that may have them open is told.
+    """Rooms that were given up before their Grant, oldest first, until each source that may have them open has learned
+    it.
 
     At most `kept_max` are kept, and each for `kept_s` at least: a source has a deadline of its own, which may be later
     than that of the room here.
@@ -195,17 +196,17 @@ class Withdrawals:
             self.rooms.pop(source)
 
     def rename(self, source: str, into: str) -> None:
-        """What one source is to be told, another name of it is told."""
+        """What one source has to learn is sent to another name of it."""
         for room_id, withdrawal in self.rooms.pop_line(source).items():
             self.rooms.put(into, room_id, withdrawal)
 
     def drop(self, room: RoomRecord) -> None:
-        """The room is expected again: its sources are not told that it was given up."""
+        """The room is expected again: its sources do not get a withdrawal."""
         for source in room.sources:
             self.rooms.pop(source, room.id)
 
     def take(self, source: str, now: float) -> Withdrawal | None:
-        """Removes a room of which this source is to be told, and returns it; None for none."""
+        """Removes a room whose withdrawal this source has to get, and returns it; None if there is none."""
         while (taken := self.rooms.pop(source)) is not None:
             if now < taken.until:
                 return taken

@@ -33,7 +33,7 @@ from ...wire import (
 from ..component_variants import repeated
 from ..effects import Map, PrefillEffect, Send, Unmap
 from ..identity_check import differences
-from ..liveness import Heard, Liveness
+from ..liveness import Liveness, PeerProcess
 from ..peers import Peers, full
 from ..sharing import pair_share
 from ..states import WRITER, WriterEvent, WriterState
@@ -106,7 +106,7 @@ class DecodePeers:
             case Register():
                 self._register(peer, message, now)
             case Goodbye():
-                if peer.liveness.hear(message, now) is Heard.LEFT:
+                if peer.liveness.receive(message, now) is PeerProcess.LEFT:
                     self._depart(peer, Cause.PEER_LOST, f"{name} said goodbye: {message.reason}", now)
             case Grant() | Abort() | Released() | Reject():
                 session = self._of(name, message.session)
@@ -195,11 +195,11 @@ class DecodePeers:
             return DecodePeer(name, Liveness(self._limits, now, theirs.incarnation, silence_ms=silence_ms))
 
         misfits = differences(theirs, self._table.identity, role="decode")
-        heard = self._table.answer(name, message, now, misfits=misfits, new=new, replaced=self._replaced)
-        if heard is not Heard.LATE and theirs.role == "decode":
+        process = self._table.answer(name, message, now, misfits=misfits, new=new, replaced=self._replaced)
+        if process is not PeerProcess.LATE and theirs.role == "decode":
             for room in message.withdrawn:  # also of a node that does not fit: nothing else tells that these are over
                 self._withdraw(room.room, name, room.detail, now)
-        if heard not in (Heard.LATE, Heard.REFUSED):
+        if process not in (PeerProcess.LATE, PeerProcess.REFUSED):
             peer = self.peers[name]
             peer.window = min(theirs.window, self._limits.window)
             peer.group_size = theirs.ranks.tp_size * theirs.ranks.pp_size

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from ...errors import SUCCESSES, Cause, LocalProtocolError, RemoteProtocolError
-from ...handoff.liveness import NAME_TAKEN, Heard, Liveness
+from ...handoff.liveness import NAME_TAKEN, Liveness, PeerProcess
 from ...handoff.peers import Peers
 from ...handoff.send import Send
 from ...handoff.tables import step
@@ -118,7 +118,7 @@ class Service:
                 self._hello(peer, message, now)
             case Ping():
                 self._ping(peer, router, message, now)
-            case Goodbye() if router is not None and router.liveness.hear(message, now) is Heard.LEFT:
+            case Goodbye() if router is not None and router.liveness.receive(message, now) is PeerProcess.LEFT:
                 router.liveness.leave(now)
                 self._stop_all(router, Cause.SHUTDOWN)
             case Reject(reason=reason) if reason == NAME_TAKEN:
@@ -213,17 +213,17 @@ class Service:
         theirs = message.identity
         if theirs.role != "router":
             raise RemoteProtocolError("role", f"{theirs.role}, only a router may request rooms of a daemon")
-        heard = self._peers.answer(
+        process = self._peers.answer(
             peer, message, now,
             misfits=(),
             new=lambda: ServedRouter(peer, Liveness(self.limits, now, theirs.incarnation)),
             replaced=lambda router, _: self._stop_all(router, Cause.PEER_RESTARTED),
         )  # fmt: skip
-        if heard not in (Heard.LATE, Heard.REFUSED) and self._load is not None:
+        if process not in (PeerProcess.LATE, PeerProcess.REFUSED) and self._load is not None:
             self._effects.append(Send(peer, self._load))
 
     def _ping(self, peer: str, router: ServedRouter | None, message: Ping, now: float) -> None:
-        if router is not None and router.liveness.hear(message, now) is not Heard.SAME:
+        if router is not None and router.liveness.receive(message, now) is not PeerProcess.SAME:
             return
         self._effects.append(Send(peer, Pong(self.identity.incarnation)))
         if router is not None:

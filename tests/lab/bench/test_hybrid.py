@@ -70,7 +70,7 @@ def _check(figures: dict[str, Any], tokens: int) -> None:
         assert 0 < figures[f"{tokens}_{direction}_claim"] <= 1
 
 
-def test_every_layout_and_way_has_figures_on_the_cpu_which_says_so(
+def test_every_layout_and_way_has_figures_on_the_cpu_and_is_marked_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hybrid, "card_count", lambda: 0)  # also where there is one

@@ -272,7 +272,7 @@ def test_a_launch_that_fails_in_a_capture_ends_the_capture() -> None:
     assert here.ended == 1
 
 
-def test_without_sglang_one_line_says_what_to_install(
+def test_without_sglang_one_line_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)

@@ -74,7 +74,7 @@ def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFix
     assert "ZMQ's round trip" in printed(handoff.LINES, figures, plan.measure, capsys)
 
 
-def test_plan_says_what_it_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_what_it_planned(capsys: pytest.CaptureFixture[str]) -> None:
     figures = plan.measure(tokens=1_000, layers=3, page_size=16, repeats=1)
     assert figures["bytes"] == 1_000 * 3 * 1_152
     assert 1 < int(figures["runs_contiguous"]) <= 63
@@ -165,7 +165,7 @@ def test_aborted_rooms_give_their_slots_back_and_those_that_were_ready_are_not_t
     assert (ranks.hand_off(4, tokens=16).ready > 0).all()
 
 
-def test_memory_is_what_the_kernel_says_of_the_process() -> None:
+def test_memory_is_what_the_kernel_reports_of_the_process() -> None:
     before = idle.memory_of(os.getpid())
     held = np.ones(64 << 20, np.uint8)
     after = idle.memory_of(os.getpid())
@@ -173,7 +173,7 @@ def test_memory_is_what_the_kernel_says_of_the_process() -> None:
     assert after.private - before.private > len(held) // 2
 
 
-def test_a_scheduler_beside_moving_rooms_is_told_what_its_client_took(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scheduler_beside_moving_rooms_gets_what_its_client_took(capsys: pytest.CaptureFixture[str]) -> None:
     figures = stall.measure(tokens=700, rooms=6, at_once=2)  # two chunks each
     for side in ("prefill", "decode"):
         p50, p99, most = (float(figures[f"{side}_turn_{which}_us"]) for which in ("p50", "p99", "max"))

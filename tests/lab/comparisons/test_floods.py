@@ -82,7 +82,7 @@ def listening(*, keyed: bool) -> Generator[Listener]:
     ("name", "keyed"),
     [(name, keyed) for keyed, known in ((False, KEYLESS), (True, KEYED)) for name in known if name in SAID],
 )
-def test_each_flood_says_to_a_listener_what_its_name_promises(name: str, keyed: bool) -> None:
+def test_each_flood_sends_to_a_listener_what_its_name_promises(name: str, keyed: bool) -> None:
     kinds: set[str] = set()
     with listening(keyed=keyed) as listener:
         attack = (KEYED if keyed else KEYLESS)[name](listener.target)
@@ -125,7 +125,7 @@ def test_connections_are_made_and_left(keyed: bool) -> None:
         assert not listener.kinds()
 
 
-def test_an_attacker_is_a_process_that_counts_until_it_is_told_to_end() -> None:
+def test_an_attacker_is_a_process_that_counts_until_it_is_asked_to_end() -> None:
     with listening(keyed=False) as listener:
         with floods.attacking("junk", [listener.target]) as done:
             wait_for(lambda: "junk" in listener.kinds())

@@ -35,7 +35,7 @@ def _result(*, tokens: int = 8_192, auto: Split | None = None) -> pd.Result:
     return result
 
 
-def test_goals_say_what_was_reached_of_what_was_aimed_at() -> None:
+def test_goals_report_what_was_reached_of_what_was_aimed_at() -> None:
     goals = {goal.name.removeprefix("mla, 8,192 tokens: "): goal for goal in own.goals(_result(), BOTH)}
     assert [goal.met for goal in goals.values()] == [True, True, True, True, True, False]
     assert goals["exposed transfer, of the serial transfer"].value == pytest.approx(0.04)
@@ -45,7 +45,7 @@ def test_goals_say_what_was_reached_of_what_was_aimed_at() -> None:
     assert goals["GPU 1 while both push, of it alone"].value == pytest.approx(48 / 52)
 
 
-def test_goals_that_are_missed_or_cannot_be_measured_say_so() -> None:
+def test_goals_that_are_missed_or_cannot_be_measured_are_reported() -> None:
     late = _split(exposed_s=0.005, tail_s=0.005, compute_s=0.42)
     assert [goal.met for goal in own.goals(_result(auto=late), None)] == [False, False, False, False, None, None]
     names = [goal.name for goal in own.goals(_result(tokens=128), BOTH)]
@@ -53,7 +53,7 @@ def test_goals_that_are_missed_or_cannot_be_measured_say_so() -> None:
     assert not any("exposed" in name for name in names)
 
 
-def test_json_says_whether_each_goal_is_met(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_shows_whether_each_goal_is_met(capsys: pytest.CaptureFixture[str]) -> None:
     assert own.show(_result(), None, json=True) == 0
     shown = json.loads(capsys.readouterr().out)
     assert {"name", "value", "aim", "at_least", "unit", "met"} == set(shown["goals"][0])

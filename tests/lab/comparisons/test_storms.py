@@ -41,7 +41,9 @@ WORKERS = "prefill-0", "prefill-1", "decode-0", "decode-1"
         (400, {"error": {"message": "the client's fault", "code": "refused"}}, "wrong"),
     ],
 )
-def test_an_answer_is_right_wrong_or_says_why_there_is_none(status: int, answer: dict[str, Any], verdict: str) -> None:
+def test_an_answer_is_right_or_wrong_or_its_absence_is_explained(
+    status: int, answer: dict[str, Any], verdict: str
+) -> None:
     assert judged(ONE, status, answer)[0] == verdict
 
 
@@ -110,7 +112,7 @@ def test_a_request_that_outlasts_its_deadline_hangs_but_for_a_frozen_routers_tim
 
 
 @on_loop
-async def test_a_supervisor_starts_a_killed_worker_once_it_is_released_and_tells_how_long_that_took(
+async def test_a_supervisor_starts_a_killed_worker_once_it_is_released_and_reports_how_long_that_took(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = {"engine": "tests.support.engines.plain:create", "page_size": 1}

@@ -104,7 +104,7 @@ def test_rooms_beyond_the_batch_take_turns():
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_the_first_step_tells_the_first_token_and_the_next():
+def test_the_first_step_reports_the_first_token_and_the_next():
     one = request(1, prompts(7, (9,))[0])
     prefill = Prefill.of().run(one)
     decode = Decode.of()

@@ -125,7 +125,7 @@ def test_hisparse_picks_of_all_there_is_are_the_textbooks(attention, monkeypatch
     near(latest[0][0], textbook(model_of(decode.engine), np.append(one.prompt, decode.tokens[1][0]))[1])
 
 
-def test_spans_tell_when_each_layer_was_computed(attention):
+def test_spans_show_when_each_layer_was_computed(attention):
     told = []
 
     def spans(lane, name, begin_s, end_s, *, room, layer=-1, byte_count=0):

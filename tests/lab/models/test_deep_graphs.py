@@ -122,7 +122,7 @@ def test_a_shape_is_captured_when_it_has_come_often_enough_and_no_sooner_once_it
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_capture_in_which_something_is_raised_ends_and_says_what(cuda: Played, *, breaks: bool) -> None:
+def test_a_capture_in_which_something_is_raised_ends_and_reports_what(cuda: Played, *, breaks: bool) -> None:
     def run(_: object, __: object, number: int) -> None:
         if cuda.capturing and number == 1:
             cuda.breaks = breaks
@@ -150,7 +150,7 @@ def test_no_garbage_is_collected_within_a_capture(cuda: Played, *, enabled: bool
         gc.enable()
 
 
-def test_a_capture_that_the_card_has_given_up_says_so(cuda: Played) -> None:
+def test_a_capture_that_the_gpu_has_given_up_reports_it(cuda: Played) -> None:
     cuda.breaks = True
     with pytest.raises(RuntimeError, match="invalid"), captured():
         pass

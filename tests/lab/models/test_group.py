@@ -103,7 +103,7 @@ def test_replicas_that_differ_in_one_bit_spoil_the_kv_digest():
         ("gqa", {"layers": "5"}, Ranks(0, 1, 1, 2), (2, 5), (0, 4), (0, 1)),
     ],
 )
-def test_a_rank_says_which_layers_and_heads_it_holds_and_who_else_does(
+def test_a_rank_reports_which_layers_and_heads_it_holds_and_who_else_does(
     attention, options, ranks, layers, heads, replica
 ):
     group = next(g for g in Threads(tp=ranks.tp_size, pp=ranks.pp_size).groups() if g.ranks == ranks)

@@ -96,7 +96,7 @@ def test_rooms_that_come_and_go_and_dense_ones_beside_them_change_nothing(attent
     assert decode.engine.figures.retracts > 0
 
 
-def test_each_steps_swap_ins_are_told_within_it_and_preloads_before(attention, landed):
+def test_each_steps_swap_ins_are_reported_within_it_and_preloads_before(attention, landed):
     """Of a request that fits the device, and of one that does not, alone and together."""
     timeline = Timeline("decode")
     rooms, prefill = landed
@@ -281,7 +281,7 @@ def test_a_request_that_could_never_run_is_refused_and_nothing_else_disturbed(at
     assert decode.run().outcome(7) == expected[7]
 
 
-def test_nobody_waits_for_ever(attention, landed):
+def test_nobody_waits_forever(attention, landed):
     """While newcomers keep coming, the first that waits gets its place within wait and quantum."""
     rooms, prefill = landed
     decode = decode_of(attention, hisparse(slots=HOT + 1, wait=2, quantum=2))

@@ -77,7 +77,7 @@ def test_stale_pages_do_not_show():
     assert stale.run(one).aux == clean.aux
 
 
-def test_a_full_pool_says_no_until_pages_are_freed():
+def test_a_full_pool_refuses_until_pages_are_freed():
     engine = create(config(slots=128))
     first, second = (request(room, prompt) for room, prompt in enumerate(prompts(4, (100, 40))))
     assert engine.admit(first)
@@ -109,7 +109,7 @@ def test_every_page_comes_back_once():
     assert sorted(page for cell in cells for page in cell.pages) == list(range(16))
 
 
-def test_a_cancelled_room_computes_no_more_and_says_nothing():
+def test_a_cancelled_room_computes_no_more_and_reports_nothing():
     engine = create(config(chunk_tokens=16))
     engine.admit(request(1, prompts(8, (100,))[0]))
     engine.step()
@@ -142,7 +142,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones():
     assert 0 in prefill.aux
 
 
-def test_aux_tells_decode_the_first_token_and_the_digest_of_its_logits():
+def test_aux_carries_the_first_token_and_the_digest_of_its_logits():
     one = request(1, prompts(12, (33,))[0])
     prefill = Prefill.of().run(one)
     handoff = FirstToken.unpack(prefill.aux[1], prompt_tokens=33, facts=prefill.engine.model.facts)
@@ -182,7 +182,7 @@ def test_a_request_at_the_limit_of_the_context_is_served():
     assert create(config(options=options)).admit(request(1, np.zeros(90, np.int64), max_tokens=10))
 
 
-def test_a_prompt_longer_than_the_pool_is_refused_for_ever():
+def test_a_prompt_longer_than_the_pool_is_refused_forever():
     with pytest.raises(ValueError, match="65 tokens, the pool has 64 slots"):
         create(config(slots=64)).admit(request(1, np.zeros(65, np.int64)))
 

@@ -156,7 +156,7 @@ def test_no_chunk_batch_page_layout_or_pool_changes_a_bit(attention, expected, c
 
 
 @pytest.mark.parametrize("share", [1, 2, 3])
-def test_layers_share_picks_as_they_are_told(attention, share):
+def test_layers_share_picks_as_configured(attention, share):
     options = {"layers": "4", "top_k": str(TOP), "index_share": str(share)}
     one = requests(2, (90,))[0]
     alone = generate(config(attention=attention, options=options), *one)

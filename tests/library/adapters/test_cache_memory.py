@@ -139,7 +139,7 @@ def test_a_card_without_room_for_one_piece_has_the_layers_as_ever(
     assert "is not in one allocation: tried to allocate 192 KiB" in caplog.text
 
 
-def test_a_cache_elsewhere_is_copied_up_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_elsewhere_is_copied_up_and_reports_it(caplog: pytest.LogCaptureFixture) -> None:
     made, cache = CacheMemory([SIZE]), torch.zeros(SIZE, dtype=torch.int8)
     extent = extent_of(cache)
     with caplog.at_level(logging.WARNING):

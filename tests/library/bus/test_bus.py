@@ -36,7 +36,7 @@ async def test_messages_pass_both_ways_in_order_under_the_nodes_name() -> None:
 
 
 @on_loop
-async def test_with_keys_a_peer_is_the_allow_lists_name_whatever_its_hello_says() -> None:
+async def test_with_keys_a_peer_is_the_allow_lists_name_whatever_its_hello_names() -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"decode-7": d}) as prefill, Node("d", d, {"prefill-1": p}) as decode_node:
         peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind(ANY_PORT)}", "somebody-else")

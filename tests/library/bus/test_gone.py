@@ -116,7 +116,7 @@ async def test_an_endpoint_where_nothing_listens_is_gone_from_the_start() -> Non
         await until(lambda: decode_node.gone == {peer: "nothing listens there"})
 
 
-def test_a_connection_that_the_kernel_ended_for_want_of_an_answer_says_nothing_of_the_process() -> None:
+def test_a_connection_that_the_kernel_ended_for_want_of_an_answer_proves_nothing_about_the_process() -> None:
     class Tcp:
         is_open, silent = True, True
 

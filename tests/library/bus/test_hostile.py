@@ -333,12 +333,12 @@ async def test_an_endless_first_message_closes_its_connection(
         good = Raw(context, bound)
         good.send(hello("good"))
 
-        def go_on_for_ever() -> None:
+        def go_on_forever() -> None:
             with Zmtp(int(bound.rpartition(":")[2])) as endless, contextlib.suppress(OSError):
                 while True:
                     endless.send(frame(bytes(1 << 16), more=True))
 
-        await asyncio.get_running_loop().run_in_executor(None, go_on_for_ever)
+        await asyncio.get_running_loop().run_in_executor(None, go_on_forever)
         assert [(name, error.field) for name, error in prefill.refusals] == [("unknown:", "frames")]
         good.send(Ping(1))
         assert await good.receive() == Pong(1)

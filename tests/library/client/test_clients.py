@@ -325,7 +325,9 @@ def is_leasable(pair: Pair, room: int) -> bool:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_who_gives_up_hears_at_once_and_memory_is_safe_when_the_write_has_ended(gate: Gate, side: str) -> None:
+def test_who_gives_up_gets_the_failure_at_once_and_memory_is_safe_when_the_write_has_ended(
+    gate: Gate, side: str
+) -> None:
     with client_pair() as pair:
         pair.expect(1, 40)
         pair.send(1, 40)
@@ -569,7 +571,7 @@ def test_fileno_is_readable_from_news_until_poll(pair: Pair) -> None:
     assert event == [RoomAsked, RoomLeased, RoomLanded, RoomDrained]
 
 
-def test_an_engine_that_does_not_poll_is_told_of_a_bounded_number_of_rooms_that_decode_asks_for(
+def test_an_engine_that_does_not_poll_gets_a_bounded_number_of_rooms_that_decode_asks_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An idle engine does not poll, and a decode node may ask and give up as often as it likes."""
@@ -672,7 +674,7 @@ def test_misuse_that_only_the_node_sees_fails_its_room_with_the_reason_on_both_s
     pair.ready(2)
 
 
-def test_finish_waits_for_every_cell_whatever_its_own_event(pair: Pair) -> None:
+def test_finish_waits_forevery_cell_whatever_its_own_event(pair: Pair) -> None:
     pages, late = pair.pages(1, 40), Late()
     pair.expect(1, 40)
     pair.prefill.open(1, tokens=40)
@@ -843,7 +845,7 @@ def test_rooms_that_have_landed_are_ready_although_prefill_leaves_before_decode_
         pair.ready(room)
 
 
-def test_prefills_close_waits_for_writes_and_decode_hears_of_it(gate: Gate) -> None:
+def test_prefills_close_waits_for_writes_and_decode_learns_of_it(gate: Gate) -> None:
     with client_pair() as pair:
         pair.expect(1, 40)
         pair.send(1, 40)
@@ -861,7 +863,7 @@ def test_prefills_close_waits_for_writes_and_decode_hears_of_it(gate: Gate) -> N
         pair.until(lambda: is_leasable(pair, 1))
 
 
-def test_a_client_that_cannot_start_says_why_and_gives_everything_back() -> None:
+def test_a_client_that_cannot_start_reports_why_and_gives_everything_back() -> None:
     with client_pair():
         pass
     gc.collect()

@@ -40,7 +40,7 @@ def cpus_of_threads(pair: Pair) -> set[frozenset[int]]:
 
 
 @pytest.mark.parametrize(("cpus", "wanted"), [(AUTO, ALL), (INHERIT, ONE), (str(max(ALL)), frozenset([max(ALL)]))])
-def test_the_threads_of_a_client_run_where_its_settings_say(
+def test_the_threads_of_a_client_run_where_its_settings_put_them(
     bound: None, monkeypatch: pytest.MonkeyPatch, cpus: str, wanted: frozenset[int]
 ) -> None:
     monkeypatch.setattr("tests.support.client_pair.CPUS", cpus)

@@ -93,7 +93,7 @@ def test_a_room_that_prefill_never_opens_fails_at_decode() -> None:
         assert (pair.failed(1).cause, pair.prefill_event(1, RoomDrained)) == (Cause.ABORTED, None)
 
 
-def test_a_request_that_decode_cannot_take_is_told_to_prefill() -> None:
+def test_a_request_that_decode_cannot_take_is_reported_to_prefill() -> None:
     with client_pair() as pair:
         pair.send(1, TOKENS)
         pair.expect(1, 10 * pair.target.slots)

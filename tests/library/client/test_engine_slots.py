@@ -101,7 +101,7 @@ def test_slots_of_a_room_that_has_not_drained_are_refused_and_that_room_lands(pa
     pair.ready(1)
 
 
-def test_rows_that_the_engine_has_do_not_cross_and_prefill_is_told(pair: Pair) -> None:
+def test_rows_that_the_engine_has_do_not_cross_and_prefill_learns_it(pair: Pair) -> None:
     expected, slots = Expected(pair.target), chosen(4)
     shared = slots.copy()
     shared[:16] = 5  # of the prefix, whatever they are: other requests may have them
@@ -163,7 +163,7 @@ def test_a_client_that_leases_takes_no_slots() -> None:
             pair.decode.quiesce(1, 1.0)
 
 
-def test_prefill_hears_of_a_room_before_it_is_open_and_learns_its_length(pair: Pair) -> None:
+def test_prefill_learns_of_a_room_and_its_length_before_it_is_open(pair: Pair) -> None:
     pair.expect(1, TOKENS, slots={"kv": chosen(6)}, prefix=3)
     pair.until(lambda: pair.prefill_event(1, RoomAsked))
     assert pair.prefill_event(1, RoomAsked) == RoomAsked(1, TOKENS, 3)

@@ -268,7 +268,7 @@ async def test_a_late_event_calls_once_and_the_loop_goes_on_meanwhile() -> None:
 
 
 @on_loop
-async def test_an_event_is_asked_no_more_often_than_it_is_said_to_be() -> None:
+async def test_an_event_is_asked_no_more_often_than_its_interval_allows() -> None:
     queued, late = Queued(), Late()
     begun_s = time.monotonic()
     queued.call(1, late, "late")
@@ -355,7 +355,7 @@ async def test_a_call_may_forget_its_room_or_call_for_it() -> None:
 
 
 @on_loop
-async def test_an_event_that_breaks_is_told_and_asked_no_more() -> None:
+async def test_an_event_that_breaks_is_reported_and_asked_no_more() -> None:
     class Breaks(Late):
         def query(self) -> bool:
             if super().query() or self.asked == 3:
@@ -477,7 +477,7 @@ async def test_a_session_whose_line_has_ended_goes_on_by_zmq() -> None:
 
 
 @on_loop
-async def test_of_the_sources_that_a_node_is_told_of_it_dials_those_that_it_may() -> None:
+async def test_of_the_sources_that_a_node_gets_it_dials_those_that_it_may() -> None:
     async with nodes() as it:
         keyed = "k" * 40 + "@tcp://127.0.0.1:1"  # this node has no keys
         it.decode.introduce((keyed, "nonsense", it.endpoint, it.endpoint))
@@ -557,7 +557,7 @@ async def test_what_copies_took_is_kept_until_the_room_is_drained() -> None:
 
 
 @on_loop
-async def test_open_of_a_label_whose_pages_are_still_read_says_no_drained() -> None:
+async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained() -> None:
     async with nodes() as it:
         it.prefill.open(1, tokens=10, time_left_s=20)
         with pytest.raises(LocalProtocolError, match="open already"):
@@ -566,7 +566,7 @@ async def test_open_of_a_label_whose_pages_are_still_read_says_no_drained() -> N
 
 
 @on_loop
-async def test_a_release_whose_event_breaks_keeps_the_slots_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_release_whose_event_breaks_keeps_the_slots_and_reports_it(caplog: pytest.LogCaptureFixture) -> None:
     class Breaks:
         def query(self) -> bool:
             raise RuntimeError("no such stream")
@@ -595,7 +595,7 @@ async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason() 
 
 
 @on_loop
-async def test_goodbye_is_said_to_both_sides_so_that_nobody_waits_for_silence() -> None:
+async def test_goodbye_is_sent_to_both_sides_so_that_nobody_waits_for_silence() -> None:
     async with nodes() as it:
         it.expect(1)
         it.send(1)

@@ -83,7 +83,7 @@ def test_a_call_may_submit_another(port: ThreadQueues[int]) -> None:
     run(case)
 
 
-def test_a_call_that_raises_costs_none_behind_it_and_the_loop_is_told(port: ThreadQueues[int]) -> None:
+def test_a_call_that_raises_costs_none_behind_it_and_the_loop_gets_the_error(port: ThreadQueues[int]) -> None:
     async def case() -> None:
         loop, over, told = asyncio.get_running_loop(), asyncio.Event(), []
         loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
@@ -129,7 +129,7 @@ def test_fileno_is_readable_while_poll_has_something(port: ThreadQueues[int]) ->
     assert not readable(port)
 
 
-def test_nothing_said_meanwhile_is_missed(port: ThreadQueues[int]) -> None:
+def test_nothing_sent_meanwhile_is_missed(port: ThreadQueues[int]) -> None:
     """One thread tells while another waits and polls, as often as it takes for them to meet anywhere."""
     received: list[int] = []
     count = 20_000

@@ -61,7 +61,7 @@ class Siege:
         self.failed: dict[int, str] = {}
         self.unfinished: list[int] = []  # rooms of the honest ones
         self.number = 0  # of the hostile decode's latest grant
-        self.said: Counter[str] = Counter()  # what got through to a core, by kind
+        self.delivered: Counter[str] = Counter()  # what got through to a core, by kind
         self.done: Counter[str] = Counter()  # what the hostile ones brought about
         self.arena_bytes = max(c.layout.end for c in arena)
         self.reach = msgspec.structs.replace(REACH, arena_bytes=self.arena_bytes)
@@ -85,8 +85,8 @@ class Siege:
     def perform_one(self, side: str, effect: Any) -> None:
         match effect:
             case fx.Send(peer, message) if peer in (P2, D2):
-                heard = self.from_decode if side == "decode" else self.from_prefill
-                heard.append(decode(encode(message)))
+                received = self.from_decode if side == "decode" else self.from_prefill
+                received.append(decode(encode(message)))
                 self.done[f"{type(message).__name__} from {side}"] += 1
             case fx.Send(peer, message):
                 message = decode(encode(message))
@@ -126,12 +126,12 @@ class Siege:
     def rave(self) -> None:
         """One message of a hostile peer: what an honest one would answer, one that it knows, twisted, or a new one."""
         rng = self.rng
-        side, heard = rng.choice([("decode", self.from_decode), ("prefill", self.from_prefill)])
-        known, draw, twists = heard[-20:], rng.random(), 0.2
-        if known and draw < self.sanity:
-            message, twists = self.answer(rng.choice(known[-4:])), 0.0
-        elif known and draw < (self.sanity + 1.0) / 2:
-            message = self.answer(rng.choice(known)) if rng.random() < 0.5 else rng.choice(known)
+        side, received = rng.choice([("decode", self.from_decode), ("prefill", self.from_prefill)])
+        recent, draw, twists = received[-20:], rng.random(), 0.2
+        if recent and draw < self.sanity:
+            message, twists = self.answer(rng.choice(recent[-4:])), 0.0
+        elif recent and draw < (self.sanity + 1.0) / 2:
+            message = self.answer(rng.choice(recent)) if rng.random() < 0.5 else rng.choice(recent)
         else:
             message = self.forge()
         changed = {
@@ -143,7 +143,7 @@ class Siege:
             message = decode(encode(msgspec.structs.replace(message, **changed)))
         except RemoteProtocolError:
             return
-        self.said[f"{type(message).__name__} to {side}"] += 1
+        self.delivered[f"{type(message).__name__} to {side}"] += 1
         if side == "decode":
             self.on_decode(self.decode.receive(P2, message, self.now))
         else:

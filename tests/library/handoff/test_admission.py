@@ -61,7 +61,7 @@ def test_a_room_that_is_withdrawn_lets_the_next_one_pass() -> None:
     assert queue.head() is None
 
 
-def test_what_an_empty_arena_could_not_hold_is_refused_for_ever() -> None:
+def test_what_an_empty_arena_could_not_hold_is_refused_forever() -> None:
     queue, _ = admission()
     with pytest.raises(ArenaFullError, match=r"'kv': 65.*'kv': 64") as refused:
         queue.check((KV + 1, 1), rooms=0)

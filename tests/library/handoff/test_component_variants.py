@@ -43,7 +43,7 @@ def test_a_room_has_rows_of_one_twin_and_of_what_has_none() -> None:
 
 
 @pytest.mark.parametrize(("sparse", "place", "other"), [(True, 0, 2), (False, 2, 0)])
-def test_a_grant_names_the_twin_that_its_flag_says_and_never_the_other(sparse: bool, place: int, other: int) -> None:
+def test_a_grant_names_the_twin_that_its_flag_selects_and_never_the_other(sparse: bool, place: int, other: int) -> None:
     end = TwinEnd()
     end.up()
     free = end.free
@@ -77,7 +77,7 @@ def test_landed_is_held_against_the_bytes_of_one_twin() -> None:
     end.up()
     grant = end.granted(1, tokens=8, enable_hisparse=True)
     both = kv_bytes(8) + 8 * LAYERS * ROW
-    effects = end.hear(Landed(grant.session, grant.grant, both, b""))
+    effects = end.receive(Landed(grant.session, grant.grant, both, b""))
     assert of(effects, RoomFailed)[0].cause is Cause.BREACH
 
 
@@ -102,7 +102,7 @@ def test_a_full_twin_holds_up_its_own_kind_alone_and_only_at_the_queues_head() -
     assert sent(effects, Grant)[0].room == 2
 
 
-def test_a_sparse_request_where_nobody_can_is_refused_and_says_why() -> None:
+def test_a_sparse_request_where_nobody_can_is_refused_with_the_reason() -> None:
     end = TwinEnd(enable_hisparse=False)
     end.up()
     (failed,) = of(end.expect(1, 8, enable_hisparse=True), RoomFailed)
@@ -135,16 +135,16 @@ def test_a_component_that_is_twice_in_one_memory_makes_no_node() -> None:
 
 def test_prefill_pairs_both_twins_with_its_one_component_and_writes_the_one_that_a_grant_names() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
+    end.receive(end.hello())
     reach = msgspec.structs.replace(end.register().reach, arena_bytes=ARENA)
-    assert of(end.hear(end.register(components=twins(), reach=reach)), Map)
+    assert of(end.receive(end.register(components=twins(), reach=reach)), Map)
     assert sent(end.core.mapped(0xA0, ARENA), Registered)
     decode = TwinEnd()
     decode.up()
     for room, sparse, place in ((1, True, 0), (2, False, 2)):
         granted = decode.granted(room, tokens=8, enable_hisparse=sparse)
         end.open(room)
-        end.hear(msgspec.structs.replace(granted, session=0xA0))
+        end.receive(msgspec.structs.replace(granted, session=0xA0))
         writes: list[Write] = []
         for component in end.components:
             cell = Cell(component.name, 0, (0, LAYERS), np.arange(component.rows(8)))
@@ -158,9 +158,9 @@ def test_prefill_pairs_both_twins_with_its_one_component_and_writes_the_one_that
 
 def test_a_name_that_is_twice_in_one_memory_is_a_breach() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
+    end.receive(end.hello())
     kv, c4 = components(SLOTS, 1, page_first=True)
-    effects = end.hear(end.register(components=(kv, c4, kv)))
+    effects = end.receive(end.register(components=(kv, c4, kv)))
     (reject,) = sent(effects, Reject)
     assert reject.reason == Cause.BREACH.value
     assert "'kv' is there twice in one memory" in reject.fields[0]

@@ -30,7 +30,7 @@ def runs_of(slots: set[int]) -> list[tuple[int, int]]:
 
 
 def best_fit(free: set[int], wanted: int) -> list[tuple[int, int]]:
-    """The rule, said slowly: the shortest run that holds what is wanted, else the longest."""
+    """The rule in full: the shortest run that holds what is wanted, else the longest."""
     taken: list[tuple[int, int]] = []
     free = set(free)
     while wanted:

@@ -1,4 +1,5 @@
-"""Peers that lie, err or rave: each is told which field was wrong, with both values, and ends nobody else's session."""
+"""Peers that lie, err or rave: each gets a Reject that names the wrong field and both values, and
+ends nobody else's session."""
 
 from __future__ import annotations
 
@@ -156,10 +157,10 @@ def beset() -> tuple[PrefillEnd, list[fx.Write]]:
     end.up(HONEST, D)
     end.up(HOSTILE, D2)
     end.open(peers=[D])
-    end.hear(grant())
+    end.receive(grant())
     writes = of(end.push(), fx.Write)
     end.finish()
-    end.hear(grant(1, 3, at=8, session=HOSTILE), peer=D2)
+    end.receive(grant(1, 3, at=8, session=HOSTILE), peer=D2)
     return end, writes
 
 
@@ -172,12 +173,12 @@ def check_honest_lands(end: PrefillEnd, writes: list[fx.Write]) -> None:
 @pytest.mark.parametrize(("message", "named"), BAD_GRANTS.values(), ids=BAD_GRANTS)
 def test_a_bad_grant_ends_its_own_session_and_names_field_and_values(message: Grant, named: str) -> None:
     end, writes = beset()
-    effects = end.hear(message, peer=D2)
+    effects = end.receive(message, peer=D2)
     assert refusal(effects) == named
     assert [(reject.session, reject.reason) for reject in sent(effects, Reject)] == [(HOSTILE, "breach")]
     assert of(effects, fx.Unmap) == [fx.Unmap(HOSTILE)]
     assert of(effects, fx.Write) == of(effects, fx.RoomFailed) == []
-    assert sent(end.hear(evil(3), peer=D2), Reject) == [Reject(HOSTILE, "unknown_session", ())]
+    assert sent(end.receive(evil(3), peer=D2), Reject) == [Reject(HOSTILE, "unknown_session", ())]
     check_honest_lands(end, writes)
 
 
@@ -185,27 +186,27 @@ def test_a_bad_grant_ends_its_own_session_and_names_field_and_values(message: Gr
 @pytest.mark.parametrize("ready", [None, 0])
 def test_a_grant_before_any_byte_is_registered_is_a_breach(message: Message, ready: int | None) -> None:
     end = PrefillEnd()
-    end.hear(end.hello(), end.register(HOSTILE), peer=D2)
+    end.receive(end.hello(), end.register(HOSTILE), peer=D2)
     if ready is not None:
         end.core.mapped(HOSTILE, ready)
-    effects = end.hear(message, peer=D2)
+    effects = end.receive(message, peer=D2)
     assert refusal(effects) == f"{type(message).__name__}.session: 0xb0 is not yet Registered"
     assert not end.core.sessions[HOSTILE].open if ready is None else HOSTILE not in end.core.sessions
 
 
 def test_a_grant_beyond_what_is_registered_is_a_breach_and_below_it_is_none() -> None:
     end = PrefillEnd()
-    end.hear(end.hello(), end.register(HOSTILE), peer=D2)
+    end.receive(end.hello(), end.register(HOSTILE), peer=D2)
     end.core.mapped(HOSTILE, ARENA_BYTES // 2 + C4_ROW)  # all of kv, and one row of c4
-    assert sent(end.hear(grant(1, tokens=4, session=HOSTILE), peer=D2), Granted) == [Granted(HOSTILE, 1)]
-    effects = end.hear(grant(2, room=2, tokens=8, at=8, session=HOSTILE), peer=D2)
+    assert sent(end.receive(grant(1, tokens=4, session=HOSTILE), peer=D2), Granted) == [Granted(HOSTILE, 1)]
+    effects = end.receive(grant(2, room=2, tokens=8, at=8, session=HOSTILE), peer=D2)
     text = "Grant.parts[1].extents: end at slot 10, 1 of c4 are ready"
     assert refusal(effects) == text
 
 
 def test_released_for_what_has_not_ended_is_a_breach() -> None:
     end, writes = beset()
-    assert refusal(end.hear(Released(HOSTILE, 1), peer=D2)) == "Released.grant: 1 has not ended, it is waiting"
+    assert refusal(end.receive(Released(HOSTILE, 1), peer=D2)) == "Released.grant: 1 has not ended, it is waiting"
     check_honest_lands(end, writes)
 
 
@@ -219,7 +220,7 @@ def test_released_for_what_has_not_ended_is_a_breach() -> None:
 )  # fmt: skip
 def test_nobody_speaks_on_a_session_of_another_peer(message: Message) -> None:
     end, writes = beset()
-    effects = end.hear(message, peer=D2)
+    effects = end.receive(message, peer=D2)
     assert "0xa0 is no" in refusal(effects)
     assert end.core.sessions[HONEST].open
     assert end.core.sessions[HOSTILE].open, "its own session is not what the message was about"
@@ -228,7 +229,7 @@ def test_nobody_speaks_on_a_session_of_another_peer(message: Message) -> None:
 
 def test_a_grant_for_a_room_of_another_peer_fails_alone() -> None:
     end, writes = beset()
-    effects = end.hear(grant(2, 1, session=HOSTILE, at=20), peer=D2)
+    effects = end.receive(grant(2, 1, session=HOSTILE, at=20), peer=D2)
     (failed,) = sent(effects, Failed)
     assert (failed.session, failed.detail) == (HOSTILE, f"room: 0000000000000001 is for ['{D}'], not for {D2}")
     assert of(effects, fx.Write) == []
@@ -239,8 +240,8 @@ def test_a_grant_that_came_for_a_room_of_another_peer_before_it_was_open_fails_a
     end = PrefillEnd()
     end.up(HONEST, D)
     end.up(HOSTILE, D2)
-    end.hear(grant(session=HOSTILE), grant(2, session=HOSTILE, at=20), peer=D2)
-    end.hear(grant(), peer=D)
+    end.receive(grant(session=HOSTILE), grant(2, session=HOSTILE, at=20), peer=D2)
+    end.receive(grant(), peer=D)
     effects = end.open(peers=[D])
     assert [failed.session for failed in sent(effects, Failed)] == [HOSTILE, HOSTILE]
     assert of(effects, fx.RoomLeased)
@@ -251,12 +252,12 @@ def test_one_grant_too_many_fails_alone() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
+    end.receive(grant())
     end.up(HOSTILE, peer="d1")
-    effects = end.hear(grant(1, at=20, session=HOSTILE), peer="d1")
+    effects = end.receive(grant(1, at=20, session=HOSTILE), peer="d1")
     (failed,) = sent(effects, Failed)
     assert failed.detail == "grants: one more than the 1 that the engine expects"
-    (failed,) = sent(end.hear(grant(2, at=20)), Failed)
+    (failed,) = sent(end.receive(grant(2, at=20)), Failed)
     assert failed.detail == "grants: session 0xa0 has two for room 0000000000000001"
     assert of(effects, fx.RoomFailed) == []
     assert len(of(end.push(), fx.Write)) == 2
@@ -266,7 +267,7 @@ def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_va
     end = PrefillEnd()
     end.up()
     end.open(tokens=9)
-    effects = end.hear(grant())
+    effects = end.receive(grant())
     assert [(e.cause, e.detail) for e in of(effects, fx.RoomFailed)] == [
         (Cause.BREACH, "tokens: the grant has 8, the engine 9")
     ]
@@ -274,9 +275,9 @@ def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_va
 
 
 @pytest.mark.parametrize("message", [Landed(HOSTILE, 1, 8, b""), Registered(HOSTILE, 1), Pong(1)], ids=str)
-def test_what_only_a_prefill_says_is_a_breach_from_decode(message: Message) -> None:
+def test_what_only_a_prefill_sends_is_a_breach_from_decode(message: Message) -> None:
     end, writes = beset()
-    assert "is not a message from decode to prefill" in refusal(end.hear(message, peer=D2))
+    assert "is not a message from decode to prefill" in refusal(end.receive(message, peer=D2))
     assert (HOSTILE in end.core.sessions) == (not hasattr(message, "session"))
     check_honest_lands(end, writes)
 
@@ -317,7 +318,7 @@ BAD_REGISTERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("changes", "named"), BAD_REGISTERS.values(), ids=BAD_REGISTERS)
 def test_a_register_that_does_not_fit_is_refused_with_field_and_values(changes: dict[str, Any], named: str) -> None:
     end, writes = beset()
-    effects = end.hear(end.register(0xB1, **changes), peer=D2)
+    effects = end.receive(end.register(0xB1, **changes), peer=D2)
     assert refusal(effects) == named
     assert of(effects, fx.Map) == []
     assert 0xB1 not in end.core.sessions
@@ -326,9 +327,9 @@ def test_a_register_that_does_not_fit_is_refused_with_field_and_values(changes: 
 
 def test_every_difference_has_a_line_of_its_own() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
+    end.receive(end.hello())
     wrong = kv(tokens_per_row=2, layout=planes(dtype="float64"))
-    (reject,) = sent(end.hear(end.register(components=wrong)), Reject)
+    (reject,) = sent(end.receive(end.register(components=wrong)), Reject)
     assert reject.reason == "refused"
     assert len(reject.fields) == 2
 
@@ -347,7 +348,7 @@ def test_a_register_that_repeats_with_other_content_is_a_breach(changes: dict[st
     end, writes = beset()
     if "reach" in changes:
         changes = {"reach": msgspec.structs.replace(REACH, **changes["reach"])}
-    assert refusal(end.hear(end.register(HOSTILE, **changes), peer=D2)) == named
+    assert refusal(end.receive(end.register(HOSTILE, **changes), peer=D2)) == named
     assert HOSTILE not in end.core.sessions
     check_honest_lands(end, writes)
 
@@ -372,7 +373,7 @@ def test_each_field_of_a_repeated_register_is_compared(field: str) -> None:
     end, writes = beset()
     register = end.register(HOSTILE)
     changed = msgspec.structs.replace(register, **{field: _another(getattr(register, field))})
-    assert refusal(end.hear(changed, peer=D2)).startswith(f"Register.{field}: ")
+    assert refusal(end.receive(changed, peer=D2)).startswith(f"Register.{field}: ")
     assert HOSTILE not in end.core.sessions
     check_honest_lands(end, writes)
 
@@ -382,7 +383,7 @@ def test_each_field_of_a_repeated_reach_is_compared_and_no_secret_is_shown(field
     end, writes = beset()
     register = end.register(HOSTILE)
     reach = msgspec.structs.replace(register.reach, **{field: _another(getattr(register.reach, field))})
-    text = refusal(end.hear(msgspec.structs.replace(register, reach=reach), peer=D2))
+    text = refusal(end.receive(msgspec.structs.replace(register, reach=reach), peer=D2))
     assert text.startswith(f"Register.reach.{field}: ")
     assert ("not the one that" in text) == (field in ("token", "hbm_handle"))
     assert HOSTILE not in end.core.sessions
@@ -391,14 +392,14 @@ def test_each_field_of_a_repeated_reach_is_compared_and_no_secret_is_shown(field
 
 def test_session_0_is_no_session() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
-    assert refusal(end.hear(end.register(0))) == f"Register.session: 0x0 is not a session of {D}"
+    end.receive(end.hello())
+    assert refusal(end.receive(end.register(0))) == f"Register.session: 0x0 is not a session of {D}"
 
 
 @pytest.mark.parametrize(("low", "high"), [(2, 3), (0, 0), (1, 0)])
 def test_versions_that_do_not_meet_are_refused_with_both_ranges(low: int, high: int) -> None:
     end, writes = beset()
-    effects = end.hear(Hello(low, high, identity("d1", "decode")), peer="node:d9")
+    effects = end.receive(Hello(low, high, identity("d1", "decode")), peer="node:d9")
     assert refusal(effects) == f"version: the peer speaks {low} to {high}, this side 1 to 1"
     assert "node:d9" not in end.core.peers
     check_honest_lands(end, writes)
@@ -406,7 +407,7 @@ def test_versions_that_do_not_meet_are_refused_with_both_ranges(low: int, high: 
 
 def test_a_prefill_that_dials_a_prefill_is_refused() -> None:
     end = PrefillEnd()
-    effects = end.hear(Hello(1, 1, identity("p1", "prefill")))
+    effects = end.receive(Hello(1, 1, identity("p1", "prefill")))
     assert refusal(effects) == "role: p1 has 'prefill', p0 'decode'"
 
 
@@ -462,7 +463,7 @@ def test_a_lie_of_a_prefill_ends_its_own_session(lie: Callable[[Grant], Message]
     end.up(P)
     end.up(P2)
     honest, theirs = end.granted(1, 8, P), end.granted(2, 8, P2)
-    effects = end.hear(lie(theirs), peer=P2)
+    effects = end.receive(lie(theirs), peer=P2)
     (failed,) = of(effects, fx.RoomFailed)
     assert (failed.room, failed.cause, failed.detail) == (2, Cause.BREACH, f"{P2} broke the protocol: {named}")
     assert refusal(effects) == failed.detail
@@ -493,7 +494,7 @@ def test_no_prefill_speaks_on_a_session_of_another() -> None:
         Reject(honest.session, "transfer", ()),
         Registered(honest.session, 0),
     ):
-        effects = end.hear(message, peer=P2)
+        effects = end.receive(message, peer=P2)
         assert refusal(effects) == f"session: {honest.session:#x} is not a session of {P2}"
         assert of(effects, fx.RoomFailed) == []
     assert end.core.prefill_peers.peers[P2].up.id == theirs
@@ -503,28 +504,28 @@ def test_no_prefill_speaks_on_a_session_of_another() -> None:
 def test_nothing_is_registered_before_it_was_offered() -> None:
     end = DecodeEnd()
     end.core.dial(P, 0.0)
-    (offer,) = of(end.hear(end.welcome()), fx.Offer)
+    (offer,) = of(end.receive(end.welcome()), fx.Offer)
     for message in (Registered(offer.session, 0), Granted(offer.session, 1), Landed(offer.session, 1, 0, b"")):
         other = DecodeEnd()
         other.core.dial(P, 0.0)
-        other.hear(other.welcome())
-        assert of(other.hear(message), fx.Fence) == [fx.Fence(offer.session)]
+        other.receive(other.welcome())
+        assert of(other.receive(message), fx.Fence) == [fx.Fence(offer.session)]
     end.core.offered(offer.session, REACH, 0.0)
-    assert end.hear(Registered(offer.session, ARENA_BYTES)) == []
+    assert end.receive(Registered(offer.session, ARENA_BYTES)) == []
 
 
-def test_what_a_condemned_session_says_is_heard_as_proof_and_nothing_else() -> None:
+def test_what_a_condemned_session_sends_is_taken_as_proof_and_nothing_else() -> None:
     end = DecodeEnd()
     session = end.up()
     first, second = end.granted(1), end.granted(2)
     end.tick(0.2)
-    end.hear(Reject(session, "transfer", ()))
-    assert end.hear(Granted(session, 1), Registered(session, ARENA_BYTES)) == []
-    assert end.hear(Failed(session, 1, "transfer", "", quiescent=False)) == []
+    end.receive(Reject(session, "transfer", ()))
+    assert end.receive(Granted(session, 1), Registered(session, ARENA_BYTES)) == []
+    assert end.receive(Failed(session, 1, "transfer", "", quiescent=False)) == []
     assert sent(end.land(first), Released)
-    assert sent(end.hear(Drained(session, second.grant)), Released)
+    assert sent(end.receive(Drained(session, second.grant)), Released)
     assert end.free == [SLOTS, SLOTS]
-    assert of(end.hear(Landed(session, 9, 0, b"")), fx.RoomFailed) == []
+    assert of(end.receive(Landed(session, 9, 0, b"")), fx.RoomFailed) == []
 
 
 # What one peer can make us hold
@@ -535,10 +536,12 @@ def test_grants_for_rooms_that_nobody_opens_are_held_within_the_window() -> None
     end.up(HOSTILE, D2)
     session = end.core.sessions[HOSTILE]
     for number in range(1, 10 * LIMITS.window):
-        end.hear(grant(number, number, session=HOSTILE, parts=()), peer=D2)
+        end.receive(grant(number, number, session=HOSTILE, parts=()), peer=D2)
     assert len(session.grants) == session.window <= LIMITS.window
     for number in range(1, 10 * LIMITS.window):
-        end.hear(Abort(HOSTILE, number), Released(HOSTILE, number) if number < 3 else Abort(HOSTILE, number), peer=D2)
+        end.receive(
+            Abort(HOSTILE, number), Released(HOSTILE, number) if number < 3 else Abort(HOSTILE, number), peer=D2
+        )
     assert len(session.grants) + len(session.acked) <= session.window
     assert session.open
 
@@ -549,15 +552,15 @@ def test_slots_that_are_granted_once_are_all_that_one_can_make_a_prefill_remembe
     end.up(HOSTILE, D2)
     for number, at in enumerate((0, 8), 1):
         parts = (part(extents=tuple((at + each, 1) for each in range(8))),)
-        assert sent(end.hear(grant(number, number, session=HOSTILE, parts=parts), peer=D2), Granted)
-    effects = end.hear(grant(3, 99, session=HOSTILE, parts=(part(extents=((15, 8),)),)), peer=D2)
+        assert sent(end.receive(grant(number, number, session=HOSTILE, parts=parts), peer=D2), Granted)
+    effects = end.receive(grant(3, 99, session=HOSTILE, parts=(part(extents=((15, 8),)),)), peer=D2)
     assert "overlap" in refusal(effects)
 
 
 def test_sessions_of_one_peer_are_bounded_while_their_arenas_are_being_mapped() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
-    answers = [effect for n in range(1, 20) for effect in end.hear(end.register(n))]
+    end.receive(end.hello())
+    answers = [effect for n in range(1, 20) for effect in end.receive(end.register(n))]
     assert len(of(answers, fx.Map)) == LIMITS.peer_sessions_max
     assert len(end.core.sessions) == LIMITS.peer_sessions_max
     assert [reject.reason for reject in sent(answers, Reject)][-1] == "full"
@@ -567,7 +570,7 @@ def test_sessions_of_one_peer_are_bounded_while_their_arenas_are_being_mapped() 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_a_hostile_peer_says_nothing_raises_and_the_honest_ones_rooms_land(seed: int) -> None:
+def test_whatever_a_hostile_peer_sends_nothing_raises_and_the_honest_ones_rooms_land(seed: int) -> None:
     siege = Siege(seed)
     for number in range(600):
         siege.step(number)
@@ -586,14 +589,14 @@ def test_whatever_a_hostile_peer_says_nothing_raises_and_the_honest_ones_rooms_l
 @pytest.mark.slow
 def test_the_raving_gets_somewhere() -> None:
     """Else the test above would pass by saying nothing."""
-    said, done = Counter[str](), Counter[str]()
+    delivered, done = Counter[str](), Counter[str]()
     for seed in range(20):
         siege = Siege(seed)
         for number in range(600):
             siege.step(number)
-        said, done = said + siege.said, done + siege.done
+        delivered, done = delivered + siege.delivered, done + siege.done
     for side in ("decode", "prefill"):
-        assert {what for what in said if what.endswith(side)} >= {
+        assert {what for what in delivered if what.endswith(side)} >= {
             f"{kind.__name__} to {side}" for kind in MESSAGES.values() if kind.kind <= Kind.DRAINED or kind is Goodbye
         }
     for what in ("Released from decode", "Reject from decode", "Register from decode", "Grant from decode"):

@@ -1,4 +1,5 @@
-"""Liveness: late messages of dead processes are told from those of the current one, and silence has one threshold."""
+"""Liveness: late messages of dead processes are distinguished from those of the current one, and silence has one
+threshold."""
 
 from __future__ import annotations
 

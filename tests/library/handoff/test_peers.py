@@ -9,7 +9,7 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.effects import PeerRefused, Send
-from pdtransfer.handoff.liveness import Heard, Liveness
+from pdtransfer.handoff.liveness import Liveness, PeerProcess
 from pdtransfer.handoff.peers import Peers, full
 from pdtransfer.handoff.timers import TimerKey, Timers
 from pdtransfer.limits import Limits
@@ -65,7 +65,9 @@ class Side:
         self.table.greet(peer, self.now)
         return peer
 
-    def hear(self, name: str, incarnation: int, *, versions: tuple[int, int] = (1, 1), misfits: Any = ()) -> Heard:
+    def hello(
+        self, name: str, incarnation: int, *, versions: tuple[int, int] = (1, 1), misfits: Any = ()
+    ) -> PeerProcess:
         return self.table.answer(
             name, Hello(*versions, identity(incarnation)), self.now, misfits=misfits,
             new=lambda: Peer(name, Liveness(LIMITS, self.now, incarnation)),
@@ -78,24 +80,24 @@ def test_hello_repeats_ever_more_slowly_until_the_first_welcome_and_ping_follows
     peer = side.dial()
     hellos = [message for message in side.tick(0.75) if isinstance(message, Hello)]
     assert len(hellos) == 4, "at 0, 100, 300 and 700 ms"
-    assert side.table.welcome(peer, Welcome(1, identity(1)), side.now) is Heard.SAME
+    assert side.table.welcome(peer, Welcome(1, identity(1)), side.now) is PeerProcess.SAME
     side.table.met(peer, side.now)
     assert set(side.tick(0.5)) == {Ping(7)}
-    assert side.table.welcome(peer, Welcome(1, identity(2)), side.now) is Heard.LATE, "nobody has asked"
+    assert side.table.welcome(peer, Welcome(1, identity(2)), side.now) is PeerProcess.LATE, "nobody has asked"
     assert peer.liveness.incarnation == 1
 
 
 def test_a_later_process_is_another_and_the_earlier_one_late() -> None:
     peer = Peer("p", Liveness(LIMITS, 0.0))
-    assert peer.liveness.hear(Pong(1), 0.0) is Heard.LATE, "nobody has been met"
-    assert peer.liveness.hear(Hello(1, 1, identity(1)), 0.0) is Heard.SAME
-    assert peer.liveness.hear(Pong(2), 0.0) is Heard.ANOTHER
-    assert peer.liveness.hear(Pong(1), 0.0) is Heard.SAME, "a Pong does not introduce anybody"
-    assert peer.liveness.hear(Hello(1, 1, identity(2)), 0.1) is Heard.ANOTHER
-    assert [peer.liveness.hear(message, 0.2) for message in (Hello(1, 1, identity(1)), Ping(1), Goodbye(1, ""))] == [
-        Heard.LATE
+    assert peer.liveness.receive(Pong(1), 0.0) is PeerProcess.LATE, "nobody has been met"
+    assert peer.liveness.receive(Hello(1, 1, identity(1)), 0.0) is PeerProcess.SAME
+    assert peer.liveness.receive(Pong(2), 0.0) is PeerProcess.ANOTHER
+    assert peer.liveness.receive(Pong(1), 0.0) is PeerProcess.SAME, "a Pong does not introduce anybody"
+    assert peer.liveness.receive(Hello(1, 1, identity(2)), 0.1) is PeerProcess.ANOTHER
+    assert [peer.liveness.receive(message, 0.2) for message in (Hello(1, 1, identity(1)), Ping(1), Goodbye(1, ""))] == [
+        PeerProcess.LATE
     ] * 3
-    assert peer.liveness.hear(Goodbye(2, ""), 0.2) is Heard.LEFT
+    assert peer.liveness.receive(Goodbye(2, ""), 0.2) is PeerProcess.LEFT
 
 
 @pytest.mark.parametrize("reason", ["hello_required", "hello_first"])
@@ -117,12 +119,12 @@ def test_a_reject_asks_for_hello_but_not_just_after_a_welcome(reason: str) -> No
 
 def test_hello_is_answered_and_another_process_of_the_name_replaces_the_first() -> None:
     side = Side(dials=False)
-    assert side.hear("d", 1) is Heard.SAME
-    assert side.hear("d", 1) is Heard.SAME
-    assert side.hear("d", 2) is Heard.ANOTHER
+    assert side.hello("d", 1) is PeerProcess.SAME
+    assert side.hello("d", 1) is PeerProcess.SAME
+    assert side.hello("d", 2) is PeerProcess.ANOTHER
     assert side.sent() == [Welcome(1, identity(7, "prefill"))] * 3
     assert side.replaced == ["d"]
-    assert side.hear("d", 1) is Heard.LATE
+    assert side.hello("d", 1) is PeerProcess.LATE
     assert side.sent() == []
     assert side.tick(0.5) == [], "it was dialled, and sends no Ping"
     assert side.looked == ["d", "d"]
@@ -130,39 +132,39 @@ def test_hello_is_answered_and_another_process_of_the_name_replaces_the_first() 
 
 def test_what_does_not_fit_is_refused_each_time_and_reported_once() -> None:
     side = Side(dials=False)
-    assert side.hear("d", 1, versions=(2, 3)) is Heard.REFUSED
+    assert side.hello("d", 1, versions=(2, 3)) is PeerProcess.REFUSED
     rejected, reported = side.sent()
     assert (rejected.session, rejected.reason) == (0, "refused")
     assert all(text in rejected.fields[0] for text in ("2 to 3", "1 to 1"))
     assert isinstance(reported, PeerRefused)
-    assert side.hear("d", 1, versions=(2, 3)) is Heard.REFUSED
+    assert side.hello("d", 1, versions=(2, 3)) is PeerProcess.REFUSED
     assert side.sent() == [rejected]
-    assert side.hear("d", 1, misfits=["model: another"]) is Heard.REFUSED
+    assert side.hello("d", 1, misfits=["model: another"]) is PeerProcess.REFUSED
     assert side.sent() == [Reject(0, "refused", ("model: another",)), PeerRefused("d", "d is refused: model: another")]
     side.table.fits("d")
-    assert side.hear("d", 1, misfits=["model: another"]) is Heard.REFUSED
+    assert side.hello("d", 1, misfits=["model: another"]) is PeerProcess.REFUSED
     assert len(side.sent()) == 2
     assert not side.table.by_name
 
 
 def test_a_process_that_does_not_fit_replaces_the_one_that_did() -> None:
     side = Side(dials=False)
-    side.hear("d", 1)
-    assert side.hear("d", 2, misfits=["model: another"]) is Heard.REFUSED
+    side.hello("d", 1)
+    assert side.hello("d", 2, misfits=["model: another"]) is PeerProcess.REFUSED
     assert side.replaced == ["d"]
 
 
 def test_peers_are_bounded() -> None:
     side = Side(dials=False)
-    assert [side.hear(name, 1) for name in "abc"] == [Heard.SAME, Heard.SAME, Heard.REFUSED]
+    assert [side.hello(name, 1) for name in "abc"] == [PeerProcess.SAME, PeerProcess.SAME, PeerProcess.REFUSED]
     assert side.sent()[-1] == Reject(0, Cause.FULL.value, ("peers: 2 of 2",))
     side.table.remove(side.table.by_name["a"])
-    assert side.hear("c", 1) is Heard.SAME
+    assert side.hello("c", 1) is PeerProcess.SAME
 
 
 def test_silence_is_looked_at_every_ping_ms_and_with_evidence_at_once() -> None:
     side = Side(dials=False)
-    side.hear("d", 1)
+    side.hello("d", 1)
     side.tick(0.45)
     assert side.looked == ["d", "d"]
     side.table.gone("d", "its connection has ended", side.now)

@@ -198,7 +198,7 @@ class ShareAndEvict(RuleBasedStateMachine):
     # What holds
 
     @invariant()
-    def what_is_there_is_what_the_model_says(self) -> None:
+    def what_is_there_matches_the_model(self) -> None:
         keys = {self.cache.keys(ids(prompt), salt)[-1] for salt, prompt in self.used}
         assert self.cache._blocks.keys() == keys
         assert self.cache.claimed == len(self.used) - self.idle
@@ -214,7 +214,7 @@ class ShareAndEvict(RuleBasedStateMachine):
             assert len(held) + free.free_slots == free.slots
 
     @invariant()
-    def a_room_reads_what_its_prompt_says(self) -> None:
+    def a_room_reads_what_its_prompt_names(self) -> None:
         for room in self.rooms:
             for at, each in enumerate(COMPONENTS):
                 full = each.rows(len(room.prompt))
@@ -337,7 +337,7 @@ def test_of_a_prompt_whose_end_is_forgotten_the_beginning_is_known() -> None:
     assert known.count(one) == 0
 
 
-def test_what_is_left_is_told_in_tokens_whichever_component_is_scarce() -> None:
+def test_what_is_left_is_reported_in_tokens_whichever_component_is_scarce() -> None:
     one = cache()
     assert one.scarcest(enable_hisparse=False) == (64, 64), "c4 has a row for 4 tokens, and the fewest"
     assert one.allocate([0, 0, 90], []) is not None  # windows alone: 30 of 120 rows are left
@@ -360,7 +360,7 @@ def test_of_a_single_component_tokens_left_are_its_slots_and_only_those_with_mem
     assert states.scarcest(enable_hisparse=False) == (4, 5)
 
 
-def test_what_requests_of_the_other_kind_have_left_is_not_told() -> None:
+def test_what_requests_of_the_other_kind_have_left_is_not_reported() -> None:
     dense = Component("kv", "hbm", 1, Span(), component("kv", 40, 2).layout)
     one = cache((*COMPONENTS[:2], dense))
     assert [one.scarcest(enable_hisparse=sparse) for sparse in (False, True)] == [(40, 40), (64, 64)]

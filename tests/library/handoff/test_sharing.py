@@ -145,7 +145,7 @@ def test_a_room_given_up_by_one_decode_rank_fails_on_every_prefill_rank_and_ever
     assert all(rank.core.idle for rank in grid.decode)
 
 
-def test_a_rank_with_nothing_to_send_hears_that_the_room_was_given_up() -> None:
+def test_a_rank_with_nothing_to_send_learns_that_the_room_was_given_up() -> None:
     grid = Grid([MLA], prefill=(2, 1), decode=(1, 1), shuffle=random.Random(4))
     grid.open(1, 8)
     grid.expect(1, 8)
@@ -214,7 +214,7 @@ def test_planes_that_two_ranks_send_are_named_with_both() -> None:
 
 
 @given(st.data())
-def test_shares_of_random_rectangles_cover_exactly_where_a_count_of_heads_says_so(data: st.DataObject) -> None:
+def test_shares_of_random_rectangles_cover_exactly_where_a_count_of_heads_is_given(data: st.DataObject) -> None:
     model = mha(layers=data.draw(st.just(range(2, 5))), heads=range(4))
     kv = whole(model, data.draw(st.sampled_from(LAYOUTS)))
     edges = st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted).filter(lambda edge: edge[0] < edge[1])

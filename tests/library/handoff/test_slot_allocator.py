@@ -97,7 +97,7 @@ class AllocateAndFree(RuleBasedStateMachine):
         self.model |= set(naive_slots(given))
 
     @invariant()
-    def what_is_free_is_what_the_model_says(self) -> None:
+    def what_is_free_matches_the_model(self) -> None:
         assert self.free.free_slots == len(self.model)
         found = runs(self.model)
         largest = max((size for _, size in found), default=0)
@@ -321,7 +321,7 @@ def test_exactly_the_chosen_slots_are_taken_or_none(wrong: tuple[tuple[int, int]
 
 
 def test_slots_of_a_room_that_cannot_be_placed_are_all_free_again() -> None:
-    """The second component's are taken already: those of the first come back, and no room is told that it drained."""
+    """The second component's are taken already: those of the first come back, and no room is reported drained."""
     arena = SlotAllocator([component("kv", 32, 1), component("window", 16, 1, base=256)], engine_slots=True)
     held = arena.take(1, (extents((0, 8)), extents((4, 4))))
     with pytest.raises(LocalProtocolError, match="some of 'window' belong to a room that has not drained"):

@@ -193,7 +193,7 @@ def test_nothing_of_a_finished_request_comes_back_before_its_event() -> None:
     assert here.collect() == []
 
 
-def test_a_finished_request_waits_for_every_backup_of_a_newest_token() -> None:
+def test_a_finished_request_waits_forevery_backup_of_a_newest_token() -> None:
     here, backups = Coordinator(CAPACITY), [Switch(), Switch(), Switch()]
     running(here, 1)
     for backup in backups:
@@ -243,7 +243,7 @@ def test_a_hold_keeps_what_a_waiting_request_has() -> None:
     assert here.collect() == [1]
 
 
-def test_a_late_event_of_an_end_that_is_said_again_counts() -> None:
+def test_a_late_event_of_an_end_that_is_reported_again_counts() -> None:
     here, first, second = Coordinator(CAPACITY), Switch(), Switch()
     running(here, 1)
     here.finish(1, after=first)
@@ -336,7 +336,7 @@ REPEATED = {  # what changes nothing where it has happened
 
 @pytest.mark.parametrize("event", CALLS, ids=lambda each: each.value)
 @pytest.mark.parametrize("state", PATHS, ids=lambda each: each.value)
-def test_a_call_is_legal_where_the_table_says_and_elsewhere_changes_nothing(
+def test_a_call_is_legal_where_the_table_has_it_and_elsewhere_changes_nothing(
     state: SparseRequest, event: SparseRequestEvent
 ) -> None:
     here = Coordinator(CAPACITY)

@@ -92,7 +92,7 @@ def test_nobody_is_retracted_where_nobody_waits() -> None:
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("longest", 2), ("shortest", 1), ("newest", 3)])
-def test_the_policy_says_who_is_retracted_first(policy: Policy, victim: int) -> None:
+def test_the_policy_chooses_who_is_retracted_first(policy: Policy, victim: int) -> None:
     queue = scheduler(Capacity(rows=3, logical_tokens=1_000, device_slots=100, hot=8), policy=policy)
     for request, growth in ((1, 20), (2, 60), (3, 40), (4, 10)):
         offer(queue, request, growth=growth)
@@ -203,7 +203,7 @@ def test_the_host_slots_of_who_ended_may_be_released_once_nothing_uses_them() ->
     assert queue.next(0.0).released == []
 
 
-def test_a_full_queue_is_said_before_anybody_is_refused() -> None:
+def test_a_full_queue_is_reported_before_anybody_is_refused() -> None:
     queue = scheduler()
     for request in range(1, 4):
         assert not queue.full

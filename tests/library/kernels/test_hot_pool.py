@@ -164,7 +164,7 @@ def test_positions_beyond_the_sequence_fail_that_request_and_nobody_else(tokens:
 
 
 @pytest.mark.parametrize("hot", [8, 16])
-def test_a_request_that_says_it_is_longer_than_its_slots_is_refused(hot: int) -> None:
+def test_a_request_that_claims_to_be_longer_than_its_slots_is_refused(hot: int) -> None:
     here = world(hot=hot)
     here.start(0, 12, 0)
     here.start(1, 20, 4)
@@ -209,7 +209,7 @@ def test_padding_asks_for_nothing_and_gets_the_spare_slot() -> None:
     assert here.pool.refused.tolist() == [0, 0, 0]
 
 
-def test_a_start_that_does_not_fit_says_why_and_does_nothing() -> None:
+def test_a_start_that_does_not_fit_reports_why_and_does_nothing() -> None:
     here = world()
     here.start(0, 20, 4)
     slots = np.arange(40, dtype=np.int64)

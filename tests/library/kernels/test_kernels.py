@@ -268,7 +268,7 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(tmp_path: Path, monke
     assert kernels.load(tmp_path).path == first.path
 
 
-def test_without_a_compiler_numpy_copies_and_says_what_to_install(
+def test_without_a_compiler_numpy_copies_and_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")

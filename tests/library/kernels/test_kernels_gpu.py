@@ -112,7 +112,7 @@ def test_any_row_size_at_any_alignment_stays_within_its_row(bytes_: int) -> None
             place.close()
 
 
-def test_progress_says_that_every_row_is_there(places: tuple[OnCard, OnCard]) -> None:
+def test_progress_shows_that_every_row_is_there(places: tuple[OnCard, OnCard]) -> None:
     model, progress = mla(layers=range(61)), Progress(0)
     source, target = (
         tensors("layer_first", model, 16, 40, content=True),

@@ -134,7 +134,7 @@ def test_a_count_that_only_the_card_knows_ends_at_the_slots(lib: ctypes.CDLL, kn
     assert np.array_equal(target.memory, right)
 
 
-def test_a_cancelled_launch_stops_where_it_looks_and_says_so(lib: ctypes.CDLL) -> None:
+def test_a_cancelled_launch_stops_where_it_looks_and_reports_it(lib: ctypes.CDLL) -> None:
     model = mla()
     source, target = (filled("layer_first", model, 4, 32, content=content) for content in (True, False))
     words = kernels_host.Words()
@@ -226,7 +226,7 @@ def test_a_second_launch_is_not_taken_for_the_first() -> None:
     assert progress.state is State.RUNNING
 
 
-def test_a_cancelled_copy_on_the_cpu_says_so() -> None:
+def test_a_cancelled_copy_on_the_cpu_reports_it() -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
     progress, cancel = Progress(), CancelWord()
     cancel.set()
@@ -283,7 +283,7 @@ def compiler() -> compiled.Compiler:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", compiled.ARCHITECTURES)
 @pytest.mark.parametrize("kernel", compiled.KERNELS)
-def test_every_kernel_compiles_for_every_architecture(
+def test_every_kernel_compiles_forevery_architecture(
     compiler: compiled.Compiler, kernel: str, architecture: str, tmp_path: Path
 ) -> None:
     assert compiled.machine_code(kernel, architecture, tmp_path)[:4] == b"\x7fELF"
@@ -321,7 +321,7 @@ def test_machine_code_is_kept_by_all_that_it_depends_on(tmp_path: Path, monkeypa
     assert len(counting.compiled) == 4
 
 
-def test_without_a_compiler_what_was_kept_is_used_and_the_rest_says_what_to_install(
+def test_without_a_compiler_what_was_kept_is_used_and_the_rest_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "compiler", lambda: compiled.Compiler("1", Counting().compile))

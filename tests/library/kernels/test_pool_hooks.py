@@ -56,7 +56,7 @@ def test_layers_are_copied_in_their_order(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [(layer, layer) for layer in layers]
 
 
-def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_hears_of_it(
+def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_gets_the_error(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = GpuOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))

@@ -218,7 +218,7 @@ def test_runs_are_cut_at_borders_of_either_side_and_nowhere_else() -> None:
 
 @pytest.mark.parametrize("backend", ["direct", "ring"])
 @pytest.mark.parametrize("device", [None, 0])
-def test_what_is_cancelled_before_it_starts_writes_nothing_and_says_so(
+def test_what_is_cancelled_before_it_starts_writes_nothing_and_reports_it(
     here: GpuOnHost, backend: str, device: int | None
 ) -> None:
     source, target = (
@@ -350,7 +350,7 @@ def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: GpuO
 
 
 @pytest.mark.parametrize("what", ["launch", "copy"])
-def test_where_the_card_refuses_nothing_is_pending_once_the_caller_hears_of_it(
+def test_where_the_card_refuses_nothing_is_pending_once_the_caller_gets_the_error(
     here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     source, target = (
@@ -398,7 +398,7 @@ def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: GpuOnHost, ba
     assert here.launches == 1
 
 
-def test_a_ring_says_why_it_cannot(here: GpuOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_reports_why_it_cannot(here: GpuOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "RUN_BYTES_MIN", 5_000)
     source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match="no rows of the target lie in runs that are long enough"):
@@ -529,7 +529,7 @@ def test_auto_carries_by_what_was_chosen(
     ] == chosen
 
 
-def test_whoever_waits_for_several_events_hears_of_the_first_that_fires_or_is_called(here: GpuOnHost) -> None:
+def test_whoever_waits_for_several_events_gets_the_first_that_fires_or_is_called(here: GpuOnHost) -> None:
     called = ctypes.c_uint32()
     events, streams = [here.event() for _ in range(3)], [here.stream() for _ in range(3)]
     for event, stream in zip(events, streams, strict=True):

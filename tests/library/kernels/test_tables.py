@@ -101,7 +101,7 @@ def test_a_table_stays_until_its_launches_have_ended_on_every_stream() -> None:
 
 
 @pytest.mark.parametrize("when", ["recorded", "asked"])
-def test_a_table_stays_for_good_where_nobody_says_when_its_launches_end(when: str) -> None:
+def test_a_table_stays_for_good_where_nobody_reports_when_its_launches_end(when: str) -> None:
     """A graph has captured them, or the GPU refuses."""
     memory = Memory()
     tables = DeviceTables(memory, most=2)

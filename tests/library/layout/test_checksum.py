@@ -87,7 +87,7 @@ def test_the_hash_is_xxh64_as_published(text: bytes, seed: int, wanted: int) -> 
     assert hash_of(text, seed) == wanted
 
 
-def test_the_hash_is_what_the_xxhash_package_says() -> None:
+def test_the_hash_is_what_the_xxhash_package_returns() -> None:
     xxhash = pytest.importorskip("xxhash")
     rng = np.random.default_rng(1)
     for byte_count in range(200):
@@ -101,7 +101,7 @@ def test_the_hash_is_what_the_xxhash_package_says() -> None:
     st.booleans(),
     st.integers(0, 1 << 32),
 )
-def test_every_way_of_summing_says_the_same(
+def test_every_way_of_summing_returns_the_same(
     compiled: NativeChecksum, heads: list[tuple[int, int]], wide_rows: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -206,7 +206,7 @@ def test_a_row_of_another_room_and_a_missing_row_are_seen(pool: Pool) -> None:
     assert sum_of(pool, slots) != sum_of(pool, slots, first_row=1)
 
 
-def test_rows_of_zeros_are_told_from_no_rows(pool: Pool) -> None:
+def test_rows_of_zeros_differ_from_no_rows(pool: Pool) -> None:
     pool.memory[:] = 0
     found = {sum_of(pool, np.arange(count)) for count in range(9)}
     assert len(found) == 9
@@ -278,7 +278,7 @@ def test_cancel_stops_a_copy_that_is_summed(compiled: NativeChecksum) -> None:
         assert (target == CANARY).all()
 
 
-def test_without_a_compiler_numpy_sums_and_says_what_to_install(
+def test_without_a_compiler_numpy_sums_and_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")

@@ -87,7 +87,7 @@ def test_no_component_begins_in_the_padding_of_another() -> None:
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(tensors))
 
 
-def test_each_component_has_the_rows_that_its_span_says() -> None:
+def test_each_component_has_the_rows_of_its_span() -> None:
     v4 = deepseek_v4("page_first", ratios=RATIOS, tokens=4_096, requests=4)
     assert {each.name: each.rows(1_001) for each in v4} == {
         "c4": 251, "c128": 8, "window": 128, "c4_state": 1, "index_state": 1, "c128_state": 1, "index": 251,

@@ -89,7 +89,7 @@ def test_any_pool_of_any_model_reads_alike_through_table_and_tensor(data: Any) -
     check_against_tensor(data.draw(models().flatmap(pools)))
 
 
-def test_planes_of_each_layout_are_as_many_as_the_design_says() -> None:
+def test_planes_of_each_layout_are_as_many_as_the_design_names() -> None:
     def count(name: str, model: Model, page_size: int = 64) -> int:
         return len(Pool(name=name, model=model, page_size=page_size, slots=128).layout.planes)
 
@@ -230,7 +230,7 @@ def component(**changed: Any) -> Component:
         (Span("once"), 1, 900, 1),
     ],
 )
-def test_component_owns_rows_as_its_span_says(span: Span, tokens_per_row: int, tokens: int, rows: int) -> None:
+def test_component_owns_the_rows_of_its_span(span: Span, tokens_per_row: int, tokens: int, rows: int) -> None:
     kv = component(span=span, tokens_per_row=tokens_per_row)
     assert kv.rows(tokens) == rows
     assert kv.bytes_of(rows) == rows * 3 * 1152

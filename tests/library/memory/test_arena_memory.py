@@ -84,7 +84,7 @@ def test_prefault_backs_every_byte_and_keeps_what_is_there(
     assert not np.flatnonzero(arena.mapping.array)[1:].size
 
 
-def test_prefault_stops_when_told(arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefault_stops_when_asked(arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mappings, "CHUNK_BYTES", MIB)
     assert not arena.prefault(stop=lambda: arena.bytes_ready >= 2 * MIB)
     assert arena.bytes_ready == 2 * MIB

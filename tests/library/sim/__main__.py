@@ -143,7 +143,7 @@ def main() -> int:
         # A worker is forked, and so has the mutant too.
         with ProcessPoolExecutor(options.jobs) as pool:
             under_way = deque[tuple[range, Future[Tally]]]()
-            batches, said = _batches(options), start
+            batches, printed_at = _batches(options), start
 
             def submit(seeds: range) -> None:
                 job = pool.submit(run, seeds, kind=kind, trace=options.trace, replay=replay)
@@ -161,9 +161,9 @@ def main() -> int:
                 if tally.failure and options.go_on:
                     print(tally.failure, flush=True)
                     submit(seeds[tally.seeds :])
-                if time.perf_counter() - said > PROGRESS_S:
-                    said = time.perf_counter()
-                    print(f"{total} in {said - start:.0f} s, up to seed {seeds[-1]}", flush=True)
+                if time.perf_counter() - printed_at > PROGRESS_S:
+                    printed_at = time.perf_counter()
+                    print(f"{total} in {printed_at - start:.0f} s, up to seed {seeds[-1]}", flush=True)
     if total.failure:
         print(total.failure)
     elif options.seed is None:

@@ -38,7 +38,7 @@ class Call:
             self._meet_stranger()
 
     def _meet_stranger(self) -> None:
-        """One side of the room is none of ours."""
+        """One side of the room is not one of ours."""
         self.room.honest = False
         if self.world.rng.random() < 0.5:
             (self._strange_prefill,), self.sources = self.world.strange_prefills, []
@@ -90,7 +90,7 @@ class Call:
             self._cancel(part)
 
     def on_killed(self, node: Process) -> None:
-        """Its router hears of it that a process has died."""
+        """Its router learns that a process has died."""
         for part in (*self.sources, *self.targets):
             if part.node is node and (part.killed or not part.begun):
                 self._cancel(part)

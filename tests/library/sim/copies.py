@@ -68,7 +68,7 @@ class Copy:
 
     def __init__(self, node: PrefillNode, order: fx.Write) -> None:
         self.node, self.order, self.world = node, order, node.world
-        self.life, self.told = node.life, False
+        self.life, self.reported = node.life, False
         self.mapping, self.component = node.mappings[order.session], order.component
         theirs = node.core.sessions[order.session].components[order.component]
         ours = next(each for each in node.components if each.name == theirs.name)
@@ -119,18 +119,18 @@ class Copy:
         if self.pieces and not (alive and stopped):
             self._land(*self.pieces.pop(), alive=alive)
             world.at(self.each, self._next)
-        elif alive and not self.told:
+        elif alive and not self.reported:
             self._report(fx.Outcome.FAILED if self.pieces or self.fails else fx.Outcome.LANDED)
 
     def _report(self, outcome: fx.Outcome) -> None:
         node, order = self.node, self.order
-        self.told = True
+        self.reported = True
 
-        def tell() -> None:
+        def report() -> None:
             detail, checksum = "the copy failed", self.checksum
             node.perform(node.core.wrote(order.session, order.write, outcome, detail, node.clock, checksum=checksum))
 
-        node.act(self.life, tell)
+        node.act(self.life, report)
 
     def _land(self, layer: int, low: int, high: int, *, alive: bool) -> None:
         """Invariant 1: the target is this grant's still; the source is the room's still (its words say whose it is)."""
@@ -163,7 +163,7 @@ class Copy:
             world.fail(f"{where}, which rooms share")
         target = world.decodes[self.mapping.name]
         if target.core is core and target.rooms[self.order.room].drained:
-            world.fail(f"{where}, which the engine was told to reuse")
+            world.fail(f"{where}, which the engine may reuse")
 
     def _corrupt(self, at: Int64s) -> None:
         rng, reader = self.world.rng, self.world.decodes[self.mapping.name]

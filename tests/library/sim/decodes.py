@@ -65,7 +65,7 @@ class DecodeNode(Process):
         self.lifter = Lifter(self)
         ends = [*sorted(world.rng.randrange(1, self._arena_bytes) for _ in range(p.chunks - 1)), self._arena_bytes]
         self.arena = Backing(self.memory, ends[0], self.hbm if p.apart else None)
-        self.reached = ends[0]  # of the arena's first bytes its card reaches so many
+        self.reached = ends[0]  # how many of the arena's first bytes its GPU reaches
         incarnation = world.rng.getrandbits(64)
         self.identity = Identity(
             self.name, "decode", incarnation, self._ranks, "sim", b"w", self.limits.window, group=members(self)
@@ -103,7 +103,7 @@ class DecodeNode(Process):
             self.later(p.backing * end / self._arena_bytes, lambda end=end: self._back(end))
 
     def _back(self, byte_count: int) -> None:
-        """There is memory for so many of the arena's first bytes; a card of its own is let reach them after that."""
+        """This number of the arena's first bytes has memory; a GPU of its own reaches them after that."""
         self.arena.byte_count = byte_count
         if self.world.profile.apart:
             self.later(self.world.rng.expovariate(20.0), lambda: self._reach_more(byte_count))
@@ -212,7 +212,7 @@ class DecodeNode(Process):
         if self._performed % 8 == 0:
             self.check_ledger()
         if self.desk is not None:
-            self.desk.tell_load()
+            self.desk.send_load()
         self.alarm.arm()
 
     def _perform(self, effect: fx.DecodeEffect) -> None:
@@ -251,7 +251,7 @@ class DecodeNode(Process):
                 self.lifter.perform(effect)
 
     def _reach(self) -> Reach:
-        """What is to be read back is told to nobody as HBM."""
+        """What is to be read back is announced to nobody as HBM."""
         reach = Reach("shm", "host", self.name, b"token", 0, len(self.memory) * ROW)
         if not self.world.profile.apart or self.world.profile.verify:
             return reach
@@ -320,13 +320,13 @@ class DecodeNode(Process):
             world.fail(f"{self.name} loses room {effect.room}, which has landed, to its prefill's Goodbye")
 
     def _die_registering(self, peer: str) -> None:
-        """What it has sent arrives late, when another process of its name has a session there. Who has not heard its
-        Hello yet would take it for the latest, since incarnations have no order."""
+        """What it has sent arrives late, when another process of its name has a session there. A prefill that has not
+        received its Hello yet would take it for the latest, since incarnations have no order."""
         world, p = self.world, self.world.profile
         if p.dies_registering and world.prefills[plain(peer)].deaths and not self.deaths:
-            known = [node.core.peers.get(self.name) for node in world.prefills.values()]
-            heard = all(each is not None and each.incarnation == self.identity.incarnation for each in known)
-            if heard and world.rng.random() < p.dies_registering:
+            peers = [node.core.peers.get(self.name) for node in world.prefills.values()]
+            known_everywhere = all(peer is not None and peer.incarnation == self.identity.incarnation for peer in peers)
+            if known_everywhere and world.rng.random() < p.dies_registering:
                 self.later(0.0, lambda: world.kill(self))
 
     def _fence(self, session_id: int) -> None:

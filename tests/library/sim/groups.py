@@ -1,6 +1,7 @@
-"""Workers of several ranks in the simulated world: links carry what is said in order, and no rank outlives another.
+"""Workers of several ranks in the simulated world: links carry actions in order, and no rank outlives another.
 
-What a leader does with them is in services, as in the daemons; followers do what they are told, and say how it ended.
+What a leader does with them is in services, as in the daemons; followers do what they are sent, and report how it
+ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Group:
 
     def __init__(self, ranks: list[PrefillNode] | list[DecodeNode]) -> None:
         self.ranks = ranks
-        self._latest: dict[tuple[str, int, str], float] = {}  # when what was said last arrives
+        self._latest: dict[tuple[str, int, str], float] = {}  # when what was sent last arrives
         for rank in ranks:
             rank.group = self
         ranks[0].awaits = list(ranks[1:])
@@ -31,8 +32,8 @@ class Group:
     def leader(self) -> Process:
         return self.ranks[0]
 
-    def say(self, source: Process, target: Process, action: Callable[[], None]) -> None:
-        """Has the other end of a link do something: after what was said before, unless one of them dies first."""
+    def send(self, source: Process, target: Process, action: Callable[[], None]) -> None:
+        """Runs the action at the other end of a link, after what was sent before, unless one of them dies first."""
         if source is target:
             action()
             return
@@ -42,11 +43,11 @@ class Group:
         lives = source.life, target.life
         world.at(when - world.now, lambda: target.act(lives[1], action) if source.life == lives[0] else None)
 
-    def tell(self, action: Callable[[Process], None]) -> None:
+    def send_all(self, action: Callable[[Process], None]) -> None:
         """Has the followers and the leader do something; the leader last, since it may go on at once with what comes
         after that."""
         for rank in (*self.ranks[1:], self.ranks[0]):
-            self.say(self.leader, rank, lambda rank=rank: action(rank))
+            self.send(self.leader, rank, lambda rank=rank: action(rank))
 
 
 def members(node: PrefillNode | DecodeNode) -> tuple[Member, ...]:

@@ -39,9 +39,9 @@ class Lifter:
             place = next(at for at, each in enumerate(node.components) if each.name == part.component.name)
             cuts = sorted({0, len(slots), *(world.rng.randrange(len(slots) + 1) for _ in range(2))})
             rows = part.first_row, part.first_row + len(slots)
-            said = node.rooms[order.room].room.words(part.component, place, rows, holds(part.component))
+            words = node.rooms[order.room].room.words(part.component, place, rows, holds(part.component))
             pieces += [
-                (place, slots[low:high], whole[:, :, slots[low:high]], said[:, :, low:high])
+                (place, slots[low:high], whole[:, :, slots[low:high]], words[:, :, low:high])
                 for low, high in pairwise(cuts)
             ]
         world.rng.shuffle(pieces)
@@ -61,7 +61,7 @@ class Lifter:
             world.seen["grants copied up"] += not detail
             node.perform(node.core.lifted(order.session, order.grant, detail, node.clock))
             return
-        place, slots, at, said = pieces.pop()
+        place, slots, at, words = pieces.pop()
         where = f"{node.name} copies up slots {slots[0]}.. for grant {order.grant}"
         if any(is_free(node.core.arena.free[place], slot) for slot in slots.tolist()):
             world.fail(f"{where}, which are free")
@@ -69,7 +69,7 @@ class Lifter:
             world.fail(f"{where}, which rooms share")
         if (int(at.max()) + 1) * ROW > node.reached:
             world.fail(f"{where}, beyond the {node.reached} bytes that its GPU reaches")
-        if (node.memory[at] != said).any():
+        if (node.memory[at] != words).any():
             world.fail(f"{where}, which have not landed")
         world.seen["pieces copied up after the room failed"] += node.rooms[order.room].failed
         node.hbm[at] = node.memory[at]

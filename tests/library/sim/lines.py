@@ -1,8 +1,8 @@
 """The lines of the simulated world: sockets of one host beside the network, under the very code that a bus has.
 
-A socket's kernel holds so many bytes of each direction, and takes a part of a frame where no more fits. It delivers at
-once and in order, and its reader comes late, or not before it thaws. One direction may end alone. A child that an
-engine has forked may keep a socket: closing it is no end then. A peer may stop reading a line and say nothing.
+A socket's kernel holds a bounded number of bytes of each direction, and takes a part of a frame where no more fits. It
+delivers at once and in order, and its reader comes late, or not before it thaws. One direction may end alone. A child
+that an engine has forked may keep a socket: closing it is no end then. A peer may stop reading a line and say nothing.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .world import World
 
 
-decode = lru_cache(maxsize=4_096)(wire.decode)  # messages are frozen, and many are said again
+decode = lru_cache(maxsize=4_096)(wire.decode)  # messages are frozen, and many are sent again
 
 
 class Network:
@@ -95,4 +95,4 @@ class Network:
 
     def deliver(self, process: Process, source: str, frame: bytes, way: object) -> None:
         """The process receives a frame."""
-        process.hear(source, decode(frame))
+        process.deliver(source, decode(frame))

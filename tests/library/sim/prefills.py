@@ -172,7 +172,7 @@ class PrefillNode(Process):
                 if self.clock > max(deadline, self.thawed) + 1e-6:
                     self.world.fail(f"{self.name} waits for the room of grant {grant.number} beyond its deadline")
         if self.desk is not None:
-            self.desk.tell_load()
+            self.desk.send_load()
         self.alarm.arm()
 
     def _perform(self, effect: fx.PrefillEffect) -> None:
@@ -279,7 +279,7 @@ class PrefillNode(Process):
             world.fail(f"{self.name} leaks source pages: {self.free_slots} of {world.profile.pool_tokens}")
         if core._waiting:
             world.fail(f"{self.name} ends with grants that wait")
-        # One may be missing: where both Rejects that said so were lost, decode learns it by its next Grant.
+        # One may be missing: where both Rejects of it were lost, decode learns it by its next Grant.
         mapped = {session.id for session in core.sessions.values() if session.components}
         if len(core.sessions) > len(world.decodes) or self.mappings.keys() != mapped:
             world.fail(f"{self.name} keeps {len(core.sessions)} sessions and {len(self.mappings)} mappings")

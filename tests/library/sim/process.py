@@ -54,7 +54,7 @@ class Process:
         if not self.lines.send(peer, message):
             self.world.network.send(self, peer, message)
 
-    def hear(self, source: str, message: Message) -> None:
+    def deliver(self, source: str, message: Message) -> None:
         """Takes what comes over the network: what its sender had sent by a line comes first."""
         self.lines.read(source)
         self.receive(source, message)

@@ -29,7 +29,7 @@ _NONE = np.empty(0, np.int64)
 
 
 class Caller(Protocol):
-    """Who began a room, and hears how its parts end: a router's service, or what does its work in the rough."""
+    """Who began a room, and learns how its parts end: a router's service, or what does its work in the rough."""
 
     def ready(self, target: Target) -> None: ...
 
@@ -99,7 +99,7 @@ class _Part:
             self.world.fail(f"room {self.room.id} is lost, though everybody lives: {cause}")
 
     def check_deadline(self, node: DecodeNode | PrefillNode, cause: Cause | None) -> None:
-        """No room waits beyond its deadline, and none is said to have that was not there yet."""
+        """No room waits beyond its deadline, and none is reported to have that was not there yet."""
         if node.clock > max(self.deadline, node.thawed) + 1e-6:
             self.world.fail(f"room {self.room.id} waited {node.clock - self.deadline:.4f} beyond its deadline")
         since = self.world.now - self.room.begun_at
@@ -427,7 +427,7 @@ class Target(_Part):
             world.seen["rooms that decode gave up in haste"] += 1
         elif effect.cause is Cause.DEADLINE and world.profile.patient and room.honest:
             world.fail(f"room {room.id} waited for its deadline, and for nothing else: {effect.detail}")
-        # Another decode rank of the room may be told of it, in the words of the one that read the row.
+        # Another decode rank of the room may learn of it, in the words of the one that read the row.
         readers = [rank.rooms.get(room.id) for rank in world.decodes.values()]
         if "checksum" in effect.detail and not any(each is not None and each.corrupted for each in readers):
             world.fail(f"room {room.id} fails for rows that are right: {effect.detail}")

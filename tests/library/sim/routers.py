@@ -52,11 +52,11 @@ class Client:
         if self.leaves:
             router.later(rng.choice([0.005, 0.1, 1.0]) * rng.random(), lambda: router.leave(self))
 
-    def hear(self, ids: list[int]) -> None:
+    def receive(self, ids: list[int]) -> None:
         self.ids += ids
         first = self.number * 31
         if self.end or self.ids != [first + place * 7 for place in range(len(self.ids))]:
-            self.world.fail(f"request {self.number} hears {ids} after {len(self.ids) - len(ids)} tokens, or its end")
+            self.world.fail(f"request {self.number} receives {ids} after {len(self.ids) - len(ids)} tokens, or its end")
 
     def over(self, how: str) -> None:
         if self.end:
@@ -113,7 +113,7 @@ class RouterNode(Process):
                 case Send(peer, message):
                     self.send(peer, message)
                 case Emit(label, ids):
-                    self.clients[label].hear(ids)
+                    self.clients[label].receive(ids)
                 case Finish(label):
                     client = self.clients[label]
                     if len(client.ids) != client.max_tokens:
@@ -151,8 +151,8 @@ class RouterNode(Process):
             desk = node.desk
             if desk is not None and not node.dead:
                 rooms, before = desk.running_of(self), node.disturbed
-                told = self.limits.slow_ms if world.kernels.share == 1.0 else self.limits.silence_ms
-                wait = 1.3 * (told + self.limits.ping_ms) / 1e3
+                silence_ms = self.limits.slow_ms if world.kernels.share == 1.0 else self.limits.silence_ms
+                wait = 1.3 * (silence_ms + self.limits.ping_ms) / 1e3
                 world.at(wait, lambda d=desk, r=rooms, b=before: self._check_stopped(d, r, b))
 
     def _check_stopped(self, desk: Desk, rooms: list[int], before: int) -> None:

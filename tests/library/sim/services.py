@@ -56,9 +56,9 @@ class Desk:
                     self.begin(begin)
                 case StopRoom(room, cause):
                     self.stop(room, cause)
-        self.tell_load()
+        self.send_load()
 
-    def tell_load(self) -> None:
+    def send_load(self) -> None:
         for effect in self.service.load(self.node.load(), self.node.clock):
             assert isinstance(effect, Send)
             self.node.send(effect.peer, effect.message)
@@ -75,14 +75,14 @@ class Desk:
             self._leave_when_idle()
 
     def _leave_when_idle(self) -> None:
-        self.tell_load()
+        self.send_load()
         if not self.idle or not self.node.at_rest:
             self.node.later(0.02, self._leave_when_idle)
             return
         self.world.seen["workers that leave"] += 1
         self.run(self.service.goodbye(Cause.SHUTDOWN.value))
         for rank in self.group.ranks[1:]:
-            self.group.say(self.node, rank, rank.depart)
+            self.group.send(self.node, rank, rank.depart)
         self._depart_last({rank: rank.life for rank in self.group.ranks[1:]})
 
     def _depart_last(self, lives: dict[Process, int]) -> None:
@@ -125,7 +125,7 @@ class PrefillDesk(Desk):
     def begin(self, begin: Begin) -> None:
         rng, ranks = self.world.rng, self.group.ranks
         self._landed[begin.room] = 0
-        self.group.tell(lambda rank: self._open(rank, begin))
+        self.group.send_all(lambda rank: self._open(rank, begin))
         if rng.random() < self.world.profile.engine_fails:
             broken = rng.choice(ranks) if len(ranks) > 1 else self.node
             broken.later(rng.expovariate(50.0), lambda: self._abort(broken, begin.room, Cause.ENGINE))
@@ -148,9 +148,9 @@ class PrefillDesk(Desk):
     def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
         room, leader = part.room.id, self.node
         if cause is None:
-            self.group.say(part.node, leader, lambda: self._lands(room))
+            self.group.send(part.node, leader, lambda: self._lands(room))
         else:
-            self.group.say(part.node, leader, lambda: self._fail(room, cause, detail, retry_ms))
+            self.group.send(part.node, leader, lambda: self._fail(room, cause, detail, retry_ms))
 
     def _lands(self, room: int) -> None:
         if room in self._landed:
@@ -163,7 +163,7 @@ class PrefillDesk(Desk):
         """For the first reason that there is."""
         if self._landed.pop(room, None) is not None:
             self.end(room, cause.value, detail, retry_ms)
-            self.group.tell(lambda rank: self._abort(rank, room, cause))
+            self.group.send_all(lambda rank: self._abort(rank, room, cause))
 
 
 class DecodeDesk(Desk):
@@ -191,7 +191,7 @@ class DecodeDesk(Desk):
         """The others get their slots in the order in which the leader has: else two rooms would wait for each other."""
         if room in self._landing:
             for rank in self.group.ranks[1:]:
-                self.group.say(self.node, rank, lambda rank=rank: self._expect(rank, self._begins[room]))
+                self.group.send(self.node, rank, lambda rank=rank: self._expect(rank, self._begins[room]))
 
     def _expect(self, rank: DecodeNode, begin: Begin) -> None:
         target = Target(self.world.room_of(begin), rank, self)
@@ -208,7 +208,7 @@ class DecodeDesk(Desk):
             self._stopped[room] = cause
 
     def ready(self, target: Target) -> None:
-        self.group.say(target.node, self.node, lambda: self._ready(target.room.id))
+        self.group.send(target.node, self.node, lambda: self._ready(target.room.id))
 
     def _ready(self, room: int) -> None:
         if room not in self._landing:
@@ -223,8 +223,8 @@ class DecodeDesk(Desk):
         last = rng.randrange(len(first) + 1) if fails else len(first)
         if self.node.engine is not None:
             end = "engine" if fails else "length"
-            tell = partial(self._stepped, room, first, last, end)
-            self.node.engine.take(self.node.rooms[room], grows=last, tell=tell)
+            report = partial(self._stepped, room, first, last, end)
+            self.node.engine.take(self.node.rooms[room], grows=last, report=report)
             return
         pace = rng.choice([0.01, 0.01, 0.01, 0.01, 0.3])
         self.node.later(rng.expovariate(200.0), lambda: self._step(room, first, 0, last, pace, fails=fails))
@@ -252,19 +252,19 @@ class DecodeDesk(Desk):
             self.end(room, end)
 
     def _close(self, room: int, reason: str) -> None:
-        self.group.tell(lambda rank: rank.rooms[room].release())
+        self.group.send_all(lambda rank: rank.rooms[room].release())
         self.end(room, reason)
 
     def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
         assert cause is not None
-        self.group.say(part.node, self.node, lambda: self._fail(part.room.id, cause, detail, retry_ms))
+        self.group.send(part.node, self.node, lambda: self._fail(part.room.id, cause, detail, retry_ms))
 
     def _fail(self, room: int, cause: Cause, detail: str = "", retry_ms: int = 0) -> None:
         """Before it generates, for the first reason that there is."""
         if self._landing.pop(room, None) is not None:
             self._sparse.discard(room)
             self.end(room, cause.value, detail, retry_ms)
-            self.group.tell(lambda rank: self._give_up(rank, room, cause))
+            self.group.send_all(lambda rank: self._give_up(rank, room, cause))
 
     def _give_up(self, rank: DecodeNode, room: int, cause: Cause) -> None:
         target = rank.rooms.get(room)  # else it was never started there

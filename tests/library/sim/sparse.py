@@ -81,7 +81,7 @@ class SparseEngine:
         self.reserved: set[int] = set()
         self.seats: dict[int, Seat] = {}
         self.grows: dict[int, int] = {}  # tokens that a request makes
-        self.tell: dict[int, Callable[[int], None]] = {}  # who hears how many it has made
+        self.report: dict[int, Callable[[int], None]] = {}  # who gets the number of tokens that it has made
         self.line: dict[int, tuple[int, int]] = {}  # since which step it waits for a row, behind how many
         self.ending: set[int] = set()
         self.queued: Counter[int] = Counter()  # accesses to what a request has
@@ -117,7 +117,7 @@ class SparseEngine:
             self._arm()
 
     def take(
-        self, target: Target, *, grows: int | None = None, tell: Callable[[int], None] = lambda grown: None
+        self, target: Target, *, grows: int | None = None, report: Callable[[int], None] = lambda grown: None
     ) -> None:
         """It has landed. Behind a router it makes `grows` tokens, unless it is dropped."""
         world, room = self.world, target.room
@@ -136,11 +136,11 @@ class SparseEngine:
         self.reserved.discard(room.id)
         self.targets[room.id], target.grown = target, 0
         self.grows[room.id] = world.rng.randint(0, room.growth) if grows is None else grows
-        self.tell[room.id] = tell
+        self.report[room.id] = report
         self._join()
         if not self.grows[room.id]:
             self._end(room.id)
-            tell(0)
+            report(0)
         elif grows is None and world.rng.random() < world.profile.abort:
             self.node.later(world.rng.expovariate(20.0), lambda: self.drop(room.id))
         self._arm()
@@ -266,7 +266,7 @@ class SparseEngine:
         for seat in seats:
             if seat.target.grown == self.grows[seat.target.room.id]:
                 self._end(seat.target.room.id)
-            self.tell[seat.target.room.id](seat.target.grown)
+            self.report[seat.target.room.id](seat.target.grown)
 
     # What happens on the device, late.
 

@@ -73,7 +73,7 @@ class SpelledNetwork(Network):
             if isinstance(message, Reject) and message.reason == HELLO_FIRST and hello is not None:
                 self.send(process, way.name, hello)
             else:
-                process.hear(way.name, message)
+                process.deliver(way.name, message)
         elif process.life == way.listener_life and self._lives(way):
             self._listen(process, message, way)
 
@@ -94,7 +94,7 @@ class SpelledNetwork(Network):
         connection.last_message_at = now
         self.world.seen["messages by a second name"] += way.name != way.listener
         self._greeting = way if isinstance(message, Hello) else None
-        process.hear(way.dialler, message)
+        process.deliver(way.dialler, message)
         self._greeting = None
 
     def _back(self, source: Process, target: str) -> Way | None:

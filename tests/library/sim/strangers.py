@@ -93,7 +93,7 @@ class _Opened:
     peer: str
     up: bool = False
     next_grant: int = 1
-    grants: dict[int, Grant] = field(default_factory=dict[int, Grant])  # said, and not ended
+    grants: dict[int, Grant] = field(default_factory=dict[int, Grant])  # sent, and not ended
     rooms: dict[int, Room] = field(default_factory=dict[int, Room])  # granted once
 
 
@@ -165,7 +165,7 @@ class StrangerDecode(Stranger):
     def _grant(self, opened: _Opened) -> None:
         room = self._room(opened, own=True)
         if room is not None and room.id not in opened.rooms:
-            self._say(opened, opened.next_grant, room, self._slots(opened, room))
+            self._send_grant(opened, opened.next_grant, room, self._slots(opened, room))
 
     def _overlap(self, opened: _Opened) -> None:
         room = self._room(opened, own=True)
@@ -179,7 +179,7 @@ class StrangerDecode(Stranger):
                 own[0] = min(clash)
                 own.sort()
         self._count("grants that overlap")
-        self._say(opened, opened.next_grant, room, slots)
+        self._send_grant(opened, opened.next_grant, room, slots)
 
     def _change(self, opened: _Opened) -> None:
         """The same grant, with other slots."""
@@ -188,28 +188,28 @@ class StrangerDecode(Stranger):
         number, grant = self.world.rng.choice(list(opened.grants.items()))
         slots = self._slots(opened, opened.rooms[grant.room])
         if slots is not None:
-            self._count("grants said again with other slots")
-            self._say(opened, number, opened.rooms[grant.room], slots)
+            self._count("grants sent again with other slots")
+            self._send_grant(opened, number, opened.rooms[grant.room], slots)
 
     def _grant_twice(self, opened: _Opened) -> None:
         rooms = list(opened.rooms.values())
         if rooms:
             self._count("rooms granted twice")
             room = self.world.rng.choice(rooms)
-            self._say(opened, opened.next_grant, room, self._slots(opened, room))
+            self._send_grant(opened, opened.next_grant, room, self._slots(opened, room))
 
     def _grant_foreign(self, opened: _Opened) -> None:
         room = self._room(opened, own=False)
         if room is not None:
             self._count("grants for rooms of others")
-            self._say(opened, opened.next_grant, room, self._slots(opened, room))
+            self._send_grant(opened, opened.next_grant, room, self._slots(opened, room))
 
     def _grant_beyond(self, opened: _Opened) -> None:
         room = self._room(opened, own=True)
         if room is not None:
             self._count("grants beyond the window")
             number = opened.next_grant + min(self.limits.window, self.identity.window) + self.world.rng.randint(0, 4)
-            self._say(opened, number, room, self._slots(opened, room))
+            self._send_grant(opened, number, room, self._slots(opened, room))
 
     def _abort(self, opened: _Opened) -> None:
         if opened.grants:
@@ -270,7 +270,7 @@ class StrangerDecode(Stranger):
             slots.append(sorted(self.world.rng.sample(free, rows)))
         return slots
 
-    def _say(self, opened: _Opened, number: int, room: Room, slots: list[list[int]] | None) -> None:
+    def _send_grant(self, opened: _Opened, number: int, room: Room, slots: list[list[int]] | None) -> None:
         if slots is None:
             return
         parts = tuple(
@@ -286,7 +286,7 @@ class StrangerDecode(Stranger):
 
 
 class StrangerPrefill(Stranger):
-    """Says what has not happened."""
+    """Reports what has not happened."""
 
     role = "prefill"
 

@@ -91,7 +91,7 @@ def test_every_world_with_strangers_keeps_the_invariants(chunk: int) -> None:
     tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="strangers")
     assert not tally.failure, tally.failure
     for what in (
-        "grants that overlap", "grants said again with other slots", "rooms granted twice",
+        "grants that overlap", "grants sent again with other slots", "rooms granted twice",
         "grants for rooms of others", "grants beyond the window", "unended grants released",
         "Goodbyes of another life", "words on sessions of others",
         "rooms given up that another has leased", "bytes landed that were not granted",
@@ -253,7 +253,7 @@ def test_without_a_kind_every_kind_is_drawn_and_a_replay_names_it(
         assert profile.draw(seed) == profile.draw(seed, KINDS[seed]), "which a failure's command names"
 
 
-def test_help_says_how_to_replay_a_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_how_to_replay_a_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["sim", "--help"])
     with pytest.raises(SystemExit):
         main()

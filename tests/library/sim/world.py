@@ -108,7 +108,7 @@ class World:
         return [*self._labels.values(), *(call.room for call in self.calls)]
 
     def room_of(self, begin: Begin) -> Room:
-        """The room that a router began, whichever side hears of it first."""
+        """The room that a router began, whichever side learns of it first."""
         room = self._labels.get(begin.room)
         if room is None:
             tokens, serial = len(begin.prompt) // 4, len(self._labels) + 1

@@ -43,7 +43,7 @@ def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 @pytest.mark.grid
 @pytest.mark.parametrize("spared", [(), (0,), (0, 1)])
 @pytest.mark.parametrize("scattered", [(), (0,), (0, 1)])
-def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained(
+def test_launches_of_either_kind_report_complete_in_their_place_once_all_is_drained(
     here: Any, scattered: tuple[int, ...], spared: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pushing, "STRIDED_BYTES_MIN", 0)
@@ -67,7 +67,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
     assert len(here.copies) == 128 * sum(planes), "the engine drains what lies in runs, row by row"
 
 
-def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(here: Any) -> None:
+def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_reported_first(here: Any) -> None:
     here._random.random = lambda: 1.0  # C's asking says what is so
     made, gate = gpu_launcher.GpuLauncher(here), ReadyGate(Mock(spec=["cuda_event"], cuda_event=here.event()))
     assert not made.wait(0, [gate], lanes.NEVER_NS)

@@ -254,7 +254,7 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
 
 
 @on_loop
-async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it_has_landed(
+async def test_an_urgent_write_reports_that_it_is_near_from_its_last_event_until_it_has_landed(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_writer, "HINT_NS", 1)
@@ -287,7 +287,7 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
 
 
 @on_loop
-async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it_is_near(
+async def test_a_write_whose_event_never_fires_reports_it_often_and_then_no_longer_that_it_is_near(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_writer, "HINT_NS", 1)
@@ -376,7 +376,7 @@ def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: p
 
 
 @on_loop
-async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_before(
+async def test_each_launch_is_recorded_where_somebody_asks_from_the_end_of_the_one_before(
     arena: ArenaMemory, directory: Path
 ) -> None:
     gpu, gate = FakeGpu(), Held()
@@ -575,7 +575,7 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory
 
 
 @on_loop
-async def test_a_launch_that_never_said_its_end_is_unknown(
+async def test_a_launch_that_never_reported_its_end_is_unknown(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeGpu()

@@ -67,19 +67,19 @@ def pools() -> tuple[Tensors, Tensors]:
     return first, second
 
 
-def test_rows_are_there_once_it_is_said_and_the_thread_has_asked_for_that(here: GpuOnHost) -> None:
+def test_rows_are_there_once_it_is_reported_and_the_thread_has_asked_for_that(here: GpuOnHost) -> None:
     source, target = pools()
     right = wanted(source, target, SLOTS, SLOTS)
     assert lifted(source, target) == [""]
     assert np.array_equal(target.memory, right)
 
 
-def test_a_copy_that_the_card_refuses_is_said_once_nothing_is_under_way(here: GpuOnHost) -> None:
+def test_a_copy_that_the_gpu_refuses_is_reported_once_nothing_is_under_way(here: GpuOnHost) -> None:
     here.refuses = "launch"
     assert [text.endswith("refused") for text in lifted(*pools())] == [True]
 
 
-def test_where_the_card_cannot_say_whether_a_copy_has_ended_nobody_says_that_it_has(
+def test_where_the_gpu_cannot_determine_whether_a_copy_has_ended_nobody_reports_that_it_has(
     here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lost(_: int) -> None:

@@ -108,7 +108,7 @@ async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(
 
 
 @on_loop
-async def test_nobody_is_told_of_a_cards_memory_where_rows_are_to_be_read_back(
+async def test_nobody_learns_of_a_gpus_memory_where_rows_are_to_be_read_back(
     arena: ArenaMemory, directory: Path
 ) -> None:
     gpu = exporting(arena)
@@ -176,7 +176,7 @@ async def test_memory_is_given_back_once_every_writer_is_gone(arena: ArenaMemory
 
 
 @on_loop
-async def test_less_memory_than_was_said_is_refused_and_closed(arena: ArenaMemory, directory: Path) -> None:
+async def test_less_memory_than_was_announced_is_refused_and_closed(arena: ArenaMemory, directory: Path) -> None:
     gpu = exporting(arena)
     gpu.exported[HANDLE].byte_count -= 1
     both = HbmPair(arena, directory, gpu)

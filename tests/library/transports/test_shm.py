@@ -114,7 +114,7 @@ async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: ArenaMemor
 
 
 @on_loop
-async def test_one_writers_end_says_nothing_of_another(arena: ArenaMemory, directory: Path) -> None:
+async def test_one_writers_end_proves_nothing_about_another(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(1), 1) as first, Process(await owner.offer(2), 2):
         for session in (1, 2):
@@ -415,7 +415,7 @@ async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: ArenaMem
 
 
 @on_loop
-async def test_a_listener_without_descriptors_says_so_and_recovers(
+async def test_a_listener_without_descriptors_logs_it_and_recovers(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = ShmArena(arena, directory=directory)
@@ -512,7 +512,7 @@ async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_
 
 
 @on_loop
-async def test_a_writer_that_runs_out_of_descriptors_at_the_last_moment_is_told_that_they_are_its_own(
+async def test_a_writer_that_runs_out_of_descriptors_at_the_last_moment_learns_that_they_are_its_own(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, limits, readable = ShmArena(arena, directory=directory), ExitStack(), handover.readable
@@ -528,7 +528,7 @@ async def test_a_writer_that_runs_out_of_descriptors_at_the_last_moment_is_told_
 
 
 @on_loop
-async def test_a_listener_that_cannot_accept_says_so_once_and_accepts_later(
+async def test_a_listener_that_cannot_accept_logs_it_once_and_accepts_later(
     arena: ArenaMemory, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = ShmArena(arena, directory=directory)

@@ -150,7 +150,7 @@ async def test_a_hand_over_is_good_once_and_never_after_revoke(world: World) -> 
 
 
 @on_each_transport
-async def test_a_session_is_quiet_from_unmap_to_for_ever(world: World) -> None:
+async def test_a_session_is_quiet_from_unmap_to_forever(world: World) -> None:
     reach = await world.owner.offer(SESSION)
     assert not world.owner.quiet(SESSION)
     await world.writer.map(SESSION, reach, (COMPONENT,))
@@ -190,7 +190,7 @@ def alone(test: Callable[[FakeWriter, World], Awaitable[None]]) -> Callable[[], 
 
 
 @alone
-async def test_a_fake_write_ends_as_it_is_told(writer: FakeWriter, world: World) -> None:
+async def test_a_fake_write_ends_as_its_script_asks(writer: FakeWriter, world: World) -> None:
     for number in (1, 2):
         world.write(number, [number])
     writer.cancel(SESSION, 2)
@@ -219,7 +219,7 @@ async def test_an_unknown_fake_write_keeps_its_session_from_being_quiet_and_may_
 
 
 @alone
-async def test_a_fake_writer_that_died_is_quiet_and_says_nothing(writer: FakeWriter, world: World) -> None:
+async def test_a_fake_writer_that_died_is_quiet_and_reports_nothing(writer: FakeWriter, world: World) -> None:
     world.write(1, [7])
     writer.die()
     assert world.owner.quiet(SESSION)

@@ -321,7 +321,7 @@ def test_a_failed_demo_shows_the_daemons_warnings(
     assert capsys.readouterr().err == "12:01 WARNING d no connection\n"
 
 
-def test_what_was_asked_and_said_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_asked_and_answered_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     made = answered("Why is [red]?")
     made.text, made.identical = " Because.\n\nSo. ", True
     demo.show([made], demo.make_report(DemoConfig(requests=1), [made], 1.0, 0), speaks=True)

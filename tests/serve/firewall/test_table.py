@@ -78,7 +78,7 @@ def test_a_reason_is_one_line_with_what_mends_it(text: str, reason: str) -> None
     assert "\n" not in found
 
 
-def test_a_process_without_the_capability_is_told_which_one_it_lacks() -> None:
+def test_a_process_without_the_capability_gets_the_name_of_the_one_it_lacks() -> None:
     dropped = "import sys; from pdtransfer.serve.firewall import why_no_table; print(why_no_table())"
     command = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", sys.executable, "-c", dropped]
     try:

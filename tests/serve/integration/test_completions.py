@@ -120,7 +120,7 @@ def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_le
     on(case)
 
 
-def test_a_stream_says_the_same_as_the_whole(pair: tuple[Options, Running]) -> None:
+def test_a_stream_carries_the_same_text_as_the_whole(pair: tuple[Options, Running]) -> None:
     options, on = pair
     (text,) = prompts(2, 90)
 
@@ -272,7 +272,7 @@ def test_ids_are_as_good_as_text(narrow: Running) -> None:
     narrow(case)
 
 
-def test_a_request_for_hisparse_is_decoded_densely_where_no_decode_can_do_it_and_says_so(narrow: Running) -> None:
+def test_a_request_for_hisparse_is_decoded_densely_where_no_decode_can_do_it_and_reports_that(narrow: Running) -> None:
     async def case(site: Site) -> None:
         answer = await site.complete("x", enable_hisparse=True)
         assert answer.status == 200

@@ -48,7 +48,7 @@ def test_one_worker_decodes_both_kinds_at_once_from_either_memory(both: Running)
     both(case)
 
 
-def test_a_request_that_does_not_say_is_decoded_densely(both: Running) -> None:
+def test_a_request_without_the_field_is_decoded_densely(both: Running) -> None:
     async def case(site: Site) -> None:
         answer = await site.complete("neither")
         assert answer.facts["enable_hisparse"] is False

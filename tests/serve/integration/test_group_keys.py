@@ -121,7 +121,7 @@ def test_what_a_leader_reads_anew_at_a_hangup_its_ranks_read_anew_as_well(keyed:
     keyed(case)
 
 
-def test_a_rank_without_a_key_of_its_own_is_said_with_the_command_that_makes_it(tmp_path: Path) -> None:
+def test_a_rank_without_a_key_of_its_own_is_reported_with_the_command_that_makes_it(tmp_path: Path) -> None:
     generate(tmp_path / "d")
     (tmp_path / "allow").write_text((tmp_path / "d.pub").read_text())
     flags = ("--tp-size=2", f"--key={tmp_path / 'd.key'}", f"--allow={tmp_path / 'allow'}", "--engine-option=layers=1")

@@ -174,7 +174,7 @@ def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(group: Running) -
     group(case)
 
 
-def test_a_rank_that_is_told_to_end_takes_its_worker_through_a_drain(two: Running, gates: Gates) -> None:
+def test_a_rank_that_is_asked_to_end_takes_its_worker_through_a_drain(two: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
         (text,) = prompts(6, 200)
 
@@ -207,7 +207,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_ranks_that_are_started_one_by_one_find_each_other_and_say_where_they_differ() -> None:
+def test_ranks_that_are_started_one_by_one_find_each_other_and_report_where_they_differ() -> None:
     flags = ("--engine-option", "layers=2", "--bind", "tcp://127.0.0.1:0", "--http", "", "--json", "--slots", "256")
     place = free_address()
     ranks = ("prefill", "--tp-size", "2", "--group", place, *flags)

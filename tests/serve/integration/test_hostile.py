@@ -264,7 +264,7 @@ def test_a_session_belongs_to_who_registered_it(fleet: Running, tmp_path: Path) 
     fleet(case)
 
 
-def test_an_arena_that_is_not_what_was_said_is_refused(fleet: Running, tmp_path: Path) -> None:
+def test_an_arena_that_is_not_what_was_announced_is_refused(fleet: Running, tmp_path: Path) -> None:
     async def case(site: Site) -> None:
         async with mallory(site, tmp_path) as it:
             session = secrets.randbits(63) + 1
@@ -505,7 +505,7 @@ def test_prefill_ends_a_begin_that_makes_no_sense_too(
     fleet(case)
 
 
-def test_a_router_that_sends_what_no_router_sends_is_told_and_costs_nobody_else(fleet: Running) -> None:
+def test_a_router_that_sends_what_no_router_sends_is_rejected_and_costs_nobody_else(fleet: Running) -> None:
     async def case(site: Site) -> None:
         for role in ("prefill", "decode"):
             async with dialler(site.fleet.of(role)[0]) as dial:

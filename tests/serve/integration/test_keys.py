@@ -55,7 +55,7 @@ def test_who_is_on_the_lists_serves_and_who_is_not_costs_no_request(keyed: Runni
     keyed(case)
 
 
-def test_a_stranger_hears_nothing_and_is_counted(keyed: Running) -> None:
+def test_a_stranger_receives_nothing_and_is_counted(keyed: Running) -> None:
     async def case(site: Site) -> None:
         before = (await site.metrics(site.prefill))["pdtransfer_bus_strangers_total"]
         endpoint: str = site.prefill.ready["endpoint"]
@@ -185,7 +185,7 @@ def test_a_worker_whose_role_the_router_revokes_is_lost_until_it_is_back(
     keyed(case)
 
 
-def test_a_ready_daemon_says_the_endpoint_that_its_peers_dial(keyed: Running) -> None:
+def test_a_ready_daemon_prints_the_endpoint_that_its_peers_dial(keyed: Running) -> None:
     async def case(site: Site) -> None:
         public = (site.configs["prefill-0"].key.with_suffix(".pub")).read_text().split()[1]
         assert site.prefill.ready["endpoint"].startswith(f"{public}@tcp://127.0.0.1:")

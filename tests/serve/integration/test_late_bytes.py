@@ -183,7 +183,7 @@ def test_what_is_left_behind_is_seen(
         asyncio.run(fleet.at_rest(before))
 
 
-def test_a_side_whose_process_was_killed_need_say_nothing() -> None:
+def test_a_side_whose_process_was_killed_need_send_nothing() -> None:
     assert Side("d0", 0, void=True).over
     assert not Side("d0", 0).over
     assert not Side("d0", 0, events=["ready"]).over

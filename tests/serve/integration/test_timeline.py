@@ -24,7 +24,7 @@ LANES = {  # of a request, by the process that writes each in its own time
 }
 
 
-def test_a_requests_time_is_told_by_its_label_and_a_killed_daemons_file_is_whole(
+def test_a_requests_time_is_shown_by_its_label_and_a_killed_daemons_file_is_whole(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     directory = tmp_path_factory.mktemp("timeline") / "made"
@@ -76,7 +76,7 @@ def test_a_requests_time_is_told_by_its_label_and_a_killed_daemons_file_is_whole
 
 
 @pytest.mark.full
-def test_every_rank_tells_under_the_rooms_label(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_rank_records_spans_under_the_rooms_label(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("timeline")
     own = {"timeline": directory, "tp_size": 2}
     with running(tmp_path_factory.mktemp("f"), prefills=[own], decodes=[own]) as on:

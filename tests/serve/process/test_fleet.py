@@ -74,7 +74,7 @@ def is_alive(pid: int) -> bool:
 ROUTER = RouterConfig(listen="127.0.0.1:0", node="r")
 
 
-def test_a_router_alone_starts_says_where_it_listens_and_ends_with_status_0(tmp_path: Path) -> None:
+def test_a_router_alone_starts_prints_where_it_listens_and_ends_with_status_0(tmp_path: Path) -> None:
     async def case() -> None:
         fleet = Fleet([], [], ROUTER, tmp_path)
         async with fleet:
@@ -103,7 +103,7 @@ def test_our_own_settings_do_not_reach_the_daemons(tmp_path: Path, monkeypatch: 
     run(case)
 
 
-def test_a_daemon_that_fails_is_told_with_its_status_and_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_daemon_that_fails_is_reported_with_its_status_and_the_end_of_its_log(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
 
@@ -119,7 +119,7 @@ def test_a_daemon_that_fails_is_told_with_its_status_and_the_end_of_its_log(tmp_
         run(case)
 
 
-def test_the_router_is_told_where_the_workers_are(fake: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_router_gets_the_workers_addresses(fake: Callable[..., Path], tmp_path: Path) -> None:
     here = fake()
     prefills = [PrefillConfig(node=f"p{at}", bind="tcp://127.0.0.1:0") for at in range(2)]
 
@@ -153,7 +153,7 @@ def test_where_one_fails_those_that_have_started_are_ended(
     assert not any(is_alive(pid) for pid in pids(here))
 
 
-def test_a_daemon_that_says_nothing_in_time_is_told_and_ended(
+def test_a_daemon_that_prints_nothing_in_time_is_reported_and_ended(
     fake: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = fake(before="echo still working >&2; " + SLEEPS)

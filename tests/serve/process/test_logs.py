@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
         ("café 表 100 %s", "café 表 100 %s"),
     ],
 )  # fmt: skip
-def test_what_a_peer_says_stays_in_its_line(file: Path, text: str, logged: str) -> None:
+def test_what_a_peer_sends_stays_in_its_log_line(file: Path, text: str, logged: str) -> None:
     logging.getLogger("pdtransfer.x").warning("%s says hello", text)
     (line,) = file.read_text().split("\n")[:-1]
     assert line.endswith(f" WARNING d0 pdtransfer.x: {logged} says hello")

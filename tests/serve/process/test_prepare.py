@@ -28,6 +28,6 @@ print(Path("/proc/self/timerslack_ns").read_text().strip())
 """
 
 
-def test_naps_of_a_process_last_as_long_as_is_said() -> None:
+def test_naps_of_a_process_last_as_long_as_configured() -> None:
     ran = subprocess.run([sys.executable, "-c", NAPS], check=True, capture_output=True, text=True, timeout=120)
     assert ran.stdout == "1\n"

@@ -35,7 +35,7 @@ def test_every_answer_is_counted_by_its_route_and_no_path_of_a_client_is_a_label
     uvloop.run(case())
 
 
-def test_a_process_says_what_it_is_and_what_it_uses() -> None:
+def test_a_process_reports_what_it_is_and_what_it_uses() -> None:
     async def case() -> None:
         listener = HttpListener(application(lambda: Health(True, {}), process_registry(role="decode", node="d0")))
         url = "http://" + await listener.open("127.0.0.1:0")

@@ -94,7 +94,7 @@ def test_json_has_the_same_fields_beside_time_and_level(start: Callable[..., Pat
         (replace(LOST, scope="room", role="prefill", status=None, cause=Cause.ABORTED), logging.INFO),
     ],
 )
-def test_levels_tell_failures_of_the_fleet_from_what_clients_do(record: EndedRequest, level: int) -> None:
+def test_levels_separate_failures_of_the_fleet_from_what_clients_do(record: EndedRequest, level: int) -> None:
     assert level_of(record) == level
 
 

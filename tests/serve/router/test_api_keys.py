@@ -137,7 +137,7 @@ def test_a_key_has_its_limits_and_keeps_its_use_when_the_file_is_read_again() ->
     assert again.open_count == 0
 
 
-def test_a_rate_lets_a_second_of_requests_through_at_once_and_says_when_to_come_again() -> None:
+def test_a_rate_lets_a_second_of_requests_through_at_once_and_returns_when_to_come_again() -> None:
     key = keys_of(f"{A} rate=2").find(f"Bearer {A}")
     assert key is not None
     for _ in range(2):

@@ -92,7 +92,7 @@ def test_another_models_weights_are_named_on_both() -> None:
     assert there[D].endswith(": m/12345678")
 
 
-def test_the_second_worker_of_a_name_is_refused_both_are_told_and_the_first_goes_on() -> None:
+def test_the_second_worker_of_a_name_is_refused_both_are_notified_and_the_first_goes_on() -> None:
     bench = Bench(prefill=(P,), decode=(D, D2))
     bench.receive(D2, Goodbye(1, "shutdown"))
     bench.receive(D2, Welcome(1, identity("d0", "decode", 2)))
@@ -147,7 +147,7 @@ def test_what_a_worker_refuses_its_router_is_no_fault_of_the_request(reason: str
     assert reason in whys(bench)[D]
 
 
-def test_a_worker_that_said_goodbye_is_not_back_before_another_process_is_there() -> None:
+def test_a_worker_that_sent_goodbye_is_not_back_before_another_process_is_there() -> None:
     bench = Bench()
     bench.receive(D, Goodbye(1, "shutdown"))
     hellos = [e for e in bench.wait(LIMITS.resend_ms / 1e3) if isinstance(e, Send) and isinstance(e.message, Hello)]
@@ -159,7 +159,7 @@ def test_a_worker_that_said_goodbye_is_not_back_before_another_process_is_there(
     assert WorkerChanged(D, "") in bench.effects
 
 
-def test_a_load_that_comes_after_goodbye_says_nothing_of_the_next_process() -> None:
+def test_a_load_that_comes_after_goodbye_means_nothing_for_the_next_process() -> None:
     bench = Bench()
     load = bench.routing.workers.by_peer[D].load
     bench.receive(D, Goodbye(1, "shutdown"))

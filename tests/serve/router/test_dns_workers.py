@@ -205,7 +205,7 @@ def test_a_worker_that_has_been_taken_in_is_not_checked_again(monkeypatch: pytes
 
 
 @on_loop
-async def test_a_resolver_asks_again_within_bounds_and_tells_no_answer_from_no_workers(
+async def test_a_resolver_asks_again_within_bounds_and_separates_no_answer_from_no_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("dns")

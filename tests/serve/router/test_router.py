@@ -583,7 +583,7 @@ def test_a_worker_that_breaks_the_protocol_is_disconnected_and_counted(caplog: p
     run_on_loop(case)
 
 
-def test_a_worker_that_says_goodbye_is_no_warning_and_one_that_refuses_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_sends_goodbye_is_no_warning_and_one_that_refuses_is(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
     def level(end: str) -> str:

@@ -202,7 +202,7 @@ def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.M
     assert bound(monkeypatch, "prefill").chunk_tokens == 99
 
 
-def test_keys_above_all_tables_hold_for_every_command_that_knows_them(
+def test_keys_above_all_tables_hold_forevery_command_that_knows_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "pd.toml"
@@ -390,7 +390,7 @@ def test_a_variable_of_torchruns_that_makes_no_sense_is_one_line_with_its_name(
     assert text in line
 
 
-def test_children_and_other_commands_are_told_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_and_other_commands_get_no_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     router = launched(monkeypatch, "router", "--prefill=tcp://127.0.0.1:1", "--decode=tcp://127.0.0.1:2", RANK="x")
     assert router.prefill == ("tcp://127.0.0.1:1",)
     assert not TORCHRUN.keys() & environment.child_environment().keys()

@@ -42,7 +42,7 @@ def test_who_is_never_idle_keeps_a_bounded_number_of_spans_to_itself() -> None:
     assert told == list(range(2 * PENDING_SPANS_MAX)), "each once, in order"
 
 
-def test_a_journey_is_told_from_each_thing_to_the_next_under_the_rooms_label() -> None:
+def test_a_journey_is_drawn_from_each_event_to_the_next_under_the_rooms_label() -> None:
     timeline = Timeline("decode")
     journeys = Journeys(timeline)
     journeys.begin(0xABC, 1)

@@ -178,7 +178,7 @@ def test_a_disk_that_hangs_keeps_no_process_from_ending(tmp_path: Path, monkeypa
     assert not recorder._thread.is_alive()
 
 
-def test_a_disk_that_is_full_is_told_once_and_holds_nobody_up(
+def test_a_disk_that_is_full_is_logged_once_and_delays_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder(tmp_path, "p")

@@ -69,7 +69,7 @@ def test_a_room_without_a_first_token_or_whose_prefill_nobody_recorded_breaks_no
     assert (room.split.compute_s, room.split.exposed_s, room.split.admission_s) == (0.0, 5.0, 3.0)
 
 
-def test_another_hosts_times_are_placed_by_the_wall_clocks_and_that_is_said() -> None:
+def test_another_hosts_times_are_placed_by_the_wall_clocks_and_that_is_noted() -> None:
     here, again, there = (
         TraceClock("here", "b1", 1000.0),
         TraceClock("here", "b1", 1000.5),
@@ -98,9 +98,7 @@ def test_a_rooms_track_has_its_parts_within_the_whole(tmp_path: Path) -> None:
     assert {event["tid"] for event in json.loads((tmp_path / "t.json").read_text()) if event["ph"] == "X"} == {1}
 
 
-def test_the_command_tells_of_a_directory_and_writes_one_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_a_directory_and_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "p.json", of_prefill())
     write(tmp_path / "d.json", [*of_decode(), *STEPS])
     output = tmp_path / "all" / "merged.json"
@@ -120,7 +118,7 @@ def test_the_command_tells_of_a_directory_and_writes_one_file(
     assert f"{ROOM:016x}" in capsys.readouterr().out
 
 
-def test_where_there_is_nothing_to_tell_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_spans_one_line_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["timeline", str(tmp_path)]) == 2
     assert "--timeline DIRECTORY" in capsys.readouterr().err
     write(tmp_path / "p.json", of_prefill())

@@ -128,7 +128,7 @@ def test_a_room_that_was_given_up_is_forgotten():
     assert made.take([Prefilled(room=1, aux=b"")]) == [Prefilled(room=1, aux=b"")]
 
 
-def test_what_was_put_together_waits_for_every_event_of_it():
+def test_what_was_put_together_waits_forevery_event_of_it():
     events = [Late() for _ in range(LAYERS)]
     made = CellBatcher([KV])
     steps = [[cell(layers=(layer, layer + 1), after=event)] for layer, event in enumerate(events)]

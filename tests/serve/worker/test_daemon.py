@@ -44,7 +44,7 @@ def started(monkeypatch: pytest.MonkeyPatch, gpu: FakeRegistrar, engine: Engine,
     return asyncio.run(daemon._arena(DecodeConfig(device=device, huge_pages="never"), engine, stop))  # type: ignore[arg-type]
 
 
-def test_the_engine_is_told_where_its_card_sees_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_gets_the_address_where_its_gpu_sees_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, engine = FakeRegistrar(), Engine()
     arena = started(monkeypatch, gpu, engine, "cuda:3")
     assert engine.attached == [(4 * MIB, arena.mapping.address + gpu.shift)]
@@ -80,7 +80,7 @@ def test_without_a_card_hbm_is_a_range_of_the_arena_behind_its_dram(monkeypatch:
     arena.close()
 
 
-def test_hbm_components_are_told_to_peers_behind_those_of_dram() -> None:
+def test_hbm_components_are_announced_to_peers_behind_those_of_dram() -> None:
     layout = host_layout(
         "layer_first", kinds=("latent",), layers=2, heads=1, head_bytes=8, dtype="uint8", slots=64, page_size=1
     )

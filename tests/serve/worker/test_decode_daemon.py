@@ -31,7 +31,7 @@ def taken(daemon: Any) -> set[int]:
 
 
 @on_loop
-async def test_beyond_its_bound_a_request_is_told_full_and_when_to_ask_again(tmp_path: Path) -> None:
+async def test_beyond_its_bound_a_request_is_answered_full_and_when_to_ask_again(tmp_path: Path) -> None:
     async with decode(tmp_path, **SPARSE) as daemon:
         daemon.routers.tell("a", begin(1), begin(2), begin(3), begin(4, sparse=False))
         assert taken(daemon) == {1, 2, 4}

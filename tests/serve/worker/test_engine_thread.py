@@ -346,7 +346,7 @@ def test_cancel_is_answered_once_the_engine_has_dropped_the_room(decode: Site) -
     assert seen == [False, False]
 
 
-def test_an_engine_that_breaks_down_ends_the_thread_and_says_why(
+def test_an_engine_that_breaks_down_ends_the_thread_and_reports_why(
     decode: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     def breaks(_: Request) -> list:

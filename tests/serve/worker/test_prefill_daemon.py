@@ -104,7 +104,7 @@ def test_an_engine_that_is_none_is_one_clear_error(path: str, text: str) -> None
 
 
 @pytest.mark.parametrize("name", ["key", "allow"])
-def test_keys_that_cannot_be_read_are_said_before_the_engine_is_made(
+def test_keys_that_cannot_be_read_are_reported_before_the_engine_is_made(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an arena of hundreds of gigabytes that is minutes before."""

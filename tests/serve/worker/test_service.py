@@ -100,7 +100,7 @@ def test_routers_are_bounded() -> None:
     assert messages(service.receive("node:0", hello("0"), 0.0), Welcome)
 
 
-def test_pong_tells_our_incarnation_even_to_a_stranger_and_brings_the_load() -> None:
+def test_pong_carries_our_incarnation_even_to_a_stranger_and_brings_the_load() -> None:
     daemon = Daemon()
     daemon.service.load(LOAD, 0.0)
     assert daemon.receive(A, Ping(1)) == [Send(A, Pong(1)), Send(A, LOAD)]
@@ -145,7 +145,7 @@ def test_memory_of_ended_rooms_is_bounded_a_router() -> None:
     assert messages(daemon.receive(B, begin(1)), End), "one router cannot push out another's"
 
 
-def test_cancel_that_overtakes_its_begin_refuses_it_for_ever() -> None:
+def test_cancel_that_overtakes_its_begin_refuses_it_forever() -> None:
     daemon = Daemon()
     (ended,) = daemon.receive(A, Cancel(7, "deadline"))
     assert ended.message.reason == "aborted"
@@ -154,7 +154,7 @@ def test_cancel_that_overtakes_its_begin_refuses_it_for_ever() -> None:
     assert daemon.receive(A, begin(7)) == [ended]
 
 
-def test_cancel_stops_once_and_the_end_is_a_failure_whatever_the_daemon_says() -> None:
+def test_cancel_stops_once_and_the_end_is_a_failure_whatever_the_daemon_reports() -> None:
     daemon = Daemon()
     daemon.receive(A, begin(7))
     daemon.tokens(7, 1, 2)
@@ -256,7 +256,7 @@ def test_ended_for_a_room_that_runs_changes_nothing() -> None:
     assert daemon.tokens(7, 1)
 
 
-def test_a_quiet_room_says_begun_so_that_a_router_which_forgot_it_can_cancel() -> None:
+def test_a_quiet_room_sends_begun_so_that_a_router_which_forgot_it_can_cancel() -> None:
     daemon = Daemon()
     daemon.receive(A, begin(7))
     assert messages(daemon.wait(LIMITS.resend_ms_max / 1e3 + 0.01), Begun) == [Begun(7)]
@@ -335,7 +335,7 @@ def test_a_router_that_rejects_us_has_its_rooms_stopped() -> None:
     assert daemon.receive(A, Reject(0, "breach", ("Tokens.ids: 3 bytes",))) == [StopRoom(7, Cause.BREACH)]
 
 
-def test_a_full_or_draining_daemon_refuses_and_says_so_again() -> None:
+def test_a_full_or_draining_daemon_refuses_each_time_it_is_asked() -> None:
     daemon = Daemon(rooms_max=1)
     daemon.receive(A, begin(7))
     full, refused = daemon.receive(B, begin(8))
@@ -377,7 +377,7 @@ def test_prompts_are_bounded_by_their_bytes_until_their_rooms_are_over() -> None
     assert any(isinstance(effect, StartRoom) for effect in daemon.receive(A, begin(7)))
 
 
-def test_load_is_told_when_it_changes_but_not_too_often() -> None:
+def test_load_is_sent_when_it_changes_but_not_too_often() -> None:
     daemon = Daemon()
     other, last = Load(True, False, 1, 0, 99, 100), Load(True, False, 2, 0, 98, 100)
     assert daemon.service.load(LOAD, daemon.now) == [Send(A, LOAD), Send(B, LOAD)]

@@ -22,7 +22,7 @@ def test_sglang_finds_it_by_its_entry_point() -> None:
     assert getattr(import_module(module), name) is adapter.plugin
 
 
-def test_outside_sglang_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_sglang_it_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(ImportError, match=r"SGLang cannot be imported here \(.*\): supported are 0\.5\.17, .*0\.5\.23"):
         adapter.plugin()

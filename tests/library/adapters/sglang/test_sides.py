@@ -176,7 +176,7 @@ def test_a_number_may_be_used_again() -> None:
             made.decode[0].states.clear()
 
 
-def test_decode_gives_up_before_prefill_has_heard_and_asks_again() -> None:
+def test_decode_gives_up_before_prefill_has_learned_of_it_and_asks_again() -> None:
     """Prefill finds a room that decode has given up: the request fails, and the next try works."""
     with world() as made:
         made.expect(7, [1])

@@ -11,7 +11,7 @@ import pdtransfer.adapters.vllm as adapter
 from pdtransfer.adapters.kit import versions
 
 
-def test_outside_vllm_the_connector_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_vllm_the_connector_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ImportError, match=r"vLLM cannot be imported here \(.*\): supported are 0\.26, .*, 0\.33"):
         _ = adapter.PDTransferConnector

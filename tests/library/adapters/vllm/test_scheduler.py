@@ -312,7 +312,7 @@ def test_a_request_waits_for_what_its_own_cache_lacks() -> None:
 
 
 @pytest.mark.parametrize(("requests", "blocks"), [({"a"}, ()), ((), {5})], ids=["by request", "by block"])
-def test_an_answer_tells_that_its_kv_was_not_received(requests: Collection[str], blocks: Collection[int]) -> None:
+def test_an_answer_reports_that_its_kv_was_not_received(requests: Collection[str], blocks: Collection[int]) -> None:
     made = side()
     lost, fine = begun(made, 40, RECEIVES), begun(made, 40, RECEIVES | {"remote_request_id": "y"}, "b")
     for request, table in ((lost, [[7, 3, 5]]), (fine, [[8, 2, 1]])):

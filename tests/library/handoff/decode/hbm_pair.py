@@ -34,7 +34,7 @@ class HbmPair(Pair):
 
 
 def in_hbm(one: Component, base: int, name: str | None = None) -> Component:
-    """The same as an HBM component behind it, as peers hear of it."""
+    """The same as an HBM component behind it, as it is announced to peers."""
     return msgspec.structs.replace(one, name=name or one.name, memory="hbm", layout=one.layout.rebase(base))
 
 

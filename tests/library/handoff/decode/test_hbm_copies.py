@@ -51,13 +51,13 @@ class ApartEnd(TwinEnd):
 
     def registers(self, *, bytes_ready: int = ARENA, hbm_direct: bool = False) -> list[Any]:
         self.core.dial(P, self.now)
-        (offer,) = of(self.hear(self.welcome()), Offer)
+        (offer,) = of(self.receive(self.welcome()), Offer)
         base = min(plane.base for plane in twins()[2].layout.planes)
         reach = msgspec.structs.replace(
             REACH, arena_bytes=ARENA, hbm_handle=self.handle, hbm_base=base, hbm_bytes=ARENA - base
         )
         self.core.offered(offer.session, reach, self.now)
-        return self.hear(Registered(offer.session, bytes_ready, hbm_direct))
+        return self.receive(Registered(offer.session, bytes_ready, hbm_direct))
 
     def lifted(self, lift: Lift, detail: str = "") -> list[Any]:
         return self.core.lifted(lift.session, lift.grant, detail, self.now)
@@ -174,18 +174,20 @@ def test_all_of_hbm_may_be_leased_before_the_arena_is_backed_but_waits_for_a_wri
 
 
 @pytest.mark.parametrize(
-    ("handle", "second", "said"),
+    ("handle", "second", "text"),
     [(b"", True, "true, but Reach has no HBM handle"), (HANDLE, False, "False, but it was True before")],
 )
-def test_a_writer_says_once_where_it_writes_and_only_what_it_was_told(handle: bytes, second: bool, said: str) -> None:
+def test_a_writer_announces_once_where_it_writes_and_only_what_it_was_asked_for(
+    handle: bytes, second: bool, text: str
+) -> None:
     end = ApartEnd(handle=handle)
     effects = end.registers(hbm_direct=True)
     if handle:
         session = next(iter(end.core.prefill_peers.sessions))
-        effects = end.hear(Registered(session, ARENA, second))
+        effects = end.receive(Registered(session, ARENA, second))
     (reject,) = sent(effects, Reject)
     assert reject.reason == Cause.BREACH.value
-    assert said in reject.fields[0]
+    assert text in reject.fields[0]
 
 
 # Prefill
@@ -201,11 +203,11 @@ def test_a_writer_says_once_where_it_writes_and_only_what_it_was_told(handle: by
 )
 def test_a_component_that_leaves_the_cards_memory_is_a_breach(changes: dict[str, int], field: str) -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
+    end.receive(end.hello())
     base = min(plane.base for plane in twins()[2].layout.planes)
     fields = {"hbm_handle": HANDLE, "hbm_base": base, "hbm_bytes": ARENA} | changes
     reach = msgspec.structs.replace(REACH, arena_bytes=ARENA, **fields)
-    rejects = sent(end.hear(end.register(components=twins(), reach=reach)), Reject)
+    rejects = sent(end.receive(end.register(components=twins(), reach=reach)), Reject)
     assert [reject.reason for reject in rejects] == [Cause.BREACH.value] * bool(field)
     assert not field or field in rejects[0].fields[0]
 
@@ -214,9 +216,9 @@ def test_a_writer_of_hbm_is_granted_all_of_it_before_the_arena_is_ready() -> Non
     kv = min(plane.base for plane in twins()[1].layout.planes)
     for direct in (False, True):
         end = PrefillEnd()
-        end.hear(end.hello())
+        end.receive(end.hello())
         reach = msgspec.structs.replace(REACH, arena_bytes=ARENA, hbm_handle=HANDLE, hbm_base=0, hbm_bytes=ARENA)
-        end.hear(end.register(components=twins(), reach=reach))
+        end.receive(end.register(components=twins(), reach=reach))
         (registered,) = sent(end.core.mapped(0xA0, kv, hbm_direct=direct), Registered)
         assert registered.hbm_direct is direct
         assert [each > 0 for each in end.core.sessions[0xA0].slots_ready] == [True, False, direct]
@@ -285,6 +287,6 @@ def test_drained_after_an_abort_that_met_the_copy_leaves_nothing_behind() -> Non
     end.registers()
     grant = end.granted(1, tokens=8)
     end.core.abort(1, end.now)
-    end.hear(Drained(grant.session, grant.grant))
+    end.receive(Drained(grant.session, grant.grant))
     assert end.free == [SLOTS, SLOTS, DENSE_SLOTS]
     assert end.core.idle

@@ -96,7 +96,7 @@ def test_what_has_not_landed_is_not_shared() -> None:
     first = granted(one, 1, PROMPT)
     assert granted(one, 2, PROMPT).prefix == 0
     one.core.abort(1, one.now)
-    one.hear(Drained(first.session, first.grant))
+    one.receive(Drained(first.session, first.grant))
     assert granted(one, 3, PROMPT).prefix == 0, "and what fails never is"
 
 
@@ -139,7 +139,7 @@ def test_an_aborted_sharer_takes_nothing_from_the_others() -> None:
     second = granted(one, 2, PROMPT)
     assert sent(one.core.abort(2, one.now), Abort) == [Abort(second.session, second.grant, 2)]
     assert one.core.cache.claimed == 2
-    one.hear(Drained(second.session, second.grant))
+    one.receive(Drained(second.session, second.grant))
     one.core.cache.clear()
     assert len(one.core.cache) == 2, "the first room reads them"
     third = ready(one, granted(one, 3, PROMPT))
@@ -154,7 +154,7 @@ def test_a_lease_whose_writer_is_not_proven_quiet_keeps_what_its_room_shared() -
     one.core.abort(2, one.now)
     one.core.cache.clear()
     assert len(one.core.cache) == 2
-    one.hear(Drained(second.session, second.grant))
+    one.receive(Drained(second.session, second.grant))
     one.core.cache.clear()
     assert len(one.core.cache) == 0
     assert one.free == [SLOTS, SLOTS]

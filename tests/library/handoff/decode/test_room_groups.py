@@ -26,7 +26,7 @@ def greeted(effects: list[Any]) -> list[str]:
 
 def test_a_leader_is_greeted_alone_and_its_welcome_has_the_others_dialled(end: DecodeEnd) -> None:
     assert greeted(end.expect(1, whole_group=True)) == [P]
-    effects = end.hear(end.welcome(holds=KV, group=GROUP))
+    effects = end.receive(end.welcome(holds=KV, group=GROUP))
     assert of(effects, fx.Dial) == [fx.Dial(P), fx.Dial(P2)]
     assert greeted(effects) == [P2]
     assert effects.index(fx.Dial(P2)) < next(
@@ -38,13 +38,13 @@ def test_the_room_is_granted_to_every_rank_of_the_group_and_its_leader_sends_the
     end.up(P, holds=KV, group=GROUP)
     assert sent(end.expect(1, whole_group=True), Grant) == []
     end.core.dial(P2, end.now)
-    first, second = _registered(end, _session(end.hear(end.welcome(holds=C4), peer=P2)))
+    first, second = _registered(end, _session(end.receive(end.welcome(holds=C4), peer=P2)))
     assert (first.room, first.send_aux, second.room, second.send_aux) == (1, True, 1, False)
 
 
 def _registered(end: DecodeEnd, session: int) -> list[Grant]:
     end.core.offered(session, REACH, end.now)
-    return sent(end.hear(Registered(session, ARENA_BYTES), peer=P2), Grant)
+    return sent(end.receive(Registered(session, ARENA_BYTES), peer=P2), Grant)
 
 
 def test_a_leader_that_is_known_names_the_sources_at_once(end: DecodeEnd) -> None:
@@ -61,18 +61,18 @@ def test_a_rank_without_others_leads_itself(end: DecodeEnd) -> None:
 def test_a_room_of_two_leaders_waits_for_both(end: DecodeEnd) -> None:
     end.up(P, holds=KV)
     assert of(end.expect(1, 8, P, P2, whole_group=True), fx.Dial) == []
-    assert of(end.hear(end.welcome(holds=C4), peer=P2), fx.Dial) == [fx.Dial(P), fx.Dial(P2)]
+    assert of(end.receive(end.welcome(holds=C4), peer=P2), fx.Dial) == [fx.Dial(P), fx.Dial(P2)]
 
 
 def test_a_room_whose_ranks_become_known_queues_behind_those_that_wait_already() -> None:
-    """Before them at one rank and behind them at another, both would wait for each other for ever."""
+    """Before them at one rank and behind them at another, both would wait for each other permanently."""
     end = DecodeEnd(replace(LIMITS, window=1))
     end.expect(1, whole_group=True)
     end.expect(2, 8, P2, P)
     end.up(P2, holds=C4)
-    session = _session(end.hear(end.welcome(holds=KV, group=GROUP)))
+    session = _session(end.receive(end.welcome(holds=KV, group=GROUP)))
     end.core.offered(session, REACH, end.now)
-    grants = sent(end.hear(Registered(session, ARENA_BYTES)), Grant)
+    grants = sent(end.receive(Registered(session, ARENA_BYTES)), Grant)
     assert [grant.room for grant in grants] == [2, 2]
 
 
@@ -97,7 +97,7 @@ def test_a_room_gives_a_silent_leader_no_more_time_while_others_wait_for_it() ->
 
 def test_a_leader_that_is_refused_fails_the_room(end: DecodeEnd) -> None:
     end.expect(1, whole_group=True)
-    assert failure(end.hear(end.welcome(model="another"))) == (1, Cause.REFUSED)
+    assert failure(end.receive(end.welcome(model="another"))) == (1, Cause.REFUSED)
 
 
 def test_a_silent_member_fails_the_room(end: DecodeEnd) -> None:
@@ -125,7 +125,7 @@ def test_a_deadline_and_an_abort_end_a_room_that_waits_for_its_leader(end: Decod
     assert failure(end.core.abort(2, end.now)) == (2, Cause.ABORTED)
     assert failure(end.tick(0.6)) == (1, Cause.DEADLINE)
     assert not end.core.unnamed
-    assert of(end.hear(end.welcome(group=GROUP)), fx.Dial) == []
+    assert of(end.receive(end.welcome(group=GROUP)), fx.Dial) == []
 
 
 @pytest.mark.parametrize("second", [P2, P3], ids=["same", "changed"])
@@ -137,10 +137,10 @@ def test_a_room_that_waits_at_a_restarted_leader_goes_on_unless_its_group_has_ch
     for room in range(1, 6):
         end.expect(room, whole_group=True)
     assert [room.id for room in end.core.window_slots.rooms.at(P)] == [5]
-    restarted = of(end.hear(Pong(2)), fx.RoomFailed)
+    restarted = of(end.receive(Pong(2)), fx.RoomFailed)
     assert {(each.room, each.cause) for each in restarted} == {(room, Cause.PEER_RESTARTED) for room in range(1, 5)}
     end.tick(0.1)  # until Hello
-    effects = end.hear(end.welcome(2, holds=KV, group=(GROUP[0], Member("p1", second))))
+    effects = end.receive(end.welcome(2, holds=KV, group=(GROUP[0], Member("p1", second))))
     text = f"{P} leads another group of ranks now"
     assert of(effects, fx.RoomFailed) == ([] if second == P2 else [fx.RoomFailed(5, Cause.PEER_RESTARTED, text)])
     assert list(end.core.rooms) == ([5] if second == P2 else [])

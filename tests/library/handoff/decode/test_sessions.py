@@ -112,7 +112,7 @@ def test_grant_repeats_with_what_time_is_left_until_granted() -> None:
     repeats = sent(end.tick(0.35), Grant)
     assert [repeat.time_left_ms for repeat in repeats] == [9_900, 9_700]
     assert msgspec.structs.replace(repeats[-1], time_left_ms=first.time_left_ms) == first
-    end.hear(Granted(first.session, first.grant))
+    end.receive(Granted(first.session, first.grant))
     assert sent(end.live(1.5, P), Grant) == []
 
 
@@ -192,7 +192,7 @@ def test_a_draining_node_takes_no_room_and_ends_those_it_has() -> None:
     assert of(end.land(grant), RoomReady)
 
 
-def test_a_room_that_the_arena_could_never_hold_is_refused_and_a_full_queue_says_when_to_ask_again() -> None:
+def test_a_room_that_the_arena_could_never_hold_is_refused_and_a_full_queue_returns_when_to_ask_again() -> None:
     end = DecodeEnd(replace(LIMITS, queue_max=1))
     end.up()
     (failed,) = of(end.expect(1, tokens=SLOTS + 1), RoomFailed)
@@ -228,7 +228,7 @@ def test_a_room_of_two_ranks_is_ready_when_both_have_landed() -> None:
 def test_one_ranks_failure_fails_the_room_and_aborts_the_other() -> None:
     end = DecodeEnd()
     first, second = two_ranks(end)
-    effects = end.hear(Failed(first.session, first.grant, "engine", "out of luck", quiescent=True))
+    effects = end.receive(Failed(first.session, first.grant, "engine", "out of luck", quiescent=True))
     assert failure(effects) == (1, Cause.ENGINE)
     assert sent(effects, Abort) == [Abort(second.session, second.grant, 1, f"engine: {P}: out of luck")], (
         "the first has ended already"
@@ -239,9 +239,9 @@ def test_slots_are_free_when_the_last_rank_has_drained() -> None:
     end = DecodeEnd()
     first, second = two_ranks(end)
     end.core.abort(1, end.now)
-    end.hear(Drained(first.session, first.grant))
+    end.receive(Drained(first.session, first.grant))
     assert end.free != ALL_FREE
-    end.hear(Drained(second.session, second.grant), peer=P2)
+    end.receive(Drained(second.session, second.grant), peer=P2)
     assert end.free == ALL_FREE
 
 
@@ -296,7 +296,7 @@ def test_a_room_that_its_sources_do_not_cover_fails_as_soon_as_it_has_its_places
     assert end.expect(3, 1, P, P2) == [], "it waits for the place that room 2 has; both would send all of it"
     failed: list[RoomFailed] = []
     while not failed:
-        failed = of(end.hear(Pong(1)), RoomFailed) or of(end.hear(Pong(1), peer=P2), RoomFailed)
+        failed = of(end.receive(Pong(1)), RoomFailed) or of(end.receive(Pong(1), peer=P2), RoomFailed)
         failed = failed or of(end.tick(0.01), RoomFailed)
         assert end.core.window_slots.refused() is None
     assert [(each.room, each.cause) for each in failed] == [(2, Cause.PEER_LOST), (3, Cause.PEER_LOST)]
@@ -313,7 +313,7 @@ def test_a_room_given_up_before_its_grant_is_aborted_by_a_number_of_its_own() ->
     effects = end.core.abort(2, end.now)
     assert failure(effects) == (2, Cause.ABORTED)
     assert sent(effects, Abort) == [Abort(first.session, first.grant + 1, 2)]
-    effects = end.hear(Drained(first.session, first.grant + 1))
+    effects = end.receive(Drained(first.session, first.grant + 1))
     assert sent(effects, Released) == [Released(first.session, first.grant + 1)]
     assert not end.core.withdrawals.rooms
     end.land(first)
@@ -336,7 +336,7 @@ def test_a_room_that_reaches_its_deadline_before_its_grant_is_aborted_as_well() 
     end = DecodeEnd(slots=16)
     end.up()
     first = end.granted(1, tokens=16)
-    end.hear(Granted(first.session, first.grant))
+    end.receive(Granted(first.session, first.grant))
     end.expect(2, 16, deadline=0.1)
     effects = end.tick(0.11)
     assert failure(effects) == (2, Cause.DEADLINE)
@@ -359,7 +359,7 @@ def test_a_room_whose_session_ends_before_its_abort_is_answered_is_aborted_on_th
     end.up()
     grant = end.granted(1, tokens=16)
     end.core.abort(1, end.now)
-    effects = end.hear(Reject(grant.session, "transfer", ()))
+    effects = end.receive(Reject(grant.session, "transfer", ()))
     assert sent(effects, Abort) == [], "there is no session to send it on"
     end.tick(0.5)
     second = end.registered()
@@ -386,7 +386,7 @@ def test_abort_keeps_slots_until_drained() -> None:
     assert failure(effects) == (1, Cause.ABORTED)
     assert sent(effects, Abort) == [Abort(grant.session, grant.grant, 1)]
     assert end.free == [SLOTS - 16, SLOTS - 4]
-    effects = end.hear(Drained(grant.session, grant.grant))
+    effects = end.receive(Drained(grant.session, grant.grant))
     assert sent(effects, Released) == [Released(grant.session, grant.grant)]
     assert end.free == ALL_FREE
 
@@ -397,7 +397,7 @@ def test_abort_repeats_until_a_proof_ends_it() -> None:
     grant = end.granted(1)
     end.core.abort(1, end.now)
     assert len(sent(end.tick(0.75), Abort)) == 3, "after 0.1, 0.3 and 0.7 s"
-    end.hear(Drained(grant.session, grant.grant))
+    end.receive(Drained(grant.session, grant.grant))
     assert sent(end.live(1.0, P), Abort) == []
 
 
@@ -416,7 +416,7 @@ def test_a_quiescent_failure_is_a_proof() -> None:
     end = DecodeEnd()
     end.up()
     grant = end.granted(1)
-    effects = end.hear(Failed(grant.session, grant.grant, "transfer", "no luck", quiescent=True))
+    effects = end.receive(Failed(grant.session, grant.grant, "transfer", "no luck", quiescent=True))
     assert failure(effects) == (1, Cause.TRANSFER)
     assert sent(effects, Released)
     assert end.free == ALL_FREE
@@ -426,11 +426,11 @@ def test_a_failure_that_is_not_quiescent_fails_the_room_and_keeps_the_slots() ->
     end = DecodeEnd()
     end.up()
     grant = end.granted(1)
-    effects = end.hear(Failed(grant.session, grant.grant, "transfer", "", quiescent=False))
+    effects = end.receive(Failed(grant.session, grant.grant, "transfer", "", quiescent=False))
     assert failure(effects) == (1, Cause.TRANSFER)
     assert sent(effects, Released) == []
     assert end.free != ALL_FREE
-    end.hear(Drained(grant.session, grant.grant))
+    end.receive(Drained(grant.session, grant.grant))
     assert end.free == ALL_FREE
 
 
@@ -438,7 +438,7 @@ def test_a_drained_that_nobody_asked_for_fails_the_room() -> None:
     end = DecodeEnd()
     end.up()
     grant = end.granted(1)
-    assert failure(end.hear(Drained(grant.session, grant.grant))) == (1, Cause.TRANSFER)
+    assert failure(end.receive(Drained(grant.session, grant.grant))) == (1, Cause.TRANSFER)
     assert end.free == ALL_FREE
 
 
@@ -459,14 +459,14 @@ def test_released_is_repeated_for_any_number_ever_minted() -> None:
     end.land(grants[0])
     end.core.release(1, end.now)
     end.core.abort(2, end.now)
-    end.hear(Drained(grants[1].session, grants[1].grant))
+    end.receive(Drained(grants[1].session, grants[1].grant))
     for grant in grants:
         for late in (
             Landed(grant.session, grant.grant, kv_bytes(8), b""),
             Drained(grant.session, grant.grant),
             Failed(grant.session, grant.grant, "aborted", "", quiescent=True),
         ):
-            assert end.hear(late) == [Send(P, Released(grant.session, grant.grant))]
+            assert end.receive(late) == [Send(P, Released(grant.session, grant.grant))]
 
 
 def test_a_late_end_does_not_revive_a_room_or_end_another_of_the_same_label() -> None:
@@ -503,7 +503,7 @@ def test_a_peer_that_keeps_too_much_in_quarantine_gets_no_more_grants_and_others
     (failed,) = of(end.expect(3, tokens=4), RoomFailed)
     assert "quarantine" in failed.detail
     assert sent(end.expect(4, 4, P2), Grant)
-    end.hear(Drained(grant.session, grant.grant))
+    end.receive(Drained(grant.session, grant.grant))
     assert sent(end.expect(5, tokens=4), Grant)
 
 
@@ -577,10 +577,10 @@ def test_places_of_a_room_that_waits_come_back_when_it_gives_up() -> None:
 def test_a_grant_that_no_frame_could_carry_fails_its_room_and_nobody_elses() -> None:
     end = DecodeEnd(replace(LIMITS, window=9_000), slots=32_768)
     end.core.dial(P, 0.0)
-    (offer,) = of(end.hear(end.welcome(frame_bytes_max=1 << 16, window=0xFFFF)), Offer)
+    (offer,) = of(end.receive(end.welcome(frame_bytes_max=1 << 16, window=0xFFFF)), Offer)
     reach = msgspec.structs.replace(REACH, arena_bytes=2 * 32_768 * LAYERS * ROW)
     end.core.offered(offer.session, reach, 0.0)
-    end.hear(Registered(offer.session, reach.arena_bytes))
+    end.receive(Registered(offer.session, reach.arena_bytes))
     ones = end.core.arena.free[0]
     held = [ones.allocate(1) for _ in range(32_768)]
     ones.free(np.concatenate(held[::2]))  # every other slot: 16,384 extents of one
@@ -596,42 +596,42 @@ def test_a_session_is_up_once_some_of_the_arena_is_ready_and_registers_until_all
     end = DecodeEnd()
     (hello,) = end.core.dial(P, 0.0)
     assert isinstance(hello.message, Hello)
-    (offer,) = of(end.hear(end.welcome()), Offer)
+    (offer,) = of(end.receive(end.welcome()), Offer)
     (register,) = sent(end.core.offered(offer.session, REACH, 0.0), Register)
     assert register.components == end.core.arena.components
     assert end.expect(1) == []
-    assert end.hear(Registered(register.session, 0)) == []
+    assert end.receive(Registered(register.session, 0)) == []
     assert len(sent(end.tick(0.35), Register)) == 2
-    assert sent(end.hear(Registered(register.session, ARENA_BYTES - 1)), Grant)
+    assert sent(end.receive(Registered(register.session, ARENA_BYTES - 1)), Grant)
     assert sent(end.live(2.0, P), Register)
-    end.hear(Registered(register.session, ARENA_BYTES))
+    end.receive(Registered(register.session, ARENA_BYTES))
     assert sent(end.live(4.0, P), Register) == []
 
 
-def test_a_grant_is_said_once_its_writer_has_its_slots_ready() -> None:
+def test_a_grant_is_sent_once_its_writer_has_its_slots_ready() -> None:
     end = DecodeEnd()
     session = end.up(bytes_ready=ARENA_BYTES // 2 + 4 * C4_ROW)
     assert end.granted(1, tokens=16).grant == 1
     assert sent(end.expect(2, tokens=8), Grant) == []  # its two rows of c4 lie behind what is ready
-    assert end.hear(Registered(session, ARENA_BYTES // 2 + 5 * C4_ROW)) == []
+    assert end.receive(Registered(session, ARENA_BYTES // 2 + 5 * C4_ROW)) == []
     assert {grant.room for grant in sent(end.live(1.0, P), Grant)} == {1}
-    (second,) = sent(end.hear(Registered(session, ARENA_BYTES // 2 + 6 * C4_ROW)), Grant)
+    (second,) = sent(end.receive(Registered(session, ARENA_BYTES // 2 + 6 * C4_ROW)), Grant)
     assert (second.room, second.grant) == (2, 2)
     assert {grant.room for grant in sent(end.live(1.0, P), Grant)} == {1, 2}
-    end.hear(Granted(session, 1), Granted(session, 2))
-    assert sent(end.hear(Registered(session, ARENA_BYTES)), Grant) == []
+    end.receive(Granted(session, 1), Granted(session, 2))
+    assert sent(end.receive(Registered(session, ARENA_BYTES)), Grant) == []
 
 
-def test_a_grant_that_was_never_said_is_aborted_and_drained_like_any_other() -> None:
+def test_a_grant_that_was_never_sent_is_aborted_and_drained_like_any_other() -> None:
     end = DecodeEnd()
     session = end.up(bytes_ready=ARENA_BYTES // 2 + 4 * C4_ROW)
     end.granted(1, tokens=16)
     assert sent(end.expect(2, tokens=8), Grant) == []
     (abort,) = sent(end.core.abort(2, end.now), Abort)
     assert end.core.arena.free[1].free_slots == SLOTS - 6
-    end.hear(Drained(session, abort.grant))
+    end.receive(Drained(session, abort.grant))
     assert end.core.arena.free[1].free_slots == SLOTS - 4
-    assert sent(end.hear(Registered(session, ARENA_BYTES)), Grant) == []
+    assert sent(end.receive(Registered(session, ARENA_BYTES)), Grant) == []
 
 
 def test_slots_that_are_not_backed_yet_are_waited_for() -> None:
@@ -659,22 +659,22 @@ def test_hello_repeats_until_welcome() -> None:
     end = DecodeEnd()
     end.core.dial(P, 0.0)
     assert len(sent(end.tick(0.75), Hello)) == 3
-    end.hear(end.welcome())
+    end.receive(end.welcome())
     assert sent(end.live(1.5, P), Hello) == []
 
 
 def test_welcome_twice_opens_one_session() -> None:
     end = DecodeEnd()
     end.core.dial(P, 0.0)
-    assert len(of(end.hear(end.welcome(), end.welcome()), Offer)) == 1
+    assert len(of(end.receive(end.welcome(), end.welcome()), Offer)) == 1
 
 
 def test_a_welcome_that_nobody_asked_for_is_ignored() -> None:
     end = DecodeEnd()
     session = end.up()
     end.granted(1)
-    assert end.hear(end.welcome(incarnation=2)) == []
-    assert end.hear(end.welcome(model="another")) == []
+    assert end.receive(end.welcome(incarnation=2)) == []
+    assert end.receive(end.welcome(model="another")) == []
     assert end.core.prefill_peers.peers[P].up.id == session
 
 
@@ -683,13 +683,13 @@ def test_a_new_incarnation_fails_rooms_at_once_but_keeps_slots() -> None:
     session = end.up()
     end.granted(1)
     end.tick(0.2)
-    effects = end.hear(Pong(2))
+    effects = end.receive(Pong(2))
     assert failure(effects) == (1, Cause.PEER_RESTARTED)
     assert [reject.session for reject in sent(effects, Reject)] == [session]
     assert of(effects, Fence) == [Fence(session)]
     assert sent(effects, Hello)
     assert end.free != ALL_FREE
-    assert of(end.hear(end.welcome(incarnation=2)), Offer), "the new process need not wait for the old one's fence"
+    assert of(end.receive(end.welcome(incarnation=2)), Offer), "the new process need not wait for the old one's fence"
     end.live(60.0, P)
     assert end.free != ALL_FREE
     assert of(end.core.fenced(session, end.now), Forget) == [Forget(session)]
@@ -700,7 +700,7 @@ def test_a_fence_is_asked_for_until_it_holds() -> None:
     end = DecodeEnd()
     session = end.up()
     end.granted(1)
-    end.hear(Pong(2))
+    end.receive(Pong(2))
     assert len(of(end.tick(0.5), Fence)) == 3, "after 50, 150 and 350 ms"
     end.core.fenced(session, end.now)
     assert of(end.tick(1.0), Fence) == []
@@ -728,7 +728,7 @@ def test_a_silent_peer_comes_back_and_drains() -> None:
     end.tick(3.0)
     assert end.core.prefill_peers.sessions[session].state is SessionState.SILENT
     assert end.core.leases.quarantined_bytes == kv_bytes(8)
-    end.hear(Drained(grant.session, grant.grant))
+    end.receive(Drained(grant.session, grant.grant))
     assert end.core.prefill_peers.peers[P].up.id == session
     assert end.core.leases.quarantined_bytes == 0
     assert end.free == ALL_FREE
@@ -738,11 +738,11 @@ def test_a_silent_peer_comes_back_and_drains() -> None:
 def test_a_room_for_a_peer_that_was_lost_greets_it_at_once_and_waits_as_for_a_new_one() -> None:
     end = DecodeEnd()
     end.up()
-    end.hear(Goodbye(1, "shutdown"))
+    end.receive(Goodbye(1, "shutdown"))
     end.tick(10.0)
     effects = end.expect(1)
     assert (failures(effects), len(sent(effects, Hello))) == ([], 1)
-    end.hear(end.welcome(incarnation=2))
+    end.receive(end.welcome(incarnation=2))
     assert sent(end.live(0.5, P), Hello) == []
     assert 1 in end.core.rooms
 
@@ -750,13 +750,13 @@ def test_a_room_for_a_peer_that_was_lost_greets_it_at_once_and_waits_as_for_a_ne
 def test_rooms_for_a_peer_that_stays_away_fail_together() -> None:
     end = DecodeEnd()
     end.up()
-    end.hear(Goodbye(1, "shutdown"))
+    end.receive(Goodbye(1, "shutdown"))
     end.tick(10.0)
     end.expect(1)
     end.tick(LIMITS.silence_ms / 2e3)
     end.expect(2)
-    told = failures(end.tick((LIMITS.silence_ms / 2 + LIMITS.ping_ms) / 1e3))
-    assert told == [(1, Cause.PEER_LOST), (2, Cause.PEER_LOST)]
+    failed = failures(end.tick((LIMITS.silence_ms / 2 + LIMITS.ping_ms) / 1e3))
+    assert failed == [(1, Cause.PEER_LOST), (2, Cause.PEER_LOST)]
 
 
 def test_a_silent_peer_that_is_fenced_is_greeted_anew() -> None:
@@ -767,7 +767,7 @@ def test_a_silent_peer_that_is_fenced_is_greeted_anew() -> None:
     assert of(end.core.fenced(session, end.now), Forget)
     assert end.free == ALL_FREE
     assert sent(end.tick(0.5), Hello)
-    assert of(end.hear(end.welcome()), Offer)
+    assert of(end.receive(end.welcome()), Offer)
 
 
 def test_goodbye_fails_rooms_at_once_and_the_next_process_is_greeted_without_haste() -> None:
@@ -775,8 +775,8 @@ def test_goodbye_fails_rooms_at_once_and_the_next_process_is_greeted_without_has
     end.up()
     end.granted(1)
     end.expect(2)
-    assert end.hear(Goodbye(77, "shutdown")) == [], "another process's"
-    effects = end.hear(Goodbye(1, "shutdown"))
+    assert end.receive(Goodbye(77, "shutdown")) == [], "another process's"
+    effects = end.receive(Goodbye(1, "shutdown"))
     assert [(f.room, f.cause) for f in of(effects, RoomFailed)] == [(1, Cause.PEER_LOST), (2, Cause.PEER_LOST)]
     assert of(effects, Fence)
     assert sent(effects, Hello) == []
@@ -787,9 +787,9 @@ def test_a_process_that_follows_one_that_left_is_greeted_as_soon_as_it_answers()
     """Simulated, seed 172 of leaving: it asked for a Hello again and again, and rooms waited for it in vain."""
     end = DecodeEnd()
     end.up()
-    end.hear(Goodbye(1, "shutdown"))
+    end.receive(Goodbye(1, "shutdown"))
     assert sent(end.tick(0.1), Hello) == []
-    assert len(sent(end.hear(Reject(0, "hello_required", ())), Hello)) == 1
+    assert len(sent(end.receive(Reject(0, "hello_required", ())), Hello)) == 1
 
 
 def test_a_peer_that_had_forgotten_this_node_gets_a_new_session() -> None:
@@ -797,8 +797,8 @@ def test_a_peer_that_had_forgotten_this_node_gets_a_new_session() -> None:
     end = DecodeEnd()
     session = end.up()
     end.tick(0.3)
-    assert sent(end.hear(Reject(0, "hello_required", ())), Hello)
-    effects = end.hear(end.welcome())
+    assert sent(end.receive(Reject(0, "hello_required", ())), Hello)
+    effects = end.receive(end.welcome())
     assert of(effects, Fence) == [Fence(session)]
     assert of(effects, Offer)
 
@@ -808,11 +808,11 @@ def test_a_reject_that_wants_a_hello_gets_one_in_resend_ms_however_often_it_come
     end.up()
     end.tick(0.3)
     want = Reject(0, "hello_required", ())
-    assert len(sent(end.hear(*[want] * 50), Hello)) == 1
+    assert len(sent(end.receive(*[want] * 50), Hello)) == 1
     for _ in range(20):
-        assert sent(end.hear(end.welcome(), want, want), Hello) == []
+        assert sent(end.receive(end.welcome(), want, want), Hello) == []
     assert sent(end.tick(0.1), Hello) == []
-    assert len(sent(end.hear(*[want] * 50), Hello)) == 1
+    assert len(sent(end.receive(*[want] * 50), Hello)) == 1
 
 
 def test_a_late_reject_that_wants_a_hello_does_not_end_the_session_that_followed_it() -> None:
@@ -822,8 +822,8 @@ def test_a_late_reject_that_wants_a_hello_does_not_end_the_session_that_followed
     end.up()
     grant = end.granted(1)
     late = Reject(0, "hello_required", ())
-    assert end.hear(late) == []
-    assert end.hear(end.welcome()) == []
+    assert end.receive(late) == []
+    assert end.receive(end.welcome()) == []
     assert of(end.land(grant), RoomReady)
 
 
@@ -833,7 +833,7 @@ def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace() -> None:
     session = end.up()
     end.granted(1)
     no = Reject(0, "refused", ("model: p0 has 'x', d0 'm'",))
-    effects = end.hear(no)
+    effects = end.receive(no)
     assert sent(effects, Hello) == []
     assert failure(effects) == (1, Cause.REFUSED)
     assert of(effects, Fence) == [Fence(session)], "no lease may be left without a fence"
@@ -843,7 +843,7 @@ def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace() -> None:
         for effect in of(end.tick(0.1), Send):
             if isinstance(effect.message, Hello):
                 hellos += 1
-                assert sent(end.hear(no), Hello) == []
+                assert sent(end.receive(no), Hello) == []
     assert 4 <= hellos <= 5, "one in 0.4 s"
     assert failure(end.expect(2)) == (2, Cause.REFUSED)
 
@@ -870,12 +870,12 @@ def test_a_peer_that_does_not_fit_is_refused_with_both_values_until_another_take
 ) -> None:
     end = DecodeEnd()
     assert sent(end.expect(1), Hello)
-    effects = end.hear(end.welcome(**wrong))
+    effects = end.receive(end.welcome(**wrong))
     (failed,) = of(effects, RoomFailed)
     assert (failed.cause, failed.detail) == (Cause.REFUSED, f"{P} is refused: {named}")
-    assert of(end.hear(end.welcome(**wrong)), PeerRefused) == [], "said once"
+    assert of(end.receive(end.welcome(**wrong)), PeerRefused) == [], "reported once"
     end.tick(1.0)
-    assert of(end.hear(end.welcome(incarnation=2)), Offer)
+    assert of(end.receive(end.welcome(incarnation=2)), Offer)
     assert end.expect(2) == []
 
 
@@ -885,12 +885,12 @@ def test_rooms_of_a_peer_that_refuses_this_node_are_named_to_it_in_three_hellos_
     no = Reject(0, "refused", ("block_size: d0 has '32', p0 '16'",))
     for room in range(1, 101):
         end.expect(room)
-    end.hear(no)
+    end.receive(no)
     named = list[tuple[Withdrawn, ...]]()
     for _ in range(100):
         for hello in sent(end.tick(0.1), Hello):
             named.append(hello.withdrawn)
-            end.hear(no)
+            end.receive(no)
     assert [len(each) for each in named[:2]] == [64, 64]
     assert {each.room for each in named[0] + named[1]} == set(range(1, 101)), "each within two Hellos"
     assert Counter(each.room for rooms in named for each in rooms) == dict.fromkeys(range(1, 101), 3)
@@ -899,13 +899,13 @@ def test_rooms_of_a_peer_that_refuses_this_node_are_named_to_it_in_three_hellos_
     assert not end.core.withdrawals.rooms
 
 
-def test_a_room_of_a_peer_that_does_not_fit_is_told_within_resend_ms() -> None:
+def test_a_room_of_a_peer_that_does_not_fit_is_reported_within_resend_ms() -> None:
     """The next Hello would be due at the slowest pace, seconds later."""
     end = DecodeEnd()
     end.expect(1)
-    end.hear(Reject(0, "refused", ()))
+    end.receive(Reject(0, "refused", ()))
     end.tick(5.0)
-    end.hear(Reject(0, "refused", ()))
+    end.receive(Reject(0, "refused", ()))
     effects = end.expect(2)
     assert failure(effects) == (2, Cause.REFUSED)
     hellos = sent([*effects, *end.tick(0.1)], Hello)
@@ -917,9 +917,9 @@ def test_a_session_that_is_refused_fails_the_rooms_that_wait_for_it(word: str, c
     """An arena that could not be mapped in time is no word on the request: elsewhere, or later, it may go."""
     end = DecodeEnd()
     end.expect(1)
-    (offer,) = of(end.hear(end.welcome()), Offer)
+    (offer,) = of(end.receive(end.welcome()), Offer)
     end.core.offered(offer.session, REACH, 0.0)
-    effects = end.hear(Reject(offer.session, word, ("Register.components[0].name: 'kv', this prefill has []",)))
+    effects = end.receive(Reject(offer.session, word, ("Register.components[0].name: 'kv', this prefill has []",)))
     assert failure(effects) == (1, cause)
     assert end.core.prefill_peers.peers[P].session is None
     assert failure(end.expect(2)) == (2, cause), "of the same cause as long as it stands"
@@ -930,7 +930,7 @@ def test_an_arena_that_cannot_be_offered_is_reported_once_until_a_session_is_up(
     end.expect(1)
     reported = []
     for _ in range(3):
-        (offer,) = of(end.hear(end.welcome()), Offer)
+        (offer,) = of(end.receive(end.welcome()), Offer)
         effects = end.core.unoffered(offer.session, "p0 takes shm", end.now)
         reported += [*of(effects, PeerRefused), *of(effects, SessionLost)]
         assert end.core.prefill_peers.unusable(end.now, lambda _: "") == [(P, "p0 takes shm")]
@@ -949,25 +949,25 @@ def test_a_silent_peer_without_a_session_is_unusable_while_it_cannot_be_reached(
     assert peers.unusable(end.now, lambda _: "") == [], "it is connected: it may answer any moment"
 
 
-def test_a_peer_that_said_goodbye_is_another_process_or_none() -> None:
+def test_a_peer_that_sent_goodbye_is_another_process_or_none() -> None:
     end = DecodeEnd()
     end.up()
-    end.hear(Goodbye(1, "shutdown"))
+    end.receive(Goodbye(1, "shutdown"))
     end.tick(3.0)
-    assert of(end.hear(end.welcome()), Offer) == [], "its answer crossed its Goodbye"
-    assert of(end.hear(end.welcome(incarnation=2)), Offer)
+    assert of(end.receive(end.welcome()), Offer) == [], "its answer crossed its Goodbye"
+    assert of(end.receive(end.welcome(incarnation=2)), Offer)
 
 
 def test_an_unknown_session_while_registering_is_no_refusal() -> None:
     """Simulated, seed 662: a late Register of an earlier session had taken the new one's place."""
     end = DecodeEnd()
     end.expect(1)
-    (offer,) = of(end.hear(end.welcome()), Offer)
+    (offer,) = of(end.receive(end.welcome()), Offer)
     end.core.offered(offer.session, REACH, 0.0)
-    effects = end.hear(Reject(offer.session, "unknown_session", ()))
+    effects = end.receive(Reject(offer.session, "unknown_session", ()))
     assert of(effects, PeerRefused) == of(effects, RoomFailed) == []
     end.tick(0.2)
-    assert of(end.hear(end.welcome()), Offer)
+    assert of(end.receive(end.welcome()), Offer)
 
 
 def test_a_session_that_prefill_ended_fails_its_rooms_and_is_fenced() -> None:
@@ -975,7 +975,7 @@ def test_a_session_that_prefill_ended_fails_its_rooms_and_is_fenced() -> None:
     session = end.up()
     end.granted(1)
     end.tick(0.2)
-    effects = end.hear(Reject(session, "transfer", ("its writer was fenced",)))
+    effects = end.receive(Reject(session, "transfer", ("its writer was fenced",)))
     (failed,) = of(effects, RoomFailed)
     assert "its writer was fenced" in failed.detail
     assert of(effects, Fence)
@@ -986,12 +986,12 @@ def test_a_session_that_prefill_ended_fails_its_rooms_and_is_fenced() -> None:
 def test_a_word_of_an_earlier_process_changes_nothing() -> None:
     end = DecodeEnd()
     end.up()
-    end.hear(Pong(2))
-    (offer,) = of(end.hear(end.welcome(incarnation=2)), Offer)
+    end.receive(Pong(2))
+    (offer,) = of(end.receive(end.welcome(incarnation=2)), Offer)
     end.core.offered(offer.session, REACH, end.now)
-    end.hear(Registered(offer.session, ARENA_BYTES))
+    end.receive(Registered(offer.session, ARENA_BYTES))
     grant = end.granted(1)
-    assert end.hear(Pong(1), Goodbye(1, "shutdown")) == []
+    assert end.receive(Pong(1), Goodbye(1, "shutdown")) == []
     assert of(end.land(grant), RoomReady)
 
 
@@ -999,33 +999,33 @@ def test_a_late_welcome_of_an_earlier_process_does_not_answer_a_hello_to_the_new
     end = DecodeEnd()
     end.up()
     end.tick(0.3)
-    end.hear(Pong(2))
-    (offer,) = of(end.hear(end.welcome(incarnation=2)), Offer)
+    end.receive(Pong(2))
+    (offer,) = of(end.receive(end.welcome(incarnation=2)), Offer)
     end.tick(0.3)
-    assert sent(end.hear(Reject(0, "hello_required", ())), Hello)
-    assert end.hear(end.welcome(incarnation=1)) == []
+    assert sent(end.receive(Reject(0, "hello_required", ())), Hello)
+    assert end.receive(end.welcome(incarnation=1)) == []
     assert end.core.prefill_peers.peers[P].session.id == offer.session
 
 
-def test_what_an_earlier_process_left_on_its_way_does_not_make_the_new_one_heard() -> None:
+def test_what_an_earlier_process_left_on_its_way_does_not_mark_the_new_one_seen() -> None:
     end = DecodeEnd()
     end.up()
     grant = end.granted(1)
-    end.hear(Pong(2))
-    (offer,) = of(end.hear(end.welcome(incarnation=2)), Offer)
+    end.receive(Pong(2))
+    (offer,) = of(end.receive(end.welcome(incarnation=2)), Offer)
     end.tick(1.5)
-    end.hear(Drained(grant.session, grant.grant))
+    end.receive(Drained(grant.session, grant.grant))
     end.tick(1.5)
     assert end.core.prefill_peers.sessions[offer.session].state is SessionState.FENCING
 
 
-def test_a_process_that_speaks_on_after_it_was_taken_for_gone_is_heard() -> None:
+def test_a_process_that_speaks_on_after_it_was_taken_for_gone_is_accepted() -> None:
     """Simulated, seed 4304, on the other side: the first word of a dead process came after the living one's."""
     end = DecodeEnd()
     end.up()
     end.tick(0.3)
-    end.hear(Pong(0xDEAD), end.welcome(incarnation=0xDEAD))
-    assert end.hear(Pong(1)) == []
+    end.receive(Pong(0xDEAD), end.welcome(incarnation=0xDEAD))
+    assert end.receive(Pong(1)) == []
     assert of(end.live(5.0, P), Offer) == []
     end.incarnation = 1
     assert of(end.live(5.0, P), Offer)
@@ -1036,9 +1036,9 @@ def test_one_peer_cannot_use_up_all_sessions() -> None:
     end.core.dial(P, 0.0)
     opened = []
     for life in range(1, 9):
-        effects = end.hear(end.welcome(incarnation=life))
+        effects = end.receive(end.welcome(incarnation=life))
         opened += of(effects, Offer)
-        end.hear(Pong(life + 100))
+        end.receive(Pong(life + 100))
         end.tick(1.0)
     assert len(opened) == LIMITS.peer_sessions_max
     assert failure(end.expect(1) + end.live(1.0, P)) == (1, Cause.FULL)
@@ -1062,7 +1062,7 @@ def test_a_peer_that_is_long_gone_is_forgotten_and_can_be_dialled_again() -> Non
 def test_a_refused_peer_that_is_long_gone_is_forgotten_too() -> None:
     end = DecodeEnd(replace(LIMITS, forget_ms=20_000))
     end.core.dial(P, 0.0)
-    end.hear(end.welcome(model="other"))
+    end.receive(end.welcome(model="other"))
     assert of(end.tick(19.0), HangUp) == []
     assert of(end.tick(2.0), HangUp) == [HangUp(P)]
 
@@ -1095,7 +1095,7 @@ def test_half_of_the_places_are_kept_for_peers_that_rooms_name(sessions_max: int
 def test_a_message_of_somebody_who_was_never_dialled_is_ignored() -> None:
     end = DecodeEnd()
     session = end.up()
-    assert end.hear(Drained(session, 1), end.welcome(), peer="tcp://stranger") == []
+    assert end.receive(Drained(session, 1), end.welcome(), peer="tcp://stranger") == []
 
 
 def test_a_peer_that_never_answers_fails_the_rooms_that_wait_for_it() -> None:
@@ -1113,7 +1113,7 @@ def test_every_peer_without_a_session_is_being_greeted() -> None:
         end.welcome(incarnation=7, model="x"), end.welcome(incarnation=8),
     ):  # fmt: skip
         end.core.dial(P, end.now)
-        end.hear(message)
+        end.receive(message)
         peer = end.core.prefill_peers.peers[P]
         assert peer.session is not None or ("hello", P, 0) in end.core.prefill_peers.timers
         end.tick(0.3)
@@ -1136,27 +1136,27 @@ def test_slots_that_an_engine_chose_are_given_back_with_their_lease_and_not_with
     session = end.up()
     chosen = first_slots(end, 8, 2)
     grant = end.granted(1, tokens=8, chosen=chosen, deadline=end.now + 5.0)
-    end.hear(Granted(session, grant.grant))
+    end.receive(Granted(session, grant.grant))
     match way:
         case "abort":
             effects = end.core.abort(1, end.now)
         case "deadline":
             effects = end.live(5.2, P)
         case "failed":
-            effects = end.hear(Failed(session, grant.grant, "transfer", "", False))
+            effects = end.receive(Failed(session, grant.grant, "transfer", "", False))
         case "silence":
             effects = end.tick(LIMITS.silence_ms / 1e3 + 1.0)
         case "goodbye":
-            effects = end.hear(Goodbye(end.incarnation, "shutdown"))
+            effects = end.receive(Goodbye(end.incarnation, "shutdown"))
         case _:
-            effects = end.hear(Reject(session, "transfer", ()))
+            effects = end.receive(Reject(session, "transfer", ()))
     effects += end.live(1.0, P) if way in ("abort", "deadline", "failed") else end.tick(1.0)
     assert failure(effects)[0] == 1, "the room has ended at once"
     assert of(effects, RoomDrained) == [], "its writer may still write"
     assert not end.core.idle
     assert end.free == [SLOTS - 8, SLOTS - 2]
     if way in ("abort", "deadline", "failed"):
-        effects = end.hear(Drained(session, grant.grant))
+        effects = end.receive(Drained(session, grant.grant))
     else:
         effects = end.core.fenced(session, end.now)
     assert of(effects, RoomDrained) == [RoomDrained(1)]
@@ -1171,8 +1171,8 @@ def test_slots_that_an_engine_chose_are_given_back_with_the_last_of_their_leases
     chosen = first_slots(end, 8, 2)
     first, second = sent(end.expect(1, 8, P, P2, chosen=chosen), Grant)
     end.core.abort(1, end.now)
-    assert of(end.hear(Drained(first.session, first.grant)), RoomDrained) == []
-    assert of(end.hear(Drained(second.session, second.grant), peer=P2), RoomDrained) == [RoomDrained(1)]
+    assert of(end.receive(Drained(first.session, first.grant)), RoomDrained) == []
+    assert of(end.receive(Drained(second.session, second.grant), peer=P2), RoomDrained) == [RoomDrained(1)]
 
 
 def test_a_node_is_not_idle_while_it_has_leased_slots_to_a_silent_peer() -> None:

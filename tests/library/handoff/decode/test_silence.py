@@ -43,14 +43,14 @@ def test_a_slow_peer_is_granted_nothing_until_it_is_seen_again() -> None:
     end.up()
     end.up(P2)
     first = end.granted(1)
-    end.hear(Granted(first.session, first.grant))
+    end.receive(Granted(first.session, first.grant))
     end.live(LIMITS.slow_ms / 1e3 + LIMITS.ping_ms / 1e3, P2)
     assert state(end) is SessionState.SLOW
     free = end.free
     assert sent(end.expect(2), Grant) == []
     assert end.free == free, "it holds no slot that other peers' rooms could have"
     assert of(end.land(end.granted(3, 8, P2), P2), RoomReady)
-    assert [each.room for each in sent(end.hear(Pong(1)), Grant)] == [2]
+    assert [each.room for each in sent(end.receive(Pong(1)), Grant)] == [2]
     assert state(end) is SessionState.UP
 
 

@@ -38,7 +38,7 @@ def end_of(limits: Limits = LIMITS, **options: Any) -> DecodeEnd:
 def known(end: DecodeEnd, name: str = ALIAS) -> list[Any]:
     """The endpoint is dialled, and answers as the process of another."""
     end.core.dial(name, end.now)
-    return end.hear(end.welcome(), peer=name)
+    return end.receive(end.welcome(), peer=name)
 
 
 SECOND_RANK = Welcome(1, identity("p1", "prefill", 77, holds=C4))
@@ -47,9 +47,9 @@ SECOND_RANK = Welcome(1, identity("p1", "prefill", 77, holds=C4))
 def second_rank(end: DecodeEnd, name: str) -> int:
     """A session with the rank that holds the other component."""
     end.core.dial(name, end.now)
-    (offer,) = of(end.hear(SECOND_RANK, peer=name), Offer)
+    (offer,) = of(end.receive(SECOND_RANK, peer=name), Offer)
     end.core.offered(offer.session, REACH, end.now)
-    end.hear(Registered(offer.session, ARENA_BYTES), peer=name)
+    end.receive(Registered(offer.session, ARENA_BYTES), peer=name)
     return offer.session
 
 
@@ -82,7 +82,7 @@ def test_rooms_that_waited_at_the_second_endpoint_are_granted_when_it_answers() 
     end = end_of()
     session = end.up()
     assert sent(end.expect(1, 8, ALIAS), Grant) == []
-    (grant,) = sent(end.hear(end.welcome(), peer=ALIAS), Grant)
+    (grant,) = sent(end.receive(end.welcome(), peer=ALIAS), Grant)
     assert (grant.session, grant.room) == (session, 1)
 
 
@@ -91,11 +91,11 @@ def test_the_endpoint_that_answers_first_stands_for_the_others() -> None:
     end = end_of()
     end.expect(1)
     end.expect(2, 8, ALIAS)
-    (offer,) = of(end.hear(end.welcome(), peer=ALIAS), Offer)
-    effects = end.hear(end.welcome())
+    (offer,) = of(end.receive(end.welcome(), peer=ALIAS), Offer)
+    effects = end.receive(end.welcome())
     assert (of(effects, Offer), of(effects, HangUp)) == ([], [HangUp(P)])
     end.core.offered(offer.session, REACH, end.now)
-    effects = end.hear(Registered(offer.session, ARENA_BYTES), peer=ALIAS)
+    effects = end.receive(Registered(offer.session, ARENA_BYTES), peer=ALIAS)
     assert [(grant.session, grant.room) for grant in sent(effects, Grant)] == [(offer.session, 1), (offer.session, 2)]
 
 
@@ -107,7 +107,7 @@ def test_rooms_of_both_endpoints_keep_their_turns() -> None:
     end.expect(12, 8, ALIAS)
     end.expect(13)
     end.expect(14, 8, ALIAS)
-    end.hear(end.welcome(), peer=ALIAS)
+    end.receive(end.welcome(), peer=ALIAS)
     rooms = [grant.room for each in grants for grant in sent(end.land(each), Grant)]
     assert rooms == [11, 12, 13, 14]
 
@@ -116,7 +116,7 @@ def test_a_second_welcome_is_no_answer_to_anything() -> None:
     end = end_of()
     end.up()
     known(end)
-    assert end.hear(end.welcome(), end.welcome(2), peer=ALIAS) == []
+    assert end.receive(end.welcome(), end.welcome(2), peer=ALIAS) == []
 
 
 def test_a_new_process_is_met_by_each_endpoint_anew() -> None:
@@ -124,11 +124,11 @@ def test_a_new_process_is_met_by_each_endpoint_anew() -> None:
     end.up()
     known(end)
     end.live(1.0, P)
-    end.hear(Reject(0, "hello_required", ()))
-    assert of(end.hear(end.welcome(2)), Offer)
+    end.receive(Reject(0, "hello_required", ()))
+    assert of(end.receive(end.welcome(2)), Offer)
     effects = end.expect(1, 8, ALIAS)
     assert ALIAS in sent_to(effects), "it may lead elsewhere now"
-    assert of(end.hear(end.welcome(), peer=ALIAS), HangUp) == [HangUp(ALIAS)]
+    assert of(end.receive(end.welcome(), peer=ALIAS), HangUp) == [HangUp(ALIAS)]
 
 
 def test_where_the_first_endpoint_is_silent_the_second_takes_over_for_both() -> None:
@@ -139,11 +139,11 @@ def test_where_the_first_endpoint_is_silent_the_second_takes_over_for_both() -> 
     end.live(3.0)
     assert end.core.prefill_peers.resolve(ALIAS, end.now) == ALIAS
     end.expect(2, 8, ALIAS)
-    effects = end.hear(end.welcome(), peer=ALIAS)
+    effects = end.receive(end.welcome(), peer=ALIAS)
     (offer,) = of(effects, Offer)
     assert of(effects, HangUp) == [HangUp(P)]
     end.core.offered(offer.session, REACH, end.now)
-    assert [grant.room for grant in sent(end.hear(Registered(offer.session, ARENA_BYTES), peer=ALIAS), Grant)] == [2]
+    assert [grant.room for grant in sent(end.receive(Registered(offer.session, ARENA_BYTES), peer=ALIAS), Grant)] == [2]
     (grant,) = sent(end.expect(3), Grant)
     assert grant.session == offer.session, "rooms that name the first endpoint go by the second"
     (peer,) = end.core.prefill_peers.peers.values()
@@ -154,17 +154,17 @@ def test_where_the_first_endpoint_is_silent_the_second_takes_over_for_both() -> 
     assert lease.session == old
 
 
-def test_a_process_that_says_goodbye_stands_for_none() -> None:
+def test_a_process_that_sends_goodbye_stands_for_none() -> None:
     end = end_of()
     end.up()
     known(end)
     end.core.dial(ALIAS_2, end.now)
-    end.hear(Goodbye(end.incarnation, "shutdown"))
-    assert of(end.hear(end.welcome(), peer=ALIAS_2), HangUp) == []
+    end.receive(Goodbye(end.incarnation, "shutdown"))
+    assert of(end.receive(end.welcome(), peer=ALIAS_2), HangUp) == []
 
 
-def test_what_a_process_says_alone_makes_it_no_other() -> None:
-    """Without keys, on loopback, any user may claim a node and an incarnation that it has been told."""
+def test_what_a_process_claims_alone_makes_it_no_other() -> None:
+    """Without keys, on loopback, any user may claim a node and an incarnation that it has seen."""
     end = end_of(may_be_one=lambda _, __: False)
     session = end.up()
     assert of(known(end), Offer)
@@ -179,7 +179,7 @@ def test_equal_nodes_of_different_keys_or_incarnations_are_different_peers() -> 
     end = end_of()
     end.up()
     end.core.dial(ALIAS, end.now)
-    assert of(end.hear(end.welcome(2), peer=ALIAS), Offer)
+    assert of(end.receive(end.welcome(2), peer=ALIAS), Offer)
 
 
 def test_equal_keys_are_one_peer_whatever_its_node_is_called() -> None:
@@ -193,7 +193,7 @@ def test_a_room_that_names_one_rank_twice_fails() -> None:
     end = end_of()
     end.up(holds=KV)
     end.expect(1, 8, P, ALIAS)
-    assert failure(end.hear(end.welcome(holds=KV), peer=ALIAS)) == (1, Cause.PEER_LOST)
+    assert failure(end.receive(end.welcome(holds=KV), peer=ALIAS)) == (1, Cause.PEER_LOST)
     assert not end.core.window_slots.rooms
     with pytest.raises(LocalProtocolError, match="must name at least one rank, each once"):
         end.expect(2, 8, P, ALIAS)
@@ -205,19 +205,19 @@ def test_a_leader_and_its_ranks_may_be_named_otherwise_than_they_were_met() -> N
     end = end_of()
     second = second_rank(end, P3)
     end.core.dial(P2, end.now)
-    assert of(end.hear(SECOND_RANK, peer=P2), HangUp) == [HangUp(P2)]
+    assert of(end.receive(SECOND_RANK, peer=P2), HangUp) == [HangUp(P2)]
     leader = end.registered(holds=KV, group=group).session
     end.expect(1, 8, ALIAS, whole_group=True)
-    grants = sent(end.hear(end.welcome(holds=KV, group=group), peer=ALIAS), Grant)
+    grants = sent(end.receive(end.welcome(holds=KV, group=group), peer=ALIAS), Grant)
     assert {grant.session for grant in grants} == {leader, second}
 
 
-def test_a_room_that_was_given_up_is_told_to_the_peer_that_its_source_leads_to() -> None:
+def test_a_room_that_was_given_up_is_reported_to_the_peer_that_its_source_leads_to() -> None:
     end = end_of()
     session = end.up()
     end.expect(1, 8, ALIAS)
     end.core.abort(1, end.now)
-    (abort,) = sent(end.hear(end.welcome(), peer=ALIAS), Abort)
+    (abort,) = sent(end.receive(end.welcome(), peer=ALIAS), Abort)
     assert (abort.session, abort.room) == (session, 1)
     assert not end.core.withdrawals.rooms
 
@@ -228,10 +228,10 @@ def test_where_the_peer_is_refused_its_other_names_are_tried_and_no_client_is_bl
     end.up()
     known(end)
     end.expect(1)
-    assert failure(end.hear(Reject(0, reason, ("why",)))) == (1, Cause.PEER_LOST)
+    assert failure(end.receive(Reject(0, reason, ("why",)))) == (1, Cause.PEER_LOST)
     assert [name for name, _ in end.core.prefill_peers.unusable(end.now, lambda _: "")] == [P]
     assert of(end.expect(2, 8, ALIAS), fx.RoomFailed) == []
-    assert of(end.hear(end.welcome(), peer=ALIAS), Offer)
+    assert of(end.receive(end.welcome(), peer=ALIAS), Offer)
 
 
 def test_other_names_are_bounded_and_the_oldest_goes_first() -> None:
@@ -243,7 +243,7 @@ def test_other_names_are_bounded_and_the_oldest_goes_first() -> None:
     assert len(end.core.prefill_peers.peers) == 1
     effects = end.expect(1, 8, ALIAS)
     assert sent(effects, Hello), "it is dialled anew"
-    assert [grant.room for grant in sent(end.hear(end.welcome(), peer=ALIAS), Grant)] == [1]
+    assert [grant.room for grant in sent(end.receive(end.welcome(), peer=ALIAS), Grant)] == [1]
 
 
 def test_other_names_take_no_places_of_peers() -> None:
@@ -261,6 +261,6 @@ def test_rooms_of_two_ranks_do_not_wait_for_each_other_when_two_lines_become_one
     end.up(holds=KV)
     end.expect(1, 8, ALIAS, P2)
     end.expect(2, 8, P, P2)
-    grants = sent(end.hear(end.welcome(holds=KV), peer=ALIAS), Grant)
+    grants = sent(end.receive(end.welcome(holds=KV), peer=ALIAS), Grant)
     assert [grant.room for grant in grants] == [1, 1]
     assert end.core.prefill_peers.peers[P].session.reserved == 0

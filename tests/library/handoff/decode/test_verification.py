@@ -159,7 +159,7 @@ def test_a_peer_that_is_lost_after_landed_costs_its_room_nothing(how: str) -> No
     grant = decode.granted(7, deadline=decode.now + 60.0)
     decode.land(grant, checksum=SENT)
     if how == "goodbye":
-        effects = decode.hear(Goodbye(decode.incarnation, "shutdown"))
+        effects = decode.receive(Goodbye(decode.incarnation, "shutdown"))
         effects += decode.core.fenced(grant.session, decode.now)
         assert grant.session not in decode.core.prefill_peers.sessions
     else:
@@ -200,7 +200,7 @@ def test_a_wrong_grant_aborts_those_that_still_write() -> None:
     assert of(effects, RoomFailed)[0].room == 7
     assert [each.grant for each in sent(effects, Abort)] == [second.grant]
     assert decode.free != ALL_FREE
-    decode.hear(Failed(second.session, second.grant, "aborted", "", quiescent=True), peer=peers[1])
+    decode.receive(Failed(second.session, second.grant, "aborted", "", quiescent=True), peer=peers[1])
     assert decode.free == ALL_FREE
 
 
@@ -221,7 +221,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def before_landed(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Landed], Landed | None]) -> None:
-    """What happens between the last write and the moment at which decode hears of it."""
+    """What happens between the last write and the moment at which decode learns of it."""
     receive = DecodeSessions.receive
 
     def seen(self: DecodeSessions, name: str, message: Any, now: float) -> Any:
@@ -335,7 +335,7 @@ def test_a_row_of_the_pool_that_changes_between_read_and_write_is_caught(monkeyp
         assert pair.failed(1).cause is Cause.TRANSFER
 
 
-def test_a_prefill_that_says_the_sum_of_something_else_fails_its_room_and_no_other(
+def test_a_prefill_that_sends_the_sum_of_something_else_fails_its_room_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def lie(message: Landed) -> Landed | None:
@@ -352,7 +352,7 @@ def test_a_prefill_that_says_the_sum_of_something_else_fails_its_room_and_no_oth
         pair.whole_arena_is_free(3)
 
 
-def test_a_prefill_that_knows_no_checksums_fails_its_rooms_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_that_knows_no_checksums_fails_its_rooms_with_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     receive = PrefillSessions.receive
 
     def older(self: PrefillSessions, name: str, message: Any, now: float) -> Any:

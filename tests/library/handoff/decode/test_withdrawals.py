@@ -1,4 +1,4 @@
-"""Rooms that were given up before their Grant: how many are kept counts those that wait, and none that was told."""
+"""Rooms that were given up before their Grant: the bound counts those that wait, and none that was announced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kept(withdrawals: Withdrawals, source: str) -> list[int]:
     return rooms
 
 
-def test_rooms_that_were_told_make_place_for_others() -> None:
+def test_rooms_that_were_announced_make_room_for_others() -> None:
     withdrawals = Withdrawals(4, 60.0)
     for first in range(0, 40, 4):
         rooms = list(range(first, first + 4))

@@ -68,7 +68,7 @@ S = 0xA0
 def writing(end: PrefillEnd, room: int = 1, number: int = 1, tokens: int = 8, at: int = 0) -> list[Write]:
     """A room that is open, granted, computed and finished: its two writes, kv and c4, in flight."""
     end.open(room, tokens)
-    end.hear(grant(number, room, tokens, at=at))
+    end.receive(grant(number, room, tokens, at=at))
     writes = of(end.push(room, tokens), Write)
     assert end.finish(room) == []
     return writes
@@ -104,7 +104,7 @@ def test_cells_that_come_before_the_grant_are_written_when_it_comes() -> None:
     end.up()
     end.open()
     assert end.push() == []
-    effects = end.hear(grant())
+    effects = end.receive(grant())
     assert sent(effects, Granted) == [Granted(S, 1)]
     assert of(effects, RoomLeased) == [RoomLeased(1, 8)]
     assert len(of(effects, Write)) == 2
@@ -113,7 +113,7 @@ def test_cells_that_come_before_the_grant_are_written_when_it_comes() -> None:
 def test_a_grant_that_comes_before_the_room_waits_for_it() -> None:
     end = PrefillEnd()
     end.up()
-    assert end.hear(grant()) == [Send(D, Granted(S, 1)), RoomAsked(1, 8, 0)]
+    assert end.receive(grant()) == [Send(D, Granted(S, 1)), RoomAsked(1, 8, 0)]
     assert of(end.open(), RoomLeased) == [RoomLeased(1, 8)]
     assert len(of(end.push(), Write)) == 2
     assert end.core._waiting == {}
@@ -123,7 +123,7 @@ def test_each_cell_is_written_where_its_rows_and_layers_belong() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant(at=20))
+    end.receive(grant(at=20))
     sources = np.array([40, 41, 42])
     (write,) = of(end.core.push(1, Cell("kv", 3, (1, 3), sources)), Write)
     assert write.layers == (1, 3)
@@ -137,7 +137,7 @@ def test_only_rows_behind_the_prefix_are_written() -> None:
     end.open()
     kv = grant().parts[0]
     part = msgspec.structs.replace(kv, first_row=5, rows=3, extents=np.array([[30, 3]], dtype="<u4").tobytes())
-    end.hear(grant(prefix=5, parts=(part,)))
+    end.receive(grant(prefix=5, parts=(part,)))
     (write,) = of(end.push(component="kv"), Write)
     assert write.source_slots.tolist() == [5, 6, 7]
     assert write.target_slots.tolist() == [30, 31, 32]
@@ -152,17 +152,17 @@ def test_a_second_grant_of_one_session_takes_no_other_ranks_place_in_a_room() ->
     end.up()
     end.up(0xA1, D2)
     end.open(grants=2)
-    end.hear(grant(1))
-    (failed,) = sent(end.hear(grant(2, at=8)), Failed)
+    end.receive(grant(1))
+    (failed,) = sent(end.receive(grant(2, at=8)), Failed)
     assert (failed.grant, failed.reason, failed.quiescent) == (2, Cause.BREACH.value, True)
-    assert of(end.hear(grant(session=0xA1), peer=D2), RoomLeased) == [RoomLeased(1, 8)]
+    assert of(end.receive(grant(session=0xA1), peer=D2), RoomLeased) == [RoomLeased(1, 8)]
 
 
 def test_a_grant_without_parts_lands_once_the_room_is_finished() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant(parts=(), prefix=8))
+    end.receive(grant(parts=(), prefix=8))
     assert end.push() == []
     assert sent(end.finish(), Landed) == [Landed(S, 1, 0, b"aux")]
 
@@ -171,15 +171,15 @@ def test_only_the_rank_that_was_asked_sends_the_aux() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant(parts=(), send_aux=False))
+    end.receive(grant(parts=(), send_aux=False))
     assert sent(end.finish(), Landed) == [Landed(S, 1, 0, b"")]
 
 
-def test_a_room_that_lacks_bytes_when_the_engine_says_finished_fails_with_the_engines_cause() -> None:
+def test_a_room_that_lacks_bytes_when_the_engine_reports_finished_fails_with_the_engines_cause() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
+    end.receive(grant())
     (write,) = of(end.push(component="kv"), Write)
     end.wrote(write)
     effects = end.finish()
@@ -215,7 +215,7 @@ def test_rows_are_offered_once_a_layer() -> None:
         end.core.push(1, Cell("kv", 7, (1, 3), np.arange(1)))
 
 
-def test_misuse_by_the_engine_is_told_to_the_engine() -> None:
+def test_misuse_by_the_engine_is_reported_to_the_engine() -> None:
     end = PrefillEnd()
     end.open()
     with pytest.raises(LocalProtocolError, match="open already"):
@@ -261,17 +261,17 @@ def test_a_repeated_grant_is_answered_by_what_became_of_it() -> None:
     end = PrefillEnd()
     end.up()
     granted = Send(D, Granted(S, 1))
-    assert end.hear(grant(), grant(time_left_ms=5)) == [granted, RoomAsked(1, 8, 0), granted]
+    assert end.receive(grant(), grant(time_left_ms=5)) == [granted, RoomAsked(1, 8, 0), granted]
     end.open()
     for write in of(end.push(), Write):
         end.wrote(write)
     landed = sent(end.finish(), Landed)
-    assert sent(end.hear(grant()), Landed) == landed
+    assert sent(end.receive(grant()), Landed) == landed
     end.released(1)
-    assert end.hear(grant()) == [], "a number that has ended is over forever"
+    assert end.receive(grant()) == [], "a number that has ended is over forever"
 
 
-def test_decode_hears_of_a_grant_again_while_a_write_of_it_is_near_and_its_end_is_open() -> None:
+def test_decode_is_reminded_of_a_grant_while_a_write_of_it_is_near_and_its_end_is_open() -> None:
     end = PrefillEnd()
     end.up()
     first, second = writing(end)
@@ -279,11 +279,11 @@ def test_decode_hears_of_a_grant_again_while_a_write_of_it_is_near_and_its_end_i
     end.wrote(first)
     assert end.core.wake_hint(S, first.write) == [], "it has ended"
     assert end.core.wake_hint(S + 1, second.write) == []
-    end.hear(Abort(S, 1))
+    end.receive(Abort(S, 1))
     assert end.core.wake_hint(S, second.write) == [], "only its proof is waited for"
     end.wrote(second)
     (third, _) = writing(end, 2, 2, at=16)
-    end.hear(Goodbye(1, "over"))
+    end.receive(Goodbye(1, "over"))
     assert end.core.wake_hint(S, third.write) == []
 
 
@@ -300,18 +300,18 @@ def test_released_for_what_was_never_granted_is_ignored() -> None:
     end = PrefillEnd()
     end.up()
     assert end.released(3) == []
-    assert of(end.hear(grant(3)), Send) == [Send(D, Granted(S, 3))]
+    assert of(end.receive(grant(3)), Send) == [Send(D, Granted(S, 3))]
 
 
 def test_a_grant_outside_the_window_goes_unanswered_until_the_floor_has_moved() -> None:
     end = PrefillEnd()
     end.up()
     far = grant(LIMITS.window + 1, 5, at=40)
-    assert end.hear(far, Abort(S, LIMITS.window + 1)) == []
+    assert end.receive(far, Abort(S, LIMITS.window + 1)) == []
     ended(end, 1, 1)
-    assert end.hear(far) == []
+    assert end.receive(far) == []
     end.released(1)
-    assert of(end.hear(far), Send) == [Send(D, Granted(S, far.grant))]
+    assert of(end.receive(far), Send) == [Send(D, Granted(S, far.grant))]
 
 
 def test_the_floor_passes_only_ends_that_were_acknowledged() -> None:
@@ -322,28 +322,28 @@ def test_the_floor_passes_only_ends_that_were_acknowledged() -> None:
     end.released(3)
     end.released(2)
     assert end.core.sessions[S].floor == 1
-    assert end.hear(grant(2), grant(3), Abort(S, 3)) == []
+    assert end.receive(grant(2), grant(3), Abort(S, 3)) == []
     end.released(1)
     assert end.core.sessions[S].floor == 4
     assert end.core.sessions[S].acked == set()
 
 
-def test_abort_before_its_grant_refuses_the_number_for_ever() -> None:
+def test_abort_before_its_grant_refuses_the_number_forever() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    assert sent(end.hear(Abort(S, 1)), Drained) == [Drained(S, 1)]
-    assert sent(end.hear(grant()), Drained) == [Drained(S, 1)]
+    assert sent(end.receive(Abort(S, 1)), Drained) == [Drained(S, 1)]
+    assert sent(end.receive(grant()), Drained) == [Drained(S, 1)]
     end.released(1)
-    assert end.hear(grant(), Abort(S, 1)) == []
+    assert end.receive(grant(), Abort(S, 1)) == []
     assert of(end.push(), Write) == []
 
 
 def test_abort_of_a_grant_that_waits_for_its_room_drains_it() -> None:
     end = PrefillEnd()
     end.up()
-    end.hear(grant())
-    assert sent(end.hear(Abort(S, 1)), Drained) == [Drained(S, 1)]
+    end.receive(grant())
+    assert sent(end.receive(Abort(S, 1)), Drained) == [Drained(S, 1)]
     assert end.core._waiting == {}
     effects = end.open()
     assert failure(effects) == (1, Cause.ABORTED), "opened after decode gave it up"
@@ -355,7 +355,7 @@ def test_abort_before_its_grant_fails_the_room_that_it_names() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    effects = end.hear(Abort(S, 1, 1))
+    effects = end.receive(Abort(S, 1, 1))
     assert sent(effects, Drained) == [Drained(S, 1)]
     assert failure(effects) == (1, Cause.ABORTED)
     assert of(effects, RoomDrained) == [RoomDrained(1)]
@@ -364,17 +364,17 @@ def test_abort_before_its_grant_fails_the_room_that_it_names() -> None:
 def test_a_room_opened_after_its_abort_fails_at_once_unless_it_is_another_nodes() -> None:
     end = PrefillEnd()
     end.up()
-    end.hear(Abort(S, 1, 1), Abort(S, 2, 2))
+    end.receive(Abort(S, 1, 1), Abort(S, 2, 2))
     assert failure(end.open(1)) == (1, Cause.ABORTED)
     assert end.open(2, peers=[D2]) == []
-    assert end.hear(Abort(S, 3, 2))[1:] == [], "nor does it fail a room that is open for others"
+    assert end.receive(Abort(S, 3, 2))[1:] == [], "nor does it fail a room that is open for others"
 
 
 def test_a_room_that_is_opened_after_its_grant_has_failed_fails_at_once() -> None:
     """Decode waits for it no more, and grants no second time."""
     end = PrefillEnd()
     end.up()
-    end.hear(msgspec.structs.replace(grant(1, 1), time_left_ms=100))
+    end.receive(msgspec.structs.replace(grant(1, 1), time_left_ms=100))
     assert [each.reason for each in sent(end.tick(0.11), Failed)] == ["deadline"]
     effects = end.open(1)
     assert failure(effects) == (1, Cause.ABORTED)
@@ -386,55 +386,55 @@ def test_a_node_that_does_not_fit_can_still_give_its_rooms_up() -> None:
     end.open(1)
     hello = end.hello(weights=b"x")
     rooms = Withdrawn(1, "refused: weights"), Withdrawn(2, "")
-    effects = end.hear(msgspec.structs.replace(hello, withdrawn=rooms))
+    effects = end.receive(msgspec.structs.replace(hello, withdrawn=rooms))
     assert refusal(effects) == "weights: d0 has '78', p0 '77'"
     assert of(effects, RoomFailed) == [RoomFailed(1, Cause.ABORTED, f"{D} gave it up: refused: weights")]
     assert of(effects, RoomDrained) == [RoomDrained(1)]
     assert of(effects, RoomAsked) == [RoomAsked(2, 0, 0)]
     assert of(effects, PeerRefused) == [PeerRefused(D, f"{D} is refused: weights: d0 has '78', p0 '77'")]
-    again = end.hear(msgspec.structs.replace(hello, withdrawn=rooms))
-    assert [type(each) for each in again] == [Send], "said once"
+    again = end.receive(msgspec.structs.replace(hello, withdrawn=rooms))
+    assert [type(each) for each in again] == [Send], "sent once"
     assert failure(end.open(2)) == (2, Cause.ABORTED)
 
 
 def test_a_room_that_is_for_others_is_not_given_up_by_a_hello() -> None:
     end = PrefillEnd()
     end.open(1, peers=(D2,))
-    end.hear(msgspec.structs.replace(end.hello(weights=b"x"), withdrawn=(Withdrawn(1, ""),)))
+    end.receive(msgspec.structs.replace(end.hello(weights=b"x"), withdrawn=(Withdrawn(1, ""),)))
     assert 1 in end.core.rooms
     router = Hello(1, 1, identity("d0", "router"), (Withdrawn(1, ""),))
-    end.hear(router, peer=D2)
+    end.receive(router, peer=D2)
     assert 1 in end.core.rooms, "only a decode node expects rooms"
 
 
 def test_of_peers_that_do_not_fit_those_that_fit_again_are_reported_anew() -> None:
     end = PrefillEnd()
     for _ in range(2):
-        assert len(of(end.hear(end.hello(weights=b"x")), PeerRefused)) == 1
-        assert len(of(end.hear(end.hello(weights=b"y")), PeerRefused)) == 1
-    assert of(end.hear(end.hello(weights=b"y")), PeerRefused) == []
+        assert len(of(end.receive(end.hello(weights=b"x")), PeerRefused)) == 1
+        assert len(of(end.receive(end.hello(weights=b"y")), PeerRefused)) == 1
+    assert of(end.receive(end.hello(weights=b"y")), PeerRefused) == []
     end.up()
-    assert len(of(end.hear(end.hello(weights=b"y")), PeerRefused)) == 1
+    assert len(of(end.receive(end.hello(weights=b"y")), PeerRefused)) == 1
 
 
 def test_grants_of_a_room_that_its_engine_gave_up_before_opening_fail_at_once() -> None:
     end = PrefillEnd()
     end.up()
-    end.hear(grant(1, 1))
+    end.receive(grant(1, 1))
     assert sent(end.core.abort(1, end.now), Failed) == [Failed(S, 1, "aborted", "", quiescent=True)]
     end.core.abort(2, end.now)
-    assert sent(end.hear(grant(2, 2, at=8)), Failed) == [Failed(S, 2, "aborted", "", quiescent=True)]
+    assert sent(end.receive(grant(2, 2, at=8)), Failed) == [Failed(S, 2, "aborted", "", quiescent=True)]
 
 
 def test_abort_stops_writing_and_drains_after_the_last_write() -> None:
     end = PrefillEnd()
     end.up()
     kv, c4 = writing(end)
-    effects = end.hear(Abort(S, 1))
+    effects = end.receive(Abort(S, 1))
     assert failure(effects) == (1, Cause.ABORTED)
     assert of(effects, StopWriting) == [StopWriting(S, 1)]
     assert sent(effects, Drained) == of(effects, RoomDrained) == []
-    assert end.hear(Abort(S, 1)) == [StopWriting(S, 1)]
+    assert end.receive(Abort(S, 1)) == [StopWriting(S, 1)]
     assert end.wrote(kv, Outcome.FAILED) == []
     effects = end.wrote(c4, Outcome.LANDED)
     assert sent(effects, Drained) == [Drained(S, 1)]
@@ -446,12 +446,12 @@ def test_abort_that_comes_after_landed_is_answered_landed() -> None:
     end = PrefillEnd()
     end.up()
     landed = sent(ended(end), Landed)
-    effects = end.hear(Abort(S, 1))
+    effects = end.receive(Abort(S, 1))
     assert sent(effects, Landed) == landed
     assert of(effects, RoomFailed) == []
 
 
-def test_a_write_that_failed_is_told_at_once_and_proven_later() -> None:
+def test_a_write_that_failed_is_reported_at_once_and_proven_later() -> None:
     end = PrefillEnd()
     end.up()
     kv, c4 = writing(end)
@@ -461,7 +461,7 @@ def test_a_write_that_failed_is_told_at_once_and_proven_later() -> None:
     assert of(effects, StopWriting) == [StopWriting(S, 1)]
     assert failure(effects) == (1, Cause.TRANSFER)
     assert of(effects, RoomDrained) == []
-    assert sent(end.tick(5.0 - 0.1), Failed) == [], "it is said once"
+    assert sent(end.tick(5.0 - 0.1), Failed) == [], "it is sent once"
     effects = end.wrote(c4)
     assert sent(effects, Drained) == [Drained(S, 1)]
     assert of(effects, RoomDrained) == [RoomDrained(1)]
@@ -504,7 +504,7 @@ def test_an_unknown_outcome_of_a_closed_session_keeps_its_mapping_and_pages_unti
     end = PrefillEnd()
     end.up()
     kv, c4 = writing(end)
-    effects = end.hear(Goodbye(1, "shutdown"))
+    effects = end.receive(Goodbye(1, "shutdown"))
     assert failure(effects) == (1, Cause.PEER_LOST)
     assert of(end.wrote(kv, Outcome.UNKNOWN), FenceWriter)
     effects = end.wrote(c4)
@@ -518,7 +518,7 @@ def test_an_unknown_outcome_of_a_closed_session_keeps_its_mapping_and_pages_unti
 def test_a_grant_whose_room_never_opens_fails_at_its_deadline() -> None:
     end = PrefillEnd()
     end.up()
-    end.hear(grant(time_left_ms=1_000))
+    end.receive(grant(time_left_ms=1_000))
     assert sent(end.tick(0.95), Failed) == []
     (failed,) = sent(end.tick(0.1), Failed)
     assert (failed.reason, failed.quiescent) == ("deadline", True)
@@ -540,10 +540,10 @@ def test_a_late_grant_for_a_room_that_has_ended_fails_at_once() -> None:
     end.up()
     end.open()
     end.core.abort(1, 0.0, Cause.ENGINE, "broken")
-    (failed,) = sent(end.hear(grant()), Failed)
+    (failed,) = sent(end.receive(grant()), Failed)
     assert (failed.reason, failed.detail, failed.quiescent) == ("engine", "broken", True)
     ended(end, 2, 2)
-    (failed,) = sent(end.hear(grant(3, 2, at=40)), Failed)
+    (failed,) = sent(end.receive(grant(3, 2, at=40)), Failed)
     assert failed.detail == "the room has landed already"
 
 
@@ -570,7 +570,7 @@ def test_slots_may_be_granted_again_once_their_grant_has_ended() -> None:
     end = PrefillEnd()
     end.up()
     ended(end, 1, 1)
-    assert of(end.hear(grant(2, 2, at=0)), Send) == [Send(D, Granted(S, 2))]
+    assert of(end.receive(grant(2, 2, at=0)), Send) == [Send(D, Granted(S, 2))]
 
 
 # Several decode ranks
@@ -580,8 +580,8 @@ def two_ranks(end: PrefillEnd) -> list[Write]:
     end.up(S, D)
     end.up(0xB0, D2)
     end.open(grants=2)
-    assert of(end.hear(grant()), RoomLeased) == []
-    assert of(end.hear(grant(session=0xB0), peer=D2), RoomLeased) == [RoomLeased(1, 8)]
+    assert of(end.receive(grant()), RoomLeased) == []
+    assert of(end.receive(grant(session=0xB0), peer=D2), RoomLeased) == [RoomLeased(1, 8)]
     return of(end.push(), Write)
 
 
@@ -597,26 +597,26 @@ def test_a_room_of_two_ranks_lands_when_both_have_all_bytes() -> None:
 
 def test_a_session_without_components_is_up_at_once_maps_nothing_and_lands_when_the_engine_is_through() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
-    effects = end.hear(end.register(S, components=()))
+    end.receive(end.hello())
+    effects = end.receive(end.register(S, components=()))
     assert effects == [Send(D, Registered(S, ARENA_BYTES))]
     end.open()
-    end.hear(grant(parts=(), send_aux=False))
+    end.receive(grant(parts=(), send_aux=False))
     assert of(end.push(), Write) == []
     effects = end.finish()
     assert sent(effects, Landed) == [Landed(S, 1, 0, b"")]
     assert of(effects, RoomLanded) == [RoomLanded(1, 0)]
     end.released(1)
-    assert end.hear(Goodbye(1, "shutdown")) == [], "nothing to unmap"
+    assert end.receive(Goodbye(1, "shutdown")) == [], "nothing to unmap"
     assert end.core.sessions == {}
 
 
 def test_a_part_of_what_no_session_registered_is_a_breach() -> None:
     end = PrefillEnd()
-    end.hear(end.hello(), end.register(S, components=()))
+    end.receive(end.hello(), end.register(S, components=()))
     end.open()
     assert (
-        refusal(end.hear(grant()))
+        refusal(end.receive(grant()))
         == "Grant.parts[0].component: 0, must be below 0, the number of components in Register"
     )
     assert end.core.sessions == {}
@@ -624,13 +624,13 @@ def test_a_part_of_what_no_session_registered_is_a_breach() -> None:
 
 def test_a_session_of_some_layers_is_written_those_and_no_byte_of_others() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
+    end.receive(end.hello())
     stage = components(SLOTS, 1, page_first=True)[0]
     stage = msgspec.structs.replace(stage, layout=stage.layout.layers(1, LAYERS))
-    end.hear(end.register(S, components=(stage,)))
+    end.receive(end.register(S, components=(stage,)))
     end.core.mapped(S, ARENA_BYTES)
     end.open()
-    end.hear(grant(parts=grant().parts[:1]))
+    end.receive(grant(parts=grant().parts[:1]))
     writes = []
     for first in range(LAYERS):
         writes += of(end.push(layers=(first, first + 1)), Write)
@@ -645,7 +645,7 @@ def test_a_session_of_some_layers_is_written_those_and_no_byte_of_others() -> No
 def test_abort_by_one_rank_fails_the_grant_of_the_other() -> None:
     end = PrefillEnd()
     two_ranks(end)
-    effects = end.hear(Abort(S, 1))
+    effects = end.receive(Abort(S, 1))
     assert failure(effects) == (1, Cause.ABORTED)
     assert [(e.peer, e.message.quiescent) for e in of(effects, Send) if isinstance(e.message, Failed)] == [(D2, False)]
 
@@ -657,7 +657,7 @@ def test_abort_by_a_rank_that_has_landed_fails_a_room_that_has_not() -> None:
     for write in writes:
         if write.session == S:
             end.wrote(write)
-    effects = end.hear(Abort(S, 1))
+    effects = end.receive(Abort(S, 1))
     assert sent(effects, Landed), "the proof stands"
     assert failure(effects) == (1, Cause.ABORTED)
 
@@ -665,7 +665,7 @@ def test_abort_by_a_rank_that_has_landed_fails_a_room_that_has_not() -> None:
 def test_a_rank_that_is_lost_fails_the_room_for_the_other() -> None:
     end = PrefillEnd()
     two_ranks(end)
-    effects = end.hear(Goodbye(1, "shutdown"))
+    effects = end.receive(Goodbye(1, "shutdown"))
     assert failure(effects) == (1, Cause.PEER_LOST)
     assert [e.peer for e in of(effects, Send) if isinstance(e.message, Failed)] == [D2]
 
@@ -673,26 +673,26 @@ def test_a_rank_that_is_lost_fails_the_room_for_the_other() -> None:
 # Sessions
 
 
-def test_registered_says_what_is_mapped_and_a_repeated_register_is_answered_once_it_is() -> None:
+def test_registered_reports_what_is_mapped_and_a_repeated_register_is_answered_once_it_is() -> None:
     end = PrefillEnd()
-    assert sent(end.hear(end.hello()), Welcome)
-    assert of(end.hear(end.register()), Map) == [Map(S, REACH, components(SLOTS, 1, page_first=True))]
-    assert end.hear(end.register()) == []
+    assert sent(end.receive(end.hello()), Welcome)
+    assert of(end.receive(end.register()), Map) == [Map(S, REACH, components(SLOTS, 1, page_first=True))]
+    assert end.receive(end.register()) == []
     assert sent(end.core.mapped(S, ARENA_BYTES), Registered) == [Registered(S, ARENA_BYTES)]
-    assert sent(end.hear(end.register()), Registered) == [Registered(S, ARENA_BYTES)]
+    assert sent(end.receive(end.register()), Registered) == [Registered(S, ARENA_BYTES)]
 
 
 def test_more_bytes_may_become_ready_later() -> None:
     end = PrefillEnd()
-    end.hear(end.hello(), end.register())
+    end.receive(end.hello(), end.register())
     assert sent(end.core.mapped(S, 100), Registered) == [Registered(S, 100)]
     assert sent(end.core.mapped(S, ARENA_BYTES), Registered) == [Registered(S, ARENA_BYTES)]
-    assert sent(end.hear(grant()), Granted)
+    assert sent(end.receive(grant()), Granted)
 
 
 def test_what_cannot_be_mapped_is_rejected_with_the_reason() -> None:
     end = PrefillEnd()
-    end.hear(end.hello(), end.register())
+    end.receive(end.hello(), end.register())
     assert refusal(end.core.unmappable(S, "no such socket", 0.0)) == "no such socket"
     assert end.core.sessions == {}
 
@@ -701,9 +701,9 @@ def test_the_first_word_on_another_session_of_a_peer_closes_the_one_before() -> 
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
+    end.receive(grant())
     end.up(0xA1)
-    effects = end.hear(Abort(0xA1, 1))
+    effects = end.receive(Abort(0xA1, 1))
     assert failure(effects) == (1, Cause.PEER_RESTARTED)
     assert of(effects, Unmap) == [Unmap(S)]
     assert end.core.sessions.keys() == {0xA1}
@@ -714,8 +714,8 @@ def test_a_late_register_of_a_dead_process_costs_the_next_one_nothing() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
-    effects = end.hear(end.register(0xDEAD))
+    end.receive(grant())
+    effects = end.receive(end.register(0xDEAD))
     assert [effect.session for effect in of(effects, Map)] == [0xDEAD]
     assert of(effects, RoomFailed) == []
     effects = end.core.unmappable(0xDEAD, "the hand-over was revoked", end.now)
@@ -728,8 +728,8 @@ def test_a_late_register_of_an_ended_session_changes_nothing() -> None:
     end = PrefillEnd()
     end.up(S)
     end.up(0xA1)
-    end.hear(Abort(0xA1, 1))
-    effects = end.hear(end.register(S))
+    end.receive(Abort(0xA1, 1))
+    effects = end.receive(end.register(S))
     assert sent(effects, Reject) == [Reject(S, "unknown_session", ())]
     assert of(effects, Map) == []
     assert end.core.sessions[0xA1].open
@@ -737,8 +737,8 @@ def test_a_late_register_of_an_ended_session_changes_nothing() -> None:
 
 def test_a_session_closed_while_its_arena_is_mapped_is_unmapped_when_that_is_done() -> None:
     end = PrefillEnd()
-    end.hear(end.hello(), end.register())
-    assert of(end.hear(Reject(S, "peer_lost", ())), Unmap) == []
+    end.receive(end.hello(), end.register())
+    assert of(end.receive(Reject(S, "peer_lost", ())), Unmap) == []
     assert end.core.sessions.keys() == {S}
     effects = end.core.mapped(S, ARENA_BYTES)
     assert effects == [Unmap(S)]
@@ -747,23 +747,23 @@ def test_a_session_closed_while_its_arena_is_mapped_is_unmapped_when_that_is_don
 
 def test_registers_cannot_pile_up_mappings() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
+    end.receive(end.hello())
     maps = []
     for session in range(100, 200):
-        maps += of(end.hear(end.register(session)), Map)
+        maps += of(end.receive(end.register(session)), Map)
     assert len(maps) == LIMITS.peer_sessions_max
-    assert "peer_sessions_max is 4" in refusal(end.hear(end.register(777)))
+    assert "peer_sessions_max is 4" in refusal(end.receive(end.register(777)))
     end.up(0xB0, D2)
     for order in maps:
         end.core.mapped(order.session, ARENA_BYTES)
-    assert of(end.hear(end.register(778)), Map)
+    assert of(end.receive(end.register(778)), Map)
 
 
 def test_writes_in_flight_keep_the_mapping_of_a_closed_session() -> None:
     end = PrefillEnd()
     end.up()
     kv, c4 = writing(end)
-    assert of(end.hear(Reject(S, "peer_lost", ())), Unmap) == []
+    assert of(end.receive(Reject(S, "peer_lost", ())), Unmap) == []
     assert not end.core.idle
     assert of(end.wrote(kv), Unmap) == []
     assert of(end.wrote(c4), Unmap) == [Unmap(S)]
@@ -774,8 +774,8 @@ def test_a_new_incarnation_closes_the_sessions_of_the_old_one() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
-    effects = end.hear(end.hello(2))
+    end.receive(grant())
+    effects = end.receive(end.hello(2))
     assert failure(effects) == (1, Cause.PEER_RESTARTED)
     assert of(effects, Unmap) == [Unmap(S)]
     assert sent(effects, Welcome)
@@ -785,7 +785,7 @@ def test_a_late_hello_of_an_earlier_process_changes_nothing() -> None:
     end = PrefillEnd()
     end.up()
     end.up(0xA1, incarnation=2)
-    assert end.hear(end.hello(1)) == []
+    assert end.receive(end.hello(1)) == []
     assert end.core.sessions[0xA1].open
 
 
@@ -793,67 +793,67 @@ def test_a_process_that_greets_on_after_it_was_taken_for_gone_gets_in() -> None:
     """Simulated, seed 4304: the first Hello of a dead process came after the living one's, which was then shut out."""
     end = PrefillEnd()
     end.up(incarnation=2)
-    end.hear(end.hello(1))
-    assert end.hear(end.hello(2)) == []
+    end.receive(end.hello(1))
+    assert end.receive(end.hello(2)) == []
     end.tick(2.0)
-    assert sent(end.hear(end.hello(2)), Welcome)
+    assert sent(end.receive(end.hello(2)), Welcome)
 
 
-def test_goodbye_ends_the_peers_sessions_and_another_process_cannot_say_it() -> None:
+def test_goodbye_ends_the_peers_sessions_and_another_process_cannot_send_it() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
-    assert end.hear(Goodbye(77, "shutdown")) == []
-    assert failure(end.hear(Goodbye(1, "shutdown"))) == (1, Cause.PEER_LOST)
+    end.receive(grant())
+    assert end.receive(Goodbye(77, "shutdown")) == []
+    assert failure(end.receive(Goodbye(1, "shutdown"))) == (1, Cause.PEER_LOST)
     assert end.core.peers == {}
 
 
-def test_a_peer_that_says_goodbye_and_goes_on_is_asked_who_it_is() -> None:
+def test_a_peer_that_sends_goodbye_and_goes_on_is_asked_who_it_is() -> None:
     end = PrefillEnd()
     end.up()
-    end.hear(Goodbye(1, "shutdown"))
-    assert sent(end.hear(grant()), Reject) == [Reject(0, "hello_required", ())]
+    end.receive(Goodbye(1, "shutdown"))
+    assert sent(end.receive(grant()), Reject) == [Reject(0, "hello_required", ())]
 
 
 def test_a_stranger_is_asked_for_hello_but_never_for_a_farewell() -> None:
     end = PrefillEnd()
-    assert sent(end.hear(Ping(1)), Reject) == [Reject(0, "hello_required", ())]
-    assert end.hear(Reject(S, "peer_lost", ()), Reject(0, "hello_required", ()), Goodbye(1, "shutdown")) == []
+    assert sent(end.receive(Ping(1)), Reject) == [Reject(0, "hello_required", ())]
+    assert end.receive(Reject(S, "peer_lost", ()), Reject(0, "hello_required", ()), Goodbye(1, "shutdown")) == []
 
 
 def test_a_message_for_an_unknown_session_is_rejected_and_a_reject_is_not() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
+    end.receive(end.hello())
     for message in (grant(), Abort(S, 1), Released(S, 1)):
-        assert sent(end.hear(message), Reject) == [Reject(S, "unknown_session", ())]
-    assert end.hear(Reject(S, "unknown_session", ())) == []
+        assert sent(end.receive(message), Reject) == [Reject(S, "unknown_session", ())]
+    assert end.receive(Reject(S, "unknown_session", ())) == []
 
 
 def test_ping_is_answered_with_this_process() -> None:
     end = PrefillEnd()
-    end.hear(end.hello(5))
-    assert sent(end.hear(Ping(5)), Pong) == [Pong(9)]
+    end.receive(end.hello(5))
+    assert sent(end.receive(Ping(5)), Pong) == [Pong(9)]
 
 
 def test_a_decode_node_that_falls_silent_loses_its_sessions() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
+    end.receive(grant())
     end.tick(3.0)
-    end.hear(Ping(1))
+    end.receive(Ping(1))
     assert of(end.tick(4.9), RoomFailed) == []
     assert failure(end.tick(0.2)) == (1, Cause.PEER_LOST)
     assert end.core.peers == {}
-    assert sent(end.hear(Ping(1)), Reject) == [Reject(0, "hello_required", ())]
+    assert sent(end.receive(Ping(1)), Reject) == [Reject(0, "hello_required", ())]
 
 
 def test_a_decode_node_whose_process_is_gone_loses_its_sessions_once_it_is_slow() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
+    end.receive(grant())
     assert end.core.gone(D, "its connection has ended", end.now) == []
     assert of(end.tick(LIMITS.slow_ms / 1e3 - 0.1), RoomFailed) == []
     assert failure(end.tick(0.1)) == (1, Cause.PEER_LOST)
@@ -865,16 +865,16 @@ def test_a_decode_node_that_is_back_in_time_keeps_its_sessions() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
+    end.receive(grant())
     end.core.gone(D, "its connection has ended", end.now)
     end.tick(1.0)
-    end.hear(end.hello())
+    end.receive(end.hello())
     assert of(end.tick(LIMITS.slow_ms / 1e3 + 1.0), RoomFailed) == []
 
 
-def test_a_quiet_peer_is_looked_at_often_enough_to_tell_silence_from_time_that_nobody_ran() -> None:
+def test_a_quiet_peer_is_looked_at_often_enough_to_separate_silence_from_time_that_nobody_ran() -> None:
     end = PrefillEnd()
-    end.hear(end.hello())
+    end.receive(end.hello())
     for _ in range(3):
         due = end.core.next_tick()
         assert due is not None
@@ -884,48 +884,48 @@ def test_a_quiet_peer_is_looked_at_often_enough_to_tell_silence_from_time_that_n
 
 
 def test_silence_is_noticed_however_times_round() -> None:
-    """Simulated, seed 176: now - heard rounded below the limit when heard + limit was due, so that tick never ended."""
+    """Simulated, seed 176: now - seen rounded below the limit when seen + limit was due, so that tick never ended."""
     limit = LIMITS.session_silence_ms / 1e3
-    heard = next(t for t in (0.1 * n + 4.18 for n in range(10_000)) if (t + limit - t) * 1e3 < limit * 1e3)
+    seen = next(t for t in (0.1 * n + 4.18 for n in range(10_000)) if (t + limit - t) * 1e3 < limit * 1e3)
     end = PrefillEnd()
-    end.now = heard
-    end.hear(end.hello())
-    end.core.tick(heard + limit)
+    end.now = seen
+    end.receive(end.hello())
+    end.core.tick(seen + limit)
     assert end.core.peers == {}
 
 
 def test_a_wrong_model_is_refused_with_both_values() -> None:
     end = PrefillEnd()
-    effects = end.hear(end.hello(model="other", weights=b"\x01"))
+    effects = end.receive(end.hello(model="other", weights=b"\x01"))
     assert sent(effects, Welcome) == []
     assert refusal(effects) == "model: d0 has 'other', p0 'm'; weights: d0 has '01', p0 '77'"
 
 
-def test_what_a_reject_says_fits_into_its_frame() -> None:
+def test_the_text_of_a_reject_fits_into_its_frame() -> None:
     end = PrefillEnd()
-    (reject,) = sent(end.hear(end.hello(model="\U0010ffff" * 128, node="n" * 128)), Reject)
+    (reject,) = sent(end.receive(end.hello(model="\U0010ffff" * 128, node="n" * 128)), Reject)
     assert all(len(line) <= 512 for line in reject.fields)
 
 
 def test_no_more_peers_are_known_than_sessions_max() -> None:
     end = PrefillEnd(replace(LIMITS, sessions_max=2))
     for peer in (D, D2):
-        assert sent(end.hear(end.hello(), peer=peer), Welcome)
-    effects = end.hear(end.hello(), peer="node:d2")
+        assert sent(end.receive(end.hello(), peer=peer), Welcome)
+    effects = end.receive(end.hello(), peer="node:d2")
     assert refusal(effects).startswith("peers: 2")
-    assert sent(end.hear(end.hello(), peer=D2), Welcome)
+    assert sent(end.receive(end.hello(), peer=D2), Welcome)
     end.tick(6.0)
-    assert sent(end.hear(end.hello(), peer="node:d2"), Welcome)
+    assert sent(end.receive(end.hello(), peer="node:d2"), Welcome)
 
 
 # Checksums
 
 
-def test_landed_carries_the_sum_of_its_writes_where_the_grant_says_verify() -> None:
+def test_landed_carries_the_sum_of_its_writes_where_the_grant_asks_to_verify() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant(verify=True))
+    end.receive(grant(verify=True))
     writes = of([*end.push(), *end.finish()], Write)
     assert all(write.verify and write.first_row == 0 for write in writes)
     end.wrote(writes[0], checksum=(1 << 64) - 2)
@@ -933,11 +933,11 @@ def test_landed_carries_the_sum_of_its_writes_where_the_grant_says_verify() -> N
     assert landed.checksum == (3).to_bytes(8, "little"), "mod 2**64"
 
 
-def test_a_write_says_which_row_of_the_room_is_its_first() -> None:
+def test_a_write_carries_which_row_of_the_room_is_its_first() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant(verify=True))
+    end.receive(grant(verify=True))
     (write,) = of(end.push(component="kv", first_row=3, source_slots=np.arange(5)), Write)
     assert write.first_row == 3
 
@@ -946,7 +946,7 @@ def test_landed_carries_no_checksum_that_nobody_asked_for() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant())
+    end.receive(grant())
     writes = of([*end.push(), *end.finish()], Write)
     assert not any(write.verify for write in writes)
     end.wrote(writes[0])
@@ -958,7 +958,7 @@ def test_a_grant_without_parts_that_is_to_be_verified_lands_with_the_sum_of_noth
     end = PrefillEnd()
     end.up()
     end.open()
-    end.hear(grant(verify=True, parts=()))
+    end.receive(grant(verify=True, parts=()))
     (landed,) = sent([*end.push(), *end.finish()], Landed)
     assert landed.checksum == bytes(8)
 
@@ -966,10 +966,10 @@ def test_a_grant_without_parts_that_is_to_be_verified_lands_with_the_sum_of_noth
 def test_no_hello_is_answered_before_the_group_is_known() -> None:
     end = PrefillEnd()
     end.core = PrefillSessions(identity("p0", "prefill"), end.components, LIMITS, group_is_known=False)
-    assert end.hear(end.hello()) == []
+    assert end.receive(end.hello()) == []
     group = (Member("p0", ""), Member("p1", "tcp://p1"))
     end.core.set_group(group)
-    (welcome,) = sent(end.hear(end.hello()), Welcome)
+    (welcome,) = sent(end.receive(end.hello()), Welcome)
     assert welcome.identity.group == group
 
 
@@ -980,10 +980,10 @@ def test_a_leased_room_goes_on_although_another_decode_gives_it_up(granted_befor
     end.up(S)
     other = end.up(0xB0, peer=D2)
     end.open(1)
-    end.hear(grant(1))
+    end.receive(grant(1))
     if granted_before:
-        end.hear(grant(1, session=other), peer=D2)
-    effects = end.hear(Abort(other, 1, 1), peer=D2)
+        end.receive(grant(1, session=other), peer=D2)
+    effects = end.receive(Abort(other, 1, 1), peer=D2)
     assert of(effects, RoomFailed) == []
     effects = end.push() + end.finish()
     for write in of(effects, Write):

@@ -127,7 +127,7 @@ def released_only_once(patch: Patch) -> None:
     patch(Leases, "proof", once)
 
 
-def abort_said_once(patch: Patch) -> None:
+def abort_sent_once(patch: Patch) -> None:
     """Abort is not repeated."""
     repeat = Leases.repeat
 
@@ -139,7 +139,7 @@ def abort_said_once(patch: Patch) -> None:
     patch(Leases, "repeat", once)
 
 
-def grant_said_once(patch: Patch) -> None:
+def grant_sent_once(patch: Patch) -> None:
     """Grant is not repeated."""
     repeat = Leases.repeat
 
@@ -179,8 +179,8 @@ def ready_with_the_first_rank(patch: Patch) -> None:
     patch(DecodeSessions, "_landed", first)
 
 
-def earlier_lives_heard(patch: Patch) -> None:
-    """What a dead process had left on its way is taken for the live one's word."""
+def earlier_lives_believed(patch: Patch) -> None:
+    """What a dead process had left on its way is taken for a message of the live one."""
     patch(Liveness, "late", lambda self, incarnation, now: False)
 
 
@@ -194,7 +194,7 @@ def quarantine_without_a_cap(patch: Patch) -> None:
     patch(PrefillPeers, "unfit", fit)
 
 
-def quarantine_counted_for_ever(patch: Patch) -> None:
+def quarantine_counted_forever(patch: Patch) -> None:
     """What leaves quarantine stays counted."""
     count = Leases._count
     patch(Leases, "_count", lambda self, lease, sign: count(self, lease, max(sign, 0)))
@@ -212,12 +212,12 @@ def place_kept_by_a_failed_room(patch: Patch) -> None:
 
 
 def given_up_before_its_grant_untold(patch: Patch) -> None:
-    """Prefill is told nothing of a room that fails before its Grant."""
+    """Prefill learns nothing of a room that fails before its Grant."""
     patch(Withdrawals, "add", lambda self, room, detail, now: None)
 
 
 def given_up_at_its_deadline_untold(patch: Patch) -> None:
-    """Prefill is told nothing of a room whose deadline at decode is over: its own may be later."""
+    """Prefill learns nothing of a room whose deadline at decode is over: its own may be later."""
     add = Withdrawals.add
 
     def silent(self: Withdrawals, room: Any, detail: str, now: float) -> None:

@@ -148,7 +148,7 @@ def silent_peer_stays_silent(patch: Patch) -> None:
 
 
 def window_free_again_untold(patch: Patch) -> None:
-    """That an end has freed a place in its peer's window is not told to the rooms that wait for one."""
+    """That an end has freed a place in its peer's window is not passed on to the rooms that wait for one."""
     on_grant_message, connect = DecodeSessions._on_grant_message, DecodeSessions._connect
 
     def untold(self: DecodeSessions, *args: Any) -> None:

@@ -50,13 +50,13 @@ def drained_with_the_first_proof(patch: Patch) -> None:
 
 def drained_without_ready(patch: Patch) -> None:
     """An aborted room whose last grant has landed is drained, and its Landed taken for READY as well."""
-    effects = DecodeSessions._effects
+    original = DecodeSessions._effects
 
     def revived(self: DecodeSessions, now: float) -> Any:
-        found = effects(self, now)
-        ended = {each.room for each in found if isinstance(each, RoomDrained)}
-        said = {each.room for each in found if isinstance(each, RoomReady)}
-        return found + [RoomReady(room, {}, b"", 0) for room in ended - said]
+        effects = original(self, now)
+        ended = {effect.room for effect in effects if isinstance(effect, RoomDrained)}
+        reported = {effect.room for effect in effects if isinstance(effect, RoomReady)}
+        return effects + [RoomReady(room, {}, b"", 0) for room in ended - reported]
 
     patch(DecodeSessions, "_effects", revived)
 

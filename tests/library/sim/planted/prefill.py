@@ -44,12 +44,12 @@ def pages_reused_when_the_room_fails(patch: Patch) -> None:
     patch(PrefillSessions, "_drain_if_quiet", drain)
 
 
-def ends_said_once(patch: Patch) -> None:
+def ends_sent_once(patch: Patch) -> None:
     """Landed, Failed and Drained are not repeated."""
-    say = GrantEnds.send_end
+    send_end = GrantEnds.send_end
 
     def once(self: GrantEnds, grant: WriterGrant, now: float) -> None:
-        say(self, grant, now)
+        send_end(self, grant, now)
         self._timers.clear(("end", grant.session.id, grant.number))
 
     patch(GrantEnds, "send_end", once)
@@ -141,7 +141,7 @@ def landed_before_it_is_written(patch: Patch) -> None:
     patch(PrefillSessions, "_complete", early)
 
 
-def waiting_grants_wait_for_ever(patch: Patch) -> None:
+def waiting_grants_wait_forever(patch: Patch) -> None:
     """A Grant whose room is not opened has no deadline at prefill."""
     place = PrefillSessions._find_room
 

@@ -32,7 +32,7 @@ def ended_rooms_forgotten(patch: Patch) -> None:
     patch(Service, "_begin", forgetful)
 
 
-def tokens_said_once(patch: Patch) -> None:
+def tokens_sent_once(patch: Patch) -> None:
     """Tokens and End are not repeated."""
 
     def silent(self: Service, room: Any, now: float) -> None:
@@ -126,8 +126,8 @@ def cancel_before_begin_forgotten(patch: Patch) -> None:
     patch(Service, "_cancel", forgetful)
 
 
-def begun_said_once(patch: Patch) -> None:
-    """A room that has nothing to say does not ask whether anybody still wants it."""
+def begun_sent_once(patch: Patch) -> None:
+    """A room that has nothing to send does not ask whether anybody still wants it."""
     repeat = Service._repeat
 
     def quiet(self: Service, room: Any, now: float) -> None:
@@ -162,7 +162,7 @@ def leader_let_in_alone(patch: Patch) -> None:
 
 
 def sent_to_who_drains(patch: Patch) -> None:
-    """The router goes on choosing a worker that has said that it drains."""
+    """The router goes on choosing a worker that has reported that it drains."""
     patch(Worker, "usable", property(lambda self: self.connected and self.load is not None))
 
 

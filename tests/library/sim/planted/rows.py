@@ -74,12 +74,12 @@ def keys_without_what_comes_before(patch: Patch) -> None:
 
 
 def granted_before_it_is_ready(patch: Patch) -> None:
-    """A Grant is said whether or not its writer has its slots ready."""
+    """A Grant is sent whether or not its writer has its slots ready."""
     patch(SessionRecord, "covers", lambda self, holding, ready: True)
 
 
-def more_said_ready_than_there_is(patch: Patch) -> None:
-    """The writer says that it has the whole arena when it has some of it."""
+def more_reported_ready_than_there_is(patch: Patch) -> None:
+    """The writer reports that it has the whole arena when it has some of it."""
     mapped = DecodePeers.mapped
 
     def all_of_it(self: DecodePeers, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> None:
@@ -90,8 +90,8 @@ def more_said_ready_than_there_is(patch: Patch) -> None:
     patch(DecodePeers, "mapped", all_of_it)
 
 
-def register_said_until_the_first_answer(patch: Patch) -> None:
-    """Register ends with the first Registered, and the one that says more may be lost."""
+def register_sent_until_the_first_answer(patch: Patch) -> None:
+    """Register ends with the first Registered, and the one that reports more may be lost."""
     registered = PrefillPeers.registered
 
     def once(self: PrefillPeers, session: SessionRecord, message: Any) -> None:
@@ -102,7 +102,7 @@ def register_said_until_the_first_answer(patch: Patch) -> None:
 
 
 def held_grants_forgotten(patch: Patch) -> None:
-    """A Grant whose slots were not ready is not said when they are."""
+    """A Grant whose slots were not ready is not sent when they are."""
     patch(Leases, "ready", lambda self, session, now: None)
 
 
@@ -112,7 +112,7 @@ def arena_grows_no_more(patch: Patch) -> None:
 
 
 def checksums_not_compared(patch: Patch) -> None:
-    """What was read back is right, whatever the writer has said."""
+    """What was read back is right, whatever the writer has sent."""
     patch(LandedGrant, "unlike", lambda self, checksum: "")
 
 
@@ -169,7 +169,7 @@ def _unclaimed(patch: Patch, order: type[Verify | Lift]) -> None:
 
 
 def copied_up_before_it_has_landed(patch: Patch) -> None:
-    """Copying up begins when the writer has heard of its Grant."""
+    """Copying up begins when the writer has its Grant."""
     on_grant_message, landed = DecodeSessions._on_grant_message, PostLanding.landed
     begun: set[int] = set()
 
@@ -190,7 +190,7 @@ def copied_up_before_it_has_landed(patch: Patch) -> None:
 
 
 def copied_up_from_where_no_card_reaches(patch: Patch) -> None:
-    """A Grant is said as soon as its writer has its slots, whether or not decode's own GPU reaches them."""
+    """A Grant is sent as soon as its writer has its slots, whether or not decode's own GPU reaches them."""
     covers = SessionRecord.covers
     patch(SessionRecord, "covers", lambda self, holding, ready: covers(self, holding, 1 << 60))
 

@@ -114,7 +114,7 @@ def logical_tokens_leak(patch: Patch) -> None:
 
 
 def idle_while_something_comes_back(patch: Patch) -> None:
-    """Idle is said once everybody has ended, whatever is still in use: no leak is ever looked for."""
+    """Idle is reported once everybody has ended, whatever is still in use: no leak is ever looked for."""
 
     def idle(self: Coordinator) -> bool:
         return all(entry.state in SPARSE_REQUEST_ENDS for entry in self._entries.values())

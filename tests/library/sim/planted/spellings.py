@@ -30,7 +30,7 @@ def rooms_of_a_second_name_forgotten(patch: Patch) -> None:
 
 
 def messages_go_to_the_first_connection(patch: Patch) -> None:
-    """A peer is sent to where it has said Hello first, wherever it speaks."""
+    """A peer is sent to where its first Hello came from, wherever it sends from now."""
     check = Connections.check
 
     def still(self: Connections, connection: Connection) -> bool:

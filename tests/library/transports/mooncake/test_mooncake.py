@@ -184,7 +184,7 @@ async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its
 
 @pytest.mark.parametrize("shared", [False, True])
 @on_loop
-async def test_who_closes_does_not_wait_for_what_an_engine_that_has_died_would_say(
+async def test_who_closes_does_not_wait_for_what_an_engine_that_has_died_would_report(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "_STALL_SECONDS", 1e6)
@@ -219,7 +219,7 @@ async def test_revoking_ends_decodes_engine_and_no_byte_changes_from_quiet_on() 
 
 
 @on_loop
-async def test_decodes_engine_that_is_killed_is_told_of_and_ends_its_writers_writes_as_unknown() -> None:
+async def test_decodes_engine_that_is_killed_is_reported_and_ends_its_writers_writes_as_unknown() -> None:
     async with both() as it:
         await it.map()
         deliver([it.theirs()], signal.SIGSTOP)
@@ -333,7 +333,7 @@ async def test_an_engine_may_read_a_shared_pool_and_not_write_it() -> None:
 
 
 @on_loop
-async def test_an_engine_listens_on_every_interface_whatever_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_listens_on_every_interface_whatever_its_options_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
     async with both() as it:
         await it.map()
@@ -343,7 +343,7 @@ async def test_an_engine_listens_on_every_interface_whatever_it_is_told(monkeypa
 
 @pytest.mark.parametrize("reply", [b"x", child.REPLY.pack(child.DONE, SLOTS), child.REPLY.pack(9, 0)])
 @on_loop
-async def test_an_engine_that_says_what_makes_no_sense_is_ended(reply: bytes) -> None:
+async def test_an_engine_that_reports_what_makes_no_sense_is_ended(reply: bytes) -> None:
     async with both() as it:
         await it.map()
         deliver([it.theirs()], signal.SIGSTOP)
@@ -378,7 +378,7 @@ def test_what_is_no_further_port_is_refused_before_anything_is_dialled(address: 
 
 
 @on_loop
-async def test_one_sessions_end_says_nothing_of_anothers() -> None:
+async def test_one_sessions_end_proves_nothing_about_anothers() -> None:
     async with both() as it:
         await it.map(1)
         await it.map(2)
@@ -404,7 +404,7 @@ async def test_no_two_engines_have_the_arena_at_overlapping_addresses() -> None:
 
 
 @on_loop
-async def test_engines_are_bounded_and_a_refused_offer_says_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_are_bounded_and_a_refused_offer_names_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     async with both() as it:
         monkeypatch.setattr(engine_settings, "ENGINES_MAX", 2)
         reach = await it.owner.offer(1)
@@ -811,7 +811,7 @@ async def test_sessions_that_are_mapped_at_once_are_bounded_all_the_same(monkeyp
 
 
 @pytest.mark.parametrize("source", ["", "import a_library_that_is_not_there"])
-def test_a_mooncake_that_is_not_whole_is_said_with_what_to_do(
+def test_a_mooncake_that_is_not_whole_is_reported_with_what_to_do(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mooncake").mkdir()

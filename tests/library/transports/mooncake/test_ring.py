@@ -70,7 +70,7 @@ def by_launch(
 @pytest.mark.parametrize("fill", [by_copy, by_launch])
 @pytest.mark.parametrize("slot_bytes", [2_304, 9_000, ring.SLOT_BYTES])
 @pytest.mark.parametrize(("model", "source", "target"), CASES)
-def test_what_passes_through_the_ring_lands_where_the_plan_says(
+def test_what_passes_through_the_ring_lands_where_the_plan_puts_it(
     model: Model, source: str, target: str, slot_bytes: int, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring, "SLOT_BYTES", slot_bytes)
@@ -93,7 +93,7 @@ def test_what_passes_through_the_ring_lands_where_the_plan_says(
 @pytest.mark.grid
 @pytest.mark.parametrize("piece_bytes", [2_304, 9_000, ring.PIECE_BYTES])
 @pytest.mark.parametrize(("model", "source", "target"), CASES)
-def test_what_leaves_from_the_pool_itself_lands_where_the_plan_says(
+def test_what_leaves_from_the_pool_itself_lands_where_the_plan_puts_it(
     model: Model, source: str, target: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring, "PIECE_BYTES", piece_bytes)

@@ -36,7 +36,7 @@ def test_pieces_are_all_rows_of_all_planes_once_and_fit(names: tuple[str, str], 
 
 
 @pytest.mark.parametrize("names", [("layer_first", "page_first"), ("layer_first", "layer_first"), ("page_first",) * 2])
-def test_a_piece_says_the_same_bytes_by_the_ring_and_straight(names: tuple[str, str]) -> None:
+def test_a_piece_moves_the_same_bytes_by_the_ring_and_straight(names: tuple[str, str]) -> None:
     by, rng = made(*names), np.random.default_rng(3)
     source_slots, target_slots = rng.permutation(16_384)[:150], rng.permutation(16_384)[:150]
 

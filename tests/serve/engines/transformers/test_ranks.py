@@ -62,7 +62,7 @@ def test_ranks_generate_the_tokens_of_transformers(
         ]
 
 
-def test_a_rank_keeps_its_heads_and_says_so(directories: dict[str, Path]) -> None:
+def test_a_rank_keeps_its_heads_and_reports_them(directories: dict[str, Path]) -> None:
     cards = [engine.description for engine in workers(directories["gemma3"], "prefill", 2)]
     assert [heads(description, name) for description in cards for name in ("kv", "window")] == [
         {(0, 1)}, {(0, 1)}, {(1, 2)}, {(1, 2)}

@@ -76,7 +76,7 @@ ANSWERS = {"vllm": {"kv_transfer_params": IDENTITY | {"dcp_size": 1}},
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_no_field_of_an_answer_has_another_type_than_decode_is_told(name: str) -> None:
+def test_no_field_of_an_answer_has_another_type_than_decode_gets(name: str) -> None:
     """Each field with a value of every JSON type: an error that names it, or an identity of the right types."""
     params = ANSWERS[name].get("kv_transfer_params")
     for case, value in spoiled(params or ANSWERS[name]):

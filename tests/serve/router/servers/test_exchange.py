@@ -317,7 +317,7 @@ async def test_closing_leaves_nothing_open() -> None:
 
 
 @on_loop
-async def test_a_prefill_that_tells_nothing_of_itself_is_the_process_it_was() -> None:
+async def test_a_prefill_that_reports_nothing_of_itself_is_the_process_it_was() -> None:
     async with server_site() as it:
         await it.meet()
         it.prefill[0].connector = False

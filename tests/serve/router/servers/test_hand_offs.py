@@ -47,7 +47,7 @@ def test_what_differs_is_named_with_both_values() -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"vllm:num_requests_running 4.0", b"<html>", b"\xff\xfe"])
-def test_a_server_without_our_connector_says_nothing(text: bytes) -> None:
+def test_a_server_without_our_connector_reports_nothing(text: bytes) -> None:
     assert hand_offs_of(text) is None
 
 
@@ -76,7 +76,7 @@ def test_a_warning_is_due_beyond_a_tenth_of_enough_requests() -> None:
     assert share.take(HandOffs(0, 1)) is None, "another process"
 
 
-def test_an_answer_tells_whether_its_kv_was_received() -> None:
+def test_an_answer_reports_whether_its_kv_was_received() -> None:
     body = {"choices": [{"text": "x"}], "kv_transfer_params": {"kv_bytes": 7, "kv_lost": True}}
     for text in (json.dumps(body), json.dumps(body, separators=(",", ":"))):
         assert received_of(text.encode()) == Received(7, True)

@@ -170,7 +170,7 @@ def test_a_client_that_leaves_cancels_both(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["400", "500", "its client leaves", "refuses"])
-def test_a_prefill_that_has_answered_is_told_where_decode_does_not_take_its_kv(how: str) -> None:
+def test_a_prefill_that_has_answered_is_notified_where_decode_does_not_take_its_kv(how: str) -> None:
     """Its request is over for its HTTP server: closing the connection would be no word to anybody."""
 
     async def case() -> None:
@@ -194,7 +194,7 @@ def test_a_prefill_that_has_answered_is_told_where_decode_does_not_take_its_kv(h
 
 
 @on_loop
-async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_says_so(
+async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_reports_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
@@ -356,7 +356,7 @@ def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream:
 
 
 @pytest.mark.parametrize("port", ["7000", None, 0, 2**64, [], {"x": 1}])
-def test_what_a_prefill_server_returns_of_itself_is_checked_before_decode_is_told(
+def test_what_a_prefill_server_returns_of_itself_is_checked_before_decode_gets_it(
     port: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def case() -> None:

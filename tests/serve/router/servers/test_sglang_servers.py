@@ -44,7 +44,7 @@ async def test_both_servers_are_asked_at_once_with_one_room_from_the_first_reque
 
 
 @on_loop
-async def test_only_the_bootstrap_servers_owner_tells_where_it_is() -> None:
+async def test_only_the_bootstrap_servers_owner_reports_where_it_is() -> None:
     async with server_site(of=FakeSglang) as it:
 
         async def answers(*_: object) -> web.Response:
@@ -158,7 +158,7 @@ async def test_servers_with_a_key_are_asked_as_the_client() -> None:
 
 
 @on_loop
-async def test_a_client_that_leaves_has_both_told_by_the_name_that_they_know() -> None:
+async def test_a_client_that_leaves_has_both_servers_notified_by_the_name_that_they_know() -> None:
     """SGLang looks every four seconds whether the client of a request is there."""
     async with server_site(of=FakeSglang) as it:
         for each in it.servers:

@@ -135,7 +135,7 @@ def hello(name: str) -> Hello:
 
 
 @on_loop
-async def test_all_that_a_leader_says_comes_once_and_in_order_and_so_do_reports() -> None:
+async def test_all_that_a_leader_sends_comes_once_and_in_order_and_so_do_reports() -> None:
     async with Pair() as (leader, follower):
         for at in range(1_000):
             leader.room(at, BEGIN)
@@ -151,7 +151,7 @@ async def test_all_that_a_leader_says_comes_once_and_in_order_and_so_do_reports(
 
 
 @on_loop
-async def test_a_group_that_has_nothing_to_say_stays_and_either_end_says_goodbye() -> None:
+async def test_a_group_that_has_nothing_to_send_stays_and_either_end_sends_goodbye() -> None:
     async with Pair() as (leader, follower):
         await asyncio.sleep(CALM.silence_ms / 1e3 + 0.5)
         assert not leader.lost.is_set()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
 from .....errors import Cause
-from .....handoff.liveness import NAME_TAKEN, Heard, Liveness
+from .....handoff.liveness import NAME_TAKEN, Liveness, PeerProcess
 from .....handoff.peers import Peers
 from .....handoff.send import Send
 from .....handoff.timers import TimerKey, Timers
@@ -137,7 +137,7 @@ class WorkerPool:
             case Pong():
                 self._pong(worker, message, now)
             case Goodbye():
-                if worker.connected and worker.liveness.hear(message, now) is Heard.LEFT:
+                if worker.connected and worker.liveness.receive(message, now) is PeerProcess.LEFT:
                     text = f"{worker.peer} sent Goodbye ({message.reason})"
                     worker.liveness.part(message.incarnation)
                     self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
@@ -229,8 +229,8 @@ class WorkerPool:
 
     def _welcome(self, worker: Worker, message: Welcome, now: float) -> None:
         identity = message.identity
-        heard = worker.liveness.hear(message, now)
-        if heard is Heard.LATE:
+        process = worker.liveness.receive(message, now)
+        if process is PeerProcess.LATE:
             return
         for name, actual, expected in (("version", message.version, VERSION), ("role", identity.role, worker.role)):
             if actual != expected:
@@ -252,7 +252,7 @@ class WorkerPool:
             text = f"group: {worker.peer} gives no endpoint for {', '.join(missing)}"
             self.refuse(worker, Cause.PEER_LOST, text, now)
             return
-        if heard is Heard.ANOTHER and worker.connected:
+        if process is PeerProcess.ANOTHER and worker.connected:
             self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
             if self.by_peer.get(worker.peer) is not worker:
                 return  # it has left with its last room
@@ -286,14 +286,14 @@ class WorkerPool:
     def _pong(self, worker: Worker, message: Pong, now: float) -> None:
         if not worker.connected:
             return
-        match worker.liveness.hear(message, now):
-            case Heard.SAME:
+        match worker.liveness.receive(message, now):
+            case PeerProcess.SAME:
                 worker.liveness.seen(now)
                 self._slow.discard(worker)
                 self._heed(worker, now)
                 for figures in message.figures:
                     worker.figures.add(figures)
-            case Heard.ANOTHER:
+            case PeerProcess.ANOTHER:
                 self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
                 self._greet(worker, now)
             case _:

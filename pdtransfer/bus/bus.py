@@ -194,7 +194,7 @@ class Bus:
 
     def _evict_unreachable(self) -> bool:
         """Frees the place of an endpoint that was never reached: peers may name endpoints where nothing listens."""
-        unreachable = next((name for name, each in self._dialled.items() if each.unreachable), None)
+        unreachable = next((name for name, dialled in self._dialled.items() if dialled.unreachable), None)
         if unreachable is not None:
             self.hang_up(unreachable)
         return unreachable is not None
@@ -357,12 +357,12 @@ class Bus:
     def _audit(self) -> None:
         now = self._loop.time()
         self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
-        known = self._connections.cookies
+        cookies = self._connections.cookies
         for connection in self._connections.backlogged():
             assert connection.tcp is not None
             self._end(connection, "unread", f"{connection.tcp.unread_bytes} bytes wait to be read", now)
         if self._sweep is not None:
-            for tcp in self._sweep.backlogged(known, unread_bytes_max=self._limits.unread_bytes_max):
+            for tcp in self._sweep.backlogged(cookies, unread_bytes_max=self._limits.unread_bytes_max):
                 self.refused_message("unknown:", RemoteProtocolError("frames", "the first message has no end"))
                 tcp.end()
         for dialled in self._dialled.values():
@@ -373,12 +373,12 @@ class Bus:
 
     def _report_gone(self, now: float) -> None:
         # A line that stands proves that its peer's process lives: the kernel ends those of a dead one, too.
-        found = self._absent.check(self._connections.all_named, lambda name: bool(self._lines.of(name)), now)
-        found |= {name: gone for name, dialled in self._dialled.items() if (gone := dialled.gone) is not None}
-        withdrawn, self._gone = self._gone.keys() - found.keys(), found
+        evidence = self._absent.check(self._connections.all_named, lambda name: bool(self._lines.of(name)), now)
+        evidence |= {name: gone for name, dialled in self._dialled.items() if (gone := dialled.gone) is not None}
+        withdrawn, self._gone = self._gone.keys() - evidence.keys(), evidence
         for name in withdrawn:
             self._on_gone(name, None)
-        for name, gone in found.items():
+        for name, gone in evidence.items():
             self.read_lines(name)
             self._on_gone(name, gone)
 

@@ -86,9 +86,9 @@ class Connections:
 
     def find(self, route: bytes, user: str, now: float) -> Connection:
         """Returns the connection of a route; a new one where the route is unknown or belongs to another user now."""
-        known = self._named.get(route) or self._unnamed.get(route)
-        if known is not None and known.user == user:
-            return known
+        existing = self._named.get(route) or self._unnamed.get(route)
+        if existing is not None and existing.user == user:
+            return existing
         self.forget(route)
         connection = Connection(route, user, now)
         self._keep_unnamed(connection)
@@ -112,7 +112,9 @@ class Connections:
         # A self-chosen id could be that of a closed connection, and would receive its messages.
         if not _is_given(route):
             raise RemoteProtocolError("routing id", f"{route[:16].hex()} was set by the dialler; it must not be")
-        if not self._supersede and any(each.tcp is not None and each.tcp.is_open for each in self._of(name)):
+        if not self._supersede and any(
+            connection.tcp is not None and connection.tcp.is_open for connection in self._of(name)
+        ):
             raise TurnedAwayError(TAKEN, "Hello.identity.node", f"{name} is connected already")
         connection.incarnation = incarnation
         self._demote_others(connection, name)
@@ -183,7 +185,7 @@ class Connections:
 
     def expel(self, stays: Callable[[str], bool]) -> list[Connection]:
         """Removes and returns the connections of users that `stays` does not accept."""
-        removed = [each for each in self._all() if not stays(each.user)]
+        removed = [connection for connection in self._all() if not stays(connection.user)]
         for connection in removed:
             self.forget(connection.route)
         return removed
@@ -197,7 +199,7 @@ class Connections:
     @property
     def cookies(self) -> set[bytes]:
         """The cookies of all TCP connections. Two equal ones mean a reused descriptor: both are looked up again."""
-        claims = Counter(each.tcp.cookie for each in self._all() if each.tcp is not None)
+        claims = Counter(connection.tcp.cookie for connection in self._all() if connection.tcp is not None)
         for connection in self._all():
             if connection.tcp is not None and claims[connection.tcp.cookie] > 1:
                 connection.tcp = None
@@ -205,7 +207,11 @@ class Connections:
 
     def backlogged(self) -> list[Connection]:
         """Connections with too many unread bytes."""
-        return [each for each in self._all() if each.tcp is not None and each.tcp.backlogged(self._limits)]
+        return [
+            connection
+            for connection in self._all()
+            if connection.tcp is not None and connection.tcp.backlogged(self._limits)
+        ]
 
     def _all(self) -> Iterator[Connection]:
         yield from self._named.values()
@@ -215,13 +221,13 @@ class Connections:
         return [self._named[route] for route in self._routes.get(name, ())]
 
     def _is_stale(self, name: str, now: float) -> bool:
-        return all(now - each.last_message_at >= self._limits.stale_ms / 1e3 for each in self._of(name))
+        return all(now - connection.last_message_at >= self._limits.stale_ms / 1e3 for connection in self._of(name))
 
     def _demote_others(self, connection: Connection, name: str = "") -> None:
         """Supersedes the connections of other processes with this one's name; and, where its own process has too many,
         the one that has been silent longest."""
         same = 1
-        for elder in sorted(self._of(name or connection.name), key=lambda each: -each.last_message_at):
+        for elder in sorted(self._of(name or connection.name), key=lambda other: -other.last_message_at):
             if elder is not connection:
                 same += elder.incarnation == connection.incarnation
                 if elder.incarnation != connection.incarnation or same > self._limits.same_max:

@@ -58,15 +58,15 @@ class AbsentPeers:
                 silent.add(name)
             else:
                 answering.add(name)
-        found = dict.fromkeys(silent - answering, UNACKNOWLEDGED)
+        gone = dict.fromkeys(silent - answering, UNACKNOWLEDGED)
         for name in ended - silent - answering:
             self.end(name, now)
         for name in silent | answering:
             self.back(name)
-        self._unacknowledged = frozenset(found)
+        self._unacknowledged = frozenset(gone)
         for name, (since, evidence) in list(self._ended.items()):
             if (now - since) * 1e3 >= self._limits.absent_kept_ms:
                 del self._ended[name]
             elif evidence.host or not lives(name):
-                found[name] = evidence
-        return found
+                gone[name] = evidence
+        return gone

@@ -43,19 +43,19 @@ class KeyPair:
     def read(cls, path: str | Path) -> Self:
         """Reads NAME.key. Raises ConfigError where the file is malformed, or accessible to other users."""
         text = read_guarded(path, forbidden=0o077, advice=f"others may read or change it: chmod 600 {path}")
-        found: dict[str, str] = {}
+        keys: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
-            if len(words) != 2 or words[0] not in ("public", "secret") or words[0] in found:
+            if len(words) != 2 or words[0] not in ("public", "secret") or words[0] in keys:
                 raise ConfigError(f"{path}:{number}: a key file has one line 'public KEY' and one line 'secret KEY'")
-            found[words[0]] = _checked_key(words[1], f"{path}:{number}: {words[0]}")
-        for missing in sorted({"public", "secret"} - found.keys()):
+            keys[words[0]] = _checked_key(words[1], f"{path}:{number}: {words[0]}")
+        for missing in sorted({"public", "secret"} - keys.keys()):
             raise ConfigError(f"{path}: {missing}: line missing; is this the .pub file?")
-        if zmq.curve_public(found["secret"].encode()).decode() != found["public"]:
+        if zmq.curve_public(keys["secret"].encode()).decode() != keys["public"]:
             raise ConfigError(f"{path}: public: not the public key of this secret key")
-        return cls(public=found["public"], secret=found["secret"])
+        return cls(public=keys["public"], secret=keys["secret"])
 
 
 def generate_pair() -> KeyPair:
@@ -131,20 +131,20 @@ class AllowList:
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
-            at = f"{source}:{number}"
+            where = f"{source}:{number}"
             if not _NAME.fullmatch(words[0]):
-                raise ConfigError(f"{at}: name: {words[0][:64]!r} is not letters, digits, '.', '_', '-'")
+                raise ConfigError(f"{where}: name: {words[0][:64]!r} is not letters, digits, '.', '_', '-'")
             if len(words) < 2:
-                raise ConfigError(f"{at}: key: missing; a line is 'name Z85-public-key [role[,role]] [# comment]'")
-            key = _checked_key(words[1], f"{at}: key")
+                raise ConfigError(f"{where}: key: missing; a line is 'name Z85-public-key [role[,role]] [# comment]'")
+            key = _checked_key(words[1], f"{where}: key")
             if len(words) > 2 and not words[2].startswith("#"):
-                roles[key] = _checked_roles(words[2], at)
+                roles[key] = _checked_roles(words[2], where)
                 if len(words) > 3 and not words[3].startswith("#"):
-                    raise ConfigError(f"{at}: comment: {words[3][:64]!r} does not start with #")
+                    raise ConfigError(f"{where}: comment: {words[3][:64]!r} does not start with #")
             if key in names:
-                raise ConfigError(f"{at}: key: also listed for {names[key]!r} in line {lines[names[key]]}")
+                raise ConfigError(f"{where}: key: also listed for {names[key]!r} in line {lines[names[key]]}")
             if words[0] in lines:
-                raise ConfigError(f"{at}: name: {words[0]!r} is already in line {lines[words[0]]}")
+                raise ConfigError(f"{where}: name: {words[0]!r} is already in line {lines[words[0]]}")
             names[key], lines[words[0]] = words[0], number
         return cls(names, roles)
 
@@ -218,10 +218,10 @@ def is_loopback(address: str) -> bool:
     if host == "*":
         return False
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"endpoint {address!r}: host: {host} does not resolve: {error}") from None
-    return all(is_loopback_host(str(answer[4][0])) for answer in found)
+    return all(is_loopback_host(str(answer[4][0])) for answer in addresses)
 
 
 def check_exposure(address: str, *, named: str, keyed: bool, insecure: bool) -> None:
@@ -238,25 +238,25 @@ def is_loopback_host(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _checked_key(text: str, at: str) -> str:
+def _checked_key(text: str, where: str) -> str:
     if len(text) != KEY_LENGTH:
-        raise ConfigError(f"{at}: {len(text)} characters, a Z85 key has {KEY_LENGTH}")
+        raise ConfigError(f"{where}: {len(text)} characters, a Z85 key has {KEY_LENGTH}")
     try:
         exact = z85.encode(z85.decode(text.encode("ascii"))).decode() == text
     except (KeyError, ValueError, struct.error):
         exact = False
     if not exact:
-        raise ConfigError(f"{at}: {text[:8]!r}... is not Z85")
+        raise ConfigError(f"{where}: {text[:8]!r}... is not Z85")
     return text
 
 
-def _checked_roles(text: str, at: str) -> frozenset[str]:
-    found = frozenset(text.split(","))
-    if wrong := sorted(found - ROLES):
+def _checked_roles(text: str, where: str) -> frozenset[str]:
+    roles = frozenset(text.split(","))
+    if wrong := sorted(roles - ROLES):
         raise ConfigError(
-            f"{at}: role: {wrong[0][:64]!r} must be one of {', '.join(sorted(ROLES))}, or begin a # comment"
+            f"{where}: role: {wrong[0][:64]!r} must be one of {', '.join(sorted(ROLES))}, or begin a # comment"
         )
-    return found
+    return roles
 
 
 def _create(path: Path, text: str, mode: int) -> None:

@@ -250,10 +250,10 @@ class TcpConnection:
         """The address of the other end; empty once closed."""
         try:
             with tcp.socket(fileno=os.dup(self.fd)) as same:
-                found = str(same.getpeername()[0])
+                address = str(same.getpeername()[0])
         except OSError:
             return ""
-        return found if self.is_open else ""
+        return address if self.is_open else ""
 
     @property
     def unread_bytes(self) -> int:

@@ -82,8 +82,8 @@ class Authenticator:
         With status 200, the metadata assigns the connection's routing id.
         """
         version, request_id, domain, address, _, mechanism, *credentials = request
-        known = version == _VERSION and domain == DOMAIN.encode() and mechanism == b"CURVE"
-        key: bytes = z85.encode(credentials[0]) if known and len(credentials[0]) == _KEY_BYTES else b""
+        is_curve = version == _VERSION and domain == DOMAIN.encode() and mechanism == b"CURVE"
+        key: bytes = z85.encode(credentials[0]) if is_curve and len(credentials[0]) == _KEY_BYTES else b""
         if self.allowed.name_of(key.decode()) is not None:
             if self._banned.get(key.decode(), 0.0) > self._loop.time():
                 self.refused += 1

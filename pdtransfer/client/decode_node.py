@@ -318,8 +318,12 @@ class DecodeNode:
             self._backing = asyncio.get_running_loop().create_task(self._back())
 
     def _lands_here(self, session: int) -> bool:
-        known = self.core.prefill_peers.sessions.get(session)
-        return known is not None and not known.hbm_direct and any(each.memory == "hbm" for each in known.components)
+        record = self.core.prefill_peers.sessions.get(session)
+        return (
+            record is not None
+            and not record.hbm_direct
+            and any(component.memory == "hbm" for component in record.components)
+        )
 
     async def _back(self) -> None:
         """A writer that waits for memory which this host does not have gets the reason; the next one has it tried

@@ -161,10 +161,10 @@ class Coordinator:
     def alloc_logical_only(self, request: int, *, tokens: int, growth: int) -> bool:
         """Reserves logical tokens for a request whose KV has not arrived; False if too few are free now. Raises
         CapacityError for one that could never run."""
-        known = self._entries.get(request)
-        if known is not None:
-            if known.state in SPARSE_REQUEST_ENDS or known.total != tokens + growth:
-                was = f"{known.state.value}, with {known.total} tokens in all"
+        entry = self._entries.get(request)
+        if entry is not None:
+            if entry.state in SPARSE_REQUEST_ENDS or entry.total != tokens + growth:
+                was = f"{entry.state.value}, with {entry.total} tokens in all"
                 raise LocalProtocolError(f"request {request} is {was}: it cannot begin again with {tokens + growth}")
             return True
         self.capacity.check(tokens=tokens, growth=growth)
@@ -222,9 +222,9 @@ class Coordinator:
         """The rows and device slots that it lacks, besides those about to be returned."""
         entry = self._known(request, "lacking")
         rows, slots = self.rows_free, self.device_free
-        for each in self._returning.values():
-            if each.extents is not None:
-                rows, slots = rows + 1, slots + slot_count(each.extents)
+        for returning in self._returning.values():
+            if returning.extents is not None:
+                rows, slots = rows + 1, slots + slot_count(returning.extents)
         return max(0, 1 - rows), max(0, self.capacity.places(entry.total) + 1 - slots)
 
     def device_slots(self, request: int) -> int:
@@ -258,7 +258,7 @@ class Coordinator:
         """Frees the resources that are not in use any more; returns the ended requests whose host slots may be
         released."""
         released: list[int] = []
-        for entry in [each for each in self._returning.values() if each.quiet]:
+        for entry in [returning for returning in self._returning.values() if returning.quiet]:
             del self._returning[entry.request]
             entry.holds.clear()
             if entry.placement is not None and entry.extents is not None:

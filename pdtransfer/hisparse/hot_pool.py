@@ -90,14 +90,14 @@ class HotPool:
         self._newest, self._stored = zeros(2, rows), zeros(2, rows)
         self._groups = [
             _Group(
-                self._tables.of(at),
+                self._tables.of(index),
                 PlannedCopy(
                     device_pool.layers(layers.start, layers.stop), host_pool.layers(layers.start, layers.stop),
                     self._targets, self._sources, counts=self._counts,
                 ),
                 device_pool.layout.row_bytes_of(layers.start, layers.stop),
             )
-            for at, layers in enumerate(groups)
+            for index, layers in enumerate(groups)
         ]  # fmt: skip
         self._store = PlannedCopy(host_pool, device_pool, self._stored[1], self._stored[0])
         self.admission_bytes = 0  # that copies of `start` wrote, to whatever memory
@@ -197,7 +197,7 @@ class HotPool:
             self._slots, self._sources, self._targets, self._counts, self._tally, self._positions, self._small,
             self._newest, self._stored,
         )  # fmt: skip
-        return self._tables.bytes + sum(each.nbytes for each in tensors)
+        return self._tables.bytes + sum(tensor.nbytes for tensor in tensors)
 
     def counters(self) -> Counters:
         """Reads the counters. Waits for the GPU."""
@@ -284,6 +284,6 @@ class HotPool:
 
 def _check_groups(groups: Sequence[range], device: Pool) -> None:
     planned = sorted(layer for group in groups for layer in group)
-    held = sorted({plane.layer for plane in device.layout.planes})
-    if planned != held or any(group.step != 1 for group in groups):
-        raise LocalProtocolError(f"groups: {list(groups)} are not the layers {held[0]}..{held[-1]}, each once")
+    layers = sorted({plane.layer for plane in device.layout.planes})
+    if planned != layers or any(group.step != 1 for group in groups):
+        raise LocalProtocolError(f"groups: {list(groups)} are not the layers {layers[0]}..{layers[-1]}, each once")

@@ -193,16 +193,16 @@ class HotRequests:
 
         Raises WorldError if the ranks of a group run different rooms or refuse different ones.
         """
-        found = np.full((2, self._rows), -1, np.int64)
+        refusals = np.full((2, self._rows), -1, np.int64)
         rooms = sorted(self._placed)
-        found[0, : len(rooms)] = rooms
+        refusals[0, : len(rooms)] = rooms
         refused: Any = self._pool.refused
         counts = refused if self._pool.device_pool.device is None else Download(refused).get().numpy()
-        found[1, : len(rooms)] = counts[[self._placed[room].row for room in rooms]]
-        for rank, other in enumerate(self._group.gather(found)):
-            if not np.array_equal(other, found):
+        refusals[1, : len(rooms)] = counts[[self._placed[room].row for room in rooms]]
+        for rank, theirs in enumerate(self._group.gather(refusals)):
+            if not np.array_equal(theirs, refusals):
                 raise WorldError(f"rank {rank} runs other HiSparse requests, or refused other ones")
-        return found[0, found[1] > 0].tolist()
+        return refusals[0, refusals[1] > 0].tolist()
 
     def release(self, room: int, *, drop: bool = False) -> None:
         """Ends a room. When this returns, nothing uses its slots. Unknown rooms are ignored."""
@@ -243,10 +243,10 @@ class HotRequests:
 
     def _from_leader(self, placed: Iterable[int]) -> list[int]:
         """Exchanges the placed rooms and returns the leader's."""
-        own = np.full(self._rows, -1, np.int64)
-        for at, room in enumerate(placed):
-            own[at] = room
-        leaders = self._group.gather(own)[0]
+        ours = np.full(self._rows, -1, np.int64)
+        for row, room in enumerate(placed):
+            ours[row] = room
+        leaders = self._group.gather(ours)[0]
         return leaders[leaders >= 0].tolist()
 
     def _follow(self, running: list[int]) -> None:
@@ -279,8 +279,8 @@ class HostStep:
         return self._pool.newest(self._rows, self._lengths)[self._like]
 
     def place(self, group: int, picks: NDArray[Any]) -> NDArray[np.int32]:
-        own = picks[: len(self._rows)]
-        return self._pool.swap_in(group, own, self._lengths, self._rows)[self._like]
+        selected = picks[: len(self._rows)]
+        return self._pool.swap_in(group, selected, self._lengths, self._rows)[self._like]
 
     def back_up(self) -> LayerFence:
         return self._pool.back_up(self._rows, self._lengths)

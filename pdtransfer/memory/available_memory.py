@@ -26,7 +26,7 @@ def available_memory() -> AvailableMemory:
 
     Nothing else bounds a memfd: the size of /dev/shm limits only files that are made there.
     """
-    return min([_host(), *_cgroups()], key=lambda each: each.bytes)
+    return min([_host(), *_cgroups()], key=lambda memory: memory.bytes)
 
 
 def huge_pages_free() -> int:

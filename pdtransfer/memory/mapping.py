@@ -135,14 +135,14 @@ def map_received(fd: int, byte_count: int) -> Mapping:
     begun to prefault it. A file that shrinks would end this process by SIGBUS.
     """
     try:
-        found = os.fstat(fd)
+        stat_result = os.fstat(fd)
         seals = fcntl.fcntl(fd, F_GET_SEALS)
     except OSError as error:
         raise TransportError(f"arena: the descriptor is not a memfd ({error.strerror})") from None
-    if not stat.S_ISREG(found.st_mode) or found.st_size != byte_count:
-        raise TransportError(f"arena: {found.st_size} bytes were received, {byte_count} were announced")
+    if not stat.S_ISREG(stat_result.st_mode) or stat_result.st_size != byte_count:
+        raise TransportError(f"arena: {stat_result.st_size} bytes were received, {byte_count} were announced")
     # This process would back what the owner has not, and a sparse file may be of any size.
-    if not found.st_blocks and byte_count > UNBACKED_BYTES_MAX:
+    if not stat_result.st_blocks and byte_count > UNBACKED_BYTES_MAX:
         raise TransportError(
             f"arena: its owner has not backed {byte_count} of its {byte_count} bytes with memory, "
             f"{UNBACKED_BYTES_MAX} are allowed: it must be prefaulted first"

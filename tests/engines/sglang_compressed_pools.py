@@ -274,7 +274,7 @@ def main() -> None:
     target = Engine(2, page_size, REQUESTS + 2, draft=given["draft"])
     base = source.memory.base(source.extent)
     sent, landing = source.described(lambda _: (base, "dram")), target.memory.target(target.extent)
-    described = target.described(landing.place)
+    described = target.described(landing.locate)
     named: dict[str, Any] = {"model": "m", "weights": b"w"}
     writer = WriterOptions(pool_address=base)
     if landing.copied_up:

@@ -62,12 +62,12 @@ def main() -> None:
     heads = Heads(HEADS, Ranks())
     model = HeadCounts(False, heads, HEADS, heads, HEADS)
     landing = memory.target(extent)
-    described = pools(args, model, landing.place, kv=kv_buffers(args), states=())
+    described = pools(args, model, landing.locate, kv=kv_buffers(args), states=())
     of_host = Buffers(
         [view.data_ptr() for view in views], [view.nbytes for view in views],
         [view[0].nbytes * PAGE_SIZE for view in views],
     )  # fmt: skip
-    components = described.components + pools(args, model, landing.place, kv=of_host, states=()).components
+    components = described.components + pools(args, model, landing.locate, kv=of_host, states=()).components
     given = args_of(source)
     first = extent_of([kv_buffers(given)], None).first
     sent = pools(given, model, lambda _: (first, "dram"), kv=kv_buffers(given), states=())

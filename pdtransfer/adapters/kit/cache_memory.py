@@ -53,7 +53,7 @@ class Target:
     memory: Literal["dram", "hbm"]
     copied_up: bool
 
-    def place(self, address: int) -> tuple[int, Literal["dram", "hbm"]]:
+    def locate(self, address: int) -> tuple[int, Literal["dram", "hbm"]]:
         """What a buffer at this address counts its base from, and the memory that it is in."""
         start = self.arena.mapping.address
         return (start, "dram") if start <= address < start + self.arena.byte_count else (self.base, self.memory)
@@ -131,8 +131,8 @@ class CacheMemory:
 
     def close(self) -> None:
         """Unmaps what is ours, unless the engine's tensors still lie there: then it ends with the process."""
-        held = self._arena, self._landing and self._landing[0], self._target and self._target.arena
-        for arena in {id(each): each for each in held if each}.values():
+        arenas = self._arena, self._landing and self._landing[0], self._target and self._target.arena
+        for arena in {id(arena): arena for arena in arenas if arena}.values():
             with suppress(BufferError):
                 arena.close()
 

@@ -27,15 +27,15 @@ def model_facts(config: Mapping[str, Any], *, dtype: object, cache: object, quan
     `config` is that of the text model, as transformers' `to_dict` has it. `dtype` is that of the weights, `cache` that
     of the KV cache, and both may be torch's. What engines add to a configuration of their own is not in it.
     """
-    found = {name: config[name] for name in _SHAPE if config.get(name) is not None}
+    facts = {name: config[name] for name in _SHAPE if config.get(name) is not None}
     # Engines write sizes of heads into the configurations of models that have no use for them.
     if config.get("kv_lora_rank") is not None:
-        found |= {name: config[name] for name in _LATENT if config.get(name) is not None}
-    elif config.get("head_dim") or "num_attention_heads" in found:
-        found["head_dim"] = config.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
-    found["rope"] = _rope(config)
+        facts |= {name: config[name] for name in _LATENT if config.get(name) is not None}
+    elif config.get("head_dim") or "num_attention_heads" in facts:
+        facts["head_dim"] = config.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"]
+    facts["rope"] = _rope(config)
     return {
-        "model": found,
+        "model": facts,
         "dtype": dtype_name(dtype),
         "cache": dtype_name(cache),
         "quantization": None if quantization is None else str(quantization),
@@ -70,12 +70,12 @@ def dtype_name(dtype: object) -> str:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """How positions turn keys; for models of several kinds of layers, that of each kind."""
-    found: dict[str, Any] = {}
+    rope: dict[str, Any] = {}
     if config.get("rope_theta") is not None:
-        found["rope_theta"] = config["rope_theta"]
+        rope["rope_theta"] = config["rope_theta"]
     for name in _ROPE:
         given: Mapping[str, Any] = config.get(name) or {}
-        found |= {key: value for key, value in given.items() if value is not None}
-    found.setdefault("rope_type", found.pop("type", "default"))
-    found.pop("type", None)
-    return found
+        rope |= {key: value for key, value in given.items() if value is not None}
+    rope.setdefault("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    return rope

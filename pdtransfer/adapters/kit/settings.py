@@ -73,10 +73,10 @@ class Settings:
     def of(cls, extra: Mapping[str, Any], where: str) -> Self:
         """The settings in `extra`, which the user wrote at `where`. Raises ConfigError."""
         hints = get_type_hints(cls)
-        known = {each.name: hints[each.name] for each in fields(cls)}
-        if unknown := sorted(extra.keys() - known.keys()):
-            raise ConfigError(f"{where}: {unknown[0]!r} must be one of {', '.join(sorted(known))}")
-        return cls(**{name: _checked(name, value, known[name]) for name, value in extra.items()})
+        types = {setting.name: hints[setting.name] for setting in fields(cls)}
+        if unknown := sorted(extra.keys() - types.keys()):
+            raise ConfigError(f"{where}: {unknown[0]!r} must be one of {', '.join(sorted(types))}")
+        return cls(**{name: _checked(name, value, types[name]) for name, value in extra.items()})
 
     @property
     def host(self) -> str:

@@ -62,16 +62,16 @@ class MeasuredTensors(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch for each of its functions."""
-        made = func(*args, **(kwargs or {}))
-        if func in (torch.zeros, torch.empty) and _is_on(made.device, self._device) and made.dtype not in _TABLES:
-            self.sizes.append(made.numel() * made.element_size())
-        return made
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.zeros, torch.empty) and _is_on(result.device, self._device) and result.dtype not in _TABLES:
+            self.sizes.append(result.numel() * result.element_size())
+        return result
 
 
 def _is_on(device: torch.device, named: Any) -> bool:
     """Whether what an engine names, or torch's default if that is None, is this device."""
-    found = torch.get_default_device() if named is None else torch.device(named)
-    return found.type == device.type and found.index in (None, device.index)
+    meant = torch.get_default_device() if named is None else torch.device(named)
+    return meant.type == device.type and meant.index in (None, device.index)
 
 
 def arena_tensor(arena: ArenaMemory) -> torch.Tensor:

@@ -22,13 +22,13 @@ def check_version(
     names = [".".join(map(str, version)) for version in versions]
     supported = f"supported are {(' to ' if all_between else ', ').join(names)}"
     try:
-        found = str(import_module(package).__version__)
+        version = str(import_module(package).__version__)
     except ImportError as error:
         raise ImportError(
             f"{adapter} is a part of {engine}'s engines, and {engine} cannot be imported here ({error}): {supported}"
         ) from None
-    numbers = found.split("+", maxsplit=1)[0].split(".")[: len(versions[0])]
+    numbers = version.split("+", maxsplit=1)[0].split(".")[: len(versions[0])]
     if not all(map(str.isdigit, numbers)) or not versions[0] <= tuple(map(int, numbers)) <= versions[-1]:
-        raise ImportError(f"{adapter}: found {engine} {found}, {supported}")
+        raise ImportError(f"{adapter}: found {engine} {version}, {supported}")
     if not all_between and tuple(map(int, numbers)) not in versions:
-        log.warning("%s: %s %s has not been tested, %s", adapter, engine, found, supported)
+        log.warning("%s: %s %s has not been tested, %s", adapter, engine, version, supported)

@@ -41,7 +41,7 @@ from .changes import Change
 from .decode import ReceivingSide
 from .labels import Uses
 from .peers import Refusals, check_room, rank_fields, sources_of
-from .pools import OPAQUE, Buffers, HeadCounts, KVPools, Place, extent_of, kv_buffers, pools, state_buffers
+from .pools import OPAQUE, Buffers, HeadCounts, KVPools, Locate, extent_of, kv_buffers, pools, state_buffers
 from .prefill import SendingSide, Sent
 
 log = logging.getLogger(f"sglang.srt.{__name__}")
@@ -101,11 +101,11 @@ class Manager(dialect.KVManager):
             Heads(window, ranks), config.get_swa_num_kv_heads(ranks.tp_size), dtype,
         )  # fmt: skip
 
-    def _pools(self, place: Place) -> KVPools:
+    def _pools(self, locate: Locate) -> KVPools:
         args = self.kv_args
         if self._is_compressed and get_memory().enable_hisparse:
             raise ConfigError("enable_hisparse: SGLang hands DeepSeek V4's KV to it with its Mooncake backend alone")
-        return pools(args, self._model(), place, kv=kv_buffers(args), states=state_buffers(args))
+        return pools(args, self._model(), locate, kv=kv_buffers(args), states=state_buffers(args))
 
     def _memory(self) -> tuple[CacheMemory, Extent]:
         memory = process.memory or CacheMemory(self.kv_args.kv_data_lens)
@@ -135,12 +135,12 @@ class Manager(dialect.KVManager):
     def _start_decode(self) -> None:
         memory, extent = self._memory()
         target = memory.target(extent)
-        described, args = self._pools(target.place), self.kv_args
+        described, args = self._pools(target.locate), self.kv_args
         components = described.components
         if dialect.has_host_buffers(args):
             host = Buffers(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
-            components += pools(args, self._model(), target.place, kv=host, states=()).components
-            if {each.memory for each in components} != {"dram", "hbm"}:
+            components += pools(args, self._model(), target.locate, kv=host, states=()).components
+            if {component.memory for component in components} != {"dram", "hbm"}:
                 raise ConfigError("decode_host_receive_threshold: SGLang's host pool is not where peers can write")
             self.supports_host_destination = True
         client = DecodeClient(
@@ -278,23 +278,23 @@ class Manager(dialect.KVManager):
         return self._decode
 
     def _put_aux(self, index: int, aux: bytes) -> None:
-        at = 0
+        offset = 0
         for address, item in zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True):
-            ctypes.memmove(address + index * item, aux[at : at + item], item)
-            at += item
+            ctypes.memmove(address + index * item, aux[offset : offset + item], item)
+            offset += item
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether a prefill server's ranks are known. One that does not fit is refused, and its requests fail: SGLang
         would end this engine."""
         try:
-            known = super().try_ensure_parallel_info(bootstrap_addr)
+            is_known = super().try_ensure_parallel_info(bootstrap_addr)
         except (AssertionError, RuntimeError, RequestError) as error:
             self.refusals.add(bootstrap_addr, f"prefill at {bootstrap_addr} is refused: {error}")
             log.error("%s", self.refusals.reason(bootstrap_addr))
             return False
-        if known:
+        if is_known:
             self.refusals.discard(bootstrap_addr)
-        return known
+        return is_known
 
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Every decode rank asks all ranks of a prefill engine: what each of them sends follows from its heads and
@@ -457,12 +457,12 @@ def _given() -> tuple[dict[str, Any], str]:
             where = f"{where} = {text}"
             with open(text, encoding="utf-8") as file:
                 text = file.read()
-        found = json.loads(text or "{}")
+        settings = json.loads(text or "{}")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError(f"{where}: must be a JSON object")
-    return found, where
+    return settings, where
 
 
 def _join_logs() -> None:

@@ -68,8 +68,8 @@ class ReceivingSide:
         tokens = prefix + len(pages) * self._parts[0].page_size
         slots = {KV: self._rows(self._parts[0], tokens, pages)}
         slots |= {
-            part.name: self._rows(part, tokens, np.empty(0, np.int64) if found is None else found)
-            for part, found in zip(self._parts[1:], states, strict=True)
+            part.name: self._rows(part, tokens, np.empty(0, np.int64) if indices is None else indices)
+            for part, indices in zip(self._parts[1:], states, strict=True)
         }
         room = self._uses.room(bootstrap_room)
         self._client.expect(
@@ -91,45 +91,45 @@ class ReceivingSide:
 
     def is_drained(self, bootstrap_room: int) -> bool:
         """Whether nobody can write the pages of a request any more."""
-        return all(each.bootstrap_room != bootstrap_room for each in self._rooms.values())
+        return all(received.bootstrap_room != bootstrap_room for received in self._rooms.values())
 
     def turn(self) -> list[Change]:
         """What has changed since the last call."""
-        made: list[Change] = []
+        changes: list[Change] = []
         for event in self._client.poll():
             match event:
-                case RoomReady(room) if (found := self._rooms.get(room)) is not None:
+                case RoomReady(room) if (received := self._rooms.get(room)) is not None:
                     if len(event.aux) == self._aux_bytes:
-                        self._put_aux(found.aux_index, event.aux)
-                        found.ready = True
+                        self._put_aux(received.aux_index, event.aux)
+                        received.ready = True
                         self.failures.landed()
                     else:
                         text = f"{len(event.aux)} bytes were sent, this engine takes {self._aux_bytes}"
                         text = f"metadata of the request: {text}"
                         self.failures.failed(Cause.REFUSED, text)
-                        self._end(made, room, KVPoll.FAILED, text)
+                        self._end(changes, room, KVPoll.FAILED, text)
                 case RoomFailed(room, cause, detail):
                     if self._is_wanted(room):
                         self.failures.failed(cause, detail)
-                    self._end(made, room, KVPoll.FAILED, f"{cause.value}: {detail}")
+                    self._end(changes, room, KVPoll.FAILED, f"{cause.value}: {detail}")
                 case RoomDrained(room):
                     if self._rooms[room].ready:
-                        self._end(made, room, KVPoll.SUCCESS)
+                        self._end(changes, room, KVPoll.SUCCESS)
                     del self._rooms[room]
                 case _:
                     pass
-        return made
+        return changes
 
     def close(self) -> None:
         """Ends the client: requests under way fail."""
         self._client.close()
 
-    def _end(self, made: list[Change], room: int, state: KVPoll, reason: str = "") -> None:
+    def _end(self, changes: list[Change], room: int, state: KVPoll, reason: str = "") -> None:
         """A request has ended, unless SGLang gave it up: then it knows."""
         number = self._rooms[room].bootstrap_room
         if self._is_wanted(room):
             del self._current[number]
-            made.append(Change(number, state, reason))
+            changes.append(Change(number, state, reason))
 
     def _is_wanted(self, room: int) -> bool:
         """Whether its request has not ended here."""

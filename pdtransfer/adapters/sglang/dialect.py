@@ -128,8 +128,8 @@ class _SendingRequest(_FailingRequest):
     def _poll_with_status(self: Any, check_status: Callable[[int], Any]) -> Any:
         if self.conclude_state is not None:
             return self.conclude_state
-        known = self.bootstrap_room in self.kv_mgr.request_status
-        state = check_status(self.bootstrap_room) if known else base.KVPoll.Failed
+        is_known = self.bootstrap_room in self.kv_mgr.request_status
+        state = check_status(self.bootstrap_room) if is_known else base.KVPoll.Failed
         if state == base.KVPoll.Bootstrapping:
             self.init_time = self.init_time or time.time()
             if (ended := self._check_bootstrap_timeout()) is not None:  # Failed, which is 0

@@ -78,18 +78,20 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
         return original(configurator, **given)
     on_card = configurator.device == "cuda" and not get_exec().features.enable_memory_saver
     if on_card or configurator.device == "cpu":
-        process.memory, made = made_in_one_piece(
+        process.memory, result = made_in_one_piece(
             lambda: original(configurator, **given), torch.device(configurator.device), has_beside=_receives_on_host()
         )
     else:
-        made = original(configurator, **given)
+        result = original(configurator, **given)
     if _receives_on_host():
-        pool = made.token_to_kv_pool
+        pool = result.token_to_kv_pool
         infos = [dialect.buffer_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]
-        buffers = [Buffers(*each) for each in infos]
-        process.memory = process.memory or CacheMemory([size for each in buffers for size in each.byte_counts])
+        buffers = [Buffers(*info) for info in infos]
+        process.memory = process.memory or CacheMemory(
+            [size for pool_buffers in buffers for size in pool_buffers.byte_counts]
+        )
         process.extent = extent_of(buffers, configurator.gpu_id if configurator.device == "cuda" else None)
-    return made
+    return result
 
 
 def _has_states(pool: Any) -> bool:
@@ -137,10 +139,10 @@ def _init_server_info(original: Any, info: Any, /, *args: Any, **answer: Any) ->
         return
     info.wrong = ""
     try:
-        known = server_fields(answer)
+        server = server_fields(answer)
     except RequestError as error:
-        known, info.wrong = NO_SERVER, str(error)
-    original(info, **dialect.known_to(info, known))
+        server, info.wrong = NO_SERVER, str(error)
+    original(info, **dialect.known_to(info, server))
 
 
 def _query_prefill_dp_ranks(original: Any, bootstrap_addr: str, bootstrap_rooms: list[int]) -> Any:

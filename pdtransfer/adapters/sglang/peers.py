@@ -83,7 +83,7 @@ def server_fields(answer: dict[str, Any]) -> dict[str, Any]:
     server = _answer(answer, ServerAnswer)
     if (count := server.attn_tp_size * server.pp_size) > PEERS_MAX:
         raise RequestError(f"attn_tp_size: {count} ranks together with pp_size, must be at most {PEERS_MAX}")
-    return {each.name: getattr(server, each.name) for each in fields(server) if each.name in answer}
+    return {field.name: getattr(server, field.name) for field in fields(server) if field.name in answer}
 
 
 def rank_fields(answer: object) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def sources_of(ranks: Sequence[dict[str, Any]], reachable: Reachable) -> list[st
     malformed, or must not be dialled."""
     sources: list[str] = []
     for rank in ranks:
-        key, at, host = rank["rank_ip"].rpartition("@")
-        sources.append(f"{key}{at}{address_of(host, rank['rank_port'])}")
+        key, separator, host = rank["rank_ip"].rpartition("@")
+        sources.append(f"{key}{separator}{address_of(host, rank['rank_port'])}")
         reachable.check(sources[-1])
     return sources
 

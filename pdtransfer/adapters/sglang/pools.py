@@ -31,7 +31,7 @@ from ..kit.heads import Heads
 Memory = Literal["dram", "hbm"]
 Rows = Literal["tokens", "pages", "once"]
 Kind = tuple[str, int]  # of a buffer, and its layer
-Place = Callable[[int], tuple[int, Memory]]
+Locate = Callable[[int], tuple[int, Memory]]
 """What a buffer at an address counts its base from, and the memory that it is in."""
 
 KV = "kv"  # the component of what every token has
@@ -122,16 +122,16 @@ def kv_buffers(args: Any) -> Buffers:
 def state_buffers(args: Any) -> list[Buffers]:
     """Where the states of SGLang's KVArgs are."""
     states = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
-    return [Buffers(*each) for each in states]
+    return [Buffers(*state) for state in states]
 
 
 def extent_of(buffers: Sequence[Buffers], device: int | None) -> Extent:
     """The range that holds all buffers, on a GPU or in this process's memory."""
-    first, end = min(min(each.addresses) for each in buffers), max(max(each.ends) for each in buffers)
+    first, end = min(min(pool.addresses) for pool in buffers), max(max(pool.ends) for pool in buffers)
     return Extent(first, end, device)
 
 
-def pools(args: Any, model: HeadCounts, place: Place, *, kv: Buffers, states: Sequence[Buffers]) -> KVPools:
+def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: Sequence[Buffers]) -> KVPools:
     """Components of the KV cache in `kv`, and of `states`, whose planes are offsets as `place` has them.
 
     `args` are SGLang's KVArgs. Raises ConfigError, with the reason, for a cache that cannot cross.
@@ -140,12 +140,12 @@ def pools(args: Any, model: HeadCounts, place: Place, *, kv: Buffers, states: Se
     page_size = int(args.page_size)
     ranks = model.heads.ranks
     if ratios := _ratios(args):
-        return _compressed_pools(args, ratios, ranks, place, kv=kv, states=states)
+        return _compressed_pools(args, ratios, ranks, locate, kv=kv, states=states)
     parts: list[CachePart] = []
     replicas: dict[str, tuple[int, int]] = {}
 
     def add(name: str, rows: Rows, planes: list[Plane], slots: int, buffers: Buffers) -> None:
-        parts.append(_part(name, rows, planes, slots, {place(each)[1] for each in buffers.addresses}, page_size))
+        parts.append(_part(name, rows, planes, slots, {locate(address)[1] for address in buffers.addresses}, page_size))
 
     def of_heads(name: str, buffers: Buffers, layers: Sequence[int], heads: Heads, count: int) -> list[Plane]:
         kinds = ("latent",) if model.latent else ("k", "v")
@@ -157,23 +157,23 @@ def pools(args: Any, model: HeadCounts, place: Place, *, kv: Buffers, states: Se
         number = DTYPE_BYTES[model.dtype]
         return [
             Plane(
-                layer=layers[at % of_kind], kind=kinds[at // of_kind], dtype=model.dtype,
-                head_start=heads.first(count) * size, head_count=count * size, base=address - place(address)[0],
+                layer=layers[index % of_kind], kind=kinds[index // of_kind], dtype=model.dtype,
+                head_start=heads.first(count) * size, head_count=count * size, base=address - locate(address)[0],
                 page_stride=row, row_stride=row, row_bytes=row,
             )
-            for at, (address, item) in enumerate(zip(buffers.addresses, buffers.item_bytes, strict=True))
+            for index, (address, item) in enumerate(zip(buffers.addresses, buffers.item_bytes, strict=True))
             for row in [_whole(name, item, page_size)]
             for size in [1 if model.latent or model.dtype == OPAQUE else row // count // number]
         ]  # fmt: skip
 
     drafts = int(getattr(args, "num_draft_entries", 0) or 0)
-    own = len(kv.addresses) - drafts
+    layer_count = len(kv.addresses) - drafts
     first_layer = int(getattr(args, "prefill_start_layer", 0) or 0)
-    layers = list(getattr(args, "kv_layer_ids", None) or range(first_layer, first_layer + own))
-    planes = of_heads(KV, kv.part(0, own), layers, model.heads, model.head_count)
+    layers = list(getattr(args, "kv_layer_ids", None) or range(first_layer, first_layer + layer_count))
+    planes = of_heads(KV, kv.part(0, layer_count), layers, model.heads, model.head_count)
     if drafts:
         draft_layers = range(DRAFT_LAYER, DRAFT_LAYER + drafts)
-        planes += of_heads(KV, kv.part(own, own + drafts), draft_layers, model.heads, model.head_count)
+        planes += of_heads(KV, kv.part(layer_count, layer_count + drafts), draft_layers, model.heads, model.head_count)
     add(KV, "tokens", planes, _slots(KV, kv, page_size), kv)
 
     for index, (kind, buffers) in enumerate(zip(_kinds(args), states, strict=True)):
@@ -186,13 +186,13 @@ def pools(args: Any, model: HeadCounts, place: Place, *, kv: Buffers, states: Se
             continue
         replicated = kind in _REPLICATED
         replicas[kind] = (ranks.tp_rank, ranks.tp_size) if replicated else (0, 1)
-        planes = _items(buffers, _numbered(numbers), 0 if replicated else ranks.tp_rank, place)
+        planes = _items(buffers, _numbered(numbers), 0 if replicated else ranks.tp_rank, locate)
         add(kind, rows, planes, _slots(kind, buffers, 1), buffers)
     return KVPools(tuple(parts), replicas)
 
 
 def _compressed_pools(
-    args: Any, ratios: Sequence[int], ranks: Ranks, place: Place, *, kv: Buffers, states: Sequence[Buffers]
+    args: Any, ratios: Sequence[int], ranks: Ranks, locate: Locate, *, kv: Buffers, states: Sequence[Buffers]
 ) -> KVPools:
     """DeepSeek V4's, of layers with these ratios: the same on all ranks."""
     page_size, parts = int(args.page_size), list[CachePart]()
@@ -205,8 +205,8 @@ def _compressed_pools(
             )
         # SGLang rounds each kind up by itself: all of them have the pages that its allocator hands out.
         slots = min(count // item for count, item in zip(buffers.byte_counts, buffers.item_bytes, strict=True))
-        memories: set[Memory] = {place(address)[1] for address in buffers.addresses}
-        parts.append(_part(name, rows, _items(buffers, kinds, 0, place), slots, memories, page_size))
+        memories: set[Memory] = {locate(address)[1] for address in buffers.addresses}
+        parts.append(_part(name, rows, _items(buffers, kinds, 0, locate), slots, memories, page_size))
 
     add(KV, "pages", kv, _kinds_of(ratios, ("c4", 4), ("c4_index", 4), ("c128", 128)))
     for kind, buffers in zip(_kinds(args), states, strict=True):
@@ -226,7 +226,7 @@ def _compressed_pools(
 
 def _kinds_of(ratios: Sequence[int], *kinds: tuple[str, int]) -> list[Kind]:
     """Kind by kind, each with its ratio, a buffer for each layer that has this ratio: the order of SGLang's lists."""
-    return [(kind, layer) for kind, ratio in kinds for layer, found in enumerate(ratios) if found == ratio]
+    return [(kind, layer) for kind, ratio in kinds for layer, layer_ratio in enumerate(ratios) if layer_ratio == ratio]
 
 
 def _part(name: str, rows: Rows, planes: list[Plane], slots: int, memories: set[Memory], page_size: int) -> CachePart:
@@ -280,11 +280,11 @@ def _numbered(layers: Sequence[int]) -> list[Kind]:
     return kinds
 
 
-def _items(buffers: Buffers, kinds: Sequence[Kind], head: int, place: Place) -> list[Plane]:
+def _items(buffers: Buffers, kinds: Sequence[Kind], head: int, locate: Locate) -> list[Plane]:
     """One plane a buffer, of whole items that only SGLang understands."""
     return [
         Plane(
-            layer=layer, kind=kind, dtype=OPAQUE, head_start=head, head_count=1, base=address - place(address)[0],
+            layer=layer, kind=kind, dtype=OPAQUE, head_start=head, head_count=1, base=address - locate(address)[0],
             page_stride=item, row_stride=item, row_bytes=item,
         )
         for address, item, (kind, layer) in zip(buffers.addresses, buffers.item_bytes, kinds, strict=True)

@@ -137,8 +137,8 @@ class SendingSide:
         """What has changed since the last call."""
         for event in self._client.poll():
             self._on_event(event)
-        made, self._changes = self._changes, []
-        return made
+        changes, self._changes = self._changes, []
+        return changes
 
     def close(self) -> None:
         """Ends the client: requests under way fail."""

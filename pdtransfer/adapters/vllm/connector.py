@@ -234,28 +234,28 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Requests whose blocks vLLM has back."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-        found = self._results(finished_req_ids)
+        results = self._results(finished_req_ids)
         return KVConnectorTransferResults(
-            finished_sending=found.sent, finished_recving=found.received, failed_recving=found.failed
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The same, as older versions ask for it."""
-        found = self._results(finished_req_ids)
-        return found.sent or None, found.received or None
+        results = self._results(finished_req_ids)
+        return results.sent or None, results.received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed requests, for versions that know no failed requests."""
-        made, self._failed_blocks = self._failed_blocks, set()
-        return made
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
     def _results(self, finished: set[str]) -> Results:
         if self._worker is None:
             return Results()
-        found = self._worker.results(finished)
+        results = self._worker.results(finished)
         if not dialect.FAILS_BY_REQUEST:
-            self._failed_blocks |= found.failed_blocks
-        return found
+            self._failed_blocks |= results.failed_blocks
+        return results
 
     def _event(self) -> torch.cuda.Event | None:
         """Fires once all that this thread has queued on the GPU is done; None on the CPU, where it is done."""

@@ -53,7 +53,7 @@ def layout_name() -> str:
 
 def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
     """The groups whose KV crosses, each with its layers' names. Raises ConfigError for one that cannot cross."""
-    made: list[tuple[KVGroup, list[str]]] = []
+    groups: list[tuple[KVGroup, list[str]]] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
             continue
@@ -69,8 +69,8 @@ def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
         if len({fact[1:] for fact in facts}) > 1:
             raise ConfigError(f"KV cache group {index}: its layers look back at {sorted(facts)} tokens")
         _, window, chunk = facts.pop()
-        made.append((KVGroup(index, spec.block_size, window, chunk), list(group.layer_names)))
-    return made
+        groups.append((KVGroup(index, spec.block_size, window, chunk), list(group.layer_names)))
+    return groups
 
 
 def block_bytes(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> list[int]:
@@ -102,8 +102,11 @@ def _reach(spec: Any) -> tuple[int, int]:
 def sizes_of(kv_cache_config: Any) -> list[int]:
     """The sizes in bytes of the tensors that vLLM allocates for its KV cache."""
     tensors = kv_cache_config.kv_cache_tensors
-    whole = [each.size for each in tensors if hasattr(each, "layers") or each.block_stride > 0]
-    return [*whole[:1], *(each.size for each in tensors if not hasattr(each, "layers") and each.block_stride == 0)]
+    whole = [tensor.size for tensor in tensors if hasattr(tensor, "layers") or tensor.block_stride > 0]
+    return [
+        *whole[:1],
+        *(tensor.size for tensor in tensors if not hasattr(tensor, "layers") and tensor.block_stride == 0),
+    ]
 
 
 def ranks_here(vllm_config: Any) -> Ranks:
@@ -242,8 +245,8 @@ def _cache_dtype(views: dict[str, Any]) -> str:
 
 def _backends(vllm_config: Any, views: dict[str, Any]) -> list[str]:
     layers = vllm_config.compilation_config.static_forward_context
-    known = [layers[name] for name in views if hasattr(layers.get(name), "get_attn_backend")]
-    return sorted({layer.get_attn_backend().get_name() for layer in known})
+    attention_layers = [layers[name] for name in views if hasattr(layers.get(name), "get_attn_backend")]
+    return sorted({layer.get_attn_backend().get_name() for layer in attention_layers})
 
 
 def _processor() -> str:

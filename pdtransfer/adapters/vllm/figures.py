@@ -39,11 +39,11 @@ def add(data: Data, more: Mapping[str, Any]) -> None:
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
     """What vLLM logs of an interval."""
-    made: dict[str, int | float] = {f"rooms {end}": amount for end, amount in sorted(data["rooms"].items())}
-    made |= {f"MB {direction}": round(amount / 1e6, 3) for direction, amount in sorted(data["bytes"].items())}
+    shown: dict[str, int | float] = {f"rooms {end}": amount for end, amount in sorted(data["rooms"].items())}
+    shown |= {f"MB {direction}": round(amount / 1e6, 3) for direction, amount in sorted(data["bytes"].items())}
     if data["computed"]:
-        made["prompts computed here"] = data["computed"]
+        shown["prompts computed here"] = data["computed"]
     if seconds := sorted(data["seconds"]):
-        made["p50 transfer ms"] = round(seconds[len(seconds) // 2] * 1e3, 3)
-        made["max transfer ms"] = round(seconds[-1] * 1e3, 3)
-    return made
+        shown["p50 transfer ms"] = round(seconds[len(seconds) // 2] * 1e3, 3)
+        shown["max transfer ms"] = round(seconds[-1] * 1e3, 3)
+    return shown

@@ -148,14 +148,14 @@ def answer(
     each of its ranks. `facts` are for a router, which shows them."""
     first = Endpoint.parse(endpoints[0])
     host, _, port = first.address.removeprefix("tcp://").rpartition(":")
-    made: dict[str, Any] = {
+    params: dict[str, Any] = {
         "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": engine_id,
         "remote_request_id": request_id, "remote_host": host.strip("[]"), "remote_port": int(port),
         "tp_size": tp_size, "pp_size": len(endpoints) // tp_size, "transfer_mode": "push",
         "remote_endpoints": list(endpoints),
     }  # fmt: skip
-    made |= {"facts": dict(facts)} if facts else {}
-    return made if transfer_id is None else made | {"transfer_id": transfer_id}
+    params |= {"facts": dict(facts)} if facts else {}
+    return params if transfer_id is None else params | {"transfer_id": transfer_id}
 
 
 def _known_to_both(remote: str, request_id: str) -> str:

@@ -54,8 +54,8 @@ class BlockRows:
 
     def slots(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int64]:
         """The slots of a prompt in these blocks, int64, one a row; -1 for each row of a block -1."""
-        made = np.array(blocks, np.int64)[:, None] * self.of_block + np.arange(self.of_block)
-        return np.where(made < 0, -1, made).reshape(-1)[: self.component.rows(tokens)]
+        slots = np.array(blocks, np.int64)[:, None] * self.of_block + np.arange(self.of_block)
+        return np.where(slots < 0, -1, slots).reshape(-1)[: self.component.rows(tokens)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Pools:
     @property
     def components(self) -> tuple[Component, ...]:
         """Of all groups."""
-        return tuple(each.component for each in self.rows)
+        return tuple(block_rows.component for block_rows in self.rows)
 
 
 def pools(
@@ -102,7 +102,7 @@ def pools(
         name_at: dict[int, str] = {}  # by address
         seen: Counter[int] = Counter()
         last: dict[int, str] = {}  # by layer
-        held = (0, 1)
+        replica = (0, 1)
         for order, name in enumerate(names):
             if name not in views or name_at.setdefault(views[name].data_ptr(), name) != name:
                 continue
@@ -120,7 +120,7 @@ def pools(
                 planes += _planes(name, views[name], layer, f"kv{number}", blocks=blocks, base=base, heads=heads)
             else:
                 planes += _token_planes(name, kinds[name], layer, number, base=base, heads=heads)
-            held = heads.replica(views[name].shape[1])
+            replica = heads.replica(views[name].shape[1])
         if not planes:
             raise ConfigError(f"{group.name}: none of its layers has a KV cache: {', '.join(names)}")
         component = group.name if kinds is None or len(groups) > 1 else KV
@@ -216,12 +216,12 @@ def _token_planes(
     name: str, kinds: Mapping[str, Any], layer: int, number: str, *, base: int, heads: Heads
 ) -> list[Plane]:
     """One for each kind and head, or number of a head where these lie apart; a latent has one head."""
-    made: list[Plane] = []
+    planes: list[Plane] = []
     try:
         for kind, view in kinds.items():
             *_, count, size = view.shape
             if kind == LATENT:
-                made += strided_layout(
+                planes += strided_layout(
                     {(layer, kind + number): view[:, :, 0]}, axes=("page", "row"), origin=base
                 ).planes
                 continue
@@ -229,7 +229,7 @@ def _token_planes(
             for head in range(count):
                 head_range = range(first + head * size, first + (head + 1) * size)
                 one = {(layer, kind + number): view[:, :, head]}
-                made += strided_layout(one, axes=("page", "row", "head"), heads=head_range, origin=base).planes
+                planes += strided_layout(one, axes=("page", "row", "head"), heads=head_range, origin=base).planes
     except (LocalProtocolError, ValueError) as error:
         raise ConfigError(f"{name}: {error}") from None
-    return made
+    return planes

@@ -156,11 +156,11 @@ class SchedulerSide:
                     send.lost = True
                 self._orders.withdrawals.append(Withdraw(first, room_id(transfer_id)))
             case ReceiveFrom(label):
-                made = self._receives[name] = _Receive(tokens, wanted, prompt=request.prompt_token_ids)
+                receive = self._receives[name] = _Receive(tokens, wanted, prompt=request.prompt_token_ids)
                 if (first := _first(self._received, label, name)) != name:
-                    made.state, other = _LoadState.NONE, self._receives.get(first)
-                    if other is not None and other.prompt == made.prompt is not None:
-                        made.behind = other
+                    receive.state, first_receive = _LoadState.NONE, self._receives.get(first)
+                    if first_receive is not None and first_receive.prompt == receive.prompt is not None:
+                        receive.behind = first_receive
                     else:
                         log.info("request %s: computed here, %s is received as %s", name, first, label)
             case Identify():
@@ -206,24 +206,26 @@ class SchedulerSide:
             self._orders.refusals.append(Refuse(name, tuple(landing[0])))
             return
         receive.blocks = frozenset(landing[0])
-        receive.kv_bytes = sum(size * len(own) for size, own in zip(self._block_bytes, landing, strict=True))
+        receive.kv_bytes = sum(
+            size * len(group_slots) for size, group_slots in zip(self._block_bytes, landing, strict=True)
+        )
         self._orders.receives.append(
             Receive(name, receive.source.room(name), receive.source.sources, receive.tokens, prefix, slots)
         )
 
     def orders(self, step: ScheduledStep) -> Orders:
         """What the workers do in this step; the next call begins another one."""
-        made, self._orders = self._orders, Orders()
+        orders, self._orders = self._orders, Orders()
         for name in step.preempted_req_ids or ():
             if (send := self._sends.get(name)) is not None:
-                self._give_up(name, send, made)
+                self._give_up(name, send, orders)
         if not self._sends:
-            return made
+            return orders
         computed = self._update_tables(step)
         for name, count in step.num_scheduled_tokens.items():
             if (send := self._sends.get(name)) is not None and not send.lost:
-                self._order_chunk(name, send, computed[name], computed[name] + count, made)
-        return made
+                self._order_chunk(name, send, computed[name], computed[name] + count, orders)
+        return orders
 
     def on_failed_loads(self, requests: Collection[str], blocks: Collection[int]) -> None:
         """Loads have failed: of these requests, or into these blocks where vLLM knows no requests."""
@@ -333,7 +335,7 @@ class SchedulerSide:
                     blocks.extend(ids)
         return computed
 
-    def _order_chunk(self, name: str, send: _Send, before: int, after: int, made: Orders) -> None:
+    def _order_chunk(self, name: str, send: _Send, before: int, after: int, orders: Orders) -> None:
         if send.complete:
             if self._has_states or any(
                 group.first_row(before) > group.first_row(send.tokens - 1) for group in self._groups
@@ -345,7 +347,7 @@ class SchedulerSide:
         if not send.opened:
             send.opened = True
             send.ordered = [group.first_row(send.tokens - 1) for group in self._groups]
-            made.opens.append(Open(name, self._label(send), send.tokens))
+            orders.opens.append(Open(name, self._label(send), send.tokens))
         send.complete = after >= send.tokens
         rows: list[Rows] = []
         for index, group in enumerate(self._groups):
@@ -355,13 +357,13 @@ class SchedulerSide:
                 rows.append(Rows(index, first, end, group.blocks(send.blocks[group.index], send.tokens)[:end]))
                 send.ordered[index] = end
         if rows:
-            made.chunks.append(Chunk(name, tuple(rows), send.complete))
+            orders.chunks.append(Chunk(name, tuple(rows), send.complete))
 
-    def _give_up(self, name: str, send: _Send, made: Orders) -> None:
+    def _give_up(self, name: str, send: _Send, orders: Orders) -> None:
         """The request loses blocks that were to be sent. Unless decode may know the room already, it gets another."""
         if not send.opened:
             return
-        made.quiesce.append(name)
+        orders.quiesce.append(name)
         send.opened = send.complete = False
         if send.transfer_id is not None:
             send.lost = True

@@ -32,19 +32,21 @@ def kinds_of(name: str, layer: Any, view: torch.Tensor) -> Kinds:
     if not hasattr(impl, "do_kv_cache_update") or view.ndim != 4:
         raise ConfigError(f'{name}: {type(impl).__name__} is not known by tokens: set rows to "blocks"')
     tokens = view.shape[2]
-    found: Kinds | None = None
+    kinds: Kinds | None = None
     for token in sorted({0, tokens // 2, tokens - 1}):
         written = _write(layer, view, token)
-        fitting = next((each for each in _candidates(view, set(written)) if _holds(each, written, token)), None)
+        fitting = next(
+            (candidate for candidate in _candidates(view, set(written)) if _holds(candidate, written, token)), None
+        )
         view[0].zero_()
-        if fitting is None or (found is not None and not _same(found, fitting)):
+        if fitting is None or (kinds is not None and not _same(kinds, fitting)):
             raise ConfigError(
                 f'{name}: {type(impl).__name__} packs the numbers of a token for this processor or this dtype '
                 f'({view.dtype}), so its KV cache cannot cross by tokens: set rows to "blocks"'
             )  # fmt: skip
-        found = fitting
-    assert found is not None
-    return found
+        kinds = fitting
+    assert kinds is not None
+    return kinds
 
 
 def _write(layer: Any, view: torch.Tensor, token: int) -> Kinds:
@@ -54,8 +56,8 @@ def _write(layer: Any, view: torch.Tensor, token: int) -> Kinds:
 
     def numbers(heads: int, count: int, first: int) -> torch.Tensor:
         # Small integers, exact in every dtype of two bytes up to 256, and no two neighbours alike.
-        made = 1 + (torch.arange(heads * count) * 7 + first) % 251
-        return made.to(view.dtype).to(view.device).view(1, heads, count)
+        values = 1 + (torch.arange(heads * count) * 7 + first) % 251
+        return values.to(view.dtype).to(view.device).view(1, heads, count)
 
     if (rank := getattr(impl, "kv_lora_rank", None)) is not None:
         latent, rope = numbers(1, rank, 1), numbers(1, width - rank, 5)
@@ -94,10 +96,10 @@ def _candidates(view: torch.Tensor, kinds: set[str]) -> Iterator[Kinds]:
     yield {"k": keys.unflatten(2, (tokens, size)).transpose(1, 2), "v": rows}
 
 
-def _holds(found: Kinds, written: Kinds, token: int) -> bool:
+def _holds(kinds: Kinds, written: Kinds, token: int) -> bool:
     """Whether these views have the token that was written, and nothing else in the first page."""
     for kind, numbers in written.items():
-        page = found[kind][0]
+        page = kinds[kind][0]
         if page.shape[1:] != numbers.shape[1:] or not torch.equal(page[token], numbers[0]):
             return False
         if int(page.count_nonzero()) != numbers.numel():
@@ -107,6 +109,6 @@ def _holds(found: Kinds, written: Kinds, token: int) -> bool:
 
 def _same(one: Kinds, other: Kinds) -> bool:
     return all(
-        each.data_ptr() == other[kind].data_ptr() and each.stride() == other[kind].stride()
-        for kind, each in one.items()
+        tensor.data_ptr() == other[kind].data_ptr() and tensor.stride() == other[kind].stride()
+        for kind, tensor in one.items()
     )

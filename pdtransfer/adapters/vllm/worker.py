@@ -57,7 +57,7 @@ class ComputedShare:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._latest: deque[bool] = deque(maxlen=SHARE_OF)
-        self._said = float("-inf")
+        self._logged_at = float("-inf")
 
     def add(self, why: str) -> str | None:
         """A request ended: `why` its prompt was computed here, empty if its KV has landed. Returns a warning where one
@@ -66,9 +66,9 @@ class ComputedShare:
         computed, count = sum(self._latest), len(self._latest)
         if not why or count < SHARE_OF_MIN or computed <= SHARE_MAX * count:
             return None
-        if (now := self._clock()) - self._said < SHARE_PAUSE_S:
+        if (now := self._clock()) - self._logged_at < SHARE_PAUSE_S:
             return None
-        self._said = now
+        self._logged_at = now
         return f"{computed} of the last {count} requests were computed here, since their KV was not received: {why}"
 
 
@@ -154,14 +154,16 @@ class WorkerSide:
 
     def quiesce(self, orders: Orders) -> None:
         """Before blocks are overwritten: waits until nothing reads those of preempted requests."""
-        sent = [(name, self._sending.pop(name)) for name in orders.quiesce if name in self._sending]
+        requests = [(name, self._sending.pop(name)) for name in orders.quiesce if name in self._sending]
         if self._quiescence is not None:
-            self._quiescence.wait((each.room, f"request {name}") for name, each in sent if not each.drained)
+            self._quiescence.wait(
+                (request.room, f"request {name}") for name, request in requests if not request.drained
+            )
 
     def begin(self, orders: Orders) -> None:
         """Before the model runs."""
-        for each in orders.opens:
-            self._open(each)
+        for opening in orders.opens:
+            self._open(opening)
         for receive in orders.receives:
             self._receive(receive)
         for refusal in orders.refusals:
@@ -172,10 +174,10 @@ class WorkerSide:
             self._withdraw(withdrawal)
         self._chunks = list(orders.chunks)
         self._cells = [
-            _Cell(chunk, rows.group, held.rows_of(rows.first, rows.end), held.pages(rows.blocks))
+            _Cell(chunk, rows.group, block_rows.rows_of(rows.first, rows.end), block_rows.pages(rows.blocks))
             for chunk in orders.chunks
             for rows in chunk.rows
-            for held in [self._rows[rows.group]]
+            for block_rows in [self._rows[rows.group]]
         ]
         self._computed = set()
 
@@ -219,12 +221,12 @@ class WorkerSide:
             for event in self._decode.poll():
                 self._on_decode_event(event)
         self._finished |= self._sending.keys() & set(finished)
-        for request_id in [each for each in self._finished if self._sending[each].drained]:
+        for request_id in [ended for ended in self._finished if self._sending[ended].drained]:
             self._finished.discard(request_id)
             del self._sending[request_id]
             self._results.sent.add(request_id)
-        made, self._results = self._results, Results()
-        return made
+        results, self._results = self._results, Results()
+        return results
 
     def take_figures(self) -> figures.Data | None:
         """What was counted since the last call; None for nothing."""
@@ -233,8 +235,8 @@ class WorkerSide:
             self._data["copied_up_bytes"], self._copied_bytes = copied_bytes - self._copied_bytes, copied_bytes
         if figures.is_empty(self._data):
             return None
-        made, self._data = self._data, figures.empty()
-        return made
+        data, self._data = self._data, figures.empty()
+        return data
 
     def close(self) -> None:
         """Ends the clients: rooms under way fail."""
@@ -322,10 +324,10 @@ class WorkerSide:
         layers, cell.layers = cell.layers, None
         sending = self._sending.get(cell.chunk.request_id)
         if layers is not None and sending is not None and not sending.drained:
-            held = self._rows[cell.group].component
-            rows = cell.rows[0], min(cell.rows[1], held.rows(sending.tokens))
+            component = self._rows[cell.group].component
+            rows = cell.rows[0], min(cell.rows[1], component.rows(sending.tokens))
             self._prefill.push(
-                sending.room, cell.pages, rows=rows, layers=layers, component=held.name, after=event()
+                sending.room, cell.pages, rows=rows, layers=layers, component=component.name, after=event()
             )  # fmt: skip
 
     # Events

@@ -123,7 +123,7 @@ def test_layers_on_the_cpu_with_host_memory_beside_them_land_there_first() -> No
     host = memory.beside(extent, SIZE)
     target = memory.target(extent)
     assert (target.memory, target.copied_up) == ("hbm", True)
-    assert [target.place(each.data_ptr())[1] for each in (made[2], host)] == ["hbm", "dram"]
+    assert [target.locate(each.data_ptr())[1] for each in (made[2], host)] == ["hbm", "dram"]
 
 
 def test_a_card_without_room_for_one_piece_has_the_layers_as_ever(
@@ -229,8 +229,8 @@ def test_host_memory_lies_in_one_arena_with_where_rows_land() -> None:
     target = made.target(extent)
     start, behind = target.arena.mapping.address, 4096  # rows that land for the cache do not reach the host's memory
     assert (target.base, target.memory, target.copied_up) == (cache.data_ptr() - behind, "hbm", True)
-    assert target.place(cache.data_ptr()) == (cache.data_ptr() - behind, "hbm")
-    assert target.place(host.data_ptr()) == (start, "dram")
+    assert target.locate(cache.data_ptr()) == (cache.data_ptr() - behind, "hbm")
+    assert target.locate(host.data_ptr()) == (start, "dram")
     assert host.data_ptr() - start == 0
     assert target.arena.hbm is not None
     assert (target.arena.hbm.base, target.arena.hbm.byte_count) == (behind, SIZE)

@@ -229,16 +229,16 @@ def world(
                 extent = extent_of([kv_buffers(pool.args), *state_buffers(pool.args)], None)
                 host_pool = pool_type(memory.beside(extent, len(pool.raw)).numpy(), *shape) if host else None
                 target = memory.target(extent)
-                arena, place = target.arena, target.place
+                arena, locate = target.arena, target.locate
             else:
                 arena = ArenaMemory.create(1 << 20)
                 pool, host_pool = pool_type(np.frombuffer(arena.mapping.view, np.uint8), *shape), None
                 start = arena.mapping.address
-                place = lambda _, start=start: (start, "dram")  # noqa: E731
-            described = described_of(pool, ranks, latent, place)
+                locate = lambda _, start=start: (start, "dram")  # noqa: E731
+            described = described_of(pool, ranks, latent, locate)
             components = described.components
             if host_pool is not None:
-                components += described_of(host_pool, ranks, latent, place).components
+                components += described_of(host_pool, ranks, latent, locate).components
             client = stack.enter_context(DecodeClient(
                 NodeSettings(node=f"d{at}", ranks=ranks, **options | {"weights": decode_weights}), components, arena,
                 engine_slots=True, prefix_cache=False, enable_hisparse=host, verify=True,
@@ -249,7 +249,7 @@ def world(
         yield made
 
 
-def described_of(pool: Pool, ranks: Ranks, latent: bool, place: Callable[[int], Any]) -> KVPools:
+def described_of(pool: Pool, ranks: Ranks, latent: bool, locate: Callable[[int], Any]) -> KVPools:
     """The components of a pool."""
     args = pool.args
-    return pools(args, model_of(ranks, latent), place, kv=kv_buffers(args), states=state_buffers(args))
+    return pools(args, model_of(ranks, latent), locate, kv=kv_buffers(args), states=state_buffers(args))

@@ -12,7 +12,7 @@ def label(ranks: Ranks) -> str:
     return f"pp{ranks.pp_rank}-tp{ranks.tp_rank}" if ranks.pp_size > 1 else f"tp{ranks.tp_rank}"
 
 
-def place_of(ranks: Ranks) -> int:
+def rank_index(ranks: Ranks) -> int:
     """Returns a rank's number in its group; 0 is the leader."""
     return ranks.pp_rank * ranks.tp_size + ranks.tp_rank
 

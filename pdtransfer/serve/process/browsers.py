@@ -44,7 +44,7 @@ class BrowserGuard:
     addresses, which nobody can make mean another host: `*.example.org` for all below it, `*` for any."""
 
     def __init__(self, hosts: Iterable[str]) -> None:
-        self._hosts = (*LOOPBACK, *(each.lower() for each in hosts))
+        self._hosts = (*LOOPBACK, *(host.lower() for host in hosts))
         self._throttle = LogThrottle(REFUSED_LOG_MS)
 
     @web.middleware
@@ -83,16 +83,18 @@ class BrowserGuard:
                 raise RefusedError(415, f"Content-Type: {kind[:64]!r}, must be {_JSON}")
 
     def _is_own(self, host: str) -> bool:
-        found = _AUTHORITY.fullmatch(host.strip())
+        authority = _AUTHORITY.fullmatch(host.strip())
         if ANY in self._hosts:
             return True
-        if found is None:
+        if authority is None:
             return False
-        name = found[1].lower().removesuffix(".")
+        name = authority[1].lower().removesuffix(".")
         try:
             ipaddress.ip_address(name.strip("[]"))
         except ValueError:
-            return any(name == each or (each[:2] == "*." and name.endswith(each[1:])) for each in self._hosts)
+            return any(
+                name == allowed or (allowed[:2] == "*." and name.endswith(allowed[1:])) for allowed in self._hosts
+            )
         return True
 
 

@@ -38,7 +38,7 @@ class BoundedHistogram:
 
     def _admitted(self, labels: tuple[str, ...], now: float) -> tuple[str, ...]:
         """These labels, if they may have a series of their own, else those of all others."""
-        named = [known for known in self._series if known[0] != OTHER]
+        named = [labels for labels in self._series if labels[0] != OTHER]
         if labels[0] != OTHER and len(named) >= METRICS_LABELS_MAX:
             oldest = min(named, key=self._observed_s.__getitem__)
             if now - self._observed_s[oldest] < IDLE_S:

@@ -28,7 +28,9 @@ def printable(text: str) -> str:
     """Returns the text with every unprintable character escaped, above all line ends and terminal control codes."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
@@ -56,7 +58,7 @@ def _value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     text = str(value)
-    if text and not any(each in ' "=' for each in text):
+    if text and not any(character in ' "=' for character in text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
@@ -153,8 +155,8 @@ class LogRateLimit(logging.Filter):
         return [_report_of(*name, held_back) for name, held_back in kinds if held_back]
 
     def _report(self, reports: list[logging.LogRecord]) -> None:
-        for each in reports:
-            self._emit(each)
+        for report in reports:
+            self._emit(report)
 
 
 def _report_of(name: str, level: int, text: str, held_back: int) -> logging.LogRecord:

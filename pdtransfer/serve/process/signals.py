@@ -59,8 +59,8 @@ def reload_on_hangup(*reloads: Callable[[], None]) -> None:
     def hangup() -> None:
         if not reloads:
             log.info("SIGHUP: no file is configured to be read again, nothing has changed")
-        for each in reloads:
-            each()
+        for reload in reloads:
+            reload()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup)
 

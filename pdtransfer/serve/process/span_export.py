@@ -48,18 +48,20 @@ class SpanExporter:
         if trace is None or not trace.sampled:
             return
         zero_ns = round(1e9 * (record.ended_unix_s - record.total_s - record.began_s))
-        own = trace
+        context = trace
         parent = record.parent_span
         if record.scope == "room":
-            own, parent = TraceContext(trace.trace_id, _span_id()), trace.span_id
+            context, parent = TraceContext(trace.trace_id, _span_id()), trace.span_id
         name = "request" if record.scope == "request" else "room" if record.role == "router" else record.role
         end_s = record.began_s + record.total_s
         whole = TimedSpan(process=record.node, lane="", name=name, begin_s=record.began_s, end_s=end_s)
-        self._queue(whole, zero_ns, own, parent, _attributes(record), failed=record.cause is not None, record=record)
+        self._queue(
+            whole, zero_ns, context, parent, _attributes(record), failed=record.cause is not None, record=record
+        )
         if record.scope == "request" and len(record.rooms) > 0:
             return  # its rooms have the parts
         for span in record.spans:
-            self._queue(span, zero_ns, TraceContext(own.trace_id, _span_id()), own.span_id, {}, record=record)
+            self._queue(span, zero_ns, TraceContext(context.trace_id, _span_id()), context.span_id, {}, record=record)
 
     def close(self) -> None:
         """Sends what is queued, if the collector takes it in CLOSE_S: the SDK itself would try for longer."""
@@ -73,7 +75,7 @@ class SpanExporter:
         self,
         span: TimedSpan,
         zero_ns: int,  # of the span's clock
-        own: TraceContext,
+        context: TraceContext,
         parent: str,
         attributes: dict[str, Any],
         *,
@@ -83,11 +85,11 @@ class SpanExporter:
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        server = record.scope == "request" and own is record.trace
-        made = ReadableSpan(
+        server = record.scope == "request" and context is record.trace
+        exported = ReadableSpan(
             name=f"{span.lane}: {span.name}" if span.lane else span.name,
-            context=_context(own.trace_id, own.span_id),
-            parent=_context(own.trace_id, parent) if parent else None,
+            context=_context(context.trace_id, context.span_id),
+            parent=_context(context.trace_id, parent) if parent else None,
             resource=self._resource,
             attributes=attributes,
             kind=SpanKind.SERVER if server else SpanKind.INTERNAL,
@@ -95,7 +97,7 @@ class SpanExporter:
             start_time=zero_ns + round(1e9 * span.begin_s),
             end_time=zero_ns + round(1e9 * span.end_s),
         )
-        self._processor.on_end(made)
+        self._processor.on_end(exported)
 
 
 def _context(trace_id: str, span_id: str) -> Any:

@@ -101,11 +101,11 @@ class Handshakes:
 
 
 class _Accepted(asyncio.Protocol):
-    def __init__(self, made: Callable[[asyncio.BaseTransport], None]) -> None:
-        self._made = made
+    def __init__(self, on_connected: Callable[[asyncio.BaseTransport], None]) -> None:
+        self._on_connected = on_connected
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._made(transport)
+        self._on_connected(transport)
 
 
 def _context() -> ssl.SSLContext:

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 def config_to_argv(config: DataclassInstance) -> list[str]:
     """Returns the flags from which a child process builds an equal config (a dataclass)."""
     flags: list[str] = []
-    for each in fields(config):
-        value = cast("object", getattr(config, each.name))
+    for field in fields(config):
+        value = cast("object", getattr(config, field.name))
         if isinstance(value, Limits):
             flags += [
                 f"--limits.{f.name.replace('_', '-')}={v}"
                 for f in fields(value)
                 if (v := getattr(value, f.name)) != f.default
             ]
-        elif value != _default(each):
+        elif value != _default(field):
             values = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
-            flags += [_flag(each.name, item) for item in values]
+            flags += [_flag(field.name, item) for item in values]
     return flags
 
 
@@ -33,5 +33,5 @@ def _flag(name: str, value: object) -> str:
     return f"--{name}" if value is True else f"--no-{name}" if value is False else f"--{name}={value}"
 
 
-def _default(each: Field[Any]) -> object:
-    return each.default if each.default_factory is MISSING else each.default_factory()
+def _default(field: Field[Any]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -9,7 +9,7 @@ from ...bus.keys import Address, Endpoint, address_of, check_exposure, is_litera
 from ...environment import AGENT_STORE
 from ...errors import ConfigError
 from ...wire import KEY_LENGTH, Ranks
-from ...wire.ranks import SIZE_MAX, place_of
+from ...wire.ranks import SIZE_MAX, rank_index
 
 FREE = {"bind": "tcp://127.0.0.1:0", "http": ""}  # what a follower listens on by default
 
@@ -21,7 +21,7 @@ def device_of(device: str, ranks: Ranks) -> str:
     repeated, as for several hosts with equal GPUs.
     """
     names = device.split(",")
-    return f"cuda:{place_of(ranks)}" if device == "cuda" else names[place_of(ranks) % len(names)]
+    return f"cuda:{rank_index(ranks)}" if device == "cuda" else names[rank_index(ranks) % len(names)]
 
 
 def check_device(device: str, ranks: Ranks, name: str = "device") -> None:
@@ -38,7 +38,7 @@ def check_ranks(ranks: Ranks, group: str, *, keyed: bool, insecure: bool) -> Non
             raise ConfigError(f"{axis}_size = {size}: must be from 1 to {SIZE_MAX}")
         if not 0 <= rank < size:
             raise ConfigError(f"{axis}_rank = {rank}: must be from 0 to {size - 1}, {axis}_size is {size}")
-    leads, alone = place_of(ranks) == 0, ranks.tp_size * ranks.pp_size == 1
+    leads, alone = rank_index(ranks) == 0, ranks.tp_size * ranks.pp_size == 1
     if not group:
         if not leads:
             raise ConfigError("group = '': a rank that does not lead has to know where its leader waits, host:port")
@@ -59,8 +59,8 @@ def check_ranks(ranks: Ranks, group: str, *, keyed: bool, insecure: bool) -> Non
 
 def group_endpoint(group: str) -> Endpoint:
     """Where the ranks meet, of [KEY@]host:port. Raises ConfigError."""
-    at = KEY_LENGTH + 1 if group[KEY_LENGTH : KEY_LENGTH + 1] == "@" else 0
-    return Endpoint.parse(f"{group[:at]}tcp://{group[at:]}")
+    key_end = KEY_LENGTH + 1 if group[KEY_LENGTH : KEY_LENGTH + 1] == "@" else 0
+    return Endpoint.parse(f"{group[:key_end]}tcp://{group[key_end:]}")
 
 
 def launched(variables: Mapping[str, str], given: Mapping[str, str], *, stages: bool) -> dict[str, str]:
@@ -72,7 +72,7 @@ def launched(variables: Mapping[str, str], given: Mapping[str, str], *, stages: 
     if not {"RANK", "WORLD_SIZE"} & variables.keys() or {"tp_rank", "pp_rank"} & given.keys():
         return {}
     world = _variable(variables, "WORLD_SIZE", 1, SIZE_MAX**2)
-    place = _variable(variables, "RANK", 0, world - 1)
+    rank = _variable(variables, "RANK", 0, world - 1)
     if world == 1:
         return {}
     tp_size, pp_size = (int(given[name]) if given.get(name, "").isdigit() else 0 for name in ("tp_size", "pp_size"))
@@ -80,15 +80,15 @@ def launched(variables: Mapping[str, str], given: Mapping[str, str], *, stages: 
     tp_size = tp_size or world // pp_size
     if tp_size * pp_size != world:
         raise ConfigError(f"WORLD_SIZE = {world}: tp_size is {tp_size}, pp_size is {pp_size}")
-    flags = {"tp_size": tp_size, "tp_rank": place % tp_size}
+    flags = {"tp_size": tp_size, "tp_rank": rank % tp_size}
     if stages:
-        flags |= {"pp_size": pp_size, "pp_rank": place // tp_size}
-    found = {name: str(value) for name, value in flags.items() if name not in given}
+        flags |= {"pp_size": pp_size, "pp_rank": rank // tp_size}
+    settings = {name: str(value) for name, value in flags.items() if name not in given}
     if "group" not in given:
-        found["group"] = _launched_group(variables)
+        settings["group"] = _launched_group(variables)
     if given.get("device") == "cuda" and "LOCAL_RANK" in variables:
-        found["device"] = f"cuda:{_variable(variables, 'LOCAL_RANK', 0, world - 1)}"
-    return found
+        settings["device"] = f"cuda:{_variable(variables, 'LOCAL_RANK', 0, world - 1)}"
+    return settings
 
 
 def _launched_group(variables: Mapping[str, str]) -> str:
@@ -107,7 +107,7 @@ def _launched_group(variables: Mapping[str, str]) -> str:
 def _variable(variables: Mapping[str, str], name: str, least: int, most: int) -> int:
     text = variables.get(name, "")
     if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
-        others = ", ".join(f"{other} is {variables[other]!r}" for other in ("RANK", "WORLD_SIZE") if other in variables)
+        others = ", ".join(f"{name} is {variables[name]!r}" for name in ("RANK", "WORLD_SIZE") if name in variables)
         raise ConfigError(f"{name} = {text!r}: must be a number from {least} to {most}; {others}")
     return int(text)
 

@@ -96,16 +96,16 @@ class RouterConfig(NodeConfig):
         bound("body_readers", self.body_readers, 1, 64)
         self._check_bind("listen", self.listen, keyed=self.api_keys is not None)
         if self.relays:
-            for each in fields(self):
-                if each.name in _OF_DAEMONS and (value := getattr(self, each.name)) != each.default:
-                    raise ConfigError(f"{each.name} = {str(value)!r}: has no effect with engine {self.engine}")
+            for field in fields(self):
+                if field.name in _OF_DAEMONS and (value := getattr(self, field.name)) != field.default:
+                    raise ConfigError(f"{field.name} = {str(value)!r}: has no effect with engine {self.engine}")
         if self.without_prefill == "serve" and self.engine != "vllm":
             raise ConfigError(f"without_prefill = 'serve': only with engine vllm, engine is {self.engine}")
         if self.admin:
             self._check_bind("admin", self.admin)
         if bool(self.admin) != (self.admin_token is not None):
             raise ConfigError(f"admin = {self.admin!r}, admin_token = '{self.admin_token}': one needs the other")
-        workers = [("prefill", each) for each in self.prefill] + [("decode", each) for each in self.decode]
+        workers = [("prefill", address) for address in self.prefill] + [("decode", address) for address in self.decode]
         for name, worker in workers:
             self.check_worker(name, worker)
         listed = [worker for _, worker in workers]

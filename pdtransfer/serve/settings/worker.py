@@ -100,9 +100,9 @@ class WorkerConfig(NodeConfig):
         check_device(self.device, self.ranks)
         if not self.leads:
             # The defaults are taken by the leader where all ranks are on one host.
-            for each in fields(self):
-                if each.name in FREE and getattr(self, each.name) == each.default:
-                    object.__setattr__(self, each.name, FREE[each.name])
+            for field in fields(self):
+                if field.name in FREE and getattr(self, field.name) == field.default:
+                    object.__setattr__(self, field.name, FREE[field.name])
         # A router knows the leader's endpoint. The other ranks report theirs, some at the leader's address.
         check_advertise(self.advertise, self.bind, shared=self.grouped and not (self.leads and self.group))
 

@@ -35,10 +35,10 @@ class TraceContext:
     @classmethod
     def parse(cls, text: str) -> TraceContext | None:
         """Reads a traceparent of version 00; None for any other text, as the specification asks."""
-        found = _TRACEPARENT.fullmatch(text) if len(text) == TRACEPARENT_LENGTH else None
-        if found is None or not int(found[1], 16) or not int(found[2], 16):
+        match = _TRACEPARENT.fullmatch(text) if len(text) == TRACEPARENT_LENGTH else None
+        if match is None or not int(match[1], 16) or not int(match[2], 16):
             return None
-        return cls(found[1], found[2], bool(int(found[3], 16) & 1))
+        return cls(match[1], match[2], bool(int(match[3], 16) & 1))
 
     def __str__(self) -> str:
         return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"

@@ -42,30 +42,30 @@ class RoomTimes:
 
 def files(paths: Iterable[Path]) -> list[Path]:
     """Returns these files, and all files of these directories. Raises ConfigError where there are none."""
-    found = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
-    if not found:
+    names = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    if not names:
         raise ConfigError("no timeline files: processes write them with --timeline DIRECTORY")
-    return found
+    return names
 
 
 def merge(traced: Sequence[Traced]) -> tuple[list[TimedSpan], list[str]]:
     """Returns all spans in order, by the clock of the first file's host, and remarks about files of other hosts."""
-    clocks = [each.clock for each in traced if each.clock is not None]
+    clocks = [trace.clock for trace in traced if trace.clock is not None]
     spans: list[TimedSpan] = []
     remarks: dict[str, str] = {}
-    for each in traced:
+    for trace in traced:
         shift_s = 0.0
-        if each.clock is not None and each.clock.boot != clocks[0].boot:
-            shift_s = each.clock.wall_s - clocks[0].wall_s
-            remarks[each.clock.boot] = (
-                f"{each.clock.host} is not {clocks[0].host}, or not since the same start: its times are placed by the "
+        if trace.clock is not None and trace.clock.boot != clocks[0].boot:
+            shift_s = trace.clock.wall_s - clocks[0].wall_s
+            remarks[trace.clock.boot] = (
+                f"{trace.clock.host} is not {clocks[0].host}, or not since the same start: its times are placed by the "
                 "wall clock, and are out by as much as the two clocks are"
             )
         spans += (
             msgspec.structs.replace(span, begin_s=span.begin_s + shift_s, end_s=span.end_s + shift_s)
             if shift_s
             else span
-            for span in each.spans
+            for span in trace.spans
         )
     return sorted(spans, key=lambda span: (span.begin_s, -span.end_s)), list(remarks.values())
 
@@ -79,13 +79,13 @@ def rooms_of(spans: Sequence[TimedSpan]) -> list[RoomTimes]:
             by_room.setdefault(span.room, []).append(span)
         if span.lane == "step":
             steps.setdefault(span.process, []).append(span)
-    found: list[RoomTimes] = []
-    for label, own in by_room.items():
-        told = next((span for span in own if span.lane == "first token"), None)
-        if told is not None:
-            asked_s = min(span.begin_s for span in own)
-            found.append(RoomTimes(label, asked_s, split_of(own, steps.get(told.process, ()), asked_s)))
-    return sorted(found, key=lambda room: room.asked_s)
+    times: list[RoomTimes] = []
+    for label, of_room in by_room.items():
+        first_token = next((span for span in of_room if span.lane == "first token"), None)
+        if first_token is not None:
+            asked_s = min(span.begin_s for span in of_room)
+            times.append(RoomTimes(label, asked_s, split_of(of_room, steps.get(first_token.process, ()), asked_s)))
+    return sorted(times, key=lambda room: room.asked_s)
 
 
 def drawn(rooms: Iterable[RoomTimes]) -> list[TimedSpan]:
@@ -97,19 +97,19 @@ def drawn(rooms: Iterable[RoomTimes]) -> list[TimedSpan]:
             begin_s=room.asked_s, end_s=room.asked_s + room.split.ttft_s, room=room.label,
         )  # fmt: skip
         spans.append(whole)
-        at = room.asked_s
+        end_s = room.asked_s
         for name, field in _PARTS:
-            begin_s, at = at, min(at + getattr(room.split, field), whole.end_s)
-            if at > begin_s:
-                spans.append(msgspec.structs.replace(whole, name=name, begin_s=begin_s, end_s=at))
+            begin_s, end_s = end_s, min(end_s + getattr(room.split, field), whole.end_s)
+            if end_s > begin_s:
+                spans.append(msgspec.structs.replace(whole, name=name, begin_s=begin_s, end_s=end_s))
     return spans
 
 
 def run(paths: Sequence[Path], *, output: Path | None, json: bool) -> int:
     """Prints the table, writes `output` if it is given, and returns the command's status."""
     traced = [read(path) for path in files(paths)]
-    own = [each for each in traced if all(span.process != _DRAWN for span in each.spans)]
-    spans, remarks = merge(own or traced)  # files that this command wrote repeat all spans
+    recorded = [trace for trace in traced if all(span.process != _DRAWN for span in trace.spans)]
+    spans, remarks = merge(recorded or traced)  # files that this command wrote repeat all spans
     rooms = rooms_of(spans)
     slowest = sorted(rooms, key=lambda room: -room.split.ttft_s)
     if output is not None:
@@ -120,8 +120,8 @@ def run(paths: Sequence[Path], *, output: Path | None, json: bool) -> int:
     for remark in remarks:
         print(remark, file=sys.stderr)
     if json:
-        told = {f"{room.label:016x}": _figures(room.split) for room in rooms}
-        print(dumps({"spans": len(spans), "rooms": told}))
+        splits = {f"{room.label:016x}": _figures(room.split) for room in rooms}
+        print(dumps({"spans": len(spans), "rooms": splits}))
     else:
         _show(spans, rooms, slowest)
     return 0

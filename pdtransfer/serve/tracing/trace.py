@@ -90,16 +90,16 @@ class Events:
 
     def lines(self, spans: Iterable[TimedSpan]) -> list[bytes]:
         """Returns the spans' events as lines, in order."""
-        made: list[bytes] = []
+        lines: list[bytes] = []
         for span in spans:
             named = len(self.names)
             if span.process not in self._pids:
                 self._pids[span.process] = len(self._pids) + 1
                 self._name_process(span.process)
             pid, tid = self._pids[span.process], self._track(span)
-            made += self.names[named:]
-            made.append(_encode(_of(span, pid, tid)))
-        return made
+            lines += self.names[named:]
+            lines.append(_encode(_of(span, pid, tid)))
+        return lines
 
     def _track(self, span: TimedSpan) -> int:
         """Returns the lane's first track that can take the span."""
@@ -243,8 +243,8 @@ class Recorder:
             over = self._closing.wait(PERIOD_S)
             spans = self.timeline.take()
             try:
-                for at in range(0, len(spans) if self._fd >= 0 else 0, _BATCH):
-                    self._append(self._events.lines(spans[at : at + _BATCH]))
+                for first in range(0, len(spans) if self._fd >= 0 else 0, _BATCH):
+                    self._append(self._events.lines(spans[first : first + _BATCH]))
             except OSError as error:
                 log.warning("timeline: %s: %s: writing has stopped", self._path, error.strerror)
                 self._let()
@@ -263,13 +263,13 @@ class Recorder:
             self._begin()
         self._put(self._end, _COMMA, lines)
 
-    def _put(self, at: int, before: bytes, lines: Sequence[bytes]) -> None:
+    def _put(self, offset: int, before: bytes, lines: Sequence[bytes]) -> None:
         """Writes the lines and the array's end over the former end."""
         data = before + _COMMA.join(lines) + _TAIL
-        self._end = at + len(data) - len(_TAIL)
+        self._end = offset + len(data) - len(_TAIL)
         while data:
-            written = os.pwrite(self._fd, data, at)
-            data, at = data[written:], at + written
+            written = os.pwrite(self._fd, data, offset)
+            data, offset = data[written:], offset + written
 
     def _let(self) -> None:
         if self._fd >= 0:

@@ -121,17 +121,17 @@ class DecodeDaemon:
     def failed(self, room: DecodeRankRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         self._fail(room, cause, detail, retry_ms)
 
-    def tokens(self, made: Iterable[Token]) -> None:
+    def tokens(self, new_tokens: Iterable[Token]) -> None:
         """Sends a room's tokens of one step in one message."""
         now = time.monotonic()
         tokens: dict[int, list[Token]] = {}
-        for token in made:
+        for token in new_tokens:
             tokens.setdefault(token.room, []).append(token)
             if token.index == 0 and (room := self.rank.rooms.get(token.room)) is not None:
                 self._journeys.reached(room.room_id, *FIRST_TOKEN)
-        for local_id, own in tokens.items():
-            ids = [token.id for token in own]
-            logprobs = b"".join(token.logprobs.pack() for token in own if token.logprobs is not None)
+        for local_id, room_tokens in tokens.items():
+            ids = [token.id for token in room_tokens]
+            logprobs = b"".join(token.logprobs.pack() for token in room_tokens if token.logprobs is not None)
             if (room := self.rank.rooms.get(local_id)) is None:
                 continue
             if room.token_s:
@@ -173,8 +173,8 @@ class DecodeDaemon:
         match report:
             case RankReady() | RankFailed() if room is None:
                 pass  # The room has failed since.
-            case RankReady(_, _, kv_bytes, prefix) if room is not None and rank.place not in room.ranks_ready:
-                self._ready(room, rank.place, kv_bytes, prefix)
+            case RankReady(_, _, kv_bytes, prefix) if room is not None and rank.index not in room.ranks_ready:
+                self._ready(room, rank.index, kv_bytes, prefix)
             case RankFailed(_, _, cause, detail, retry_ms):
                 self._fail(room, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
             case _:
@@ -235,9 +235,9 @@ class DecodeDaemon:
 
     # Steps of a room
 
-    def _ready(self, room: DecodeRankRoom, place: int, kv_bytes: int, prefix: int) -> None:
+    def _ready(self, room: DecodeRankRoom, rank_index: int, kv_bytes: int, prefix: int) -> None:
         """The room is ready on one rank; it generates once it is ready on all."""
-        room.ranks_ready.add(place)
+        room.ranks_ready.add(rank_index)
         room.kv_bytes += kv_bytes
         self._totals.landed(kv_bytes)
         room.prefix = min(room.prefix, prefix)

@@ -68,7 +68,7 @@ class DecodeReports(Protocol):
     def failed(self, room: DecodeRankRoom, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """The node gave the room up and has forgotten it."""
 
-    def tokens(self, made: Iterable[Token]) -> None:
+    def tokens(self, new_tokens: Iterable[Token]) -> None:
         """The tokens of one step, of several rooms."""
 
     def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:

@@ -47,7 +47,7 @@ class Follower:
         rank = self.rank
         match message:
             case StepOrders(_, orders):
-                self.port.to_engine([rank.order(each) for each in orders])
+                self.port.to_engine([rank.order(order) for order in orders])
             case RankRoom():
                 self._start(message)
             case RankFailed(_, local_id, cause, detail):
@@ -99,7 +99,7 @@ class Follower:
         if cause is not Cause.REFUSED:  # the leader's engine refuses it as well
             self._send(RankFailed, room.local_id, cause.value, detail[:TEXT_LENGTH_MAX])
 
-    def tokens(self, made: Iterable[Token]) -> None:
+    def tokens(self, new_tokens: Iterable[Token]) -> None:
         """The leader's engine generates the same tokens."""
 
     def closed(self, room: DecodeRankRoom, reason: str, detail: str, finished: Finished | None) -> None:  # noqa: ARG002

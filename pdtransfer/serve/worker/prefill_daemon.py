@@ -119,12 +119,12 @@ class PrefillDaemon:
         if room is None:
             return  # The room was over on all ranks when that rank's engine made this.
         match report:
-            case RankLanded(_, _, kv_bytes, copy_us, stamp_ns, clock) if rank.place not in room.landed:
-                self._landed(room, rank.place, kv_bytes, copy_us, stamp_ns, clock)
+            case RankLanded(_, _, kv_bytes, copy_us, stamp_ns, clock) if rank.index not in room.landed:
+                self._landed(room, rank.index, kv_bytes, copy_us, stamp_ns, clock)
             case RankFailed(_, _, cause, detail, retry_ms):
                 self._fail(room, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
-            case RankDrained() if rank.place not in room.drained:
-                self._drained(room, rank.place)
+            case RankDrained() if rank.index not in room.drained:
+                self._drained(room, rank.index)
             case RankPicked(_, _, aux) if room.aux is None:
                 self._finish(room, aux)
             case _:
@@ -172,16 +172,16 @@ class PrefillDaemon:
             self.rank.finish(room.local_id, room.aux)
 
     def _landed(
-        self, room: PrefillRankRoom, place: int, kv_bytes: int, copy_us: int, stamp_ns: int, clock: bytes
+        self, room: PrefillRankRoom, rank_index: int, kv_bytes: int, copy_us: int, stamp_ns: int, clock: bytes
     ) -> None:
         """The room has landed on one rank; it has landed once it has on all."""
         # The later of two stamps can be told where their clocks are the same.
         room.clock = clock if not room.landed or room.clock == clock else b""
-        room.landed.add(place)
+        room.landed.add(rank_index)
         room.kv_bytes += kv_bytes
         room.copy_us += copy_us
         room.stamp_ns = max(room.stamp_ns, stamp_ns)
-        self._totals.landed(kv_bytes, copy_us=copy_us, tokens=0 if place else len(room.request.prompt))
+        self._totals.landed(kv_bytes, copy_us=copy_us, tokens=0 if rank_index else len(room.request.prompt))
         if len(room.landed) == self.group.size and not room.ended:
             room.ended = True
             self._journeys.written(room.room_id)
@@ -202,8 +202,8 @@ class PrefillDaemon:
         self.group.abort(room.local_id, cause, detail)
         self.rank.abort(room.local_id, cause, detail)
 
-    def _drained(self, room: PrefillRankRoom, place: int) -> None:
-        room.drained.add(place)
+    def _drained(self, room: PrefillRankRoom, rank_index: int) -> None:
+        room.drained.add(rank_index)
         if len(room.drained) == self.group.size:
             self._tokens -= len(room.request.prompt)
             self.port.to_engine(self.rank.free(room.local_id))

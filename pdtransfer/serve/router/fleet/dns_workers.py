@@ -17,7 +17,7 @@ from ....bus.keys import AllowList, address_of, is_literal
 from ....errors import ConfigError, WorldError, missing_extra
 from ....limits import WORKERS_MAX
 from ...settings.router import RouterConfig
-from .membership import Found, Membership, log_once, unchanged
+from .membership import ListedWorkers, Membership, log_once, unchanged
 from .roles import Role
 
 if TYPE_CHECKING:
@@ -43,19 +43,19 @@ class DnsName:
     @classmethod
     def parse(cls, role: Role, text: str) -> DnsName:
         """Parses dns://NAME:PORT or srv://NAME. Raises ConfigError."""
-        if found := re.fullmatch(r"srv://([0-9A-Za-z._-]{1,253})", text):
-            return cls(role, found[1])
-        found = re.fullmatch(r"dns://([0-9A-Za-z._-]{1,253}):([1-9][0-9]{0,4})", text)
-        if found is None or int(found[2]) > 0xFFFF:
+        if match := re.fullmatch(r"srv://([0-9A-Za-z._-]{1,253})", text):
+            return cls(role, match[1])
+        match = re.fullmatch(r"dns://([0-9A-Za-z._-]{1,253}):([1-9][0-9]{0,4})", text)
+        if match is None or int(match[2]) > 0xFFFF:
             raise ConfigError(f"{role}_dns = {text[:300]!r}: must be dns://NAME:PORT or srv://NAME")
-        return cls(role, found[1], int(found[2]))
+        return cls(role, match[1], int(match[2]))
 
     def __str__(self) -> str:
         return f"dns://{self.name}:{self.port}" if self.port else f"srv://{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class HostPort:
     """Where a worker listens, by one record; `host` is an address or an SRV record's target."""
 
     host: str
@@ -64,30 +64,32 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What DNS says of a name, and for how long."""
+    """The records of a name, and how long they are valid."""
 
-    places: tuple[Place, ...]
+    targets: tuple[HostPort, ...]
     ttl_s: float
 
 
-def workers_of(name: DnsName, places: Sequence[Place], *, allowed: AllowList | None, scheme: str = "tcp") -> Found:
-    """The workers at these places, as --prefill and --decode name them; with an allow-list each with its key."""
-    found, keys = Found(), {} if allowed is None else {of: key for key, of in allowed.names.items()}
-    for place in places[:WORKERS_MAX]:
-        if not _TARGET.fullmatch(place.host) and not is_literal(place.host):
-            found.refused.append(f"{place.host[:64]!r} is not a host name")
+def workers_of(
+    name: DnsName, targets: Sequence[HostPort], *, allowed: AllowList | None, scheme: str = "tcp"
+) -> ListedWorkers:
+    """The workers with these addresses, as --prefill and --decode name them; with an allow-list each with its key."""
+    result, keys = ListedWorkers(), {} if allowed is None else {of: key for key, of in allowed.names.items()}
+    for target in targets[:WORKERS_MAX]:
+        if not _TARGET.fullmatch(target.host) and not is_literal(target.host):
+            result.refused.append(f"{target.host[:64]!r} is not a host name")
             continue
-        address = address_of(place.host, place.port).replace("tcp", scheme, 1)
+        address = address_of(target.host, target.port).replace("tcp", scheme, 1)
         if allowed is not None:
-            label = place.host.partition(".")[0]
+            label = target.host.partition(".")[0]
             if (key := keys.get(label)) is None or allowed.why_not(key, name.role):
-                found.refused.append(f"{address}: the allow-list has no {name.role} named {label!r}")
+                result.refused.append(f"{address}: the allow-list has no {name.role} named {label!r}")
                 continue
             address = f"{key}@{address}"
-        found.workers[address] = name.role
-    if len(places) > WORKERS_MAX:
-        found.refused.append(f"{len(places)} records, at most {WORKERS_MAX} workers")
-    return found
+        result.workers[address] = name.role
+    if len(targets) > WORKERS_MAX:
+        result.refused.append(f"{len(targets)} records, at most {WORKERS_MAX} workers")
+    return result
 
 
 class DnsResolver:
@@ -113,17 +115,17 @@ class DnsResolver:
         """Raises WorldError where no resolver answers. A name that does not exist has no workers."""
         if not name.port:
             answers = await self._ask(name.name, "SRV")
-            places = [
-                Place(record.target.to_text(omit_final_dot=True), record.port)
+            targets = [
+                HostPort(record.target.to_text(omit_final_dot=True), record.port)
                 for answer in answers
                 for record in answer
                 if record.port and record.target.to_text() != "."  # the service is not to be had there
             ]
         else:
             answers = await self._ask(name.name, "A") + await self._ask(name.name, "AAAA")
-            places = [Place(record.address, name.port) for answer in answers for record in answer]
+            targets = [HostPort(record.address, name.port) for answer in answers for record in answer]
         ttl_s = min((answer.rrset.ttl for answer in answers if answer.rrset is not None), default=TTL_S_MIN)
-        return Answered(tuple(dict.fromkeys(places)), min(max(float(ttl_s), TTL_S_MIN), TTL_S_MAX))
+        return Answered(tuple(dict.fromkeys(targets)), min(max(float(ttl_s), TTL_S_MIN), TTL_S_MAX))
 
     async def _ask(self, name: str, kind: str) -> list[Answer]:
         import dns.exception
@@ -140,11 +142,11 @@ class DnsResolver:
 
 def dns_server(text: str) -> tuple[str, int]:
     """The address and the port of a resolver: 10.0.0.2, 10.0.0.2:53, [fd00::2]:53. Raises ConfigError."""
-    found = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::([1-9][0-9]{0,4}))?|([0-9.]+)(?::([1-9][0-9]{0,4}))?", text)
-    host = "" if found is None else found[1] or found[3]
-    if found is None or not is_literal(host):
+    match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::([1-9][0-9]{0,4}))?|([0-9.]+)(?::([1-9][0-9]{0,4}))?", text)
+    host = "" if match is None else match[1] or match[3]
+    if match is None or not is_literal(host):
         raise ConfigError(f"dns_server = {text[:100]!r}: must be an address with or without a port")
-    return host, int(found[2] or found[4] or _PORT)
+    return host, int(match[2] or match[4] or _PORT)
 
 
 class DnsFollower:
@@ -153,8 +155,8 @@ class DnsFollower:
     def __init__(self, config: RouterConfig, membership: Membership) -> None:
         """Raises ConfigError for a name that is invalid, or that cannot be followed with keys."""
         self._config, self._membership = config, membership
-        self._names = [DnsName.parse("prefill", each) for each in config.prefill_dns]
-        self._names += [DnsName.parse("decode", each) for each in config.decode_dns]
+        self._names = [DnsName.parse("prefill", name) for name in config.prefill_dns]
+        self._names += [DnsName.parse("decode", name) for name in config.decode_dns]
         for name in self._names:
             if name.port and config.key is not None:
                 raise ConfigError(
@@ -174,22 +176,22 @@ class DnsFollower:
             wait_s, why = TTL_S_MIN, ""
             try:
                 answered = await self._resolver.ask(name)
-                found = await asyncio.to_thread(self._found, name, answered)
-                self._membership.listed(source, found.workers)
-                wait_s, why = answered.ttl_s, "; ".join(found.refused)
+                listed = await asyncio.to_thread(self._listed, name, answered)
+                self._membership.listed(source, listed.workers)
+                wait_s, why = answered.ttl_s, "; ".join(listed.refused)
                 if why and why != logged:
                     log.error("%s: %s", source, why)
                 elif logged and not why:
-                    log.info("%s: %d workers", source, len(found.workers))
+                    log.info("%s: %d workers", source, len(listed.workers))
             except Exception as error:  # noqa: BLE001 (it is followed for as long as the router runs)
                 why = f"{source}: {unchanged(error)}"
                 log_once(why, logged, error)
             logged = why
             await asyncio.sleep(wait_s)
 
-    def _found(self, name: DnsName, answered: Answered) -> Found:
+    def _listed(self, name: DnsName, answered: Answered) -> ListedWorkers:
         """Reads the allow-list anew: a key that the router has not yet read by itself is refused, and tried again."""
         config = self._config
         allowed = AllowList.read(config.allow) if config.allow is not None and config.key is not None else None
-        found = workers_of(name, answered.places, allowed=allowed, scheme="http" if config.relays else "tcp")
+        found = workers_of(name, answered.targets, allowed=allowed, scheme="http" if config.relays else "tcp")
         return self._membership.checked(f"{name.role} {name}", found)

@@ -64,15 +64,15 @@ class FleetChanges:
 
     async def close(self) -> None:
         """Changes nothing more."""
-        for each in self._watching:
-            each.cancel()
+        for task in self._watching:
+            task.cancel()
         if self._admin is not None:
             await self._admin.close()
 
     async def _watch(self, path: Path, seen: _Signature, followed: bool) -> None:
         """Follows the file. One that cannot be read changes nothing. What could not be followed is tried again, since
         names begin to resolve and places become free."""
-        said, retry_at = "", _later(followed)
+        logged, retry_at = "", _later(followed)
         while True:
             await asyncio.sleep(LOOK_S)
             now = _signature(path)
@@ -86,8 +86,8 @@ class FleetChanges:
                     log.info("%s: %d workers", path, len(workers))
             except Exception as error:  # noqa: BLE001 (it is followed for as long as the router runs)
                 why, followed = unchanged(error), False
-                log_once(why, said, error)
-            said, retry_at = why, _later(followed)
+                log_once(why, logged, error)
+            logged, retry_at = why, _later(followed)
 
 
 def _later(followed: bool) -> float:

@@ -22,7 +22,7 @@ FILE_BYTES_MAX = 4 << 20
 
 
 @dataclass(slots=True)
-class Found:
+class ListedWorkers:
     """The workers that a source names, and why others of its entries are none."""
 
     workers: dict[str, Role] = field(default_factory=dict[str, Role])
@@ -60,13 +60,13 @@ class Membership:
             raise ConfigError(f"role = {role!r}: must be prefill or decode")
         self._config.check_worker(role, address)
 
-    def checked(self, source: str, found: Found) -> Found:
+    def checked(self, source: str, found: ListedWorkers) -> ListedWorkers:
         """Those that may be added, and why the others may not. It may wait for the resolver of names: a worker that the
         source has brought already is not checked again."""
-        known, may = self._followed.get(source, {}), Found(refused=list(found.refused))
+        before, may = self._followed.get(source, {}), ListedWorkers(refused=list(found.refused))
         for address, role in found.workers.items():
             try:
-                if known.get(address) != role:
+                if before.get(address) != role:
                     self.check(role, address)
                 may.workers[address] = role
             except ConfigError as error:
@@ -76,11 +76,11 @@ class Membership:
     def find(self, name: str) -> str:
         """Returns the address of the one worker with this address, with or without its key, or of this node. Raises
         ConfigError where there is none, or more than one."""
-        nodes = {each.address: each.node for each in self.site.workers_status()}
-        found = [it for it in self.site.roles() if name in (it, split_key(it)[1], nodes.get(split_key(it)[1]))]
-        if len(found) != 1:
-            raise ConfigError(f"worker = {name!r}: {len(found) or 'no'} workers have this address or name")
-        return found[0]
+        nodes = {worker.address: worker.node for worker in self.site.workers_status()}
+        matching = [it for it in self.site.roles() if name in (it, split_key(it)[1], nodes.get(split_key(it)[1]))]
+        if len(matching) != 1:
+            raise ConfigError(f"worker = {name!r}: {len(matching) or 'no'} workers have this address or name")
+        return matching[0]
 
     def drain(self, name: str) -> None:
         """Gives a worker no new rooms. Raises as `find`."""

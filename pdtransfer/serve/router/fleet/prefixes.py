@@ -42,15 +42,15 @@ class PrefixHolders:
     def levels(self, keys: Sequence[bytes]) -> list[Level]:
         """All workers, by how many of these keys they know up to the first unknown one; no mask is empty."""
         levels: list[Level] = []
-        known = EVERYONE
+        holders = EVERYONE
         for blocks, key in enumerate(keys):
-            more = known & self._masks.get(key, 0)
-            if more != known:
-                levels.append(Level(known & ~more, blocks))
-            known = more
-            if not known:
+            more = holders & self._masks.get(key, 0)
+            if more != holders:
+                levels.append(Level(holders & ~more, blocks))
+            holders = more
+            if not holders:
                 return levels
-        levels.append(Level(known, len(keys)))
+        levels.append(Level(holders, len(keys)))
         return levels
 
 

@@ -125,5 +125,5 @@ class FleetStatus(Struct, frozen=True, kw_only=True):
 
 
 def _sum(figures: Iterable[Figure | None]) -> Figure | None:
-    known = [figure for figure in figures if figure is not None]
-    return cast("Figure", sum(known)) if known else None
+    given = [figure for figure in figures if figure is not None]
+    return cast("Figure", sum(given)) if given else None

@@ -128,11 +128,11 @@ def reasons(load: Load, workers: Iterable[Worker], since: float) -> dict[str, st
     prefill that has just started gets its time to be found, and meanwhile rooms of the two wait for their session."""
     late = {
         endpoint
-        for each in workers
-        if each.role == "prefill" and each.connected and each.ready_since > since
-        for endpoint in each.endpoints
+        for worker in workers
+        if worker.role == "prefill" and worker.connected and worker.ready_since > since
+        for endpoint in worker.endpoints
     }
-    return {each.endpoint: each.why for each in load.unusable if each.endpoint not in late}
+    return {unusable.endpoint: unusable.why for unusable in load.unusable if unusable.endpoint not in late}
 
 
 def obstacle(prefill: Worker, decode: Worker) -> str:

@@ -49,14 +49,14 @@ class ApiKeys:
             words = line.partition(" #")[0].split()
             if not words or words[0].startswith("#"):
                 continue
-            at = f"{source}:{number}"
-            key = self._parse(words, at, number)
+            where = f"{source}:{number}"
+            key = self._parse(words, where, number)
             if key.digest in keys:
-                raise ConfigError(f"{at}: key: the same as in line {lines[key.digest]}")
+                raise ConfigError(f"{where}: key: the same as in line {lines[key.digest]}")
             if key.name in lines:
-                raise ConfigError(f"{at}: name: {key.name!r} is already in line {lines[key.name]}")
+                raise ConfigError(f"{where}: name: {key.name!r} is already in line {lines[key.name]}")
             if len(keys) >= API_KEYS_MAX:
-                raise ConfigError(f"{at}: more than {API_KEYS_MAX} keys")
+                raise ConfigError(f"{where}: more than {API_KEYS_MAX} keys")
             keys[key.digest], lines[key.digest], lines[key.name] = key, number, number
         if not keys:
             raise ConfigError(f"{source}: no key: a line is '{_FORM}'")
@@ -69,9 +69,9 @@ class ApiKeys:
 
     def find(self, authorization: str | None) -> ApiKey | None:
         """Returns the key of an Authorization header; None for none that is known, which is counted."""
-        found = self._find(authorization)
-        self.refused += found is None
-        return found
+        key = self._find(authorization)
+        self.refused += key is None
+        return key
 
     def knows(self, authorization: str | None) -> bool:
         """Whether an Authorization header has a known key."""
@@ -85,33 +85,33 @@ class ApiKeys:
             scheme, key = "bearer", _password(key)
         if scheme.lower() == "bearer" and len(key) <= KEY_LENGTHS[1] and _KEY.fullmatch(key):
             digest = self._digest(key)
-            found = self._keys.get(digest)
-            if found is not None and hmac.compare_digest(found.digest, digest):
-                return found
+            api_key = self._keys.get(digest)
+            if api_key is not None and hmac.compare_digest(api_key.digest, digest):
+                return api_key
         return None
 
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode("ascii"), "sha256")
 
-    def _parse(self, words: list[str], at: str, number: int) -> ApiKey:
+    def _parse(self, words: list[str], where: str, number: int) -> ApiKey:
         """One line; an error never shows the key."""
         key, low, high = words[0], *KEY_LENGTHS
         if not _KEY.fullmatch(key) or not low <= len(key) <= high:
-            raise ConfigError(f"{at}: key: must be {low} to {high} printable ASCII characters without spaces")
-        found = ApiKey(self._digest(key), f"line-{number}")
-        for place, word in enumerate(words[1:]):
+            raise ConfigError(f"{where}: key: must be {low} to {high} printable ASCII characters without spaces")
+        api_key = ApiKey(self._digest(key), f"line-{number}")
+        for index, word in enumerate(words[1:]):
             setting, equals, value = word.partition("=")
-            if not equals and place == 0:
+            if not equals and index == 0:
                 if not _NAME.fullmatch(word):
-                    raise ConfigError(f"{at}: name: {word[:64]!r} is not letters, digits, '.', '_', '-'")
-                found.name = word
+                    raise ConfigError(f"{where}: name: {word[:64]!r} is not letters, digits, '.', '_', '-'")
+                api_key.name = word
             elif setting == "open" and equals:
-                found.open_max = int(_number(value, f"{at}: open", *LIMIT_COUNT, whole=True))
+                api_key.open_max = int(_number(value, f"{where}: open", *LIMIT_COUNT, whole=True))
             elif setting == "rate" and equals:
-                found.rate = _number(value, f"{at}: rate", *RATES, whole=False)
+                api_key.rate = _number(value, f"{where}: rate", *RATES, whole=False)
             else:
-                raise ConfigError(f"{at}: word {place + 2}: a line is '{_FORM}'")
-        return found
+                raise ConfigError(f"{where}: word {index + 2}: a line is '{_FORM}'")
+        return api_key
 
 
 def _password(credentials: str) -> str:
@@ -124,8 +124,8 @@ def _password(credentials: str) -> str:
         return ""
 
 
-def _number(text: str, at: str, low: float, high: float, *, whole: bool) -> float:
+def _number(text: str, where: str, low: float, high: float, *, whole: bool) -> float:
     form = r"\d{1,7}" if whole else r"\d{1,7}(\.\d{1,6})?"
     if re.fullmatch(form, text, re.ASCII) is None or not low <= float(text) <= high:
-        raise ConfigError(f"{at}: {text[:32]!r} is not a number from {low:g} to {high:g}")
+        raise ConfigError(f"{where}: {text[:32]!r} is not a number from {low:g} to {high:g}")
     return float(text)

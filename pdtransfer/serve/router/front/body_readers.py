@@ -73,7 +73,7 @@ class BodyReaders:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(each.close() for each in (*self.idle, *tasks.values())))
+        await asyncio.gather(*(reader.close() for reader in (*self.idle, *tasks.values())))
 
     async def _turn(self, length: int) -> None:
         """Waits until a process is free, and takes its place."""

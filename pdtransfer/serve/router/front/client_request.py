@@ -63,13 +63,13 @@ class ClientRequest:
             refused = RefusedRequestError(REQUEST_ID, f"must be 1 to {NAME_LENGTH_MAX} printable ASCII characters")
             request_id = uuid.uuid4().hex
         theirs = TraceContext.parse(headers.get(TRACEPARENT, ""))
-        own, parent = theirs, ""
+        context, parent = theirs, ""
         if traced:
             trace_id = theirs.trace_id if theirs is not None else f"{secrets.randbits(128) | 1:032x}"
-            own = TraceContext(trace_id, f"{secrets.randbits(64) | 1:016x}", theirs is None or theirs.sampled)
+            context = TraceContext(trace_id, f"{secrets.randbits(64) | 1:016x}", theirs is None or theirs.sampled)
             parent = "" if theirs is None else theirs.span_id
         return cls(
-            node=node, path=path, request_id=request_id, trace=own, parent_span=parent, key_name=key_name,
+            node=node, path=path, request_id=request_id, trace=context, parent_span=parent, key_name=key_name,
             continues_trace=theirs is not None, refused=refused,
         )  # fmt: skip
 
@@ -95,7 +95,7 @@ class ClientRequest:
         first_s = None if self.first_s is None else self.first_s - self.began_s
         last = self.ended_rooms[-1] if self.ended_rooms else None
         # A room that went on with an answer may have found tokens of it cached.
-        cached = [None if each.resumptions else each.cached_tokens for each in self.ended_rooms if not each.retried]
+        cached = [None if room.resumptions else room.cached_tokens for room in self.ended_rooms if not room.retried]
         return EndedRequest(
             scope="request",
             role="router",
@@ -110,9 +110,9 @@ class ClientRequest:
             model=self.model,
             path=self.path,
             prompt_tokens=self.prompt_tokens,
-            cached_tokens=None if None in cached or not cached else sum(each or 0 for each in cached),
-            tokens=sum(each.tokens for each in self.ended_rooms),
-            kv_bytes=sum(each.kv_bytes or 0 for each in self.ended_rooms) if self.ended_rooms else self.kv_bytes,
+            cached_tokens=None if None in cached or not cached else sum(tokens or 0 for tokens in cached),
+            tokens=sum(room.tokens for room in self.ended_rooms),
+            kv_bytes=sum(room.kv_bytes or 0 for room in self.ended_rooms) if self.ended_rooms else self.kv_bytes,
             reason=last.reason if last is not None and self.cause is None else "",
             cause=self.cause,
             status=self.status,

@@ -75,8 +75,8 @@ def _with_half_a_character(body: bytes) -> str | None:
 
 def _bad_request(text: str) -> RefusedRequestError:
     """Splits msgspec's message into field and text."""
-    found = _PATH.match(text)
-    text, path = (found[1], found[2]) if found is not None else (text, "")
+    match = _PATH.match(text)
+    text, path = (match[1], match[2]) if match is not None else (text, "")
     missing = _MISSING.match(text)
     if missing is not None:
         return RefusedRequestError(path or missing[1], f"{missing[1]}: missing" if path else "missing")

@@ -94,11 +94,11 @@ class OpenRequests:
     async def drain(self, hurry: asyncio.Event) -> None:
         """Waits for the end of all requests, until the room deadline or `hurry`. Sets `draining`."""
         self.draining = True
-        waits = [asyncio.ensure_future(each.wait()) for each in (self._idle, hurry)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._idle, hurry)]
         timeout_s = self._limits.room_deadline_ms / 1e3
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for each in waits:
-            each.cancel()
+        for wait in waits:
+            wait.cancel()
 
 
 def _full(text: str, retry_ms: int) -> RefusedRequestError:

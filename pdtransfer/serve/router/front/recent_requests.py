@@ -77,7 +77,7 @@ class RecentRequests:
     def first_token_ms(self) -> dict[str, float] | None:
         """Returns p50 and p99 of the time to the first token, over requests of the last LATEST_S; None without any."""
         since = self._clock() - LATEST_S
-        times = sorted(each for end, each in self._latest if each is not None and end >= since)
+        times = sorted(ms for end, ms in self._latest if ms is not None and end >= since)
         if not times:
             return None
         return {f"p{of}": times[math.ceil(len(times) * of / 100) - 1] * 1e3 for of in (50, 99)}

@@ -75,11 +75,11 @@ class BytesText:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def render(self, messages: Sequence[dict[str, str]], *, reply: bool) -> str:
-        lines = [f"{each['role']}: {each['content']}\n" for each in messages]
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant: " if reply else "")
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(each for each in ids if each < 256).decode("utf-8", "replace")
+        return bytes(token_id for token_id in ids if token_id < 256).decode("utf-8", "replace")
 
     def detokenizer(self) -> Detokenizer:
         return _Utf8()

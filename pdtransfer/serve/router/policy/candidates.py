@@ -38,7 +38,7 @@ class Candidates:
 
     def of(self, role: Role) -> list[Worker]:
         """All of one role, in the order in which they were listed or added."""
-        return sorted((self.prefill if role == "prefill" else self.decode).items(), key=lambda each: each.number)
+        return sorted((self.prefill if role == "prefill" else self.decode).items(), key=lambda worker: worker.number)
 
 
 class CandidatesByModel:
@@ -70,8 +70,8 @@ class CandidatesByModel:
         """Returns them, up to date."""
         for worker in self._changed:
             facts = (worker.model, worker.identity, worker.unusable) if worker.usable else None
-            known = self._facts.get(worker)
-            if facts is None or known is None or known[1] is not facts[1] or known[2] != facts[2]:
+            facts_then = self._facts.get(worker)
+            if facts is None or facts_then is None or facts_then[1] is not facts[1] or facts_then[2] != facts[2]:
                 self._remove(worker)
             if facts is not None:
                 among = self._of.setdefault(facts[0], Candidates())
@@ -83,8 +83,8 @@ class CandidatesByModel:
 
     def groups(self, role: Role) -> dict[Model, list[Worker]]:
         """The usable workers of one role, by model."""
-        found = {model: among.of(role) for model, among in self.all().items()}
-        return {model: workers for model, workers in found.items() if workers}
+        by_model = {model: among.of(role) for model, among in self.all().items()}
+        return {model: workers for model, workers in by_model.items() if workers}
 
     def served(self) -> Mapping[str, int]:
         """The models that some pair serves, in order. Of each, the tokens of a prompt and its answer that some pair
@@ -95,7 +95,7 @@ class CandidatesByModel:
             for model in sorted(candidates):
                 sides = candidates[model].of("prefill"), candidates[model].of("decode")
                 if any(not obstacle(prefill, decode) for prefill in sides[0] for decode in sides[1]):
-                    longest = min(max(each.context_tokens for each in side) for side in sides)
+                    longest = min(max(worker.context_tokens for worker in side) for side in sides)
                     self._served[model[0]] = max(self._served.get(model[0], 0), longest)
         return self._served
 
@@ -105,7 +105,7 @@ class CandidatesByModel:
         if among is None:
             return ()
         if among.prefill_endpoints is None:
-            among.prefill_endpoints = [endpoint for each in among.of("prefill") for endpoint in each.endpoints]
+            among.prefill_endpoints = [endpoint for worker in among.of("prefill") for endpoint in worker.endpoints]
         return among.prefill_endpoints
 
     def _remove(self, worker: Worker) -> None:

@@ -40,11 +40,13 @@ class FewestAnswers:
         del now
         chosen: dict[str, Server] = {}
         for role, servers in self._servers.items():
-            healthy = [each for each in servers if each.usable]
+            healthy = [server for server in servers if server.usable]
             if healthy:
-                chosen[role] = min(healthy, key=lambda each: (each in avoid, self._cost(each, request), each.sent))
+                chosen[role] = min(
+                    healthy, key=lambda server: (server in avoid, self._cost(server, request), server.sent)
+                )
             elif role == "decode" or not self._without_prefill:
-                whys = "; ".join(f"{each.url}: {each.why_not}" for each in servers) or "none is named"
+                whys = "; ".join(f"{server.url}: {server.why_not}" for server in servers) or "none is named"
                 return NoPair(f"no {role} server is healthy: {whys}", None)
         prefill, decode = chosen.get("prefill"), chosen["decode"]
         keys = request.keys or ()

@@ -84,32 +84,32 @@ class FreeSlots:
         """The best decode worker that some prefill worker can serve now, and the best of these; avoid ones last."""
 
         def serves(decode: Worker) -> Callable[[Worker], bool]:
-            return lambda each: accepts(each) and not obstacle(each, decode)
+            return lambda worker: accepts(worker) and not obstacle(worker, decode)
 
-        def served(each: Worker) -> bool:
-            return accepts(each) and prefills.best(EVERYONE, serves(each)) is not None
+        def served(worker: Worker) -> bool:
+            return accepts(worker) and prefills.best(EVERYONE, serves(worker)) is not None
 
-        decode = self._best_decode(decodes, keys, tokens, lambda each: each not in avoid and served(each))
+        decode = self._best_decode(decodes, keys, tokens, lambda worker: worker not in avoid and served(worker))
         if decode is None and avoid:
             decode = self._best_decode(decodes, keys, tokens, served)
         if decode is None:
             return None
         fits = serves(decode)
-        found = prefills.best(EVERYONE, lambda each: each not in avoid and fits(each))
-        found = found or prefills.best(EVERYONE, fits)
-        assert found is not None, "some prefill worker serves it"
-        return Pair(found[1], decode, keys)
+        best = prefills.best(EVERYONE, lambda worker: worker not in avoid and fits(worker))
+        best = best or prefills.best(EVERYONE, fits)
+        assert best is not None, "some prefill worker serves it"
+        return Pair(best[1], decode, keys)
 
     def _wait_ms(
         self, prefills: Ranking[Worker], decodes: Ranking[Worker], now: float, *, enable_hisparse: bool
     ) -> float | None:
         """When some pair of these may accept a room; None where no two of them can work together."""
         both = prefills.items()
-        able = [each for each in decodes.items() if any(not obstacle(prefill, each) for prefill in both)]
+        able = [worker for worker in decodes.items() if any(not obstacle(prefill, worker) for prefill in both)]
         if not able:
             return None
         sides = [
-            min(each.full_ms(now, self._limits, enable_hisparse=enable_hisparse) for each in side)
+            min(worker.full_ms(now, self._limits, enable_hisparse=enable_hisparse) for worker in side)
             for side in (both, able)
         ]
         return max(sides) or self._limits.resend_ms_max
@@ -121,9 +121,9 @@ class FreeSlots:
         first in the ranking has the highest."""
         best: tuple[tuple[int, int, str], Worker] | None = None
         for level in self._holders.levels(keys):
-            found = decodes.best(level.mask, passes)
-            if found is not None:
-                (negative, rooms, peer), worker = found
+            candidate = decodes.best(level.mask, passes)
+            if candidate is not None:
+                (negative, rooms, peer), worker = candidate
                 ranked = (-self._score(-negative, tokens, level.blocks), rooms, peer)
                 if best is None or ranked < best[0]:
                     best = ranked, worker

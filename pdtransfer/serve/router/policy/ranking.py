@@ -48,19 +48,19 @@ class Ranking(Generic[Item]):
 
     def remove(self, number: int) -> None:
         """Removes an item; an unknown one is ignored."""
-        found = self._ranked.pop(number, None)
-        if found is not None:
-            del self._order[bisect_left(self._order, found[0])]
-            del self._numbers[found[0][-1]]
+        entry = self._ranked.pop(number, None)
+        if entry is not None:
+            del self._order[bisect_left(self._order, entry[0])]
+            del self._numbers[entry[0][-1]]
 
     def best(self, mask: int, passes: Callable[[Item], bool]) -> tuple[Rank, Item] | None:
         """The best item of the mask that passes; None if none does."""
         if mask >= 0 and mask.bit_count() <= _FEW:
-            found = [self._ranked[each] for each in numbers_of(mask) if each in self._ranked]
-            best = min(found, key=_rank_of, default=None)
+            ranked = [self._ranked[number] for number in numbers_of(mask) if number in self._ranked]
+            best = min(ranked, key=_rank_of, default=None)
             if best is None or passes(best[1]):
                 return best
-            return next((each for each in sorted(found, key=_rank_of) if passes(each[1])), None)
+            return next((entry for entry in sorted(ranked, key=_rank_of) if passes(entry[1])), None)
         for rank in self._order:
             number = self._numbers[rank[-1]]
             if mask >> number & 1 and passes(self._ranked[number][1]):

@@ -42,7 +42,7 @@ from ....wire import (
     Welcome,
     negotiate,
 )
-from ....wire.ranks import label, place_of
+from ....wire.ranks import label, rank_index
 from ..engine_thread import Compute, Drop, Free, Generate, Order
 from .link import RankBus
 
@@ -61,9 +61,9 @@ class JoinedRank:
     bound: RankBound | None = None
 
     @property
-    def place(self) -> int:
+    def index(self) -> int:
         """Its number in the group; 0 is the leader."""
-        return place_of(self.ranks)
+        return rank_index(self.ranks)
 
     @property
     def name(self) -> str:
@@ -113,19 +113,22 @@ class GroupLeader:
         self._bus.post(RankMeet(Address.parse(endpoint).port_first, endpoints, secret))
         return [endpoint, *endpoints]
 
-    async def members(self, own: str) -> tuple[Member, ...]:
+    async def members(self, node: str) -> tuple[Member, ...]:
         """Waits until every follower is bound; returns all ranks, this node first, or none for a single process. Raises
         as `joined`."""
         if self._bus is None:
             return ()
-        await self._until(lambda: all(each.bound for each in self.followers.values()))
+        await self._until(lambda: all(follower.bound for follower in self.followers.values()))
         self._bus.watch()
-        return (Member(own, ""), *(Member(each.node, each.bound.endpoint) for each in self._sorted() if each.bound))
+        return (
+            Member(node, ""),
+            *(Member(follower.node, follower.bound.endpoint) for follower in self._sorted() if follower.bound),
+        )
 
     def described(self) -> list[dict[str, str]]:
         """Describes every follower, for the process that started this one."""
-        bound = [(each.node, each.bound) for each in self._sorted() if each.bound]
-        return [{"node": node, "endpoint": each.endpoint, "http": each.http} for node, each in bound]
+        bound = [(follower.node, follower.bound) for follower in self._sorted() if follower.bound]
+        return [{"node": node, "endpoint": rank.endpoint, "http": rank.http} for node, rank in bound]
 
     # Following
 
@@ -138,20 +141,20 @@ class GroupLeader:
         """Announces the orders of the leader's next step."""
         if self._bus is None:
             return
-        said: list[StepOrder] = []
+        step_orders: list[StepOrder] = []
         for order in orders:
             match order:
                 case Compute(request):
-                    said.append(StepOrder("compute", request.room))
+                    step_orders.append(StepOrder("compute", request.room))
                 case Generate(request, _, aux):
-                    said.append(StepOrder("generate", request.room, aux))
+                    step_orders.append(StepOrder("generate", request.room, aux))
                 case Drop(room):
-                    said.append(StepOrder("drop", room))
+                    step_orders.append(StepOrder("drop", room))
                 case Free(room):
-                    said.append(StepOrder("free", room))
+                    step_orders.append(StepOrder("free", room))
                 case _:
                     return  # the engine ends, and the followers' engines end by Goodbye
-        self._bus.send(StepOrders, tuple(said))
+        self._bus.send(StepOrders, tuple(step_orders))
 
     def abort(self, local_id: int, cause: Cause, detail: str) -> None:
         """Announces that the room failed before it generated."""
@@ -186,7 +189,7 @@ class GroupLeader:
     # Messages of followers
 
     def _sorted(self) -> list[JoinedRank]:
-        return sorted(self.followers.values(), key=lambda each: each.place)
+        return sorted(self.followers.values(), key=lambda follower: follower.index)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -247,19 +250,21 @@ class GroupLeader:
         self._bus.bus.send(peer, Reject(0, Cause.REFUSED.value, (text[:TEXT_LENGTH_MAX],)))
 
     def _refusal(self, join: RankJoin) -> str:
-        ours, theirs, place = self.ranks, join.ranks, place_of(join.ranks)
+        ours, theirs, index = self.ranks, join.ranks, rank_index(join.ranks)
         for axis in ("tp", "pp", "dp"):
             if (there := getattr(theirs, f"{axis}_size")) != (here := getattr(ours, f"{axis}_size")):
                 return f"{axis}_size: {there} on rank {label(theirs)}, {here} on its leader"
             if (rank := getattr(theirs, f"{axis}_rank")) >= there:
                 return f"{axis}_rank: {rank}, {axis}_size is {there}"
-        if place == 0 or any(each.place == place for each in self.followers.values()):
+        if index == 0 or any(follower.index == index for follower in self.followers.values()):
             return f"rank {label(theirs)} is here already"
         try:
             Address.parse(join.tensors)
         except ConfigError as error:
             return f"tensors: {error}"
-        there_, here_ = ({each.name: each.value for each in some} for some in (join.settings, self._settings))
+        there_, here_ = (
+            {setting.name: setting.value for setting in settings} for settings in (join.settings, self._settings)
+        )
         for name in sorted(there_.keys() | here_.keys()):
             if (there := there_.get(name, "")) != (here := here_.get(name, "")):
                 return f"{name}: {there!r} on rank {label(theirs)}, {here!r} on its leader"

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ....bus.keys import Address, address_of
 from ....errors import WorldError
 from ....wire import Ranks
-from ....wire.ranks import label, place_of, ranks_of
+from ....wire.ranks import label, rank_index, ranks_of
 
 MEET_S = 60.0  # seconds until all ranks are connected
 GREETING_S = 2.0  # seconds for a connection to prove whose it is
@@ -34,7 +34,7 @@ GREETINGS_MAX = 64  # connections that may do so at once
 AHEAD_MAX = 2  # chunks that a stage may be ahead of the next
 SECRET_BYTES = 32
 
-_PLACE = struct.Struct("<H")
+_INDEX = struct.Struct("<H")
 _SIZE = struct.Struct("<Q")
 
 
@@ -44,11 +44,11 @@ class RankSockets:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         first = ranks.pp_rank * ranks.tp_size
-        self._place = place_of(ranks)
+        self._index = rank_index(ranks)
         self._stage = range(first, first + ranks.tp_size)
-        self._before, self._behind = self._place - ranks.tp_size, self._place + ranks.tp_size
-        beside = {place for place in (self._before, self._behind) if 0 <= place < ranks.tp_size * ranks.pp_size}
-        self._peers = beside | {*self._stage} - {self._place}
+        self._before, self._behind = self._index - ranks.tp_size, self._index + ranks.tp_size
+        beside = {index for index in (self._before, self._behind) if 0 <= index < ranks.tp_size * ranks.pp_size}
+        self._peers = beside | {*self._stage} - {self._index}
         self._listener: socket.socket | None = None
         self._links: dict[int, socket.socket] = {}  # by the other rank's number
         self._complete = asyncio.Event()
@@ -72,8 +72,8 @@ class RankSockets:
         taking = asyncio.ensure_future(self._take_links(secret))
         try:
             async with asyncio.timeout(MEET_S):
-                for place in sorted(place for place in self._peers if place < self._place):
-                    await self._dial(place, Address.parse(endpoints[place]), secret)
+                for index in sorted(index for index in self._peers if index < self._index):
+                    await self._dial(index, Address.parse(endpoints[index]), secret)
                 await self._complete.wait()
         except TimeoutError:
             missing = ", ".join(map(self._name, sorted(self._peers - self._links.keys())))
@@ -87,20 +87,20 @@ class RankSockets:
             self._links[self._behind].setblocking(True)
             threading.Thread(target=self._send_ahead, name="next-stage", daemon=True).start()
 
-    def _name(self, place: int) -> str:
-        return f"rank {label(ranks_of(self.ranks.tp_size, self.ranks.pp_size)[place])}"
+    def _name(self, index: int) -> str:
+        return f"rank {label(ranks_of(self.ranks.tp_size, self.ranks.pp_size)[index])}"
 
-    async def _dial(self, place: int, address: Address, secret: bytes) -> None:
+    async def _dial(self, index: int, address: Address, secret: bytes) -> None:
         loop = asyncio.get_running_loop()
         link = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
         link.setblocking(False)
         try:
             await loop.sock_connect(link, (address.host, address.port_first))
-            await loop.sock_sendall(link, secret + _PLACE.pack(self._place))
+            await loop.sock_sendall(link, secret + _INDEX.pack(self._index))
         except OSError as error:
             link.close()
-            raise WorldError(f"{self._name(place)}: {os.strerror(error.errno or 0)}") from None
-        self._keep(place, link)
+            raise WorldError(f"{self._name(index)}: {os.strerror(error.errno or 0)}") from None
+        self._keep(index, link)
 
     async def _take_links(self, secret: bytes) -> None:
         assert self._listener is not None, "listen comes first"
@@ -116,22 +116,22 @@ class RankSockets:
         loop, greeting = asyncio.get_running_loop(), b""
         try:
             async with asyncio.timeout(GREETING_S):
-                while len(greeting) < SECRET_BYTES + _PLACE.size:
-                    if not (data := await loop.sock_recv(link, SECRET_BYTES + _PLACE.size - len(greeting))):
+                while len(greeting) < SECRET_BYTES + _INDEX.size:
+                    if not (data := await loop.sock_recv(link, SECRET_BYTES + _INDEX.size - len(greeting))):
                         break
                     greeting += data
         except (OSError, TimeoutError):
             greeting = b""
-        (place,) = _PLACE.unpack(greeting[SECRET_BYTES:]) if len(greeting) == SECRET_BYTES + _PLACE.size else (0,)
+        (index,) = _INDEX.unpack(greeting[SECRET_BYTES:]) if len(greeting) == SECRET_BYTES + _INDEX.size else (0,)
         proven = hmac.compare_digest(greeting[:SECRET_BYTES], secret)
-        if proven and place > self._place and place in self._peers - self._links.keys():
-            self._keep(place, link)
+        if proven and index > self._index and index in self._peers - self._links.keys():
+            self._keep(index, link)
         else:
             link.close()
 
-    def _keep(self, place: int, link: socket.socket) -> None:
+    def _keep(self, index: int, link: socket.socket) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._links[place] = link
+        self._links[index] = link
         if self._peers <= self._links.keys():
             self._complete.set()
 
@@ -139,18 +139,18 @@ class RankSockets:
 
     def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
         part = np.ascontiguousarray(part)
-        parts = {place: part if place == self._place else np.empty_like(part) for place in self._stage}
-        sizes = {place: bytearray(_SIZE.size) for place in self._stage if place != self._place}
+        parts = {index: part if index == self._index else np.empty_like(part) for index in self._stage}
+        sizes = {index: bytearray(_SIZE.size) for index in self._stage if index != self._index}
         flows: list[_Flow] = []
-        for place, size in sizes.items():
-            link = self._links[place]
+        for index, size in sizes.items():
+            link = self._links[index]
             flows.append(_Flow(link, select.POLLOUT, [memoryview(_SIZE.pack(part.nbytes)), _bytes_of(part)]))
-            flows.append(_Flow(link, select.POLLIN, [memoryview(size), _bytes_of(parts[place])]))
+            flows.append(_Flow(link, select.POLLIN, [memoryview(size), _bytes_of(parts[index])]))
         with _ranks_that_may_be_gone():
             _move(flows)
-        for place, size in sizes.items():
+        for index, size in sizes.items():
             if (theirs := _SIZE.unpack(size)[0]) != part.nbytes:
-                raise WorldError(f"{self._name(place)} gathers {theirs} bytes, this one {part.nbytes}")
+                raise WorldError(f"{self._name(index)} gathers {theirs} bytes, this one {part.nbytes}")
         return list(parts.values())
 
     def hand_on(self, hidden: NDArray[np.float32]) -> None:

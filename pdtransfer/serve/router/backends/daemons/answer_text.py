@@ -33,7 +33,7 @@ class TextPiece:
     @staticmethod
     def joined(pieces: Sequence[TextPiece]) -> TextPiece:
         """All pieces in one."""
-        return TextPiece("".join(each.text for each in pieces), tuple(t for each in pieces for t in each.tokens))
+        return TextPiece("".join(piece.text for piece in pieces), tuple(t for piece in pieces for t in piece.tokens))
 
 
 class AnswerText:
@@ -54,12 +54,12 @@ class AnswerText:
         """Takes the next ids. Those after a stop string are dropped and not counted."""
         scores = unpack_logprobs("logprobs", logprobs, self._sampling, len(ids))
         text = ""
-        for at, token in enumerate(ids):
+        for index, token in enumerate(ids):
             if self.stopped:
                 break
             self.tokens += 1
             if scores:
-                self._scored.append(ScoredToken(token, self._released + len(self._held), scores[at]))
+                self._scored.append(ScoredToken(token, self._released + len(self._held), scores[index]))
             text += self._release(self._detokenizer.feed(token), examine=self.tokens > self._sampling.min_tokens)
         return self._piece(text)
 
@@ -78,13 +78,13 @@ class AnswerText:
         self._held += new
         upto, end = len(self._held), len(self._held)
         if self._stops and examine:
-            found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-            if found:
-                upto, stop = min(found)
+            matches = [(position, stop) for stop in self._stops if (position := self._held.find(stop)) >= 0]
+            if matches:
+                upto, stop = min(matches)
                 upto += len(stop) if self._keep_stop else 0
                 self.stopped, end = True, upto
             else:
-                self._begun = [_begun(*each, new) for each in zip(self._stops, self._begun, strict=True)]
+                self._begun = [_begun(*begun, new) for begun in zip(self._stops, self._begun, strict=True)]
                 upto -= max(self._begun)
         text, self._held = self._held[:upto], self._held[upto:end]
         self._released += len(text)
@@ -94,7 +94,7 @@ class AnswerText:
         # Without held text, tokens without any are out as well: special ones, and parts of a character.
         count = len(self._scored)
         if self._held or self.stopped:
-            count = bisect_left(self._scored, self._released, key=lambda each: each.offset)
+            count = bisect_left(self._scored, self._released, key=lambda scored: scored.offset)
         out = tuple(self._scored[:count])
         del self._scored[: None if self.stopped else count]
         return TextPiece(text, out)

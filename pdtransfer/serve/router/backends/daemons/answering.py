@@ -179,7 +179,7 @@ class AnswerEvents:
             return b""
         await self.begin()
         form, news, self._news = self._form, self._news, []
-        events = [form.chunk(each.index, each.piece, first=each.first, ended=each.ended) for each in news]
+        events = [form.chunk(new.index, new.piece, first=new.first, ended=new.ended) for new in news]
         if self._answer.ended:
             self._complete, completion = True, self._answer.completion
             if completion.include_usage:

@@ -84,24 +84,24 @@ class AnswerForm:
             return None
         if self.chat:
             # Written one by one: one call for all would hold the interpreter's lock for as long.
-            content = [msgspec.Raw(msgspec.json.encode(self._scored(each))) for each in tokens]
+            content = [msgspec.Raw(msgspec.json.encode(self._scored(token))) for token in tokens]
             return {"content": content, "refusal": None}
         return {
-            "tokens": [token_name(self.text, each.id) for each in tokens],
-            "token_logprobs": [each.logprobs.own for each in tokens],
-            "top_logprobs": [msgspec.Raw(msgspec.json.encode(self._by_name(each))) for each in tokens],
-            "text_offset": [each.offset for each in tokens],
+            "tokens": [token_name(self.text, token.id) for token in tokens],
+            "token_logprobs": [token.logprobs.own for token in tokens],
+            "top_logprobs": [msgspec.Raw(msgspec.json.encode(self._by_name(token))) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
         }
 
     def _by_name(self, token: ScoredToken) -> dict[str, float]:
         """The alternatives, and the token itself; of several with one text the likeliest."""
         named: dict[str, float] = {}
-        for each, value in (*token.logprobs.top, (token.id, token.logprobs.own)):
-            named.setdefault(token_name(self.text, each), value)
+        for token_id, value in (*token.logprobs.top, (token.id, token.logprobs.own)):
+            named.setdefault(token_name(self.text, token_id), value)
         return named
 
     def _scored(self, token: ScoredToken) -> dict[str, object]:
-        top = [self._named(each, value) for each, value in token.logprobs.top]
+        top = [self._named(token_id, value) for token_id, value in token.logprobs.top]
         return {**self._named(token.id, token.logprobs.own), "top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, object]:
@@ -120,10 +120,10 @@ def _message(text: str) -> dict[str, object]:
 def usage_of(prompt_tokens: int, choices: Sequence[EndedChoice], n: int) -> dict[str, object]:
     """OpenAI's usage. Cached tokens are those of the first choice of each prompt, and missing where a stop string ended
     one of these, since decode reports them at its own end, or where one was resumed."""
-    completion_tokens = sum(each.tokens for each in choices)
-    ends = [None if each.room.resumptions else each.room.decode for each in choices[::n]]
-    known = [each.prefix for each in ends if each is not None]
-    details = {"cached_tokens": sum(known)} if len(known) == len(ends) else None
+    completion_tokens = sum(choice.tokens for choice in choices)
+    ends = [None if choice.room.resumptions else choice.room.decode for choice in choices[::n]]
+    prefixes = [room.prefix for room in ends if room is not None]
+    details = {"cached_tokens": sum(prefixes)} if len(prefixes) == len(ends) else None
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -237,8 +237,8 @@ class Daemons:
 
     def _served(self) -> dict[str, int | None]:
         """The models that are served, with what the workers and the checkpoint say of their length."""
-        own = self.text.max_model_len or TOKENS_MAX
-        longest = {name: min(own, theirs) for name, theirs in self.routing.workers.models().items()}
+        longest_here = self.text.max_model_len or TOKENS_MAX
+        longest = {name: min(longest_here, theirs) for name, theirs in self.routing.workers.models().items()}
         return {name: None if tokens == TOKENS_MAX else tokens for name, tokens in longest.items()}
 
     def reading(self, path: str) -> ReadCompletion | ReadText:

@@ -191,7 +191,7 @@ class Completion:
     def kept_bytes(self) -> int:
         """Of all rooms: each has its prompt in messages of its own, and with `echo` in the answer. An answer that may
         go on in another room becomes a part of that one's prompt."""
-        return sum(room.kept_bytes for room in self.rooms) + self.n * sum(len(each) for each in self.echoes)
+        return sum(room.kept_bytes for room in self.rooms) + self.n * sum(len(echo) for echo in self.echoes)
 
     @property
     def prompt_tokens(self) -> int:
@@ -260,8 +260,8 @@ def _is_neutral(value: Raw, neutral: tuple[object, ...]) -> bool:
     except msgspec.DecodeError:  # a number beyond all numbers
         return False
     # False is 0 and True is 1 for Python.
-    return any(type(content) is type(each) and content == each for each in neutral) or (
-        type(content) is float and content in [each for each in neutral if type(each) is int]
+    return any(type(content) is type(value) and content == value for value in neutral) or (
+        type(content) is float and content in [value for value in neutral if type(value) is int]
     )
 
 
@@ -276,10 +276,10 @@ def chat_ids(
     text: TextCodec, messages: Sequence[ChatMessage], *, reply: bool | None, special: bool | None
 ) -> NDArray[np.int64]:
     """The ids of a chat; templates write their own special tokens. Raises RefusedRequestError."""
-    if not all(_is_neutral(each.tool_calls, _EMPTY) for each in messages):
+    if not all(_is_neutral(message.tool_calls, _EMPTY) for message in messages):
         raise RefusedRequestError("messages", "tool_calls are not supported")
     try:
-        plain = [{"role": each.role, "content": each.text} for each in messages]
+        plain = [{"role": message.role, "content": message.text} for message in messages]
         return text.encode(text.render(plain, reply=reply is not False), special=bool(special))
     except ValueError as error:
         raise RefusedRequestError("messages", str(error)) from None
@@ -305,11 +305,11 @@ def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list
         if len(items) > CHOICES_MAX:
             raise RefusedRequestError("prompt", f"{len(items)} prompts, at most {CHOICES_MAX}")
     packed = [
-        _packed("prompt", text.encode(each, special=special) if isinstance(each, str) else each, text) for each in items
+        _packed("prompt", text.encode(item, special=special) if isinstance(item, str) else item, text) for item in items
     ]
     if not fields.echo:
         return packed, []
-    echoes = [(each if isinstance(each, str) else text.decode(each)).encode() for each in items]
+    echoes = [(item if isinstance(item, str) else text.decode(item)).encode() for item in items]
     if (count := (fields.n or 1) * sum(map(len, echoes))) > ECHO_BYTES_MAX:
         raise RefusedRequestError("echo", f"{count} bytes of prompts in the answer, at most {ECHO_BYTES_MAX}")
     return packed, echoes
@@ -356,7 +356,7 @@ def completion_of(
     rooms = [
         CompletionRequest(
             prompt=prompt,
-            sampling=_sampling(read, _answer_tokens(prompt, read.max_tokens, context, chat=chat), seed + at, biases),
+            sampling=_sampling(read, _answer_tokens(prompt, read.max_tokens, context, chat=chat), seed + index, biases),
             model=model,
             enable_hisparse=enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
             enable_resume=enable_resume if fields.enable_resume is None else fields.enable_resume,
@@ -366,11 +366,11 @@ def completion_of(
             traceparent=traceparent,
         )
         for prompt in prompts
-        for at in range(n)
+        for index in range(n)
     ]
     return Completion(
-        chat=chat, rooms=tuple(rooms), n=n, stops=tuple(each for each in stops if each), stream=stream,
-        echoes=tuple(each.decode() for each in read.parts[len(prompts) :]),
+        chat=chat, rooms=tuple(rooms), n=n, stops=tuple(stop for stop in stops if stop), stream=stream,
+        echoes=tuple(part.decode() for part in read.parts[len(prompts) :]),
         keep_stop=bool(fields.include_stop_str_in_output),
         include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
     )  # fmt: skip

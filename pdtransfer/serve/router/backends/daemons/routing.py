@@ -161,7 +161,7 @@ class Routing:
                 answer = Ended(message.room) if isinstance(message, End) else Cancel(message.room, Cause.ABORTED.value)
                 self._effects.append(Send(peer, answer))
                 return self._take()
-            leg = next((each for each in room.legs if each.worker is worker), None)
+            leg = next((candidate for candidate in room.legs if candidate.worker is worker), None)
             if leg is None:
                 raise RemoteProtocolError("room", f"{room.id:016x} is not on {peer}")
             match message:
@@ -287,15 +287,15 @@ class Routing:
                 self._deliver(room, ids.tolist(), message.logprobs)
             return
         if message.first <= room.received < upto:
-            known = room.received - message.first
+            received = room.received - message.first
             if room.received == 0 and room.repeats is not None:
                 if (first := int(ids[0])) != room.repeats:
                     text = f"{leg.node}: cannot go on: it picks {first} where {room.repeats} was delivered"
                     self._fail(room, (leg.worker,), Cause.ENGINE, text, 0, now)
                     return
-                known = 1
-            new_ids: list[int] = ids[known:].tolist()
-            logprobs = message.logprobs[known * logprob_bytes(sampling) :]
+                received = 1
+            new_ids: list[int] = ids[received:].tolist()
+            logprobs = message.logprobs[received * logprob_bytes(sampling) :]
             room.received = upto
             room.deadline = now + self._limits.room_deadline_ms / 1e3
             if new_ids:
@@ -357,7 +357,7 @@ class Routing:
     ) -> None:
         """One leg failed. The room fails too, unless the leg was a prefill that had done its part."""
         if room.state is RouterRoom.OPEN and (leg is room.decode or not room.landed):
-            self._fail(room, tuple(each.worker for each in faulty), cause, detail, retry_ms, now)
+            self._fail(room, tuple(leg.worker for leg in faulty), cause, detail, retry_ms, now)
 
     def _settle(self, room: RoutedRoom) -> None:
         """Finishes a room whose legs have both ended, and removes it."""

@@ -47,13 +47,13 @@ class RoutingMetrics(Collector):
     def of(self, model: str) -> ModelMetrics:
         """The metrics of a model."""
         name = self._metrics.label(model, self._routing.workers.models)
-        found = self._models.get(name)
-        if found is None:
-            found = self._models[name] = ModelMetrics(
+        metrics = self._models.get(name)
+        if metrics is None:
+            metrics = self._models[name] = ModelMetrics(
                 name, self._prompt_tokens.labels(name), self._generated_tokens.labels(name),
                 self._metrics.first_token.labels(name), self._inter_token.labels(name),
             )  # fmt: skip
-        return found
+        return metrics
 
     def collect(self) -> Iterator[Metric]:
         """Yields current gauges, and counters of the core and the bus."""

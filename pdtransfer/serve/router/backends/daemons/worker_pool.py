@@ -108,8 +108,8 @@ class WorkerPool:
     def tick(self, now: float) -> None:
         """Repeats Hello to unconnected workers, sends Ping to connected ones, and detects silence."""
         while (key := self.timers.pop(now)) is not None:
-            known = self._peers.tick(key, now)
-            assert known, key
+            is_known = self._peers.tick(key, now)
+            assert is_known, key
 
     def gone(self, worker: Worker, evidence: str, now: float) -> None:
         """There is evidence that the worker is gone; empty: no longer. It is repeated while it stands."""
@@ -146,8 +146,8 @@ class WorkerPool:
                 begins = message.ready and not (worker.load and worker.load.ready)
                 worker.loaded(message)
                 worker.ready_since = now if begins else worker.ready_since
-                for each in self.by_peer.values() if begins else (worker,):
-                    self._heed(each, now)
+                for affected in self.by_peer.values() if begins else (worker,):
+                    self._heed(affected, now)
             case Load():
                 pass  # of a process that has left
             case _:
@@ -202,13 +202,13 @@ class WorkerPool:
         if worker.model not in others:
             there = ", ".join(sorted(map(model_text, others)))
             return f"it has {model_text(worker.model)}, and no ready worker of the other role has: {there}"
-        found: list[str] = []
-        for each in others[worker.model]:
-            text = obstacle(worker, each) if worker.role == "prefill" else obstacle(each, worker)
+        obstacles: list[str] = []
+        for other in others[worker.model]:
+            text = obstacle(worker, other) if worker.role == "prefill" else obstacle(other, worker)
             if not text:
                 return ""
-            found.append(text)
-        return "; ".join(found[:OBSTACLES_MAX])
+            obstacles.append(text)
+        return "; ".join(obstacles[:OBSTACLES_MAX])
 
     def goodbye(self, reason: str) -> None:
         """Sends Goodbye to each connected worker."""
@@ -218,12 +218,12 @@ class WorkerPool:
 
     def _new(self, peer: str, role: Role) -> Worker:
         number = self._free_numbers.pop() if self._free_numbers else next(self._numbers)
-        known = KnownPrefixes(
+        prefixes = KnownPrefixes(
             self._limits.prefix_keys_max,
             learned=lambda key: self._holders.add(key, number),
             forgot=lambda keys: self._holders.discard(keys, number),
         )
-        worker = Worker(peer, role, Liveness(self._limits, 0.0), number, known)
+        worker = Worker(peer, role, Liveness(self._limits, 0.0), number, prefixes)
         self._candidates.came(worker)
         return worker
 
@@ -244,8 +244,8 @@ class WorkerPool:
         if twin is not None:
             text = f"node: {identity.node!r} is the name of {worker.peer} and of {twin.peer}: give each its own --node"
             if worker.why != text:
-                for each in (worker, twin):
-                    self._out(Send(each.peer, Reject(0, NAME_TAKEN, (text[:TEXT_LENGTH_MAX],))))
+                for refused in (worker, twin):
+                    self._out(Send(refused.peer, Reject(0, NAME_TAKEN, (text[:TEXT_LENGTH_MAX],))))
             self.refuse(worker, Cause.PEER_LOST, text, now)
             return
         if missing := [member.node for member in identity.group[1:] if not member.endpoint]:
@@ -266,14 +266,14 @@ class WorkerPool:
 
     def _twin(self, worker: Worker, identity: Identity) -> Worker | None:
         """The other connected worker of this name. It stays: the one that came later is refused."""
-        known = self._by_node.get(identity.node)
-        return None if known is worker else known
+        holder = self._by_node.get(identity.node)
+        return None if holder is worker else holder
 
     @staticmethod
     def _is_one(worker: Worker, twin: Worker, identity: Identity) -> bool:
         """Whether both endpoints lead to one process: it says so, and with keys both have its key."""
         assert twin.identity is not None
-        keys = {split_key(each.peer)[0] for each in (worker, twin)}
+        keys = {split_key(named.peer)[0] for named in (worker, twin)}
         return identity.incarnation == twin.identity.incarnation and len(keys) == 1
 
     def _rename(self, worker: Worker, node: str) -> None:
@@ -350,4 +350,4 @@ class WorkerPool:
             return tuple(ranks)
         first = worker.next_introduced % len(ranks)
         worker.next_introduced = first + AHEAD_PING
-        return tuple(ranks[each % len(ranks)] for each in range(first, first + AHEAD_PING))
+        return tuple(ranks[index % len(ranks)] for index in range(first, first + AHEAD_PING))

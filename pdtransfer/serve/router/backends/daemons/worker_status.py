@@ -74,4 +74,4 @@ def _state(worker: Worker, load: Load | None) -> WorkerState:
 
 
 def _counts(tallies: Iterable[Tally]) -> dict[str, int]:
-    return {each.name: each.count for each in tallies}
+    return {tally.name: tally.count for tally in tallies}

@@ -36,9 +36,9 @@ def hand_offs_of(metrics: bytes) -> HandOffs | None:
     """Reads an engine's metrics; None where it has no connector of ours."""
     counts = {"received": 0.0, "computed": 0.0, "bytes": 0.0}
     refusals: list[str] = []
-    found = False
+    is_reported = False
     for name, labels, value in _LINE.findall(metrics):
-        found = True
+        is_reported = True
         try:
             amount = float(value)
         except ValueError:
@@ -53,7 +53,7 @@ def hand_offs_of(metrics: bytes) -> HandOffs | None:
                 refusals.append(_unescaped(shown.get(b"fact", b"")))
         elif b"received" in (shown.get(b"end"), shown.get(b"direction")):
             counts["received" if name == b"rooms" else "bytes"] += amount
-    if not found:
+    if not is_reported:
         return None
     return HandOffs(int(counts["received"]), int(counts["computed"]), int(counts["bytes"]), tuple(refusals))
 
@@ -84,9 +84,9 @@ _RECEIVED = msgspec.json.Decoder(Received)
 def received_of(tail: bytes) -> Received | None:
     """Reads the end of a whole answer; None where it says nothing. A text in it cannot pass for that: its quotes are
     escaped."""
-    found = _PARAMS.findall(tail)
+    matches = _PARAMS.findall(tail)
     try:
-        return parse(found[-1], _RECEIVED) if found and b'"kv_lost"' in found[-1] else None
+        return parse(matches[-1], _RECEIVED) if matches and b'"kv_lost"' in matches[-1] else None
     except RemoteProtocolError:
         return None
 
@@ -115,4 +115,4 @@ class ComputedHandOffs:
 
 
 def _unescaped(text: bytes) -> str:
-    return re.sub(rb"\\.", lambda found: _ESCAPES.get(found[0], found[0]), text).decode(errors="replace")[:256]
+    return re.sub(rb"\\.", lambda match: _ESCAPES.get(match[0], match[0]), text).decode(errors="replace")[:256]

@@ -62,10 +62,10 @@ class ServerMetrics(Collector):
             )
         )
         for server in self._pool.decode:
-            if (found := server.hand_offs) is not None:
-                received.add_metric([server.url], found.received)
-                computed.add_metric([server.url], found.computed)
-                kv_bytes.add_metric([server.url], found.kv_bytes)
+            if (hand_offs := server.hand_offs) is not None:
+                received.add_metric([server.url], hand_offs.received)
+                computed.add_metric([server.url], hand_offs.computed)
+                kv_bytes.add_metric([server.url], hand_offs.kv_bytes)
         yield from (received, computed, kv_bytes)
         labels = ["url", "role"]
         usable = GaugeMetricFamily("pdtransfer_server_usable", "1 if the server is healthy", labels=labels)

@@ -49,12 +49,12 @@ class ServerPool:
     @property
     def usable(self) -> bool:
         """Whether there is a pair of healthy servers, or a decode server that may serve alone."""
-        return any(each.usable for each in self.decode) and (self._without_prefill or not self.lacks_prefill)
+        return any(server.usable for server in self.decode) and (self._without_prefill or not self.lacks_prefill)
 
     @property
     def lacks_prefill(self) -> bool:
         """Whether no prefill server is healthy."""
-        return not any(each.usable for each in self.prefill)
+        return not any(server.usable for server in self.prefill)
 
     def _new(self, url: str, role: Role) -> Server:
         return Server(url, role, ServerPrefixes(self._limits.prefix_keys_max))

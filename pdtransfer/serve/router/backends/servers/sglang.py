@@ -51,15 +51,15 @@ class SglangDialect:
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
         """The bootstrap server runs beside the prefill server, on a port of its own."""
-        told = parse(answer, _SGLANG_INFO)
-        if told.disaggregation_mode != "prefill":
+        info = parse(answer, _SGLANG_INFO)
+        if info.disaggregation_mode != "prefill":
             return None
-        return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": told.disaggregation_bootstrap_port}
+        return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": info.disaggregation_bootstrap_port}
 
     def choices(self, fields: Fields) -> int:
         """Refuses several choices of a prompt: SGLang gives all of them one room, and a room is for one transfer."""
         sampling = decoded_field("sampling_params", _SGLANG_SAMPLING, fields.get("sampling_params", _NULL))
-        counts = [each.n for each in (sampling if isinstance(sampling, list) else [sampling]) if each is not None]
+        counts = [params.n for params in (sampling if isinstance(sampling, list) else [sampling]) if params is not None]
         if any(count not in (None, 1) for count in (choices_of(fields), *counts)):
             raise RefusedRequestError("n", "must be 1: SGLang hands over one choice of a prompt")
         return 1

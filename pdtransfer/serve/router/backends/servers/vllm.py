@@ -82,14 +82,14 @@ class VllmDialect:
         """The whole body, and whose KV it gets."""
         if identity is None:
             return msgspec.json.encode(request.fields)
-        own = {
+        ids = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": _transfer_id(transfer),
             "remote_request_id": request.request_id,
         }
         reach = {name: value for name, value in identity.items() if name != "facts"}
-        return msgspec.json.encode(request.fields | {"kv_transfer_params": {"transfer_mode": "push"} | reach | own})
+        return msgspec.json.encode(request.fields | {"kv_transfer_params": {"transfer_mode": "push"} | reach | ids})
 
     def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
         """A prefill server that has answered keeps the KV for decode. Its connector learns of it by the parameters of a

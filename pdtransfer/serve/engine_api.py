@@ -126,8 +126,10 @@ class EngineDescription:
     def arena_components(self) -> tuple[Component, ...]:
         """`components` as peers get them: every base is an offset into the arena."""
         return tuple(
-            msgspec.structs.replace(each, layout=each.layout.rebase(self.hbm_base)) if each.memory == "hbm" else each
-            for each in self.components
+            msgspec.structs.replace(component, layout=component.layout.rebase(self.hbm_base))
+            if component.memory == "hbm"
+            else component
+            for component in self.components
         )
 
 

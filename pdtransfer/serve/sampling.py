@@ -44,10 +44,10 @@ class Picked:
     def of_aux(cls, token: int, logprobs: bytes, sampling: Sampling) -> Picked:
         """The first token out of an aux. Raises ValueError for logprobs other than the request asks for."""
         try:
-            found = unpack_logprobs("logprobs", logprobs, sampling, 1)
+            of_token = unpack_logprobs("logprobs", logprobs, sampling, 1)
         except RemoteProtocolError as error:
             raise ValueError(f"aux: {error}") from None
-        return cls(token, found[0] if found else None)
+        return cls(token, of_token[0] if of_token else None)
 
 
 def beyond_basic(sampling: Sampling) -> str | None:
@@ -181,9 +181,9 @@ def draw(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
         if edge == len(order) and sampling.top_p < 1.0:
             continue  # the nucleus is longer
         mass = total if edge == len(order) else running[edge]
-        place = np.count_nonzero(running[: edge + 1] <= _uniform(sampling.seed, sampling.generated + index) * mass)
-        if place <= edge and place < len(order):
-            return int(order[place])
+        chosen = np.count_nonzero(running[: edge + 1] <= _uniform(sampling.seed, sampling.generated + index) * mass)
+        if chosen <= edge and chosen < len(order):
+            return int(order[chosen])
         if count == most:
             break
     return int(order[min(edge, len(order) - 1)])
@@ -196,10 +196,10 @@ def logprobs_of(logits: NDArray[np.float32], chosen: int, top: int) -> Logprobs:
     highest = max(float(wide.max()), -_LOGIT_MAX)
     total = highest + float(np.log(max(np.exp(wide - highest).sum(), 1.0)))
 
-    def logprob(each: int) -> float:
-        return max(LOGPROB_MIN, min(0.0, float(wide[each]) - total))  # rounding may not lift it above 0
+    def logprob(token_id: int) -> float:
+        return max(LOGPROB_MIN, min(0.0, float(wide[token_id]) - total))  # rounding may not lift it above 0
 
-    likeliest = [(int(each), logprob(int(each))) for each in _likeliest(wide, top)] if top else []
+    likeliest = [(int(token_id), logprob(int(token_id))) for token_id in _likeliest(wide, top)] if top else []
     return Logprobs(logprob(chosen), tuple(likeliest))
 
 

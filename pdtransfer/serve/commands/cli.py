@@ -125,8 +125,8 @@ def doctor(
         return engine_facts.run(prefill_url, decode_url, api_key=api_key, json=json)
     from .doctor import run
 
-    for each in transport_ports:
-        port_range("transport_ports", each)
+    for ports in transport_ports:
+        port_range("transport_ports", ports)
     return run(json=json, transport_ports=transport_ports)
 
 
@@ -247,37 +247,37 @@ def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
         return
     from ..settings.ranks import launched
 
-    by_field = {each.name.lstrip("-").replace("-", "_"): each for each in arguments}
-    given = {name: each.tokens[-1].value for name, each in by_field.items() if each.tokens}
+    by_field = {argument.name.lstrip("-").replace("-", "_"): argument for argument in arguments}
+    given = {name: argument.tokens[-1].value for name, argument in by_field.items() if argument.tokens}
     for name, value in launched(launcher_variables(), given, stages=commands == ("prefill",)).items():
         by_field[name].tokens[:] = [Token(keyword=name, value=value, source="launcher")]
 
 
 def _sections(path: Path, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns one table for each command: its own keys over those above all tables."""
-    known = {command: [each.name for each in fields(settings_of(command))] for command in COMMANDS}
-    limits = [each.name for each in fields(Limits)]
+    names_of = {command: [field.name for field in fields(settings_of(command))] for command in COMMANDS}
+    limits = [field.name for field in fields(Limits)]
     shared = {key: value for key, value in table.items() if key not in COMMANDS}
-    _known(path, "", shared, sorted({name for names in known.values() for name in names}))
+    _known(path, "", shared, sorted({name for names in names_of.values() for name in names}))
     sections: dict[str, dict[str, Any]] = {}
-    for command, names in known.items():
-        own = cast("dict[str, Any]", table.get(command, {}))
-        _known(path, f"[{command}] ", own, names)
-        for place, each in (("[limits] ", shared), (f"[{command}.limits] ", own)):
-            _known(path, place, each.get("limits", {}), limits)
-        merged = {key: value for key, value in shared.items() if key in names} | own
+    for command, names in names_of.items():
+        section = cast("dict[str, Any]", table.get(command, {}))
+        _known(path, f"[{command}] ", section, names)
+        for prefix, values in (("[limits] ", shared), (f"[{command}.limits] ", section)):
+            _known(path, prefix, values.get("limits", {}), limits)
+        merged = {key: value for key, value in shared.items() if key in names} | section
         if "limits" in merged:
-            merged["limits"] = shared.get("limits", {}) | own.get("limits", {})
+            merged["limits"] = shared.get("limits", {}) | section.get("limits", {})
         sections[command] = merged
     # Doctor checks the ports of all daemons in the file.
-    ports = {each["transport_ports"] for each in sections.values() if "transport_ports" in each}
+    ports = {section["transport_ports"] for section in sections.values() if "transport_ports" in section}
     return sections | ({"doctor": {"transport_ports": sorted(ports)}} if ports else {})
 
 
-def _known(path: Path, place: str, table: object, names: list[str]) -> None:
+def _known(path: Path, prefix: str, table: object, names: list[str]) -> None:
     if not isinstance(table, dict):
-        raise ConfigError(f"config = '{path}': {place}must be a table")
+        raise ConfigError(f"config = '{path}': {prefix}must be a table")
     for key in cast("dict[str, object]", table):
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
-            raise ConfigError(f"config = '{path}': {place}{key} is unknown" + (f"; is it {near[0]}?" if near else ""))
+            raise ConfigError(f"config = '{path}': {prefix}{key} is unknown" + (f"; is it {near[0]}?" if near else ""))

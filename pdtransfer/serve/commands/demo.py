@@ -131,7 +131,7 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
         reference = await _reference(config, texts)
     for answer, expected in zip(answers, reference, strict=True):
         # An empty digest is of nothing: an engine may be told to make none.
-        answer.differs = tuple(name for name, own in expected.items() if not own or answer.facts.get(name) != own)
+        answer.differs = tuple(name for name, value in expected.items() if not value or answer.facts.get(name) != value)
         answer.identical = not answer.error and not answer.differs
     report = make_report(config, answers, seconds, leaked)
     if config.verify:
@@ -411,17 +411,17 @@ def show(answers: Sequence[DemoAnswer], report: dict[str, Any], *, speaks: bool 
     table.add_column("prompt, and answer" if speaks else "prompt", justify="left" if speaks else "right")
     for name in ("cached", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
         table.add_column(name, justify="right", no_wrap=name != "identical")
-    for answer in sorted(answers, key=lambda each: each.prompt_tokens):
+    for answer in sorted(answers, key=lambda answer: answer.prompt_tokens):
         facts = answer.facts
-        said = f"{answer.prompt_tokens:,} B"
+        prompt_text = f"{answer.prompt_tokens:,} B"
         if speaks:
-            said = f"{escape(answer.prompt)}\n[dim]{escape(' '.join(answer.text.split()))}"
+            prompt_text = f"{escape(answer.prompt)}\n[dim]{escape(' '.join(answer.text.split()))}"
         if answer.error:
-            table.add_row(said, "", "", "", "", "", "", f"[red]failed: {escape(answer.error)}")
+            table.add_row(prompt_text, "", "", "", "", "", "", f"[red]failed: {escape(answer.error)}")
             continue
         handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
         table.add_row(
-            said,
+            prompt_text,
             f"{answer.cached:,}" if answer.cached else "-",
             f"{facts['kv_bytes']:,}",
             f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",
@@ -459,9 +459,9 @@ def _hot(report: dict[str, Any]) -> str:
     if "hot_tokens" not in report:
         return ""
     where = f"on {report['hot_ranks']} ranks together, " if report["hot_ranks"] > 1 else ""
-    found = "nothing swapped" if report["hit_rate"] is None else f"{report['hit_rate']:.1%} of picks were hot"
+    hits = "nothing swapped" if report["hit_rate"] is None else f"{report['hit_rate']:.1%} of picks were hot"
     return (
         f"\n{report['longer_than_hot']} prompts are longer than the {report['hot_tokens']} tokens that the device "
-        f"holds of each: {found}, {where}{report['hot_misses']:,} swapped in, {report['swapped_bytes'] / 1e6:,.1f} MB; "
+        f"holds of each: {hits}, {where}{report['hot_misses']:,} swapped in, {report['swapped_bytes'] / 1e6:,.1f} MB; "
         f"{report['retracts']} retracts, {report['index_copies']} index copies"
     )

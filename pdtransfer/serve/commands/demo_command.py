@@ -28,6 +28,6 @@ def demo(
         raise ConfigError(f"metrics = {metrics[0]!r}: needs --router, the URL of a running fleet")
     if router:
         match("router", router, r"https?://[^/\s]+/?", "the URL of a running router, http://host:port")
-    for each in metrics:
-        match("metrics", each, r"[^/\s]+:\d{1,5}", "host:port of a decode daemon's /metrics")
+    for address in metrics:
+        match("metrics", address, r"[^/\s]+:\d{1,5}", "host:port of a decode daemon's /metrics")
     return run(config, router=router, metrics=metrics) if router else run(config)

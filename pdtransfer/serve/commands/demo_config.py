@@ -94,8 +94,8 @@ class DemoConfig:
         """The cards of all ranks; None stands for the CPU."""
         return {
             device_index(device_of(device, ranks))
-            for _, device, own in self._workers
-            for ranks in ranks_of(own.tp_size, own.pp_size)
+            for _, device, worker_config in self._workers
+            for ranks in ranks_of(worker_config.tp_size, worker_config.pp_size)
         }
 
     @property

@@ -81,12 +81,12 @@ class DemoModel:
         config = self._config
         if self.speaks:
             workers = config.prefill + config.decode  # more threads than cores would wait for each other
-            own = {"digests": "true", "threads": str(max(1, (os.cpu_count() or 1) // workers))}
+            defaults = {"digests": "true", "threads": str(max(1, (os.cpu_count() or 1) // workers))}
         else:
             longest = config.shared_prefix + config.prompt_bytes_max + config.max_tokens
-            own = {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
-            own |= {"top_k": str(TOP_K)} if config.hisparse else {}
-        return own | {name: value for name, _, value in (option.partition("=") for option in config.engine_option)}
+            defaults = {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
+            defaults |= {"top_k": str(TOP_K)} if config.hisparse else {}
+        return defaults | {name: value for name, _, value in (option.partition("=") for option in config.engine_option)}
 
     def generate(self, prompts: Sequence[str]) -> list[dict[str, str]]:
         """The digests that each answer must have, computed in this process."""
@@ -99,9 +99,9 @@ class DemoModel:
         )  # fmt: skip
         sampling = Sampling(max_tokens=demo.max_tokens, ignore_eos=not self.speaks)
         engine, _, _ = BUILT_IN.get(demo.model, CHECKPOINT_ENGINE).partition(":")
-        made = import_module(engine).generate_many(config, [(each, sampling) for each in ids])
+        outcomes = import_module(engine).generate_many(config, [(prompt, sampling) for prompt in ids])
         names = ("tokens_digest", "logits_digest", "kv_digest")
-        return [{name: getattr(outcome, name).hex() for name in names} for outcome in made]
+        return [{name: getattr(outcome, name).hex() for name in names} for outcome in outcomes]
 
 
 def _messages(prompt: str) -> list[dict[str, str]]:
@@ -110,6 +110,6 @@ def _messages(prompt: str) -> list[dict[str, str]]:
 
 def _random_texts(rng: random.Random, words: Sequence[str], count: int, bytes_max: int) -> list[str]:
     """Texts of 1 to `bytes_max` bytes, log-uniform in length, in random order."""
-    sizes = [round(bytes_max ** (at / max(1, count - 1))) for at in range(count)]
+    sizes = [round(bytes_max ** (index / max(1, count - 1))) for index in range(count)]
     rng.shuffle(sizes)
     return [" ".join(rng.choices(words, k=size))[:size] for size in sizes]

@@ -67,9 +67,9 @@ def run(*, json: bool, transport_ports: Sequence[str] = ()) -> int:
     `transport_ports` are the port ranges of this host's daemons, first-last.
     """
     findings = examine(transport_ports=transport_ports)
-    lacking = [each.name for each in findings if each.state == "missing"]
+    lacking = [finding.name for finding in findings if finding.state == "missing"]
     if json:
-        print(dumps({"ok": not lacking, "findings": [asdict(each) for each in findings]}))
+        print(dumps({"ok": not lacking, "findings": [asdict(finding) for finding in findings]}))
     else:
         _show(findings, lacking)
     return int(bool(lacking))
@@ -82,10 +82,10 @@ def examine(root: Path = Path("/"), *, transport_ports: Sequence[str] = ()) -> l
 
 def probes(transport_ports: Sequence[str] = ()) -> list[Probe]:
     """Returns all probes, of every transport as well, for daemons with these port ranges, by default the default."""
-    ports = sorted({port_range("transport_ports", each) for each in transport_ports}) or [PrefillConfig().network.ports]
-    own = (probe for each in TRANSPORTS.values() for probe in each.probes(ports))
+    ports = sorted({port_range("transport_ports", text) for text in transport_ports}) or [PrefillConfig().network.ports]
+    of_transports = (probe for registered in TRANSPORTS.values() for probe in registered.probes(ports))
     firewall = Probe("engine firewall", network.firewall, "nft list ruleset")
-    return [*PROBES, *own, firewall, Probe("transport", network.transport)]
+    return [*PROBES, *of_transports, firewall, Probe("transport", network.transport)]
 
 
 def _finding(probe: Probe, root: Path) -> Finding:
@@ -97,27 +97,29 @@ def _finding(probe: Probe, root: Path) -> Finding:
 
 
 def _untried(probe: Probe, error: Exception) -> Seen:
-    found = " ".join(f"cannot be tried: {type(error).__name__}: {error}".split())
+    reason = " ".join(f"cannot be tried: {type(error).__name__}: {error}".split())
     mend = probe.mend or "pdtransfer doctor --json, into a report"
-    return missing(found, mend) if probe.required else warn(found, mend)
+    return missing(reason, mend) if probe.required else warn(reason, mend)
 
 
 def _show(findings: list[Finding], lacking: list[str]) -> None:
     console = Console(highlight=False)
     states, subjects = (max(map(len, column)) for column in zip(*((f.state, f.name) for f in findings), strict=True))
     indent = " " * (states + subjects + 4)
-    for each in findings:
-        lines = textwrap.wrap(each.found, max(FOUND_COLUMNS_MIN, console.width - len(indent)), break_on_hyphens=False)
-        line = Text(f"{each.state:{states}}", style=COLORS[each.state])
+    for finding in findings:
+        lines = textwrap.wrap(
+            finding.found, max(FOUND_COLUMNS_MIN, console.width - len(indent)), break_on_hyphens=False
+        )
+        line = Text(f"{finding.state:{states}}", style=COLORS[finding.state])
         console.print(
-            line.append(f"  {each.name:{subjects}}  ", style="none").append(lines[0], style="none"), soft_wrap=True
+            line.append(f"  {finding.name:{subjects}}  ", style="none").append(lines[0], style="none"), soft_wrap=True
         )
         for more in lines[1:]:
             console.print(Text(indent + more), soft_wrap=True)
-        if each.mend:
+        if finding.mend:
             # On one line, so that it can be copied.
-            console.print(Text(f"{indent}-> {each.mend}", style="bold"), soft_wrap=True)
-    warned = sum(each.state == "warn" for each in findings)
+            console.print(Text(f"{indent}-> {finding.mend}", style="bold"), soft_wrap=True)
+    warned = sum(finding.state == "warn" for finding in findings)
     rest = f"{warned} warning{'s' * (warned != 1)}." if warned else ""
     console.print(
         f"Missing: {', '.join(lacking)}. {rest}".rstrip()

@@ -127,7 +127,7 @@ def _columns(width: int, *, ascii_only: bool) -> list[Column]:
         Column("SESSIONS", 14, lambda it: _counts(it.sessions or {}), left=True, from_width=180),
         Column("ADDRESS", 28, lambda it: printable(it.address) if it.node else "", left=True, from_width=180),
     ]
-    return [each for each in columns if width >= each.from_width]
+    return [column for column in columns if width >= column.from_width]
 
 
 def worker_lines(
@@ -137,12 +137,12 @@ def worker_lines(
     if not workers:
         return [Text("the router has no worker: name some with --prefill, --decode or --workers-file", style="yellow")]
     columns = _columns(width, ascii_only=ascii_only)
-    columns = [each for each in columns if each.always or any(each.text(it) for it in workers)]
-    taken = sum(1 + each.width for each in columns)
+    columns = [column for column in columns if column.always or any(column.text(it) for it in workers)]
+    taken = sum(1 + column.width for column in columns)
     name_width = max(12, min(26, width - taken - 14, max(len(_name(it)) for it in workers) + 2))
     head = Text(style="dim").append(set_cell_size("WORKER", name_width)).append(" STATE     ")
-    for each in columns:
-        head.append(" " + _fit(each.name, each.width, left=each.left))
+    for column in columns:
+        head.append(" " + _fit(column.name, column.width, left=column.left))
     shown = workers
     if height is not None and len(workers) > height - 1:
         ordered = sorted(workers, key=lambda it: (it.state == "ready", not it.quarantined_bytes))
@@ -159,9 +159,9 @@ def _worker(it: WorkerStatus, columns: Iterable[Column], name_width: int) -> Tex
     line.append(" ").append(f"{it.state:10}", style=STYLES.get(it.state, ""))
     if it.state in ("connecting", "unusable"):
         return line.append(" " + printable(it.why or ""), style="red")
-    for each in columns:
-        style = "yellow" if each.name == "QUAR" and it.quarantined_bytes else ""
-        line.append(" ").append(_fit(each.text(it) or "-", each.width, left=each.left), style=style)
+    for column in columns:
+        style = "yellow" if column.name == "QUAR" and it.quarantined_bytes else ""
+        line.append(" ").append(_fit(column.text(it) or "-", column.width, left=column.left), style=style)
     return line
 
 
@@ -184,9 +184,11 @@ def _failures(failures: list[FailureStatus], width: int) -> list[Text]:
         return [Text("no request has failed since the router started", style="dim")]
     lines = [Text("LAST FAILURES", style="dim")]
     for it in failures:
-        at = time.strftime("%H:%M:%S", time.localtime(it.time))
+        clock_time = time.strftime("%H:%M:%S", time.localtime(it.time))
         how = "retried" if it.retried else str(it.status or "-")
-        line = Text.assemble((at, "dim"), " ", (f"{printable(it.cause):14} ", "yellow" if it.retried else "red"))
+        line = Text.assemble(
+            (clock_time, "dim"), " ", (f"{printable(it.cause):14} ", "yellow" if it.retried else "red")
+        )
         line.append(f"{how:7} ")
         if width >= 120:
             line.append(f"{printable(it.room or '-'):16} ").append(
@@ -202,11 +204,11 @@ def slots_bar(slots: SlotsStatus | None, *, ascii_only: bool = False) -> str:
     """Returns a bar of what is used and what is in quarantine, and their share in percent."""
     if slots is None or not slots.total:
         return ""
-    used, held, free = BAR_ASCII if ascii_only else BAR
+    used, held_mark, free = BAR_ASCII if ascii_only else BAR
     taken = max(0, min(slots.total, slots.total - slots.free))
     cells = -(-taken * BAR_WIDTH // slots.total)  # what is used at all is seen
     held_cells = min(cells, -(-slots.quarantined * BAR_WIDTH // slots.total))
-    bar = used * (cells - held_cells) + held * held_cells + free * (BAR_WIDTH - cells)
+    bar = used * (cells - held_cells) + held_mark * held_cells + free * (BAR_WIDTH - cells)
     return f"{bar} {100 * taken // slots.total:3}%"
 
 
@@ -251,11 +253,11 @@ def milliseconds(value: float) -> str:
 def duration(seconds: float) -> str:
     """Returns a time in its two largest units."""
     rest, units = int(seconds), (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
-    for place, (unit, size) in enumerate(units):
+    for index, (unit, size) in enumerate(units):
         if rest >= size:
             text = f"{rest // size}{unit}"
-            if place + 1 < len(units):
-                lower, lower_size = units[place + 1]
+            if index + 1 < len(units):
+                lower, lower_size = units[index + 1]
                 text += f"{rest % size // lower_size:02}{lower}"
             return text
     return "0s"

@@ -38,7 +38,7 @@ def generated(
     prefill: GrowingPrefill, decode: DecodeEngine, requests: Sequence[tuple[NDArray[np.int64], Sampling]]
 ) -> list[Generation]:
     """Runs requests on these engines of one memory, as many at a time as fit it. Returns outcomes in their order."""
-    rooms = [Request(room=at, prompt=prompt, sampling=sampling) for at, (prompt, sampling) in enumerate(requests)]
+    rooms = [Request(room=index, prompt=prompt, sampling=sampling) for index, (prompt, sampling) in enumerate(requests)]
     waiting = deque(rooms)
     slots: dict[int, Slots] = {}
     tokens: list[list[int]] = [[] for _ in requests]
@@ -65,4 +65,4 @@ def generated(
                     raise RuntimeError(f"request {room}: {detail}")
                 case _:
                     pass
-    return [outcomes[at] for at in range(len(requests))]
+    return [outcomes[index] for index in range(len(requests))]

@@ -50,7 +50,7 @@ def admit_networks(named: str, values: Sequence[str]) -> tuple[HostNetwork, ...]
 
 def table_text(table: str, networks: Iterable[HostNetwork] = ()) -> str:
     """The whole table, empty. The kernel removes it with the process that has made it (`owner`)."""
-    also = "".join(f"    {_family(each)} saddr {each} tcp dport @ports accept\n" for each in networks)
+    also = "".join(f"    {_family(network)} saddr {network} tcp dport @ports accept\n" for network in networks)
     kept = f"size {STRANGERS_MAX}; flags dynamic,timeout; timeout {_STRANGERS_MINUTES}m;"
     return (
         f"table inet {table} {{\n"
@@ -76,11 +76,11 @@ def table_text(table: str, networks: Iterable[HostNetwork] = ()) -> str:
 def change_text(table: str, *, ended: Admitted | None = None, begun: Admitted | None = None) -> str:
     """One transaction: what a session had is taken away, and it gets what it has from now on."""
     lines: list[str] = []
-    for verb, each in (("delete", ended), ("add", begun)):
-        if each is not None and each.ports:
-            peers = ", ".join(f"{each.host} . {port}" for port in each.ports)
-            lines.append(f"{verb} element inet {table} {_peers(each.host)} {{ {peers} }}\n")
-            lines.append(f"{verb} element inet {table} ports {{ {', '.join(map(str, each.ports))} }}\n")
+    for verb, entry in (("delete", ended), ("add", begun)):
+        if entry is not None and entry.ports:
+            peers = ", ".join(f"{entry.host} . {port}" for port in entry.ports)
+            lines.append(f"{verb} element inet {table} {_peers(entry.host)} {{ {peers} }}\n")
+            lines.append(f"{verb} element inet {table} ports {{ {', '.join(map(str, entry.ports))} }}\n")
     return "".join(lines)
 
 

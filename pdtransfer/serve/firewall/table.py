@@ -135,10 +135,10 @@ class Firewall:
     @classmethod
     async def open(cls, node: str, *, mode: FirewallMode = "auto", networks: tuple[HostNetwork, ...] = ()) -> Self:
         """Makes the table of this process. Raises TransportError with the reason where it may not."""
-        made = cls(table_name(node), mode, networks)
-        async with made._turn:
-            await made._begin()
-        return made
+        firewall = cls(table_name(node), mode, networks)
+        async with firewall._turn:
+            await firewall._begin()
+        return firewall
 
     @property
     def peers_only(self) -> bool:
@@ -176,19 +176,19 @@ class Firewall:
 
     def moved(self, peer: str) -> None:
         """A peer has connected, perhaps from another address than before."""
-        if any(each.peer == peer for each in self._guarded):
+        if any(guarded.peer == peer for guarded in self._guarded):
             self._spawn(self._follow(peer))
 
     @property
     def report(self) -> dict[str, object]:
         """What /health says of it."""
-        hosts = sorted({str(each.host) for each in self._guarded})
-        found: dict[str, object] = {"state": "on", "table": self.table, "admits": hosts}
+        hosts = sorted({str(guarded.host) for guarded in self._guarded})
+        state: dict[str, object] = {"state": "on", "table": self.table, "admits": hosts}
         if self._spared:
-            found["open_to_all"] = sorted(set(self._spared.values()))
+            state["open_to_all"] = sorted(set(self._spared.values()))
         if self.refused:
-            found["refused"] = self.refused
-        return found
+            state["refused"] = self.refused
+        return state
 
     async def close(self) -> None:
         """Removes the table. The engines are dead by now."""
@@ -250,7 +250,7 @@ class Firewall:
 
     async def _follow(self, peer: str) -> None:
         async with self._turn:
-            for guarded in [each for each in self._guarded if each.peer == peer]:
+            for guarded in [entry for entry in self._guarded if entry.peer == peer]:
                 try:
                     await self._move(guarded)
                 except TransportError as error:
@@ -263,8 +263,8 @@ class Firewall:
         log.error(
             "the firewall's process has ended: %d engines that it guarded end, and are started again", len(guarded)
         )
-        for each in guarded:
-            each.end()
+        for entry in guarded:
+            entry.end()
         if keeper is not None:
             keeper.end()
 
@@ -278,11 +278,11 @@ class Firewall:
             if (keeper := self.keeper) is None:
                 return
             with suppress(TransportError):
-                found = await _apart(lambda: strangers(self.table, keeper.ask))
-                if new := sorted(set(found) - set(self.refused)):
+                seen = await _apart(lambda: strangers(self.table, keeper.ask))
+                if new := sorted(set(seen) - set(self.refused)):
                     text = "firewall: %s tried this node's transport ports, and no peer with a session has that address"
                     log.warning(text + "; where it is a peer's, name its network: --firewall-admit", ", ".join(new))
-                self.refused = found
+                self.refused = seen
 
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
@@ -297,12 +297,14 @@ def table_name(node: str) -> str:
 
 def strangers(table: str, ask: Callable[[str], str]) -> list[str]:
     """The addresses that the table's rules have turned away lately."""
-    found: set[str] = set()
+    addresses: set[str] = set()
     for text in strangers_texts(table):
-        for each in json.loads(ask(text))["nftables"]:
-            elements = cast("list[str | dict[str, Any]]", each.get("set", {}).get("elem", []))
-            found.update(each if isinstance(each, str) else str(each["elem"]["val"]) for each in elements)
-    return sorted(found)
+        for item in json.loads(ask(text))["nftables"]:
+            elements = cast("list[str | dict[str, Any]]", item.get("set", {}).get("elem", []))
+            addresses.update(
+                element if isinstance(element, str) else str(element["elem"]["val"]) for element in elements
+            )
+    return sorted(addresses)
 
 
 async def firewall_for(

@@ -175,13 +175,13 @@ def attach(engine: DecodeEngine, arena: ArenaMemory) -> None:
 
 async def _back(arena: ArenaMemory, daemon: DecodeDaemon, died: asyncio.Event) -> None:
     """Backs the rest of the arena while the daemon serves, and reports the progress. Without memory the daemon ends."""
-    loop, told, over = asyncio.get_running_loop(), arena.bytes_ready * 10 // arena.needed, False
+    loop, tenths, over = asyncio.get_running_loop(), arena.bytes_ready * 10 // arena.needed, False
 
     def progress(byte_count: int) -> None:
-        nonlocal told
+        nonlocal tenths
         _call(loop, lambda: None if over else daemon.backed(byte_count))
-        if byte_count * 10 // arena.needed > told:
-            told = byte_count * 10 // arena.needed
+        if byte_count * 10 // arena.needed > tenths:
+            tenths = byte_count * 10 // arena.needed
             log.info("arena: %d of %d MiB ready", byte_count >> 20, arena.needed >> 20)
 
     try:
@@ -347,9 +347,9 @@ def _say_ready(config: Config, shared: Shared, endpoint: str, others: list[dict[
     shared.ready = True
     log.info("%s %s %s at %s", config.role, config.node, "follows" if others is None else "is ready", endpoint)
     if config.json:
-        own = {"node": config.node, "endpoint": endpoint, "http": shared.http}
-        ranks = {} if others is None else {"ranks": [own, *others]}
-        print(json.dumps({"ready": True, "role": config.role, **own, **ranks}), flush=True)
+        leader = {"node": config.node, "endpoint": endpoint, "http": shared.http}
+        ranks = {} if others is None else {"ranks": [leader, *others]}
+        print(json.dumps({"ready": True, "role": config.role, **leader, **ranks}), flush=True)
 
 
 async def _live(config: Config, shared: Shared, daemon: Daemon) -> None:
@@ -444,7 +444,7 @@ def _health(config: Config, shared: Shared) -> Health:
         detail["identity"] = shown(shared.daemon.desk.service.identity)
         detail |= {"draining": load.draining, "rooms": load.rooms_running, "slots_free": load.slots_free}
         troubles = {
-            "unusable_prefills": {each.endpoint: each.why for each in load.unusable},
+            "unusable_prefills": {peer.endpoint: peer.why for peer in load.unusable},
             "refused_by": shared.daemon.desk.refusals,
             "refused_keys": {"count": bus.strangers, "last": bus.last_stranger} if bus.strangers else {},
         }

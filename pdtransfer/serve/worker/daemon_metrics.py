@@ -87,8 +87,8 @@ class DecodeMetrics(Collector):
             "pdtransfer_fragmentation_ratio", "1 - longest free run / free slots", labels=["component", "memory"]
         )
         # Blocks that the prefix cache would give up count as free; only claimed slots do not.
-        each = zip(core.arena.components, core.arena.free, core.cache.free_slots, strict=True)
-        for component, extents, free_slots in each:
+        pools = zip(core.arena.components, core.arena.free, core.cache.free_slots, strict=True)
+        for component, extents, free_slots in pools:
             which = [component.name, component.memory]
             slots.add_metric(which, extents.ready)
             free.add_metric(which, free_slots)
@@ -135,11 +135,11 @@ def _quarantined(peers: Iterable[PeerRecord]) -> Metric:
     of = GaugeMetricFamily(
         "pdtransfer_peer_quarantined_bytes", "Leased to a writer not proven quiet; 0 is left out", labels=["peer"]
     )
-    most = sorted((each for each in peers if each.quarantined_bytes), key=lambda each: -each.quarantined_bytes)
-    for each in most[:METRICS_LABELS_MAX]:
-        of.add_metric([each.identity.node if each.identity is not None else ""], each.quarantined_bytes)
+    most = sorted((peer for peer in peers if peer.quarantined_bytes), key=lambda peer: -peer.quarantined_bytes)
+    for peer in most[:METRICS_LABELS_MAX]:
+        of.add_metric([peer.identity.node if peer.identity is not None else ""], peer.quarantined_bytes)
     if others := most[METRICS_LABELS_MAX:]:
-        of.add_metric([OTHER], sum(each.quarantined_bytes for each in others))
+        of.add_metric([OTHER], sum(peer.quarantined_bytes for peer in others))
     return of
 
 

@@ -127,8 +127,8 @@ def leader_steps(
         if engine.idle:
             port.wait(None)
         polled = port.poll()
-        for at in range(0, max(1, len(polled)), STEP_ORDERS_MAX):
-            orders = polled[at : at + STEP_ORDERS_MAX]
+        for first in range(0, max(1, len(polled)), STEP_ORDERS_MAX):
+            orders = polled[first : first + STEP_ORDERS_MAX]
             if announce is not None:
                 port.to_loop(lambda orders=orders: announce(orders))
             yield orders
@@ -189,11 +189,11 @@ class PrefillThread:
             outcomes, self._step_s = self._admit(), time.monotonic()
             self._pass_on(outcomes, self.engine.step())
 
-    def _pass_on(self, outcomes: Sequence[PrefillOutcome], made: Sequence[Computed | Prefilled | Broken]) -> None:
+    def _pass_on(self, outcomes: Sequence[PrefillOutcome], produced: Sequence[Computed | Prefilled | Broken]) -> None:
         """Sends these outcomes to the loop, and then what the engine has made, which may be in the middle of a step."""
-        known = [self._known(each) for each in made]
-        stepped = self._stepped(known, time.monotonic())
-        every = [*outcomes, *stepped, *map(self._outcome, self._offers.take(known))]
+        timed = [self._known(outcome) for outcome in produced]
+        stepped = self._stepped(timed, time.monotonic())
+        every = [*outcomes, *stepped, *map(self._outcome, self._offers.take(timed))]
         if every:
             self._port.to_loop(lambda: self._on_outcomes(every))
 
@@ -208,15 +208,15 @@ class PrefillThread:
             self._waiting.popleft()
         return refused
 
-    def _stepped(self, made: list[Computed | Prefilled | Broken], end_s: float) -> Iterator[PrefillOutcome]:
-        for each in made:
-            last = not isinstance(each, Computed)
-            if last or each.room not in self._begun:
-                yield Stepped(each.room, self._step_s, end_s)
+    def _stepped(self, produced: list[Computed | Prefilled | Broken], end_s: float) -> Iterator[PrefillOutcome]:
+        for outcome in produced:
+            last = not isinstance(outcome, Computed)
+            if last or outcome.room not in self._begun:
+                yield Stepped(outcome.room, self._step_s, end_s)
             if last:
-                self._begun.discard(each.room)
+                self._begun.discard(outcome.room)
             else:
-                self._begun.add(each.room)
+                self._begun.add(outcome.room)
 
     def _known(self, outcome: Computed | Prefilled | Broken) -> Computed | Prefilled | Broken:
         """Turns a cell of an unknown component into a failure of its room, as any other error of the engine."""
@@ -270,11 +270,11 @@ class DecodeThread:
                     case Compute() | Free():
                         raise AssertionError("a decode engine computes no prompt")
             begin_s = time.monotonic()
-            made = self.engine.step()
+            produced = self.engine.step()
             end_s = time.monotonic()
-            firsts = [each.room for each in made if isinstance(each, Token) and each.index == 0]
+            firsts = [outcome.room for outcome in produced if isinstance(outcome, Token) and outcome.index == 0]
             outcomes += [Stepped(room, begin_s, end_s) for room in firsts]
-            outcomes += made
+            outcomes += produced
             if outcomes:
                 self._port.to_loop(lambda outcomes=outcomes: self._on_outcomes(outcomes))
 

@@ -195,8 +195,8 @@ class Service:
                 case ("load", _, _):
                     self._tell_load(now)
                 case _:
-                    known = self._peers.tick(key, now)
-                    assert known, key
+                    is_known = self._peers.tick(key, now)
+                    assert is_known, key
         return self._take()
 
     def gone(self, peer: str, evidence: str, now: float) -> list[ServiceEffect]:
@@ -259,11 +259,13 @@ class Service:
 
     def _full(self, begin: Begin) -> str | None:
         """Why no such room may be begun now; None if it may."""
-        rooms, held, more, limits = len(self._rooms), self._prompts_bytes, len(begin.prompt), self.limits
+        rooms, held_bytes, prompt_bytes, limits = len(self._rooms), self._prompts_bytes, len(begin.prompt), self.limits
         if rooms >= limits.rooms_max:
             return f"rooms: {rooms} of rooms_max {limits.rooms_max}"
-        if held + more > limits.prompts_bytes_max:
-            return f"prompts: {held} bytes and {more} more, prompts_bytes_max is {limits.prompts_bytes_max}"
+        if held_bytes + prompt_bytes > limits.prompts_bytes_max:
+            return (
+                f"prompts: {held_bytes} bytes and {prompt_bytes} more, prompts_bytes_max is {limits.prompts_bytes_max}"
+            )
         return None
 
     def _refuse(self, router: ServedRouter, begin: Begin, end: End) -> None:

@@ -49,27 +49,27 @@ def _architectures(number: int) -> list[str]:
 
 def links(root: Path) -> Seen:
     """Each GPU's PCIe width, speed and NUMA node, which limit the rate of KV."""
-    found: list[str] = []
+    gpus: list[str] = []
     narrow: list[str] = []
     for address in names(within(root, _PCI)):
-        at = within(root, f"{_PCI}/{address}")
-        if read(at / "vendor") != _NVIDIA or not read(at / "class").startswith(_DISPLAYS):
+        folder = within(root, f"{_PCI}/{address}")
+        if read(folder / "vendor") != _NVIDIA or not read(folder / "class").startswith(_DISPLAYS):
             continue
-        width, most = read(at / "current_link_width"), read(at / "max_link_width")
-        speed = read(at / "current_link_speed").removesuffix(" PCIe")
-        node = read(at / "numa_node")
-        found.append(
+        width, most = read(folder / "current_link_width"), read(folder / "max_link_width")
+        speed = read(folder / "current_link_speed").removesuffix(" PCIe")
+        node = read(folder / "numa_node")
+        gpus.append(
             f"{address} {speed or 'unknown speed'} x{width or '?'} (of x{most or '?'})"
             + (f", node {node}" if node.isdecimal() else "")
         )
         if width.isdecimal() and most.isdecimal() and int(width) < int(most):
             narrow.append(address)
-    if not found:
+    if not gpus:
         return ok("no NVIDIA GPU on the PCIe bus" if names(within(root, _PCI)) else "no PCIe bus visible")
     if narrow:
-        text = f"{'; '.join(found)}: fewer lanes than supported"
+        text = f"{'; '.join(gpus)}: fewer lanes than supported"
         return warn(text, f"lspci -vv -s {narrow[0]} | grep LnkSta; then another slot, or the riser")
-    return ok("; ".join(found))
+    return ok("; ".join(gpus))
 
 
 def mps(root: Path) -> Seen:

@@ -38,24 +38,24 @@ def memory(_root: Path) -> Seen:
         small = replace(config.engine_config, slots=4_096)
         description = getattr(importlib.import_module(module), attribute)(small).description
         needed += int(description.memory_bytes) * config.slots // small.slots
-    found = f"{free.bytes / MIB:,.0f} MiB ({free.what}); by default prefill and decode take {needed / MIB:,.0f}"
+    text = f"{free.bytes / MIB:,.0f} MiB ({free.what}); by default prefill and decode take {needed / MIB:,.0f}"
     if free.bytes < needed:
         slots = DecodeConfig().slots * free.bytes // (2 * needed) // 64 * 64
-        return warn(found, f"pdtransfer decode --slots {slots} and pdtransfer prefill --slots {slots // 128 * 64}")
-    return ok(found)
+        return warn(text, f"pdtransfer decode --slots {slots} and pdtransfer prefill --slots {slots // 128 * 64}")
+    return ok(text)
 
 
 def huge_pages(root: Path) -> Seen:
     """Huge pages, reserved or transparent, speed up prefaulting and registering an arena."""
     counts = [read(within(root, f"{_HUGE}/{name}")) for name in ("free_hugepages", "resv_hugepages")]
-    free = int(counts[0]) - int(counts[1]) if all(each.isdecimal() for each in counts) else 0
+    free = int(counts[0]) - int(counts[1]) if all(count.isdecimal() for count in counts) else 0
     shmem = read(within(root, _THP))
     chosen = shmem.split("[")[1].split("]")[0] if "[" in shmem and "]" in shmem else "none"
-    found = f"{free} of 2 MiB set aside and free; transparent ones for shared memory: {chosen}"
+    text = f"{free} of 2 MiB set aside and free; transparent ones for shared memory: {chosen}"
     if free or chosen in ("always", "within_size", "advise", "force"):
-        return ok(found)
+        return ok(text)
     mend = f"echo advise > {_THP}" if shmem else "sysctl -w vm.nr_hugepages=1024"
-    return warn(found + ": prefault and registration are slower", mend)
+    return warn(text + ": prefault and registration are slower", mend)
 
 
 def numa(root: Path) -> Seen:
@@ -66,8 +66,8 @@ def numa(root: Path) -> Seen:
     free: list[str] = []
     for node in nodes:
         text = read(within(root, f"{_NODES}/{node}/meminfo"))
-        found = re.search(r"MemFree:\s+(\d+) kB", text)
-        free.append(f"{node} {int(found[1]) >> 10:,} MiB free" if found else node)
+        match = re.search(r"MemFree:\s+(\d+) kB", text)
+        free.append(f"{node} {int(match[1]) >> 10:,} MiB free" if match else node)
     arena = ArenaMemory.create(mmap.PAGESIZE, huge_pages="never")
     try:
         bound = arena.mapping.bind(0)
@@ -83,10 +83,10 @@ def shm(root: Path) -> Seen:
     """The size of /dev/shm: torch and NCCL use it, arenas do not."""
     status = os.statvfs(within(root, _SHM))
     size = status.f_blocks * status.f_frsize
-    found = f"{size / MIB:,.0f} MiB (torch and NCCL use it; arenas do not)"
+    text = f"{size / MIB:,.0f} MiB (torch and NCCL use it; arenas do not)"
     if size < 64 * MIB:
-        return warn(found, f"mount -o remount,size=1g {_SHM}, or docker run --shm-size=1g")
-    return ok(found)
+        return warn(text, f"mount -o remount,size=1g {_SHM}, or docker run --shm-size=1g")
+    return ok(text)
 
 
 def memlock(root: Path) -> Seen:
@@ -95,24 +95,24 @@ def memlock(root: Path) -> Seen:
     pins = bool(names(within(root, "/dev/infiniband")))  # a device that pins registered memory
     capable = re.search(r"^CapEff:\s+([0-9a-f]+)", read(within(root, "/proc/self/status")), re.MULTILINE)
     free = bool(capable and int(capable[1], 16) & _CAP_IPC_LOCK)
-    found = f"{_limit(soft)} bytes" if soft != resource.RLIM_INFINITY else _limit(soft)
+    text = f"{_limit(soft)} bytes" if soft != resource.RLIM_INFINITY else _limit(soft)
     if soft == resource.RLIM_INFINITY or soft >= MEMLOCK_BYTES_MIN:
-        return ok(found)
+        return ok(text)
     if free:
-        return ok(f"{found}, which CAP_IPC_LOCK lifts")
+        return ok(f"{text}, which CAP_IPC_LOCK lifts")
     if not pins:
-        return ok(f"{found}, and no RDMA device here that pins memory")
+        return ok(f"{text}, and no RDMA device here that pins memory")
     mend = "ulimit -l unlimited; in a unit LimitMEMLOCK=infinity; docker run --ulimit memlock=-1:-1"
-    return warn(f"{found}: too little to register an arena with the RDMA device", mend)
+    return warn(f"{text}: too little to register an arena with the RDMA device", mend)
 
 
 def descriptors(_root: Path) -> Seen:
     """The hard limit of descriptors; a daemon raises its soft limit to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{_limit(soft)}, may be raised to {_limit(hard)}"
+    text = f"{_limit(soft)}, may be raised to {_limit(hard)}"
     if hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS_MIN:
-        return ok(found)
-    return warn(found, "ulimit -Hn 65536; in a unit LimitNOFILE=65536; docker run --ulimit nofile=65536:65536")
+        return ok(text)
+    return warn(text, "ulimit -Hn 65536; in a unit LimitNOFILE=65536; docker run --ulimit nofile=65536:65536")
 
 
 def _limit(value: int) -> str:
@@ -124,12 +124,12 @@ def clock(root: Path) -> Seen:
     source = read(within(root, _CLOCK)) or "unknown"
     guest = re.search(r"^(flags|Features)\s*:.*\bhypervisor\b", read(within(root, "/proc/cpuinfo")), re.MULTILINE)
     step_s = time.clock_getres(time.CLOCK_MONOTONIC)
-    found = f"CLOCK_MONOTONIC by {source}, in steps of {step_s * 1e9:,.0f} ns" + (
+    text = f"CLOCK_MONOTONIC by {source}, in steps of {step_s * 1e9:,.0f} ns" + (
         ", under a hypervisor" if guest else ""
     )
     mend = f"echo tsc > {_CLOCK}, where {_CLOCK.replace('current', 'available')} has it"
     if step_s > CLOCK_STEP_S_MAX:
-        return warn(f"{found}: too coarse for deadlines in milliseconds", mend)
+        return warn(f"{text}: too coarse for deadlines in milliseconds", mend)
     if source not in STEADY_CLOCKS:
-        return warn(f"{found}: reading it is a system call", mend)
-    return ok(found)
+        return warn(f"{text}: reading it is a system call", mend)
+    return ok(text)

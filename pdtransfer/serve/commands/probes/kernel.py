@@ -72,9 +72,9 @@ def unix_socket(_root: Path) -> Seen:
         with ours, theirs:
             socket.send_fds(ours, [b"x"], [descriptor])
             _, received, _, _ = socket.recv_fds(theirs, 1, 1)
-        same = [os.fstat(each).st_ino == os.fstat(descriptor).st_ino for each in received]
-        for each in received:
-            os.close(each)
+        same = [os.fstat(fd).st_ino == os.fstat(descriptor).st_ino for fd in received]
+        for fd in received:
+            os.close(fd)
     finally:
         os.close(descriptor)
     if same == [True]:

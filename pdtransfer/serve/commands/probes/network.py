@@ -26,19 +26,19 @@ _OWNER = "ss -ltnp shows the owner; or set another port"
 
 def addresses(_root: Path) -> Seen:
     """Addresses that may be bound and advertised; a container's own is useless to another host."""
-    found: list[str] = []
+    interfaces: list[str] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _number, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # no IPv4 address
                 continue
-            found.append(f"{name} {socket.inet_ntoa(answer[20:24])}")
-    beyond = [each for each in found if not each.endswith(" 127.0.0.1")]
+            interfaces.append(f"{name} {socket.inet_ntoa(answer[20:24])}")
+    beyond = [interface for interface in interfaces if not interface.endswith(" 127.0.0.1")]
     if beyond:
-        return ok(f"{', '.join(found)}: peers cannot dial 0.0.0.0, set --advertise to one of these")
+        return ok(f"{', '.join(interfaces)}: peers cannot dial 0.0.0.0, set --advertise to one of these")
     return warn(
-        f"{', '.join(found) or 'none'}: no peer on another host reaches this one", "ip link; docker run --network"
+        f"{', '.join(interfaces) or 'none'}: no peer on another host reaches this one", "ip link; docker run --network"
     )
 
 
@@ -54,14 +54,18 @@ def ports(root: Path) -> Seen:
         ("decode --http", decode.http),
         ("router --listen", router.listen),
     ):
-        at = Address.parse("tcp://" + address.removeprefix("tcp://"))
+        endpoint = Address.parse("tcp://" + address.removeprefix("tcp://"))
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((at.host, at.port_first))
+                probe.bind((endpoint.host, endpoint.port_first))
             except OSError as error:
-                bound = ", bound to " + " and ".join(listening[at.port_first]) if at.port_first in listening else ""
-                taken.append(f"{at.port_first} ({name}, {errno.errorcode.get(error.errno or 0, error)}{bound})")
+                bound = (
+                    ", bound to " + " and ".join(listening[endpoint.port_first])
+                    if endpoint.port_first in listening
+                    else ""
+                )
+                taken.append(f"{endpoint.port_first} ({name}, {errno.errorcode.get(error.errno or 0, error)}{bound})")
     if taken:
         return warn(f"not free: {', '.join(taken)}", _OWNER)
     return ok("the default ports of daemons are free")
@@ -69,11 +73,11 @@ def ports(root: Path) -> Seen:
 
 def _listening(root: Path) -> dict[int, list[str]]:
     """Returns the addresses with a listener, by port."""
-    found: dict[int, list[str]] = {}
+    hosts: dict[int, list[str]] = {}
     for state, host, port in sockets(root):
         if state == _LISTEN:
-            found.setdefault(port, []).append(host)
-    return found
+            hosts.setdefault(port, []).append(host)
+    return hosts
 
 
 def rdma(root: Path) -> Seen:
@@ -81,30 +85,30 @@ def rdma(root: Path) -> Seen:
     devices = names(within(root, _RDMA))
     if not devices:
         return ok("none: KV goes to other hosts over TCP")
-    found: list[str] = []
+    ports: list[str] = []
     down: list[str] = []
     for device in devices:
         for port in names(within(root, f"{_RDMA}/{device}/ports")):
-            at = within(root, f"{_RDMA}/{device}/ports/{port}")
-            state = re.sub(r"^\d+: ", "", read(at / "state")) or "unknown"
-            words = (f"{device} port {port} {state}", read(at / "rate"), read(at / "link_layer"))
-            found.append(", ".join(word for word in words if word))
+            folder = within(root, f"{_RDMA}/{device}/ports/{port}")
+            state = re.sub(r"^\d+: ", "", read(folder / "state")) or "unknown"
+            words = (f"{device} port {port} {state}", read(folder / "rate"), read(folder / "link_layer"))
+            ports.append(", ".join(word for word in words if word))
             if state != "ACTIVE":
                 down.append(device)
-    if not found:
+    if not ports:
         return warn(f"{', '.join(devices)} without a port", f"ibv_devinfo -d {devices[0]}")
     if not any(name.startswith("uverbs") for name in names(within(root, "/dev/infiniband"))):
-        text = f"{'; '.join(found)}, and no /dev/infiniband/uverbs* to open them by"
+        text = f"{'; '.join(ports)}, and no /dev/infiniband/uverbs* to open them by"
         return warn(text, "modprobe ib_uverbs; docker run --device /dev/infiniband")
-    if len(down) == len(found):
-        return warn(f"{'; '.join(found)}: none is up", f"ibv_devinfo -d {down[0]}; ip link set <its interface> up")
-    return ok("; ".join(found))
+    if len(down) == len(ports):
+        return warn(f"{'; '.join(ports)}: none is up", f"ibv_devinfo -d {down[0]}; ip link set <its interface> up")
+    return ok("; ".join(ports))
 
 
 def transport(root: Path) -> Seen:
     """The transports that a session would choose, and why."""
-    here = next(each.name for each in TRANSPORTS.values() if not each.why_not())
-    reasons = {each.name: each.why_not() for each in TRANSPORTS.values() if each.any_host}
+    here = next(registered.name for registered in TRANSPORTS.values() if not registered.why_not())
+    reasons = {registered.name: registered.why_not() for registered in TRANSPORTS.values() if registered.any_host}
     far = next((name for name, reason in reasons.items() if not reason), "")
     if not far:
         what, _, mend = next(iter(reasons.values())).rpartition(": ")

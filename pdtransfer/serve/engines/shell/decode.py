@@ -108,8 +108,8 @@ class DecodeShell(Generic[State]):
         self.model, self._config, self._facts, self._warm_up = model, config, model.facts, warm_up
         self.description: EngineDescription = model.facts.description
         # If a component has two variants, the second, in HBM, is for requests without HiSparse.
-        self._dense = {each.name: each for each in self.description.components}
-        self._sparse = {each.name: each for each in reversed(self.description.components)}
+        self._dense = {component.name: component for component in self.description.components}
+        self._sparse = {component.name: component for component in reversed(self.description.components)}
         self._answers: dict[int, Generating[State]] = {}
 
     @property

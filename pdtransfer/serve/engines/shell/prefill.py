@@ -106,10 +106,12 @@ class PrefillShell(Generic[State]):
         self.model, self._config, self._facts, self._warm_up = model, config, model.facts, warm_up
         self.description: EngineDescription = model.facts.description
         self._free = {
-            each.name: FreePages(count=each.layout.slots // each.layout.page_size, page_size=each.layout.page_size)
-            for each in self.description.components
+            component.name: FreePages(
+                count=component.layout.slots // component.layout.page_size, page_size=component.layout.page_size
+            )
+            for component in self.description.components
         }
-        self._layers = {each.name: layers_of([each]) for each in self.description.components}
+        self._layers = {component.name: layers_of([component]) for component in self.description.components}
         self._held: dict[int, Slots] = {}
         self._prompts: dict[int, Prompt[State]] = {}
         self._picking: deque[_Picking] = deque()
@@ -146,19 +148,21 @@ class PrefillShell(Generic[State]):
             raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")
         pages, skip = (
             Slots(),
-            {each.name: self._skip(each, len(request.prompt)) for each in self.description.components},
+            {component.name: self._skip(component, len(request.prompt)) for component in self.description.components},
         )
-        for each in self.description.components:
-            if (taken := self._free[each.name].take(skip[each.name] + each.rows(tokens))) is not None:
-                pages[each.name] = taken
+        for component in self.description.components:
+            if (taken := self._free[component.name].take(skip[component.name] + component.rows(tokens))) is not None:
+                pages[component.name] = taken
         if pages.keys() != self._free.keys():
             self._give(pages)
             return None
         if self.idle:
             self.model.spans.anchor()
         pool_slots = {
-            each.name: _expanded(pages[each.name], each.layout.page_size)[: skip[each.name] + each.rows(tokens)]
-            for each in self.description.components
+            component.name: _expanded(pages[component.name], component.layout.page_size)[
+                : skip[component.name] + component.rows(tokens)
+            ]
+            for component in self.description.components
         }
         slots = {name: taken[skip[name] :] for name, taken in pool_slots.items()}
         with self.model.computing():
@@ -231,14 +235,14 @@ class PrefillShell(Generic[State]):
         cells: list[Computed] = []
         for component in self.description.components:
             name, page_size = component.name, component.layout.page_size
-            held = [layer for layer in self._layers[name] if layers[0] <= layer < layers[1]]
+            own_layers = [layer for layer in self._layers[name] if layers[0] <= layer < layers[1]]
             rows = self._rows(component, tokens, len(prompt.request.prompt))
-            if not held or rows is None:
+            if not own_layers or rows is None:
                 continue
             before, skip = divmod(prompt.skip[name], page_size)
             end = before - (-(skip + rows[1]) // page_size)
             cells.append(Computed(
-                room=prompt.request.room, component=name, rows=rows, layers=(held[0], held[-1] + 1),
+                room=prompt.request.room, component=name, rows=rows, layers=(own_layers[0], own_layers[-1] + 1),
                 pages=prompt.pages[name][before:end], after=after, skip=skip,
             ))  # fmt: skip
         return cells
@@ -293,7 +297,7 @@ def layers_of(components: Sequence[Component]) -> list[int]:
 def layer_groups(layers: Sequence[int], size: int) -> list[tuple[int, int]]:
     """These layers in groups [first, end) of `size` layers, or 0 for one group of all."""
     step = size or len(layers)
-    parts = [layers[at : at + step] for at in range(0, len(layers), step)]
+    parts = [layers[first : first + step] for first in range(0, len(layers), step)]
     return [(part[0], part[-1] + 1) for part in parts]
 
 

@@ -156,33 +156,35 @@ class StampDecode:
             return digests
         rows = self._rows[KV, self._dense[KV].memory]
         totals = np.zeros((len(answers), rows.heads), np.uint64)
-        hot = [at for at, answer in enumerate(answers) if answer.hot]
+        hot = [index for index, answer in enumerate(answers) if answer.hot]
         for number, layers in enumerate(self._options.groups()):
-            picks = [picked(digest, number, each.position, top) for digest, each in zip(digests, answers, strict=True)]
+            picks = [
+                picked(digest, number, answer.position, top) for digest, answer in zip(digests, answers, strict=True)
+            ]
             if self._hot is not None and hot:
-                totals[hot] += self._hot.read(number, layers, [picks[at] for at in hot])
-            for at, answer in enumerate(answers):
+                totals[hot] += self._hot.read(number, layers, [picks[index] for index in hot])
+            for index, answer in enumerate(answers):
                 if not answer.hot:
-                    totals[at] += total(rows.sums(answer.slots[KV][picks[at]], layers))
-        found = self._units.together(totals, kv_alone=True)
-        return [digest + more for digest, more in zip(digests, found, strict=True)]
+                    totals[index] += total(rows.sums(answer.slots[KV][picks[index]], layers))
+        sums = self._units.together(totals, kv_alone=True)
+        return [digest + more for digest, more in zip(digests, sums, strict=True)]
 
     def _wrong(self, answers: Sequence[StampAnswer]) -> dict[int, str]:
         """By room, the name of a row on some rank whose bytes are not those of the request's tokens."""
         places = np.full((len(answers), 3), -1, np.int64)  # component, row, layer
-        for place, answer in zip(places, answers, strict=True):
+        for found, answer in zip(places, answers, strict=True):
             prompt = answer.request.prompt
             stamps = stamps_of(np.concatenate((prompt, np.array(answer.ids))))
-            for at, digest in enumerate(answer.state.digests):
+            for number, digest in enumerate(answer.state.digests):
                 last = last_tokens(digest.component, len(stamps))
                 rows = np.array([row_of(digest.component, int(token), len(prompt)) for token in last])
-                if place[0] < 0 and (wrong := digest.rows.wrong(digest.slots[rows], stamps[last])) is not None:
-                    place[:] = at, rows[wrong[0]], wrong[1]
+                if found[0] < 0 and (wrong := digest.rows.wrong(digest.slots[rows], stamps[last])) is not None:
+                    found[:] = number, rows[wrong[0]], wrong[1]
         parts = self._units.gather(places)
         errors: dict[int, str] = {}
-        for at, answer in enumerate(answers):
+        for number, answer in enumerate(answers):
             for rank, part in enumerate(parts):
-                index, row, layer = (int(value) for value in part[at])
+                index, row, layer = (int(value) for value in part[number])
                 if index >= 0 and answer.request.room not in errors:
                     name = answer.state.digests[index].component.name
                     where = f"component {name!r}, row {row}, layer {layer}, rank {rank}"

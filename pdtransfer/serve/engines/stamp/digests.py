@@ -46,9 +46,9 @@ class RowDigest:
         if not self._partial:
             self.total = total(sums, numbers(self.component, tokens))
             return
-        found = _numbered(sums, due)
-        self.total += (found - self._mixed[due]).sum(0, dtype=np.uint64)
-        self._mixed[due] = found
+        numbered = _numbered(sums, due)
+        self.total += (numbered - self._mixed[due]).sum(0, dtype=np.uint64)
+        self._mixed[due] = numbered
         self._read = max(self._read, int(due[-1]) + 1)
 
     def _rows_of(self, tokens: int) -> Int64s:
@@ -63,15 +63,15 @@ def read(digests: Sequence[tuple[RowDigest, int]], *, whole: bool = False) -> No
     """Reads the rows that are due, each digest's for its number of tokens, those of one memory together."""
     due = [digest.due(tokens, whole=whole) for digest, tokens in digests]
     by_rows: dict[StampRows, list[int]] = {}
-    for at, (digest, _) in enumerate(digests):
-        by_rows.setdefault(digest.rows, []).append(at)
+    for index, (digest, _) in enumerate(digests):
+        by_rows.setdefault(digest.rows, []).append(index)
     for rows, members in by_rows.items():
-        sums = rows.sums(np.concatenate([digests[at][0].slots[due[at]] for at in members]))
+        sums = rows.sums(np.concatenate([digests[index][0].slots[due[index]] for index in members]))
         first = 0
-        for at in members:
-            digest, tokens = digests[at]
-            digest.take(due[at], sums[first : first + len(due[at])], tokens)
-            first += len(due[at])
+        for index in members:
+            digest, tokens = digests[index]
+            digest.take(due[index], sums[first : first + len(due[index])], tokens)
+            first += len(due[index])
 
 
 def total(sums: Words, keys: Int64s | None = None) -> Words:

@@ -58,4 +58,4 @@ class StampHot:
         # A position without a slot has -1: its room is refused, whatever is read for it.
         slots = np.maximum(slots, 0)
         sums = [self._rows.sums(row[: len(picked)], layers) for row, picked in zip(slots, picks, strict=True)]
-        return np.stack([total(each) for each in sums])
+        return np.stack([total(row_sums) for row_sums in sums])

@@ -96,11 +96,11 @@ class StampShard:
             raise ConfigError(f"tp_size = {tp}: must divide the {heads} kv_heads, or be a multiple of them")
         if pp > layers:
             raise ConfigError(f"pp_size = {pp}: must be at most the {layers} layers")
-        own, replicas = max(1, heads // tp), max(1, tp // heads)
-        first = ranks.tp_rank // replicas * own
+        head_count, replicas = max(1, heads // tp), max(1, tp // heads)
+        first = ranks.tp_rank // replicas * head_count
         return cls(
             layers=range(ranks.pp_rank * layers // pp, (ranks.pp_rank + 1) * layers // pp),
-            heads=range(first, first + own),
+            heads=range(first, first + head_count),
             replica=ranks.tp_rank % replicas,
             replicas=replicas,
         )
@@ -130,13 +130,16 @@ def _description(config: EngineConfig, options: StampOptions) -> EngineDescripti
     except (LocalProtocolError, ValueError) as error:
         text = f"slots {config.slots}, page_size {config.page_size}, host_layout {config.host_layout}"
         raise ConfigError(f"{text}: {error}") from None
-    ends = {memory: [each.layout.end for each in components if each.memory == memory] for memory in ("dram", "hbm")}
+    ends = {
+        memory: [component.layout.end for component in components if component.memory == memory]
+        for memory in ("dram", "hbm")
+    }
     ranks = config.group.ranks
     replicas = {} if options.pools else {KV: (shard.replica, shard.replicas), INDEX: (ranks.tp_rank, ranks.tp_size)}
     return EngineDescription(
         model=options.model, weights=options.weights, components=components, memory_bytes=max(ends["dram"]),
         hbm_bytes=max(ends["hbm"], default=0), eos=options.eos, full_sampling=True,
-        replicas={name: replica for name, replica in replicas.items() if name in {each.name for each in components}},
+        replicas={name: replica for name, replica in replicas.items() if name in {part.name for part in components}},
         context_tokens=config.context_tokens(options.context_tokens),
     )  # fmt: skip
 
@@ -177,7 +180,7 @@ def _hybrid(config: EngineConfig, options: StampOptions) -> tuple[Component, ...
         raise ConfigError(f"pools = {options.pools}: enable_hisparse is not for them, they are read in the arena")
     single = options.page_tokens == 1
     return deepseek_v4(
-        config.host_layout, ratios=[int(each) for each in options.ratios.split(",")], tokens=config.slots,
+        config.host_layout, ratios=[int(ratio) for ratio in options.ratios.split(",")], tokens=config.slots,
         requests=options.requests, page_tokens=options.page_tokens, page_align=8 if single else 576,
         window_tokens=options.window_tokens, window_page_size=1 if single else 64,
         index_memory=options.index_memory if config.role == "decode" else "dram",

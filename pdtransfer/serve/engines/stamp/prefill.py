@@ -41,14 +41,17 @@ class StampPrefill:
         self.pool: SharedMemory = shared_memory(self.facts.description.memory_bytes, self)
         self.spans = DeviceSpans(config.spans, None)
         self._rows = {
-            each.name: StampRows(self.pool.view, each.layout, each.name, options.seed) for each in self._components
+            component.name: StampRows(self.pool.view, component.layout, component.name, options.seed)
+            for component in self._components
         }
         self._cells = layer_groups(layers_of(self._components), options.layers_per_cell)
         ranks = config.group.ranks
         self._last = ranks.pp_rank == ranks.pp_size - 1
         # The components with the layers of all stages: the last stage picks by the digest of every row.
         whole = components_of(config, options, StampShard.of(options, Ranks(ranks.tp_rank, ranks.tp_size)))
-        self._words = {each.name: (each, RowWords(each.layout, each.name, options.seed)) for each in whole}
+        self._words = {
+            component.name: (component, RowWords(component.layout, component.name, options.seed)) for component in whole
+        }
         self._units = Units(options, self._words, config.group)
 
     def computing(self) -> AbstractContextManager[object]:
@@ -113,5 +116,5 @@ class StampPrefill:
         for number, layers in enumerate(options.groups()):
             stamps = prompt.state.stamps[picked(digest, number, position, options.top_k)]
             totals += total(words.sums(stamps, layers))
-        (found,) = self._units.together(totals, kv_alone=True)
-        return found
+        (of_picks,) = self._units.together(totals, kv_alone=True)
+        return of_picks

@@ -59,12 +59,13 @@ class StampRows:
 
     def __init__(self, memory: Any, layout: Layout, name: str, seed: int) -> None:
         """`memory` is a buffer of this process; the layout's bases are offsets into it."""
-        held = np.frombuffer(memory, np.uint8)
-        words = held[: len(held) // 4 * 4].view(np.uint32)
+        pool_bytes = np.frombuffer(memory, np.uint8)
+        words = pool_bytes[: len(pool_bytes) // 4 * 4].view(np.uint32)
         self._page_size, self._words = layout.page_size, RowWords(layout, name, seed)
         self.heads = self._words.heads
         self._planes = [
-            (plane, _view(words, layout, place)) for plane, place in zip(self._words.planes, layout.planes, strict=True)
+            (plane, _view(words, layout, plane_layout))
+            for plane, plane_layout in zip(self._words.planes, layout.planes, strict=True)
         ]
 
     def write(self, slots: Int64s, stamps: Words) -> None:
@@ -112,8 +113,8 @@ def _plane(plane: Plane, first: int, name: str, seed: int) -> _Plane:
         for head in range(plane.head_start, plane.head_start + plane.head_count)
     ]
     keys = mixed(counts + _seed(seed, name, plane.kind, plane.layer, "keys")) | np.uint64(1)
-    at = plane.head_start - first
-    return _Plane(plane.layer, slice(at, at + plane.head_count), np.stack(of_heads), keys)
+    first_head = plane.head_start - first
+    return _Plane(plane.layer, slice(first_head, first_head + plane.head_count), np.stack(of_heads), keys)
 
 
 def _seed(*names: object) -> np.uint64:

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd, as every factor here, so that products modulo 2**64 lose nothing
-_FACTOR, _FIRST, _SECOND = (np.uint64(each) for each in (0xD1342543DE82EF95, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_FACTOR, _FIRST, _SECOND = (
+    np.uint64(factor) for factor in (0xD1342543DE82EF95, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def mixed(words: NDArray[Any]) -> Words:

@@ -24,7 +24,10 @@ class Units:
         self._group, size = group, group.ranks.tp_size
         heads = [StampShard.of(options, Ranks(tp_rank=rank, tp_size=size)).heads for rank in range(size)]
         names = list(names)
-        self._all = [[(name, head) for name in names for head in (own if name == KV else range(1))] for own in heads]
+        self._all = [
+            [(name, head) for name in names for head in (rank_heads if name == KV else range(1))]
+            for rank_heads in heads
+        ]
         self._kv = [[unit for unit in units if unit[0] == KV] for units in self._all]
 
     def together(self, totals: Words, *, kv_alone: bool = False) -> list[bytes]:
@@ -32,7 +35,7 @@ class Units:
         `kv_alone`: of the heads of the KV. Every rank must call this for the same rooms."""
         units = self._kv if kv_alone else self._all
         parts = [totals] if len(units) == 1 else self._group.gather(totals)
-        return [_digest(units, [part[at] for part in parts]) for at in range(len(totals))]
+        return [_digest(units, [part[index] for part in parts]) for index in range(len(totals))]
 
     def gather(self, part: Int64s) -> list[Int64s]:
         """The parts of all ranks."""
@@ -52,8 +55,8 @@ def picked(digest: bytes, group: int, position: int, top: int) -> Int64s:
 
 def _digest(units: Sequence[Sequence[Unit]], parts: Sequence[Words]) -> bytes:
     values: dict[Unit, set[int]] = {}  # replicas that differ change the result
-    for own, part in zip(units, parts, strict=True):
-        for unit, value in zip(own, part.tolist(), strict=True):
+    for rank_units, part in zip(units, parts, strict=True):
+        for unit, value in zip(rank_units, part.tolist(), strict=True):
             values.setdefault(unit, set()).add(value)
     ordered = [value for unit in sorted(values) for value in sorted(values[unit])]
     return blake2b(np.array(ordered, "<u8").tobytes(), digest_size=DIGEST_BYTES).digest()

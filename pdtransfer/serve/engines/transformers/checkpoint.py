@@ -121,23 +121,23 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
         if options.digests:
             raise ConfigError(f"digests: of one process, tp_size is {config.group.ranks.tp_size}")
         device = torch.device("cpu")  # where it is whole; `placed` puts a rank's share on its GPU
-    made = _configuration(directory)
-    text = made.get_text_config(decoder=True)
-    _check(made, text)
+    configuration = _configuration(directory)
+    text = configuration.get_text_config(decoder=True)
+    _check(configuration, text)
     top = _top(text)
     if config.hisparse is not None:
         if not top:
             raise ConfigError("enable_hisparse: the model has no sparse index, so each step reads every token")
         capacity_of(config.hisparse, top, rows=config.batch_max, slots=config.slots)
-    dtype = _dtype(options.dtype, made)
+    dtype = _dtype(options.dtype, configuration)
     if options.weights == "random":
         torch.manual_seed(options.seed)
         with device:
-            model = _tried("config.json", lambda: AutoModelForCausalLM.from_config(made, dtype=dtype))
+            model = _tried("config.json", lambda: AutoModelForCausalLM.from_config(configuration, dtype=dtype))
     else:
         given = {"dtype": dtype, "local_files_only": True, "use_safetensors": True, "output_loading_info": True}
         model, report = _tried(
-            "its weights", lambda: AutoModelForCausalLM.from_pretrained(directory, config=made, **given)
+            "its weights", lambda: AutoModelForCausalLM.from_pretrained(directory, config=configuration, **given)
         )
         if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
             raise ConfigError(f"its weights: {len(wrong)} are missing or of another shape: {', '.join(wrong[:3])}")
@@ -213,26 +213,26 @@ def _configuration(directory: Path) -> Any:
     return _tried("config.json", lambda: AutoConfig.from_pretrained(directory, local_files_only=True))
 
 
-def _check(made: Any, text: Any) -> None:
+def _check(configuration: Any, text: Any) -> None:
     """Raises ConfigError for what no engine here can serve."""
-    kind = made.model_type
-    if made.is_encoder_decoder:
+    kind = configuration.model_type
+    if configuration.is_encoder_decoder:
         raise ConfigError(f"model_type {kind!r}: an encoder and a decoder; only decoders are served")
-    if text is not made:
-        others = [name for name in made.sub_configs if getattr(made, name, None) not in (None, text)]
+    if text is not configuration:
+        others = [name for name in configuration.sub_configs if getattr(configuration, name, None) not in (None, text)]
         raise ConfigError(f"model_type {kind!r}: it has {', '.join(others) or 'several parts'}; only text is served")
-    if type(made) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(configuration) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model_type {kind!r}: it generates no text")
-    if (quantized := getattr(made, "quantization_config", None)) is not None:
+    if (quantized := getattr(configuration, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
         raise ConfigError(f"quantization_config: {method}: no quantised weights are served")
     types: list[str] = getattr(text, "layer_types", None) or []
     if strange := sorted(set(types) - _TYPES, key=str):
         raise ConfigError(f"layer_types: {', '.join(strange)}: only attention that keeps keys of tokens is served")
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    for each in (rope, *[value for value in rope.values() if isinstance(value, dict)]):
-        if each.get("rope_type") in _SHARED_ROPE:
-            name = each["rope_type"]
+    for parameters in (rope, *[value for value in rope.values() if isinstance(value, dict)]):
+        if parameters.get("rope_type") in _SHARED_ROPE:
+            name = parameters["rope_type"]
             raise ConfigError(f"rope_type {name!r}: one request's length would turn the keys of others in its batch")
 
 
@@ -258,11 +258,11 @@ def kept_by(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
     return shapes_of(kept, latent=has_latents(model))
 
 
-def _dtype(wanted: str, made: Any) -> torch.dtype:
-    found = dtype_name(getattr(made, "dtype", None) or torch.float32) if wanted == "auto" else wanted
-    if found not in _DTYPES:
-        raise ConfigError(f"dtype: {found}, only {', '.join(_DTYPES)} are served")
-    return getattr(torch, found)
+def _dtype(wanted: str, configuration: Any) -> torch.dtype:
+    name = dtype_name(getattr(configuration, "dtype", None) or torch.float32) if wanted == "auto" else wanted
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype: {name}, only {', '.join(_DTYPES)} are served")
+    return getattr(torch, name)
 
 
 def _name(directory: Path) -> str:
@@ -275,14 +275,14 @@ def _name(directory: Path) -> str:
 
 def _context(text: Any) -> int:
     """Tokens that the model has positions for; 0 where its configuration has no such number."""
-    found = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-    return min([each for each in found if each], default=0)
+    lengths = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return min([length for length in lengths if length], default=0)
 
 
 def _top(text: Any) -> int:
     """Tokens that a sparse index picks for a step; 0 where the configuration has no such number."""
-    found = getattr(text, "index_topk", None)
-    return found if isinstance(found, int) and found > 0 else 0
+    top = getattr(text, "index_topk", None)
+    return top if isinstance(top, int) and top > 0 else 0
 
 
 def _eos(directory: Path, text: Any) -> frozenset[int]:
@@ -292,9 +292,9 @@ def _eos(directory: Path, text: Any) -> frozenset[int]:
         generation = _tried("generation_config.json", lambda: GenerationConfig.from_pretrained(directory))
         ids = ids if generation.eos_token_id is None else generation.eos_token_id
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if strange := [each for each in ids if type(each) is not int]:
+    if strange := [token_id for token_id in ids if type(token_id) is not int]:
         raise ConfigError(f"eos_token_id: {strange[0]!r} is not an id")
-    if beyond := [each for each in ids if not 0 <= each < text.vocab_size]:
+    if beyond := [token_id for token_id in ids if not 0 <= token_id < text.vocab_size]:
         log.warning("eos_token_id: %s: not within [0, %d), so it ends no request", beyond, text.vocab_size)
     return frozenset(ids) - frozenset(beyond)
 

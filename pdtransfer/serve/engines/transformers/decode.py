@@ -54,7 +54,7 @@ class CheckpointDecode:
                 context_tokens=checkpoint.context_tokens,
             ),
         )  # fmt: skip
-        self._components = {each.name: each for each in self.facts.description.components}
+        self._components = {component.name: component for component in self.facts.description.components}
         self._steps: DecodeSteps | None = None
         self.hot: HotRequests | None = None
         self._hot_steps: DecodeSteps | None = None
@@ -121,11 +121,11 @@ class CheckpointDecode:
 
     def _pass(self, part: list[Generating[None]]) -> list[StepResult]:
         """One forward pass of rooms that are all HiSparse, or all not."""
-        made = self._forward(part)
+        result = self._forward(part)
         # A vocabulary of logits for each request is much to copy where their likeliest ids are all that counts.
         if self._options.digests or not all(is_argmax(answer.request.sampling) for answer in part):
-            return list(Download(made.logits).get().numpy())
-        likeliest, finite = Download(made.likeliest), Download(made.finite)
+            return list(Download(result.logits).get().numpy())
+        likeliest, finite = Download(result.likeliest), Download(result.finite)
         ids, good = likeliest.get().numpy(), finite.get().numpy()
         return [int(row) if right else NOT_FINITE for row, right in zip(ids, good, strict=True)]
 
@@ -147,7 +147,7 @@ class CheckpointDecode:
         assert self._steps is not None
         digest = blake2b(digest_size=DIGEST_BYTES)
         tokens = np.arange(answer.position)
-        slots = {name: own[: answer.position] for name, own in answer.slots.items()}
+        slots = {name: component_slots[: answer.position] for name, component_slots in answer.slots.items()}
         if WINDOW in slots:
             ring, prompt = answer.slots[WINDOW], len(answer.request.prompt)
             begins = prompt - self._components[WINDOW].rows(prompt)
@@ -155,9 +155,9 @@ class CheckpointDecode:
         for shape in self._checkpoint.shapes:
             kinds = [(kind, shape.component) for kind, *_ in shape.kinds] + [(INDEX, INDEX)] * bool(shape.index)
             for kind, component in kinds:
-                own = torch.as_tensor(slots[component])
-                for first in range(0, len(own), _DIGEST_ROWS):
-                    part = upload(own[first : first + _DIGEST_ROWS], self._checkpoint.device)
+                component_slots = torch.as_tensor(slots[component])
+                for first in range(0, len(component_slots), _DIGEST_ROWS):
+                    part = upload(component_slots[first : first + _DIGEST_ROWS], self._checkpoint.device)
                     source = self._landed if answer.hot and component == KV else self._steps.rows
                     assert source is not None
                     rows = Download(source.read(shape.layer, kind, component, part).view(torch.uint8)).get()

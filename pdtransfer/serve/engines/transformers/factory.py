@@ -80,8 +80,8 @@ def _proven(checkpoint: Checkpoint, config: EngineConfig, expected: Tensor) -> t
     """What a rank's layers keep; its share of the model computes the same as the whole. Raises as `_prove`."""
     checkpoint.enter()
     model, ranks = split(checkpoint.model, config.group), config.group.ranks
-    found = zip(checkpoint.shapes, kept_by(model, checkpoint.device), strict=True)
-    shapes = tuple(share_of(whole, own, ranks) for whole, own in found)
+    pairs = zip(checkpoint.shapes, kept_by(model, checkpoint.device), strict=True)
+    shapes = tuple(share_of(whole, share, ranks) for whole, share in pairs)
     _prove(replace(checkpoint, model=model, shapes=shapes), config, expected)
     return shapes
 
@@ -96,17 +96,19 @@ def _prove(checkpoint: Checkpoint, config: EngineConfig, whole: Tensor) -> None:
     described = describe(small, checkpoint.shapes, name="", digest=b"", window_slots=0, hbm=False)
     memory = torch.zeros(described.memory_bytes, dtype=torch.uint8, device=device)
     model = PagedModel(checkpoint, memory, described.components)
-    slots = {each.name: torch.arange(15, 15 - _PROOF_TOKENS, -1, device=device) for each in described.components}
+    slots = {
+        component.name: torch.arange(15, 15 - _PROOF_TOKENS, -1, device=device) for component in described.components
+    }
     rest, last = 4, _PROOF_TOKENS - 1
-    found = [model.chunk(ids[:rest], slots, done=0), model.chunk(ids[rest:last], slots, done=rest)]
+    logits = [model.chunk(ids[:rest], slots, done=0), model.chunk(ids[rest:last], slots, done=rest)]
     keys = max(_PROOF_TOKENS, min(_PROOF_KEYS, checkpoint.context_tokens))
-    one = {name: torch.nn.functional.pad(own, (0, keys - _PROOF_TOKENS))[None] for name, own in slots.items()}
+    one = {name: torch.nn.functional.pad(indices, (0, keys - _PROOF_TOKENS))[None] for name, indices in slots.items()}
     position, begin = torch.tensor([last], device=device), torch.tensor([0], device=device)
     window = max(model.window, _PROOF_TOKENS)
     ring = torch.tensor([min(window, _PROOF_TOKENS)], device=device)
-    found.append(model.step(ids[last:], one, position, last=keys, begins=begin, ring=ring)[0])
-    made, expected = torch.stack(found), whole[[rest - 1, last - 1, last]]
-    difference = float((made - expected).norm() / expected.norm())
+    logits.append(model.step(ids[last:], one, position, last=keys, begins=begin, ring=ring)[0])
+    computed, expected = torch.stack(logits), whole[[rest - 1, last - 1, last]]
+    difference = float((computed - expected).norm() / expected.norm())
     if not difference <= _DIFFERENCE_MAX[checkpoint.shapes[0].dtype]:
         raise ValueError(f"its logits differ by {difference:.3f} of their size from those over transformers' own cache")
 

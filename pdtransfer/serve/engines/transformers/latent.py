@@ -67,10 +67,10 @@ def latent_attention(
     if mask is None or queries > ABSORBED_QUERIES_MAX:
         keys, values = type(module).expand_kv(module, key, value)
         causal = mask is None and queries > 1
-        made = functional.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=causal, scale=scaling
         )
-        return made.transpose(1, 2).contiguous(), None
+        return attended.transpose(1, 2).contiguous(), None
     return _absorbed(module, query, key, value, mask, scaling), None
 
 

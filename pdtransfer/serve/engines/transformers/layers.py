@@ -48,7 +48,7 @@ class LayerShape:
 def shapes_of(cache: Any, *, latent: bool) -> tuple[LayerShape, ...]:
     """By a cache of transformers that holds one token. Raises ConfigError, naming the layer, for one that keeps
     something else than rows of tokens."""
-    found: list[LayerShape] = []
+    shapes: list[LayerShape] = []
     for number, layer in enumerate(cache.layers):
         if type(layer) not in _SERVED:
             raise ConfigError(f"layer {number}: {type(layer).__name__}: it keeps more than keys of tokens")
@@ -59,17 +59,17 @@ def shapes_of(cache: Any, *, latent: bool) -> tuple[LayerShape, ...]:
         if latent and heads == value_heads == 1:
             kinds = ((LATENT, 1, key + value),)
         index = getattr(layer, "indexer_keys", None)
-        found.append(
+        shapes.append(
             LayerShape(
                 layer=number, dtype=layer.keys.dtype, kinds=kinds, window=getattr(layer, "sliding_window", 0),
                 index=0 if index is None else index.shape[-1], split=key if len(kinds) == 1 else 0,
                 picks=isinstance(layer, DynamicIndexedLayer),
             )
         )  # fmt: skip
-    windows = {shape.window for shape in found} - {0}
+    windows = {shape.window for shape in shapes} - {0}
     if len(windows) > 1:
         raise ConfigError(f"sliding_window: windows of {sorted(windows)} tokens; all must be equal")
-    return tuple(found)
+    return tuple(shapes)
 
 
 def pick_groups(shapes: Sequence[LayerShape]) -> list[range]:
@@ -132,13 +132,14 @@ def describe(
             components.append(Component(component, memory, 1, span, layout))
             ends[memory] = -(-layout.end // _ALIGNMENT) * _ALIGNMENT
     sizes = {
-        memory: max((each.layout.end for each in components if each.memory == memory), default=0) for memory in ends
+        memory: max((component.layout.end for component in components if component.memory == memory), default=0)
+        for memory in ends
     }
     return EngineDescription(
         model=name, weights=digest, components=tuple(components), memory_bytes=sizes["dram"], hbm_bytes=sizes["hbm"],
         full_sampling=True, context_tokens=config.context_tokens(context_tokens),
         replicas={
-            each.name: (ranks.tp_rank, ranks.tp_size) for each in components if _shared(shapes, each.name)
+            part.name: (ranks.tp_rank, ranks.tp_size) for part in components if _shared(shapes, part.name)
         },
     )  # fmt: skip
 
@@ -157,17 +158,17 @@ def _planes(config: EngineConfig, rows: Sequence[Any], *, slots: int, base: int)
     """Layers of equal rows are one tensor, whose kinds are side by side in it where they are of equal size."""
     planes: list[Plane] = []
     parts = [(heads, size, dtype, kind, layer) for layer, kinds, dtype in rows for kind, heads, size in kinds]
-    order = {kind: at for at, kind in enumerate(dict.fromkeys(kind for *_, kind, _ in parts))}
+    order = {kind: index for index, kind in enumerate(dict.fromkeys(kind for *_, kind, _ in parts))}
     parts.sort(key=lambda part: (part[0].start, len(part[0]), part[1], str(part[2]), order[part[3]], part[4]))
     for (heads, size, dtype), alike in groupby(parts, key=lambda part: part[:3]):
         kinds: dict[str, list[int]] = {}
         for *_, kind, layer in alike:
             kinds.setdefault(kind, []).append(layer)
         for layers, same in groupby(kinds, key=lambda kind: kinds[kind]):
-            made = host_layout(
+            layout = host_layout(
                 config.host_layout, kinds=list(same), layers=layers, heads=heads, head_bytes=size * dtype.itemsize,
                 dtype=dtype_name(dtype), slots=slots, page_size=config.page_size, base=base,
             )  # fmt: skip
-            planes += made.planes
-            base = -(-made.end // _ALIGNMENT) * _ALIGNMENT
+            planes += layout.planes
+            base = -(-layout.end // _ALIGNMENT) * _ALIGNMENT
     return planes

@@ -43,14 +43,14 @@ class Pass:
 class KindRows:
     """All rows of one kind in one layer. Planes of parts of the heads are one."""
 
-    def __init__(self, held: Tensor, planes: Sequence[Plane], heads: int) -> None:
+    def __init__(self, storage: Tensor, planes: Sequence[Plane], heads: int) -> None:
         first = planes[0].head_start
         strides = {steps_of(plane) for plane in planes}
         assert len(strides) == 1, strides
         (self.steps,) = strides
         self._heads = heads
         self._parts = [
-            (slice(plane.head_start - first, plane.head_start - first + plane.head_count), view_of(held, plane))
+            (slice(plane.head_start - first, plane.head_start - first + plane.head_count), view_of(storage, plane))
             for plane in planes
         ]
 
@@ -63,25 +63,25 @@ class KindRows:
 
     def write(self, rows: Tensor, given: Tensor) -> None:
         """Writes (n, heads, size) to rows (n,)."""
-        for place, view in self._parts:
-            view.index_copy_(0, rows, given[:, place].reshape(len(rows), -1))
+        for heads, view in self._parts:
+            view.index_copy_(0, rows, given[:, heads].reshape(len(rows), -1))
 
 
 class PagedRows:
     """A pool or an arena as the rows of every layer and kind, and the pass that uses it now."""
 
     def __init__(self, memory: Tensor, components: Sequence[Component], shapes: Sequence[LayerShape]) -> None:
-        self._layouts: dict[str, Layout] = {each.name: each.layout for each in components}
+        self._layouts: dict[str, Layout] = {component.name: component.layout for component in components}
         self._kinds: dict[tuple[int, str], KindRows] = {}
         for shape in shapes:
             kinds = [(*kind, shape.component) for kind in shape.kinds]
             kinds += [(INDEX, 1, shape.index, INDEX)] if shape.index and INDEX in self._layouts else []
-            held = memory.view(shape.dtype)
+            storage = memory.view(shape.dtype)
             for kind, heads, _, component in kinds:
                 planes = self._layouts[component].planes
-                own = [plane for plane in planes if (plane.layer, plane.kind) == (shape.layer, kind)]
-                own.sort(key=lambda plane: plane.head_start)
-                self._kinds[shape.layer, kind] = KindRows(held, own, heads)
+                layer_planes = [plane for plane in planes if (plane.layer, plane.kind) == (shape.layer, kind)]
+                layer_planes.sort(key=lambda plane: plane.head_start)
+                self._kinds[shape.layer, kind] = KindRows(storage, layer_planes, heads)
         self._pass = Pass(writes={}, reads={})
         self._places: dict[tuple[str, Steps, bool], Tensor] = {}
 
@@ -118,11 +118,11 @@ class PagedRows:
         return rows.read(self._rows_of(component, rows.steps, slots))
 
     def _place(self, component: str, steps: Steps, *, written: bool) -> Tensor:
-        found = self._places.get((component, steps, written))
-        if found is None:
+        rows = self._places.get((component, steps, written))
+        if rows is None:
             slots = (self._pass.writes if written else self._pass.reads)[component].reshape(-1)
-            found = self._places[component, steps, written] = self._rows_of(component, steps, slots)
-        return found
+            rows = self._places[component, steps, written] = self._rows_of(component, steps, slots)
+        return rows
 
     def _rows_of(self, component: str, steps: Steps, slots: Tensor) -> Tensor:
         page_size = self._layouts[component].page_size
@@ -143,28 +143,28 @@ class PickedRows:
 
     def __init__(self, rows: PagedRows, shapes: Sequence[LayerShape], places: Places, positions: Tensor) -> None:
         """`positions` (B,) are the new tokens'."""
-        self._rows, self._places, self._at = rows, places, positions[:, None]
+        self._rows, self._places, self._positions = rows, places, positions[:, None]
         self._splits = {shape.layer: shape.split for shape in shapes}
-        self._groups = {group.start: at for at, group in enumerate(pick_groups(shapes))}
+        self._groups = {group.start: index for index, group in enumerate(pick_groups(shapes))}
         self._slots = self._seen = torch.empty(0)
 
     def read(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As latent.PickReader."""
         if layer in self._groups:
             self._find(self._groups[layer], indices[:, 0].to(torch.int64))
-        held = self._rows.read(layer, LATENT, KV, self._slots.view(-1)).transpose(0, 1)
-        held = held.view(len(self._at), 1, self._slots.shape[1], -1)
+        latent = self._rows.read(layer, LATENT, KV, self._slots.view(-1)).transpose(0, 1)
+        latent = latent.view(len(self._positions), 1, self._slots.shape[1], -1)
         split = self._splits[layer]
-        return held[..., :split], held[..., split:], self._seen
+        return latent[..., :split], latent[..., split:], self._seen
 
     def _find(self, group: int, picks: Tensor) -> None:
         # The index ranks the new token among the others. The place of its row is known, and a request shorter than the
         # picks has some of tokens that are not there.
-        earlier = picks < self._at
+        earlier = picks < self._positions
         newest = self._places.newest.to(torch.int64)[:, None]
         slots = self._places.place(group, torch.where(earlier, picks, -1)).clamp(min=0)
         self._slots = torch.cat((torch.where(earlier, slots, newest), newest), 1)
-        self._seen = torch.cat((earlier, (picks == self._at).any(1, keepdim=True)), 1)[:, None, None]
+        self._seen = torch.cat((earlier, (picks == self._positions).any(1, keepdim=True)), 1)[:, None, None]
 
 
 class PagedLayer(CacheLayerMixin):
@@ -188,8 +188,8 @@ class PagedLayer(CacheLayerMixin):
             if rows.now.picked:  # attention reads the others when it knows which
                 rows.write(shape.layer, LATENT, shape.component, both)
                 return key_states, value_states
-            held = rows.exchange(shape.layer, LATENT, shape.component, both)
-            return held[..., : shape.split], held[..., shape.split :]
+            latent = rows.exchange(shape.layer, LATENT, shape.component, both)
+            return latent[..., : shape.split], latent[..., shape.split :]
         return (
             rows.exchange(shape.layer, "k", shape.component, key_states),
             rows.exchange(shape.layer, "v", shape.component, value_states),
@@ -242,7 +242,7 @@ class PagedModel:
         end, device = done + len(ids), ids.device
         positions = torch.arange(done, end, device=device)
         first = max(0, done - self.window + 1)
-        reads = {name: each[None, first if name == WINDOW else 0 : end] for name, each in slots.items()}
+        reads = {name: indices[None, first if name == WINDOW else 0 : end] for name, indices in slots.items()}
         masks: dict[str, Tensor] = {}
         if done:
             keys = torch.arange(end, device=device)
@@ -252,7 +252,7 @@ class PagedModel:
                 near = (seen & (keys > positions[:, None] - self.window))[:, first:]
                 masks[WINDOW] = self._additive(near)[None, None]
         now = Pass(
-            writes={name: each[done:end] for name, each in slots.items()},
+            writes={name: indices[done:end] for name, indices in slots.items()},
             reads=reads,
             fresh=not done,
             on_layer=on_layer,
@@ -266,30 +266,30 @@ class PagedModel:
         """Computes one token of each request, `ids` (B,) at `positions` (B,), all below `last`. `slots` has each one's,
         (B, n), by component; those of a window are a ring of `ring` (B,) slots, in which the token at `begins` (B,) is
         the first. With `places`, the slots of `kv` are found there. Returns logits (B, vocabulary) in float32."""
-        at = positions[:, None]
+        columns = positions[:, None]
         writes: dict[str, Tensor] = {} if places is None else {KV: places.newest.to(torch.int64)}
         reads: dict[str, Tensor] = {}
         masks: dict[str, Tensor] = {}
         if self._whole:
-            seen = torch.arange(last, device=ids.device) <= at
+            seen = torch.arange(last, device=ids.device) <= columns
             masks[KV] = self._additive(seen)[:, None, None]
-        for name, own in slots.items():
+        for name, indices in slots.items():
             if name == WINDOW:
-                keys = at + torch.arange(1 - min(last, self.window), 1, device=ids.device)
+                keys = columns + torch.arange(1 - min(last, self.window), 1, device=ids.device)
                 clamped = (keys - begins[:, None]).clamp_(min=0) % ring[:, None]
-                reads[name] = own.gather(1, clamped)
-                writes[name] = own.gather(1, (at - begins[:, None]) % ring[:, None]).view(-1)
+                reads[name] = indices.gather(1, clamped)
+                writes[name] = indices.gather(1, (columns - begins[:, None]) % ring[:, None]).view(-1)
                 masks[name] = self._additive(keys >= 0)[:, None, None]
                 continue
-            writes[name] = own.gather(1, at).view(-1)
+            writes[name] = indices.gather(1, columns).view(-1)
             if name == KV and self._picks:
-                places = Places(writes[name], lambda _, picks, table=own: table.gather(1, picks.clamp(min=0)))
+                places = Places(writes[name], lambda _, picks, table=indices: table.gather(1, picks.clamp(min=0)))
             else:
-                # PagedRows that are not written yet may hold anything, and a mask would not make it finite.
-                reads[name] = torch.where(seen, own[:, :last], own[:, :1])
+                # Rows that are not written yet may hold anything: a mask does not make a NaN finite.
+                reads[name] = torch.where(seen, indices[:, :last], indices[:, :1])
         picked = None if places is None else PickedRows(self.rows, self._shapes, places, positions)
         now = Pass(writes=writes, reads=reads, picked=picked is not None)
-        return self._forward(now, ids[:, None], at, masks, picked)
+        return self._forward(now, ids[:, None], columns, masks, picked)
 
     def _forward(
         self,
@@ -307,11 +307,11 @@ class PagedModel:
                 "full_attention": masks.get(KV), "indexed_attention": masks.get(KV),
                 "sliding_attention": masks.get(WINDOW),
             }  # fmt: skip
-        made = self._checkpoint.model(
+        result = self._checkpoint.model(
             input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, logits_to_keep=1,
             **with_cache(self._checkpoint.model, self._cache), **({} if picked is None else {"picked": picked}),
         )  # fmt: skip
-        return made.logits[:, -1].float()
+        return result.logits[:, -1].float()
 
     def _additive(self, seen: Tensor) -> Tensor:
         """0 where a key is seen, and the lowest number elsewhere."""

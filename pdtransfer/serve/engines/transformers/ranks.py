@@ -44,9 +44,9 @@ def split(model: Any, group: Group) -> Any:
     """A copy of the model that has this rank's share of each tensor that the plan splits, and the others in common.
     Raises ConfigError, in one line, for a model or a size that the plan does not fit."""
     size = group.ranks.tp_size
-    made = deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
+    share = deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     done = Counter[str]()
-    for name, module in list(made.named_modules()):
+    for name, module in list(share.named_modules()):
         style = _style(model.tp_plan, name)
         if style in _SUMMED:
             _sum_output(module, group)
@@ -54,24 +54,24 @@ def split(model: Any, group: Group) -> Any:
             _take(module, "weight", 1, group.ranks, name)
             _sum_product(module, group)
         elif style in _PARTS and isinstance(module, nn.Linear):
-            _check_heads(made.get_submodule(name.rpartition(".")[0]), module, name, size)
-            for each in ("weight", "bias"):
-                _take(module, each, 0, group.ranks, name, parts=_PARTS[style])
+            _check_heads(share.get_submodule(name.rpartition(".")[0]), module, name, size)
+            for parameter in ("weight", "bias"):
+                _take(module, parameter, 0, group.ranks, name, parts=_PARTS[style])
         elif style is not None and style not in _WHOLE:
             raise ConfigError(f"tp_size = {size}: {name}: {style} of a {type(module).__name__} is not served")
         done[style or ""] += 1
-    for name, tensor in dict(made.named_parameters()).items():
-        style, (owner, _, own) = _style(model.tp_plan, name), name.rpartition(".")
+    for name, tensor in dict(share.named_parameters()).items():
+        style, (owner, _, attribute) = _style(model.tp_plan, name), name.rpartition(".")
         if style is None or style in _WHOLE:
             continue
         if style != "rowwise" and style not in _PARTS:
             raise ConfigError(f"tp_size = {size}: {name}: {style} of a tensor is not served")
         axis = tensor.ndim - (1 if style == "rowwise" else 2)
-        _take(made.get_submodule(owner), own, axis, group.ranks, name, parts=_PARTS.get(style, 1))
+        _take(share.get_submodule(owner), attribute, axis, group.ranks, name, parts=_PARTS.get(style, 1))
         done[style] += 1
     if not done["rowwise"]:
         raise ConfigError(f"tp_size = {size}: transformers has no plan that splits a {type(model).__name__}")
-    return made
+    return share
 
 
 def keep(model: Any) -> None:
@@ -81,15 +81,15 @@ def keep(model: Any) -> None:
             parameter.data = parameter.data.clone()
 
 
-def share_of(whole: LayerShape, own: LayerShape, ranks: Ranks) -> LayerShape:
+def share_of(whole: LayerShape, share: LayerShape, ranks: Ranks) -> LayerShape:
     """What a rank's layer keeps, by its cache and that of the whole model. Raises ConfigError for anything else than
     equal shares of the heads, or all of them."""
-    if own.kinds == whole.kinds:
-        return own
-    parts = tuple((kind, heads * ranks.tp_size, size) for kind, heads, size in own.kinds)
-    if parts != whole.kinds or len({heads for _, heads, _ in own.kinds}) > 1:
-        raise ConfigError(f"tp_size = {ranks.tp_size}: layer {own.layer}: its plan does not split heads")
-    return replace(own, first_head=ranks.tp_rank * own.kinds[0][1], shared=False)
+    if share.kinds == whole.kinds:
+        return share
+    parts = tuple((kind, heads * ranks.tp_size, size) for kind, heads, size in share.kinds)
+    if parts != whole.kinds or len({heads for _, heads, _ in share.kinds}) > 1:
+        raise ConfigError(f"tp_size = {ranks.tp_size}: layer {share.layer}: its plan does not split heads")
+    return replace(share, first_head=ranks.tp_rank * share.kinds[0][1], shared=False)
 
 
 def together(size: int, work: Callable[[Group], Result]) -> list[Result]:
@@ -105,10 +105,10 @@ def together(size: int, work: Callable[[Group], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(size) as pool:
         ranks = [pool.submit(rank, number) for number in range(size)]
-    failures = [failure for each in ranks if (failure := each.exception()) is not None]
+    failures = [failure for rank in ranks if (failure := rank.exception()) is not None]
     for failure in sorted(failures, key=lambda failure: isinstance(failure, BrokenBarrierError)):
         raise failure
-    return [each.result() for each in ranks]
+    return [rank.result() for rank in ranks]
 
 
 class _Seat:
@@ -151,15 +151,15 @@ def _take(module: Any, name: str, axis: int, ranks: Ranks, path: str, *, parts: 
     if whole.shape[axis] % (parts * ranks.tp_size):
         text = f"does not divide the {whole.shape[axis] // parts} numbers that {path} is split by"
         raise ConfigError(f"tp_size = {ranks.tp_size}: {text}")
-    shares = [each.chunk(ranks.tp_size, axis)[ranks.tp_rank] for each in whole.detach().chunk(parts, axis)]
-    own = shares[0] if parts == 1 else torch.cat(shares, axis)
-    setattr(module, name, nn.Parameter(own, requires_grad=False))
+    shares = [chunk.chunk(ranks.tp_size, axis)[ranks.tp_rank] for chunk in whole.detach().chunk(parts, axis)]
+    share = shares[0] if parts == 1 else torch.cat(shares, axis)
+    setattr(module, name, nn.Parameter(share, requires_grad=False))
 
 
 def _sum_product(module: nn.Linear, group: Group) -> None:
     def forward(given: Tensor) -> Tensor:
-        made = _summed(functional.linear(given, module.weight), group)
-        return made if module.bias is None else made + module.bias
+        product = _summed(functional.linear(given, module.weight), group)
+        return product if module.bias is None else product + module.bias
 
     module.forward = forward
 
@@ -171,8 +171,8 @@ def _sum_output(module: Any, group: Group) -> None:
 
 def _summed(part: Tensor, group: Group) -> Tensor:
     """The sum of all ranks' tensors, added in float32 and in the order of the ranks."""
-    parts = [torch.from_numpy(each) for each in group.gather(Download(part.float()).get().numpy())]
+    parts = [torch.from_numpy(part) for part in group.gather(Download(part.float()).get().numpy())]
     whole = parts[0].clone()
-    for each in parts[1:]:
-        whole += each
+    for further in parts[1:]:
+        whole += further
     return upload(whole, part.device).type(part.dtype)

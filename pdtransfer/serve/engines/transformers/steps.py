@@ -64,8 +64,8 @@ class _Batch:
     def take(self, other: _Batch) -> None:
         """Takes the requests of a batch of the same shape."""
         self.rooms = other.rooms
-        for name, own in self.slots.items():
-            own.copy_(other.slots[name])
+        for name, indices in self.slots.items():
+            indices.copy_(other.slots[name])
         self.begins.copy_(other.begins)
         self.ring.copy_(other.ring)
 
@@ -108,10 +108,10 @@ class DecodeSteps:
         if self._hot is not None:
             count = 0 if self._graphs is None else size
             places = Places(self._hot.begin(rooms, positions, count), self._hot.place)
-        made = self._computed(requests, ids, positions, places, size, keys)
+        result = self._computed(requests, ids, positions, places, size, keys)
         if self._hot is not None:
             self._hot.back_up()
-        return made.first(len(requests))
+        return result.first(len(requests))
 
     def _computed(
         self, requests: Sequence[Stepped], ids: Sequence[int], positions: Sequence[int], places: Places | None,
@@ -119,7 +119,7 @@ class DecodeSteps:
     ) -> StepMade:  # fmt: skip
         """Of a batch of `size`, each request with `keys` tokens at most."""
         more, rooms = size - len(requests), tuple(room for room, *_ in requests)
-        inputs = torch.tensor([[*each, *[each[0]] * more] for each in (ids, positions)])
+        inputs = torch.tensor([[*values, *[values[0]] * more] for values in (ids, positions)])
         batch = self._batch
         if batch is None or batch.rooms != rooms or (self._graphs is not None and batch.keys != keys):
             batch = self._batch = self._batched(rooms, [*requests, *[requests[0]] * more], keys)
@@ -127,7 +127,7 @@ class DecodeSteps:
         if self._graphs is None:
             batch.inputs = upload(inputs, self._device)
             return computed(self._model, batch, keys)
-        shape = (keys, *(own.shape for own in batch.slots.values()))
+        shape = (keys, *(indices.shape for indices in batch.slots.values()))
         kept = self._graphs.get(shape)
         if kept is None and self._graphs.due(shape):
             kept = self._capture(shape, batch)
@@ -150,12 +150,12 @@ class DecodeSteps:
                 width = window if name == WINDOW else keys
             table = np.zeros((len(requests), width), np.int64)
             for row, (*_, slots) in zip(table, requests, strict=True):
-                own = slots[name][:width]
-                row[: len(own)] = own
+                indices = slots[name][:width]
+                row[: len(indices)] = indices
             tables[name] = upload(torch.as_tensor(table), self._device)
         begins = [prompt - min(prompt, window) if window else 0 for _, prompt, _ in requests]
         ring = [len(slots[WINDOW]) if window else 1 for *_, slots in requests]
-        begin, rings = (upload(torch.tensor(each), self._device) for each in (begins, ring))
+        begin, rings = (upload(torch.tensor(counts), self._device) for counts in (begins, ring))
         inputs = torch.zeros(2, len(requests), dtype=torch.int64, device=self._device)
         return _Batch(rooms, keys, inputs, tables, begin, rings)
 
@@ -164,18 +164,18 @@ class DecodeSteps:
         no graph can hold, such as waiting for the GPU."""
         assert self._graphs is not None
         batch = _Batch((), like.keys, like.inputs.clone(), {}, like.begins.clone(), like.ring.clone())
-        batch.slots = {name: own.clone() for name, own in like.slots.items()}
+        batch.slots = {name: indices.clone() for name, indices in like.slots.items()}
         batch.places = like.places  # tensors that are the same in each step
         try:
             with self._graphs.side_stream(), captured(self._pool) as graph, self._spans.captured() as spans:
-                made = computed(self._model, batch, batch.keys)
+                result = computed(self._model, batch, batch.keys)
         except RuntimeError as error:
             log.warning("decode steps are launched kernel by kernel: %s", str(error).splitlines()[0])
             self._graphs = None
             self._batch = None
             return None
         self._pool = graph.pool()
-        kept = _Graph(graph, batch, made, spans)
+        kept = _Graph(graph, batch, result, spans)
         self._graphs.keep(shape, kept)
         return kept
 

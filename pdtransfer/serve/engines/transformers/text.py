@@ -46,7 +46,7 @@ def load(directory: Path) -> CheckpointText:
     if (directory / TEMPLATE_FILE).is_file():
         template = _read(directory / TEMPLATE_FILE)
     elif isinstance(template, list):  # several, by name
-        named = {each["name"]: each["template"] for each in cast("list[dict[str, str]]", template)}
+        named = {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", template)}
         template = named.get("default")
     return CheckpointText(
         tokenizer,
@@ -82,8 +82,8 @@ def _content(token: object) -> str:
 def _context(config: dict[str, Any]) -> int | None:
     """Tokens that the model was made for; the config of a model for text and images has another inside."""
     text = config.get("text_config")
-    found = (cast("dict[str, Any]", text) if isinstance(text, dict) else config).get("max_position_embeddings")
-    return found if isinstance(found, int) and found > 0 else None
+    tokens = (cast("dict[str, Any]", text) if isinstance(text, dict) else config).get("max_position_embeddings")
+    return tokens if isinstance(tokens, int) and tokens > 0 else None
 
 
 class CheckpointText:
@@ -128,7 +128,7 @@ class CheckpointText:
         if added or not piece:
             return (piece or "").encode()
         if self._byte_level:
-            return bytes(_BYTES_OF[each] for each in piece if each in _BYTES_OF)
+            return bytes(_BYTES_OF[character] for character in piece if character in _BYTES_OF)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace("\u2581", " ").encode()
@@ -167,7 +167,7 @@ class _Window:
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
     decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
-    return any(each.get("type") == "ByteLevel" for each in (decoder, *decoder.get("decoders", ())))
+    return any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ())))
 
 
 def _byte_characters() -> dict[str, int]:
@@ -175,7 +175,7 @@ def _byte_characters() -> dict[str, int]:
     themselves, the others for 256 and on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _BYTES_OF = _byte_characters()
@@ -196,13 +196,13 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 def _compiled(template: str) -> jinja2.Template:
     """Raises ValueError for one that is not a template. It is rendered in a sandbox, since it came with the weights."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"]
     )
-    made.filters["tojson"] = _tojson
-    cast("dict[str, Any]", made.globals).update(raise_exception=_refuse, strftime_now=_now)
+    environment.filters["tojson"] = _tojson
+    cast("dict[str, Any]", environment.globals).update(raise_exception=_refuse, strftime_now=_now)
     try:
-        return made.from_string(template)
+        return environment.from_string(template)
     except jinja2.TemplateError as error:
         raise ValueError(f"its chat template: {error}") from None
 

@@ -53,7 +53,7 @@ class StoppedError(Exception):
 def common(config: Config, description: EngineDescription) -> dict[str, str]:
     """Settings that must be the same on all ranks, to keep their engines in step."""
     decode = "batch_max", "verify", "enable_hisparse", "device_slots", "hot_tokens", "dense_slots"
-    own = decode if isinstance(config, DecodeConfig) else ("chunk_tokens",)
+    own_names = decode if isinstance(config, DecodeConfig) else ("chunk_tokens",)
     return {
         "version": __version__,
         "role": config.role,
@@ -61,7 +61,7 @@ def common(config: Config, description: EngineDescription) -> dict[str, str]:
         "weights": description.weights.hex(),
         "engine_option": " ".join(sorted(f"{name}={value}" for name, value in config.engine_options.items())),
         "hisparse_queue_max": str(config.limits.hisparse_queue_max),
-        **{name: str(getattr(config, name)) for name in ("slots", "page_size", *own)},
+        **{name: str(getattr(config, name)) for name in ("slots", "page_size", *own_names)},
     }
 
 
@@ -166,8 +166,8 @@ async def leading(
             log.info("waiting for %d more ranks at %s", group.size - 1, bound)
         else:
             others.release()
-            each = zip(others.configs, others.children, strict=True)
-            watches += [asyncio.create_task(_watch(group, *one)) for one in each]
+            children = zip(others.configs, others.children, strict=True)
+            watches += [asyncio.create_task(_watch(group, *one)) for one in children]
         await unless(group.joined(), stop)
         secret = token_bytes(SECRET_BYTES)
         endpoints = group.meet(sockets.listen(Address.parse(bound).host), secret)
@@ -196,8 +196,8 @@ async def following(
 ) -> AsyncGenerator[GroupFollower]:
     """The connection to the leader, once all ranks have met. Raises ConfigError, WorldError, StoppedError."""
     endpoint = group_endpoint(config.group)
-    host, own = await asyncio.to_thread(_addresses, Address.parse(endpoint.address).host)
-    tensors = sockets.listen(own)
+    host, own_address = await asyncio.to_thread(_addresses, Address.parse(endpoint.address).host)
+    tensors = sockets.listen(own_address)
     join = RankJoin(config.ranks, config.node, _settings(config, description), tensors)
     key = "" if endpoint.server_key is None else f"{endpoint.server_key}@"
     group = GroupFollower(settings, _role(config), key + endpoint.address, join)
@@ -256,7 +256,7 @@ def rank_configs(config: Config, bound: str) -> list[Config]:
 
     Raises ConfigError for a missing key, or one that is not on the allow-list that all ranks share.
     """
-    found: list[Config] = []
+    configs: list[Config] = []
     if config.key is not None:
         _check_listed(config, config.key, "this rank")
     for ranks in ranks_of(config.ranks.tp_size, config.ranks.pp_size)[1:]:
@@ -267,7 +267,7 @@ def rank_configs(config: Config, bound: str) -> list[Config]:
             raise ConfigError(f"key = '{config.key}': there is no {key.name} beside it; {text}")
         if key is not None:
             _check_listed(config, key, f"rank {label(ranks)}")
-        found.append(
+        configs.append(
             replace(
                 config,
                 node=f"{config.node}-{label(ranks)}"[-128:],
@@ -280,7 +280,7 @@ def rank_configs(config: Config, bound: str) -> list[Config]:
                 **({"pp_rank": ranks.pp_rank} if isinstance(config, PrefillConfig) else {}),
             )
         )
-    return found
+    return configs
 
 
 def _check_listed(config: Config, key: Path, who: str) -> None:

@@ -144,13 +144,13 @@ class Prefill:
         number, first, end = room.request.room, room.done, self.chunk_end(room)
         self._rows.write(room.slots[first:end], room.stamps[first:end])
         room.done = end
-        made: list[Computed | Prefilled | Broken] = [
+        outcomes: list[Computed | Prefilled | Broken] = [
             Computed(room=number, component="kv", rows=(first, end), layers=(0, LAYERS), pages=room.slots[:end])
         ]
         if end == len(room.request.prompt):
             del self._rooms[number]
-            made.append(Prefilled(room=number, aux=room.stamps[-1].tobytes()))
-        return made
+            outcomes.append(Prefilled(room=number, aux=room.stamps[-1].tobytes()))
+        return outcomes
 
     def chunk_end(self, room: Prompt) -> int:
         """Where the next chunk of this room ends, in tokens."""
@@ -205,10 +205,10 @@ class Decode:
         """The room has landed: `slots["kv"]` has one slot for each token of the prompt and of the answer."""
         prompt = request.prompt
         ids = [token(prompt, index) for index in range(request.sampling.max_tokens)]
-        made = stamps(np.concatenate([prompt, np.array(ids, np.int64)]))
-        if aux != made[len(prompt) - 1].tobytes():
+        expected = stamps(np.concatenate([prompt, np.array(ids, np.int64)]))
+        if aux != expected[len(prompt) - 1].tobytes():
             raise ValueError(f"aux: {aux.hex()} is not this prompt's")
-        self._rooms[request.room] = Answer(request, slots["kv"], made, len(prompt), ids)
+        self._rooms[request.room] = Answer(request, slots["kv"], expected, len(prompt), ids)
 
     def step(self) -> list[Token | Finished | Broken]:
         """One token for every room."""
@@ -221,8 +221,8 @@ class Decode:
         if not rows.right(room.slots[: room.rows], room.stamps[: room.rows]):
             del self._rooms[number]
             return [Broken(room=number, detail=WRONG)]
-        index, own = room.rows - len(room.request.prompt), slice(room.rows, room.rows + 1)
-        rows.write(room.slots[own], room.stamps[own])
+        index, newest = room.rows - len(room.request.prompt), slice(room.rows, room.rows + 1)
+        rows.write(room.slots[newest], room.stamps[newest])
         room.rows += 1
         return [*emit(self._rooms, number, index)]
 
@@ -238,11 +238,11 @@ class Decode:
 def emit(rooms: dict[int, Any], number: int, index: int) -> list[Token | Finished]:
     """The token of a room at `index`. The last one ends the room, and removes it from `rooms`."""
     ids: list[int] = rooms[number].ids
-    made: list[Token | Finished] = [Token(room=number, index=index, id=ids[index])]
+    outcomes: list[Token | Finished] = [Token(room=number, index=index, id=ids[index])]
     if index + 1 == len(ids):
         del rooms[number]
-        made.append(Finished(room=number, reason="length"))
-    return made
+        outcomes.append(Finished(room=number, reason="length"))
+    return outcomes
 
 
 def create(config: EngineConfig) -> Prefill | Decode:

@@ -64,7 +64,7 @@ def wait_healthy(url: str, processes: Sequence[subprocess.Popen[bytes]], logs: P
     """Waits for /health of a server. Raises SystemExit where a process ends instead."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        if any(each.poll() is not None for each in processes):
+        if any(process.poll() is not None for process in processes):
             raise SystemExit(f"a server did not start: its log is in {logs}")
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
             if answer.status == 200:
@@ -78,7 +78,7 @@ def received(decode: str) -> tuple[int, int]:
     with urllib.request.urlopen(f"{decode}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     counts = (re.search(rf'vllm:pdtransfer_{name}.*"received".* ([\d.e+]+)', text) for name in ("rooms", "bytes"))
-    rooms, size = (int(float(each[1])) if each else 0 for each in counts)
+    rooms, size = (int(float(count[1])) if count else 0 for count in counts)
     return rooms, size
 
 
@@ -88,11 +88,11 @@ def show(router: str, decode: str, model: str) -> bool:
     how: dict[str, Any] = {"model": model, "max_tokens": 32, "temperature": 0}
     equal = True
     for prompt in PROMPTS:
-        texts = [each.completions.create(prompt=prompt, **how).choices[0].text for each in clients]
+        texts = [client.completions.create(prompt=prompt, **how).choices[0].text for client in clients]
         equal = equal and texts[0] == texts[1]
         print(f"{prompt} -> {texts[0].strip()}")
-    chats = [each.chat.completions.create(messages=[QUESTION], **how) for each in clients]
-    texts = [each.choices[0].message.content or "" for each in chats]
+    chats = [client.chat.completions.create(messages=[QUESTION], **how) for client in clients]
+    texts = [chat.choices[0].message.content or "" for chat in chats]
     equal = equal and texts[0] == texts[1]
     print(f"{QUESTION['content']} -> {texts[0].strip()}")
     rooms, size = received(decode)

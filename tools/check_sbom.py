@@ -23,13 +23,13 @@ _REQUIREMENT = re.compile(r"^([a-zA-Z].*?) \\$", re.MULTILINE)
 def locked(locks: str, python: str) -> dict[str, str]:
     """The versions that locks have for this Python, such as 3.11, on Linux."""
     environment = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0"}
-    found: dict[str, str] = {}
+    pins: dict[str, str] = {}
     for line in _REQUIREMENT.findall(locks):
-        each = Requirement(line)
-        if each.marker is None or each.marker.evaluate(cast("dict[str, str]", environment)):
-            [pin] = each.specifier
-            found[canonicalize_name(each.name)] = pin.version
-    return found
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate(cast("dict[str, str]", environment)):
+            [pin] = requirement.specifier
+            pins[canonicalize_name(requirement.name)] = pin.version
+    return pins
 
 
 def differences(sbom: dict[str, Any], locks: str) -> list[str]:
@@ -40,12 +40,12 @@ def differences(sbom: dict[str, Any], locks: str) -> list[str]:
         return ["it is not a SBOM of pdtransfer"]
     packages: dict[str, str] = {}
     pythons: set[str] = set()
-    for each in sbom.get("components", ()):
-        kind, _, rest = str(each.get("purl", "")).partition("/")
+    for component in sbom.get("components", ()):
+        kind, _, rest = str(component.get("purl", "")).partition("/")
         if kind == "pkg:pypi":
-            packages[canonicalize_name(each["name"])] = each["version"]
-        elif kind == "pkg:deb" and (found := re.match(r"debian/python(3\.\d+)", rest)):
-            pythons.add(found[1])
+            packages[canonicalize_name(component["name"])] = component["version"]
+        elif kind == "pkg:deb" and (match := re.match(r"debian/python(3\.\d+)", rest)):
+            pythons.add(match[1])
     if len(pythons) != 1:
         return [f"Debian's packages of Python are of {', '.join(sorted(pythons)) or 'no version'}"]
     wanted = locked(locks, *pythons)
@@ -58,10 +58,10 @@ def differences(sbom: dict[str, Any], locks: str) -> list[str]:
 
 def main() -> int:
     sbom = json.loads(Path(sys.argv[1]).read_text())
-    wrong = differences(sbom, "".join(Path(each).read_text() for each in sys.argv[2:]))
+    wrong = differences(sbom, "".join(Path(path).read_text() for path in sys.argv[2:]))
     print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     if not wrong:
-        kinds = [str(each.get("purl", "")).partition("/")[0] for each in sbom["components"]]
+        kinds = [str(component.get("purl", "")).partition("/")[0] for component in sbom["components"]]
         print(f"{kinds.count('pkg:pypi')} packages of Python and {kinds.count('pkg:deb')} of Debian")
     return bool(wrong)
 

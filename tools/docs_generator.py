@@ -71,23 +71,27 @@ def flags_page() -> str:
 
 
 def _section(path: tuple[str, ...], command: App) -> str:
-    arguments = [each for each in command.assemble_argument_collection() if each.show and each.keys[:1] != ("limits",)]
-    head, rows = ("flag", "type", "default", "what it is"), [_flag(each) for each in arguments]
+    arguments = [
+        argument
+        for argument in command.assemble_argument_collection()
+        if argument.show and argument.keys[:1] != ("limits",)
+    ]
+    head, rows = ("flag", "type", "default", "what it is"), [_flag(argument) for argument in arguments]
     if path and path[0] in COMMANDS:
         keys = {field.name for field in fields(settings_of(path[0]))}
         head = (head[0], "environment", "key", *head[1:])
         rows = [
             (row[0], f"`{PREFIX}{key.upper()}`", f"`{key}`" if key in keys else "", *row[1:])
-            for row, key in zip(rows, (each.field_info.name for each in arguments), strict=True)
+            for row, key in zip(rows, (argument.field_info.name for argument in arguments), strict=True)
         ]
     return f"## {' '.join(('pdtransfer', *path))}\n\n{_table(head, rows)}"
 
 
 def _commands(of: App, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], App]]:
     """The commands themselves, then those of their groups."""
-    own = {name: of[name] for name in of if not name.startswith("-")}
-    groups = {name: group for name, group in own.items() if any(not each.startswith("-") for each in group)}
-    yield from (((*path, name), command) for name, command in own.items() if name not in groups)
+    named = {name: of[name] for name in of if not name.startswith("-")}
+    groups = {name: group for name, group in named.items() if any(not name.startswith("-") for name in group)}
+    yield from (((*path, name), command) for name, command in named.items() if name not in groups)
     for name, group in groups.items():
         yield from _commands(group, (*path, name))
 
@@ -106,8 +110,8 @@ def _flag(argument: Any) -> tuple[str, ...]:
 
 def _type(hint: Any) -> str:
     if get_origin(hint) is Literal:
-        return ", ".join(f"`{each}`" for each in get_args(hint))
-    of = [each for each in get_args(hint) if each not in (type(None), ...)]
+        return ", ".join(f"`{choice}`" for choice in get_args(hint))
+    of = [choice for choice in get_args(hint) if choice not in (type(None), ...)]
     if of:  # an optional value, or one that may be repeated
         return _type(of[0])
     return {"bool": "switch", "str": "text", "int": "integer", "float": "number", "Path": "path"}[hint.__name__]
@@ -125,8 +129,8 @@ async def _metrics() -> dict[str, list[tuple[str, ...]]]:
     source, target = components("deepseek", source_slots=64, target_slots=64)
     settings = NodeSettings(node="docs", model="docs", weights=b"")
     registries = {name: process_registry(role=name.lower(), node="docs") for name in ("Prefill", "Decode")}
-    for each in registries.values():
-        http_counter(each)
+    for registry in registries.values():
+        http_counter(registry)
     arena = ArenaMemory.create(target.layout.end)
     prefill = PrefillNode(settings, (source,), lambda _: None)
     decode = DecodeNode(settings, (target,), arena, lambda _: None)
@@ -137,11 +141,11 @@ async def _metrics() -> dict[str, list[tuple[str, ...]]]:
     DecodeTimes(registries["Decode"])
     registries["Router"] = router.metrics.registry
     registries[f"Router with --engine {' or '.join(HTTP_ENGINES)}"] = server_router.metrics.registry
-    found = {title: sorted(_of(registry), key=lambda row: row[0].strip("`")) for title, registry in registries.items()}
-    for each in (prefill, decode, router, server_router):
-        await each.close()
+    tables = {title: sorted(_of(registry), key=lambda row: row[0].strip("`")) for title, registry in registries.items()}
+    for part in (prefill, decode, router, server_router):
+        await part.close()
     arena.close()
-    return found
+    return tables
 
 
 def _of(registry: CollectorRegistry) -> Iterator[tuple[str, ...]]:

@@ -18,11 +18,11 @@ def main() -> None:
     for name in sys.argv[1:]:
         import_module(name)
     absent: list[str] = []
-    for each in pkgutil.walk_packages(pdtransfer.__path__, "pdtransfer.", onerror=absent.append):
+    for module in pkgutil.walk_packages(pdtransfer.__path__, "pdtransfer.", onerror=absent.append):
         try:
-            import_module(each.name)
+            import_module(module.name)
         except ImportError:
-            absent.append(each.name)
+            absent.append(module.name)
     print("not in this image:", *sorted(absent))
 
 

@@ -40,8 +40,8 @@ class Image:
         """Copies a file, a directory with all in it, or a link with what it leads to."""
         real = self._parents(path)
         if real.is_dir():
-            for each in sorted(real.iterdir()):
-                self.add(each)
+            for child in sorted(real.iterdir()):
+                self.add(child)
         else:
             self._copy(real)
 
@@ -49,9 +49,9 @@ class Image:
         """Copies the standard library, or a part of it, without what no daemon imports."""
         if path.is_dir() and not path.is_symlink():
             self._parents(path)
-            for each in sorted(path.iterdir()):
-                if each.name not in UNNEEDED and not each.name.startswith(UNNEEDED_PREFIXES):
-                    self.add_modules(each)
+            for child in sorted(path.iterdir()):
+                if child.name not in UNNEEDED and not child.name.startswith(UNNEEDED_PREFIXES):
+                    self.add_modules(child)
         else:
             self.add(path)
 
@@ -80,33 +80,33 @@ class Image:
         rest = list(path.parts[1:])
         while rest:
             step = real / rest.pop(0)
-            place = self.root / step.relative_to("/")
+            target = self.root / step.relative_to("/")
             if step.is_symlink():
-                if not place.is_symlink():
-                    place.symlink_to(step.readlink())
-                target = Path(os.path.normpath(real / step.readlink()))
-                rest, real = [*target.parts[1:], *rest], Path("/")
+                if not target.is_symlink():
+                    target.symlink_to(step.readlink())
+                followed = Path(os.path.normpath(real / step.readlink()))
+                rest, real = [*followed.parts[1:], *rest], Path("/")
                 continue
-            if step.is_dir() and not place.is_dir():
-                place.mkdir()
-                _like(step, place)
+            if step.is_dir() and not target.is_dir():
+                target.mkdir()
+                _like(step, target)
             real = step
         return real
 
     def _copy(self, path: Path) -> None:
         if path in self.files or not path.is_file():
             return
-        place = self.root / path.relative_to("/")
-        shutil.copy2(path, place)
-        _like(path, place)
+        target = self.root / path.relative_to("/")
+        shutil.copy2(path, target)
+        _like(path, target)
         self.files.add(path)
 
 
-def _like(path: Path, place: Path) -> None:
-    found = path.stat()
+def _like(path: Path, target: Path) -> None:
+    status = path.stat()
     if os.geteuid() == 0:
-        os.chown(place, found.st_uid, found.st_gid)
-    place.chmod(stat.S_IMODE(found.st_mode))
+        os.chown(target, status.st_uid, status.st_gid)
+    target.chmod(stat.S_IMODE(status.st_mode))
 
 
 def _is_elf(path: Path) -> bool:
@@ -118,11 +118,11 @@ def libraries(path: Path) -> Iterator[Path]:
     """What a program or library is linked to, its loader included. Raises SystemExit for a library that is missing."""
     listed = subprocess.run(["ldd", path], capture_output=True, text=True, check=False)  # noqa: S603, S607
     for line in listed.stdout.splitlines():
-        name, _, place = line.strip().partition(" => ")
-        found = (place or name).split(" ")[0]
-        if found.startswith("/"):
-            yield Path(found)
-        elif place.startswith("not found"):
+        name, _, resolved = line.strip().partition(" => ")
+        library = (resolved or name).split(" ")[0]
+        if library.startswith("/"):
+            yield Path(library)
+        elif resolved.startswith("not found"):
             raise SystemExit(f"{path}: {name} is not found")
 
 
@@ -145,10 +145,10 @@ def main() -> None:
         terms = Path("/usr/share/doc") / name / "copyright"
         if terms.exists():
             image.add(terms)
-    place = given.root / PLACE.relative_to("/")
-    place.parent.mkdir(parents=True)
-    write(given.sbom, place, packages)
-    size = sum(each.lstat().st_size for each in given.root.rglob("*") if not each.is_dir())
+    target = given.root / PLACE.relative_to("/")
+    target.parent.mkdir(parents=True)
+    write(given.sbom, target, packages)
+    size = sum(file.lstat().st_size for file in given.root.rglob("*") if not file.is_dir())
     print(f"{given.root}: {size / 2**20:.1f} MiB")
 
 

@@ -20,12 +20,12 @@ DPKG = Path("/var/lib/dpkg")
 
 def installed(dpkg: Path = DPKG) -> dict[str, dict[str, str]]:
     """The fields of each Debian package that is installed, by its name."""
-    found: dict[str, dict[str, str]] = {}
+    packages: dict[str, dict[str, str]] = {}
     for paragraph in (dpkg / "status").read_text().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in paragraph.splitlines() if ": " in line and line[0] != " ")
         if fields.get("Status", "").endswith(" installed"):
-            found[fields["Package"]] = fields
-    return found
+            packages[fields["Package"]] = fields
+    return packages
 
 
 def owners(files: Iterable[Path], dpkg: Path = DPKG) -> list[str]:
@@ -56,9 +56,9 @@ def release(file: Path = Path("/etc/os-release")) -> str:
 def write(source: Path, target: Path, names: Collection[str]) -> None:
     """Writes the SBOM in `source`, as one of pdtransfer, with these Debian packages to `target`."""
     bom, packages, distribution = json.loads(source.read_text()), installed(), release()
-    [own] = (each for each in bom["components"] if each["name"] == "pdtransfer")
-    bom["components"].remove(own)
-    bom["metadata"]["component"] = own | {"type": "application"}
+    [product] = (component for component in bom["components"] if component["name"] == "pdtransfer")
+    bom["components"].remove(product)
+    bom["metadata"]["component"] = product | {"type": "application"}
     bom["components"] += [component(packages[name], distribution) for name in sorted(names)]
     target.write_text(json.dumps(bom, indent=1) + "\n")
 

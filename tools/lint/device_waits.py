@@ -168,7 +168,7 @@ def crosses_pageable(node: ast.AST) -> str:
     return name if sends or name in ("cpu", "item", "synchronize") else ""
 
 
-def _held(
+def _complaints(
     files: Iterable[Source], wait: Callable[[ast.AST], str], reasons: Mapping[tuple[str, str], str], rule: str
 ) -> Iterator[str]:
     """Each wait without a reason, and each reason of which there is no wait any more."""
@@ -176,31 +176,31 @@ def _held(
     for source in files:
         for scope, node in source.scoped(ast.Call, ast.Constant):
             if name := wait(node):
-                place = (source.module.removeprefix("pdtransfer.") + scope, name)
-                seen.add(place)
-                if place not in reasons:
-                    yield source.complaint(node, f"{rule}: {name} in {place[0]}")
-    for place in reasons.keys() - seen:
-        yield f"tools/lint/device_waits.py:1: {place} does not wait any more"
+                where = (source.module.removeprefix("pdtransfer.") + scope, name)
+                seen.add(where)
+                if where not in reasons:
+                    yield source.complaint(node, f"{rule}: {name} in {where[0]}")
+    for where in reasons.keys() - seen:
+        yield f"tools/lint/device_waits.py:1: {where} does not wait any more"
 
 
 def device_wide(files: Iterable[Source]) -> Iterator[str]:
     """A step, a push and a copy up wait for what they have queued, and for nobody else's work. Benches may."""
     served = (source for source in files if not source.module.startswith("pdtransfer_lab.bench"))
-    yield from _held(served, waits_for_a_device, MAY_WAIT_FOR_A_WHOLE_DEVICE, "waits for a whole device")
+    yield from _complaints(served, waits_for_a_device, MAY_WAIT_FOR_A_WHOLE_DEVICE, "waits for a whole device")
 
 
 def streams(files: Iterable[Source]) -> Iterator[str]:
     """Who waits for a stream asks its events."""
     served = (source for source in files if not source.module.startswith("pdtransfer_lab.bench"))
-    reasons = {(place, "synchronise"): reason for place, reason in WAITS_FOR_A_STREAM.items()}
-    yield from _held(served, waits_for_a_stream, reasons, "waits for a stream inside the driver")
+    reasons = {(where, "synchronise"): reason for where, reason in WAITS_FOR_A_STREAM.items()}
+    yield from _complaints(served, waits_for_a_stream, reasons, "waits for a stream inside the driver")
 
 
 def engines(files: Iterable[Source]) -> Iterator[str]:
     """An engine waits for its GPU by asking it."""
     engines = (source for source in files if source.module.startswith(OF_ENGINES))
-    yield from _held(engines, crosses_pageable, WAITS_INSIDE_THE_DRIVER, "waits inside the driver")
+    yield from _complaints(engines, crosses_pageable, WAITS_INSIDE_THE_DRIVER, "waits inside the driver")
 
 
 def loops(files: Iterable[Source]) -> Iterator[str]:

@@ -31,8 +31,8 @@ def class_names(files: Iterable[Source]) -> Iterator[str]:
     for source in files:
         for node in source.nodes(ast.ClassDef):
             where = f"{source.path}:{node.lineno}"
-            if (other := first.setdefault(node.name, where)) != where:
-                yield source.complaint(node, f"a second class is named {node.name}, the first is {other}")
+            if (earlier := first.setdefault(node.name, where)) != where:
+                yield source.complaint(node, f"a second class is named {node.name}, the first is {earlier}")
 
 
 def vague_names(files: Iterable[Source]) -> Iterator[str]:
@@ -89,8 +89,8 @@ def duplicate_functions(files: Iterable[Source], size_min: int) -> Iterator[str]
         for source, node in candidates:
             where = f"{source.path}:{node.lineno} {node.name}"
             does = shape(node)
-            if len(does) >= size_min and (other := first.setdefault(does, where)) != where:
-                yield source.complaint(node, f"{node.name} does what {other} does")
+            if len(does) >= size_min and (earlier := first.setdefault(does, where)) != where:
+                yield source.complaint(node, f"{node.name} does what {earlier} does")
 
 
 def _outline(node: Function) -> tuple[str, ...]:

@@ -30,16 +30,16 @@ def cases() -> list[Json]:
 
 
 def _case(name: str, component: str, heads: tuple[tuple[str, int, int, int, int], ...]) -> Json:
-    found: list[Json] = []
+    cases: list[Json] = []
     for kind, layer, head, row, length in heads:
         text = hashlib.shake_128(f"{kind} {layer} {head} {row}".encode()).digest(length)
         plane = Plane(layer, kind, "uint8", head, 1, 0, length, length, length)
         (head_seed,) = lines_of(component, Layout((plane,), 1, 1)).seeds
         hashed = hashes(np.frombuffer(text, np.uint8)[None], row_seeds(int(head_seed), np.array([row])))
         entry = {"kind": kind, "layer": layer, "head": head, "row": row, "bytes": text.hex()}
-        found.append(entry | {"hash": f"{int(hashed[0]):016x}"})
-    total = sum(int(each["hash"], 16) for each in found) & MASK
+        cases.append(entry | {"hash": f"{int(hashed[0]):016x}"})
+    total = sum(int(case["hash"], 16) for case in cases) & MASK
     return {
-        "name": name, "component": component, "heads": found,
+        "name": name, "component": component, "heads": cases,
         "checksum": total.to_bytes(CHECKSUM_BYTES, "little").hex(),
     }  # fmt: skip

@@ -117,9 +117,9 @@ def _go_type(model: Json) -> str:
 
 def _reader(entry: Json) -> list[str]:
     lines = [f"func (m *{entry['name']}) read(path string, items []value) (err error) {{"]
-    for place, field in enumerate(entry["fields"]):
+    for index, field in enumerate(entry["fields"]):
         target, path = f"m.{_camel(field['name'])}", f'path+".{field["name"]}"'
-        lines += [f"\tif len(items) > {place} {{", *_read(field["type"], target, f"items[{place}]", path, "\t\t")]
+        lines += [f"\tif len(items) > {index} {{", *_read(field["type"], target, f"items[{index}]", path, "\t\t")]
         lines += ["\t} else {", *_absent(field, target, path), "\t}"]
     return [*lines, "\treturn nil", "}"]
 
@@ -133,9 +133,14 @@ def _read(model: Json, target: str, source: str, path: str, indent: str) -> list
                                                    "\treturn err", "}"]]  # fmt: skip
         case {"is": "array", "of": inner}:
             call = f"{source}.toArray({path}, {model['length_min']}, {model['length_max']})"
-            each = _read(inner, f"{target}[at]", "values[at]", f'{path[:-1]}["+strconv.Itoa(at)+"]"', indent + "\t")
-            made = [f"values, err := {call}", *_checked, f"{target} = make({_go_type(model)}, len(values))"]
-            return [*[f"{indent}{line}" for line in made], f"{indent}for at := range values {{", *each, f"{indent}}}"]
+            element = _read(inner, f"{target}[at]", "values[at]", f'{path[:-1]}["+strconv.Itoa(at)+"]"', indent + "\t")
+            lines = [f"values, err := {call}", *_checked, f"{target} = make({_go_type(model)}, len(values))"]
+            return [
+                *[f"{indent}{line}" for line in lines],
+                f"{indent}for at := range values {{",
+                *element,
+                f"{indent}}}",
+            ]
         case _:
             call = f"{target}, err = {source}.{_conversion(model, path)}"
             return [f"{indent}if {call}; err != nil {{", f"{indent}\treturn err", f"{indent}}}"]
@@ -193,8 +198,8 @@ def _write(model: Json, source: str, indent: str) -> list[str]:
         case "struct":
             return [f"{indent}out = {source}.write(putArray(out, {source}.count()))"]
         case "array":
-            each = _write(model["of"], f"{source}[at]", indent + "\t")
-            return [f"{indent}out = putArray(out, len({source}))", f"{indent}for at := range {source} {{", *each,
+            element = _write(model["of"], f"{source}[at]", indent + "\t")
+            return [f"{indent}out = putArray(out, len({source}))", f"{indent}for at := range {source} {{", *element,
                     f"{indent}}}"]  # fmt: skip
         case kind:
             return [f"{indent}out = put{kind.capitalize()}(out, {source})"]

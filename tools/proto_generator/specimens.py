@@ -115,8 +115,8 @@ def _index_page(layer: int) -> list[list[Any]]:
     ]
 
 
-_HEADS = [[layer, kind, "float16", head, 1, ((layer * 2 + at) * 4 + head) * 4096, 65536, 256, 256]
-          for layer in range(2) for at, kind in enumerate("kv") for head in range(4)]  # fmt: skip
+_HEADS = [[layer, kind, "float16", head, 1, ((layer * 2 + index) * 4 + head) * 4096, 65536, 256, 256]
+          for layer in range(2) for index, kind in enumerate("kv") for head in range(4)]  # fmt: skip
 
 _DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "uint8", "int8", "int32", "int64",

@@ -40,7 +40,7 @@ def filled(page: str, schema: Json) -> str:
     for name, text in places.items():
         mark = re.compile(rf"(<!-- {name} -->).*?(<!-- /{name} -->)", re.DOTALL)
         assert len(mark.findall(page)) == 1, f"README.md has no place for {name}"
-        page = mark.sub(lambda found, text=text: f"{found[1]}{text}{found[2]}", page)
+        page = mark.sub(lambda match, text=text: f"{match[1]}{text}{match[2]}", page)
     return page
 
 
@@ -50,8 +50,8 @@ def _section(entry: Json, *, first: int) -> str:
     if "kind" in entry:
         title += f" ({entry['kind']}, {entry['way']})"
     rows = [
-        (first + place, f"`{field['name']}`", _type(field["type"]), _default(field), field["meaning"])
-        for place, field in enumerate(entry["fields"])
+        (first + index, f"`{field['name']}`", _type(field["type"]), _default(field), field["meaning"])
+        for index, field in enumerate(entry["fields"])
     ]
     return f"{title}\n\n{entry['meaning']}\n\n{_rows(('place', 'field', 'type', 'default', 'meaning'), rows)}\n"
 

@@ -31,7 +31,7 @@ _EXTRAS: dict[str, object] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Member:
     """One value of a specimen: its name, its place in the frame, and its type in the schema."""
 
     name: str
@@ -109,45 +109,45 @@ def invalid() -> list[Json]:
 def _valid_arrays(tables: _Tables) -> Iterator[tuple[str, list[Any]]]:
     for name, array in SPECIMENS.items():
         yield name, array
-        for place, table in tables.structs_in(array):
+        for member, table in tables.structs_in(array):
             required = sum("default" not in field for field in table["fields"])
             for count in range(required, len(table["fields"])):
                 without = table["fields"][count]["name"]
                 yield (
-                    f"{place.name}, one step older: ends before {without}",
-                    _with(array, place.path, place.value[:count]),
+                    f"{member.name}, one step older: ends before {without}",
+                    _with(array, member.path, member.value[:count]),
                 )
-            extras = _EXTRAS if not place.path else {"array": _EXTRAS["array"]}
+            extras = _EXTRAS if not member.path else {"array": _EXTRAS["array"]}
             for kind, extra in extras.items():
                 yield (
-                    f"{place.name}, one step newer: one more field, {kind}",
-                    _with(array, place.path, [*place.value, extra]),
+                    f"{member.name}, one step newer: one more field, {kind}",
+                    _with(array, member.path, [*member.value, extra]),
                 )
-        for place in tables.places(array):
-            if place.owner not in _LAYOUT_STRUCTS:
-                for title, value in _inside(place):
-                    yield f"{place.name} {title}", _with(array, place.path, value)
+        for member in tables.members(array):
+            if member.owner not in _LAYOUT_STRUCTS:
+                for title, value in _inside(member):
+                    yield f"{member.name} {title}", _with(array, member.path, value)
     yield from VARIANTS.items()
 
 
 def _breaches(tables: _Tables, array: list[Any]) -> Iterator[tuple[str, list[Any], str]]:
-    for place, table in tables.structs_in(array):
+    for member, table in tables.structs_in(array):
         required = [field["name"] for field in table["fields"] if "default" not in field]
         for count, missing in enumerate(required):
             yield (
-                f"{place.name}.{missing} missing",
-                _with(array, place.path, place.value[:count]),
-                f"{place.name}.{missing}",
+                f"{member.name}.{missing} missing",
+                _with(array, member.path, member.value[:count]),
+                f"{member.name}.{missing}",
             )
-    for place in tables.places(array):
-        for title, value in (*_outside(place), *_wrong_types(place)):
-            yield f"{place.name} {title}", _with(array, place.path, value), place.name
+    for member in tables.members(array):
+        for title, value in (*_outside(member), *_wrong_types(member)):
+            yield f"{member.name} {title}", _with(array, member.path, value), member.name
 
 
-def _inside(place: _Place) -> list[tuple[str, Any]]:
-    match place.type:
+def _inside(member: _Member) -> list[tuple[str, Any]]:
+    match member.type:
         case {"is": "int" | "float" as kind, "max": most}:
-            least = place.type.get("min", 5e-324)
+            least = member.type.get("min", 5e-324)
             number = float if kind == "float" else int
             return [(f"least, {least}", number(least)), (f"most, {most}", number(most))]
         case {"one_of": values}:
@@ -160,19 +160,19 @@ def _inside(place: _Place) -> list[tuple[str, Any]]:
         case {"is": "bool"}:
             return [("false", False), ("true", True)]
         case {"is": "array", "length_min": least, "length_max": most} if most <= 1024:
-            item = place.value[0]
+            item = member.value[0]
             return [(f"of {least}", [item] * least), (f"of {most}", [item] * most)]
         case _:
             return []
 
 
-def _outside(place: _Place) -> list[tuple[str, Any]]:
-    match place.type:
+def _outside(member: _Member) -> list[tuple[str, Any]]:
+    match member.type:
         case {"is": "int", "min": least, "max": most}:
             above = [] if most == 2**64 - 1 else [most + 1, 2**63, 2**64 - 1]
             return [(f"is {value}", value) for value in dict.fromkeys([least - 1, -(2**63), *above])]
         case {"is": "float", "max": most}:
-            least = place.type["above"] if "above" in place.type else math.nextafter(place.type["min"], -math.inf)
+            least = member.type["above"] if "above" in member.type else math.nextafter(member.type["min"], -math.inf)
             values = [least, -math.inf, math.nextafter(most, math.inf), math.inf, math.nan]
             return [(f"is {value}", value) for value in values]
         case {"one_of": [*_]}:
@@ -183,12 +183,12 @@ def _outside(place: _Place) -> list[tuple[str, Any]]:
             return [("too long", bytes(most + 1))]
         case {"is": "array", "length_min": least, "length_max": most}:
             few = [("empty", cast("list[Any]", []))] if least else []
-            return few if most > 1024 else [*few, (f"of {most + 1}", [place.value[0]] * (most + 1))]
+            return few if most > 1024 else [*few, (f"of {most + 1}", [member.value[0]] * (most + 1))]
         case _:
             return []
 
 
-def _wrong_types(place: _Place) -> list[tuple[str, Any]]:
+def _wrong_types(member: _Member) -> list[tuple[str, Any]]:
     confusable: dict[str, list[tuple[str, Any]]] = {
         "int": [("bool", True), ("float", 1.0), ("str", "1")],
         "float": [("bool", True), ("str", "1.0")],
@@ -198,7 +198,7 @@ def _wrong_types(place: _Place) -> list[tuple[str, Any]]:
         "array": [("int", 1), ("bin", b"\x90")],
         "struct": [("int", 1), ("str", "x")],
     }
-    return [(f"is a {kind}", value) for kind, value in [("nil", None), *confusable[place.type["is"]]]]
+    return [(f"is a {kind}", value) for kind, value in [("nil", None), *confusable[member.type["is"]]]]
 
 
 def _with(array: list[Any], path: tuple[int, ...], value: Any) -> list[Any]:
@@ -223,31 +223,31 @@ class _Tables:
         self.messages: dict[int, Json] = {entry["kind"]: entry for entry in table["messages"]}
         self.structs: dict[str, Json] = {entry["name"]: entry for entry in table["structs"]}
 
-    def places(self, array: list[Any]) -> Iterator[_Place]:
+    def members(self, array: list[Any]) -> Iterator[_Member]:
         """Every field of a specimen, and the first element of every array, outermost first."""
         message = self.messages[array[1]]
         yield from self._fields(message, message["name"], (), array[2:])
 
-    def structs_in(self, array: list[Any]) -> Iterator[tuple[_Place, Json]]:
+    def structs_in(self, array: list[Any]) -> Iterator[tuple[_Member, Json]]:
         """The message itself, then every struct in it, each with its table."""
         message = self.messages[array[1]]
         whole = {"is": "struct", "struct": message["name"]}
-        yield _Place(message["name"], (), message["name"], whole, array[2:]), message
-        for place in self.places(array):
-            if place.type["is"] == "struct":
-                yield place, self.structs[place.type["struct"]]
+        yield _Member(message["name"], (), message["name"], whole, array[2:]), message
+        for member in self.members(array):
+            if member.type["is"] == "struct":
+                yield member, self.structs[member.type["struct"]]
 
-    def _fields(self, table: Json, name: str, path: tuple[int, ...], values: list[Any]) -> Iterator[_Place]:
+    def _fields(self, table: Json, name: str, path: tuple[int, ...], values: list[Any]) -> Iterator[_Member]:
         for index, (field, value) in enumerate(zip(table["fields"], values, strict=True)):
             inner = f"{name}.{field['name']}", (*path, index)
-            yield from self._value(_Place(*inner, table["name"], field["type"], value))
+            yield from self._value(_Member(*inner, table["name"], field["type"], value))
 
-    def _value(self, place: _Place) -> Iterator[_Place]:
-        yield place
-        if place.type["is"] == "struct":
-            yield from self._fields(self.structs[place.type["struct"]], place.name, place.path, place.value)
-        if place.type["is"] == "array":
-            first = _Place(f"{place.name}[0]", (*place.path, 0), place.owner, place.type["of"], place.value[0])
+    def _value(self, member: _Member) -> Iterator[_Member]:
+        yield member
+        if member.type["is"] == "struct":
+            yield from self._fields(self.structs[member.type["struct"]], member.name, member.path, member.value)
+        if member.type["is"] == "array":
+            first = _Member(f"{member.name}[0]", (*member.path, 0), member.owner, member.type["of"], member.value[0])
             yield from self._value(first)
 
     def named(self, table: Json, values: list[Any]) -> Json:

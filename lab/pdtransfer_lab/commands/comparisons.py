@@ -332,6 +332,6 @@ def figures(
     """Writes a page for each result, of pdtransfer bench too: its tables, host, date, method and commit."""
     from ..bench.figures import write
 
-    for path in (path for each in results for path in write(each, directory)):
+    for path in (path for result in results for path in write(result, directory)):
         print(path)
     return 0

@@ -57,7 +57,7 @@ class TraceConfig:
 
     @property
     def slo(self) -> Slo:
-        return Slo(*(None if each is None else each / 1e3 for each in (self.slo_ttft_ms, self.slo_itl_ms)))
+        return Slo(*(None if ms is None else ms / 1e3 for ms in (self.slo_ttft_ms, self.slo_itl_ms)))
 
     def read(self, path: Path) -> Trace:
         """The trace as it will be replayed."""
@@ -140,7 +140,7 @@ class FleetConfig:
         if self.prefill_tokens_per_s is not None:
             more["prefill_s"] = {self.prefill_tokens_per_s: 1.0}
         if self.decode_step_ms:
-            more["decode_step_s"] = dict(_point(each) for each in self.decode_step_ms)
+            more["decode_step_s"] = dict(_point(point) for point in self.decode_step_ms)
         return rates_of([(f"rates = '{path}'", _json(path, "rates")) for path in self.rates], more)
 
     def shape(self, *, prefill: int, decode: int) -> FleetShape:
@@ -151,7 +151,7 @@ class FleetConfig:
             slots = int(self.arena_gib * (1 << 30)) // byte_count
         slots = slots // self.page_size * self.page_size
         bound("decode_slots", slots, self.page_size, SLOTS_MAX)
-        names = {each.name for each in fields(FleetShape)} & {each.name for each in fields(self)}
+        names = {field.name for field in fields(FleetShape)} & {field.name for field in fields(self)}
         same = {name: getattr(self, name) for name in names - {"decode_slots", "bytes_per_token"}}
         bound("prefill", prefill, 1, WORKERS_MAX)
         bound("decode", decode, 1, WORKERS_MAX)
@@ -175,9 +175,9 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 def _point(text: str) -> tuple[float, float]:
     """batch=ms, or ms alone for any batch."""
-    batch, found, ms = text.rpartition("=")
+    batch, equals, ms = text.rpartition("=")
     try:
-        return float(batch) if found else 1.0, float(ms) / 1e3
+        return float(batch) if equals else 1.0, float(ms) / 1e3
     except ValueError:
         raise ConfigError(f"decode_step_ms = {text!r}: must be batch=ms") from None
 

@@ -91,7 +91,7 @@ def run_plan(
         size, report = smallest_fleet(evaluate(coarse), bounds, share=share, at_once=jobs)
         if coarse < users:
             # A larger fleet of the same load a worker does no worse: a burst meets more workers.
-            size = FleetSize(*(-(-each * users // coarse) for each in size))
+            size = FleetSize(*(-(-count * users // coarse) for count in size))
             size, report = enlarged(evaluate(users), size, share=share)
     plan = _about(path, requests, trace, users) | {
         "share": share,
@@ -183,14 +183,14 @@ def _evaluator(
                 submitted = [
                     processes.submit(_report_of, trace, users, sized(shape, size), rates, limits, slo) for size in sizes
                 ]
-                found = [each.result() for each in submitted]
-                for size, report in zip(sizes, found, strict=True):
+                outcomes = [job.result() for job in submitted]
+                for size, report in zip(sizes, outcomes, strict=True):
                     load = f"{report['requests']:,} requests"
                     console.print(
                         f"{size.prefill} prefill, {size.decode} decode, {load}: {report['good_share']:.2%} good",
                         highlight=False,
                     )
-                return found
+                return outcomes
 
             return reports
 

@@ -116,13 +116,13 @@ class FleetModel:
             slots=shape.decode_slots, page_size=shape.page_size, bytes_per_token=shape.bytes_per_token
         )
         self._component = component
-        self.prefills = {f"p{at}": self._prefill(f"p{at}") for at in range(shape.prefill)}
+        self.prefills = {f"p{index}": self._prefill(f"p{index}") for index in range(shape.prefill)}
         self.decodes = {
-            f"d{at}": ModelledDecode(
-                f"d{at}", component, rates, self._limits, batch_max=shape.batch_max, prefix_cache=shape.prefix_cache,
+            f"d{index}": ModelledDecode(
+                f"d{index}", component, rates, self._limits, batch_max=shape.batch_max, prefix_cache=shape.prefix_cache,
                 on_steps=self.figures.gaps.add, on_end=self._answered,
             )
-            for at in range(shape.decode)
+            for index in range(shape.decode)
         }  # fmt: skip
         self._load_due = dict.fromkeys([*self.prefills, *self.decodes], 0.0)
         self._load_waits: set[str] = set()
@@ -152,14 +152,14 @@ class FleetModel:
         """Runs until every request has ended. `requests` come in the order of their arrival."""
         events = self._events
         arrived = 0
-        for each in requests:
-            while events and events[0][0] <= each.at_s:
+        for request in requests:
+            while events and events[0][0] <= request.at_s:
                 at_s, _, call, argument = heappop(events)
                 self._now = at_s
                 call(argument)
-            self._now = each.at_s
+            self._now = request.at_s
             self._expire()
-            self._arrive(each)
+            self._arrive(request)
             arrived += 1
             if not arrived % 1_024:
                 progress(arrived, self._now)
@@ -169,18 +169,20 @@ class FleetModel:
             self._expire()
         progress(arrived, self._now)
 
-    def _at(self, when: float, call: Callable[..., None], argument: object) -> None:
+    def _schedule(self, when: float, call: Callable[..., None], argument: object) -> None:
         self._number += 1
         heappush(self._events, (when, self._number, call, argument))
 
     # A request
 
-    def _arrive(self, each: TraceRequest) -> None:
-        growth = max(each.output_tokens, self.shape.growth_min)
-        keys = tuple([block.to_bytes(16, "little") for block in each.blocks[: each.input_tokens // self._block_tokens]])
-        prompt = RoutedRequest(bytes(_ID_BYTES * each.input_tokens), growth, b"", keys)
+    def _arrive(self, arrival: TraceRequest) -> None:
+        growth = max(arrival.output_tokens, self.shape.growth_min)
+        keys = tuple(
+            [block.to_bytes(16, "little") for block in arrival.blocks[: arrival.input_tokens // self._block_tokens]]
+        )
+        prompt = RoutedRequest(bytes(_ID_BYTES * arrival.input_tokens), growth, b"", keys)
         rows = self._component.rows(prompt.tokens)
-        inflight = each.input_tokens * self.shape.bytes_per_token
+        inflight = arrival.input_tokens * self.shape.bytes_per_token
         demand = Demand((rows,), inflight, keys if self.shape.prefix_cache else ())
         if self.load.rooms >= self._limits.rooms_max:
             self.figures.failed("429", ended_s=self._now)
@@ -191,7 +193,7 @@ class FleetModel:
             return
         self._room += 1
         request = ModelledRequest(
-            self._room, each.at_s, each.input_tokens, each.output_tokens, prompt, demand, keys, pair
+            self._room, arrival.at_s, arrival.input_tokens, arrival.output_tokens, prompt, demand, keys, pair
         )
         self.load.rooms += 1
         self.load.rooms_max = max(self.load.rooms_max, self.load.rooms)
@@ -277,10 +279,10 @@ class FleetModel:
     def _compute(self, prefill: ModelledPrefill) -> None:
         ends_s = prefill.begin_chunk(self._now, self._block_tokens)
         if ends_s is not None:
-            self._at(ends_s, self._chunk, prefill)
-        if prefill.waiting != prefill.told:  # placement reads nothing else of prefill's Load
-            prefill.told = prefill.waiting
-            self._tell(prefill.peer)
+            self._schedule(ends_s, self._chunk, prefill)
+        if prefill.waiting != prefill.announced:  # placement reads nothing else of prefill's Load
+            prefill.announced = prefill.waiting
+            self._announce(prefill.peer)
 
     def _chunk(self, prefill: ModelledPrefill) -> None:
         request = prefill.end_chunk()
@@ -313,7 +315,7 @@ class FleetModel:
         self.load.exposed_s += lands_s - self._now
         for peer in (prefill.peer, decode.peer):
             self.load.links[peer].add(byte_count, lands_s)
-        self._at(lands_s + self.rates.handoff_s, self._landed, request)
+        self._schedule(lands_s + self.rates.handoff_s, self._landed, request)
 
     def _landed(self, request: ModelledRequest) -> None:
         prefill, decode = self._workers(request)
@@ -330,7 +332,7 @@ class FleetModel:
         decode.admission.landed(request.demand, request.holding)
         decode.cache.keep(request.holding, request.demand.keys)
         self._lease(decode)
-        self._at(decode.join(request, self._now), self._advance, decode)
+        self._schedule(decode.join(request, self._now), self._advance, decode)
 
     # Decode
 
@@ -343,13 +345,13 @@ class FleetModel:
             request.holding, request.granted_s = holding, self._now
             decode.slots_taken_max = max(decode.slots_taken_max, decode.slots_taken)
             self._transfer(request)
-        self._tell(decode.peer)
+        self._announce(decode.peer)
 
     def _advance(self, decode: ModelledDecode) -> None:
         if decode.due_s == self._now:  # else the batch has changed since
             due_s = decode.advance(self._now)
             if due_s >= 0:
-                self._at(due_s, self._advance, decode)
+                self._schedule(due_s, self._advance, decode)
 
     def _answered(self, request: ModelledRequest, now: float) -> None:
         assert request.holding is not None
@@ -368,7 +370,7 @@ class FleetModel:
 
     # What routers know
 
-    def _tell(self, peer: str) -> None:
+    def _announce(self, peer: str) -> None:
         """Its Load changed: sent now, or as soon as a service may."""
         if peer in self._load_waits:
             return
@@ -377,7 +379,7 @@ class FleetModel:
             self._send(peer)
         else:
             self._load_waits.add(peer)
-            self._at(due_s, self._send, peer)
+            self._schedule(due_s, self._send, peer)
 
     def _send(self, peer: str) -> None:
         self._load_waits.discard(peer)
@@ -399,7 +401,7 @@ class FleetModel:
         """The figures of the requests, and what the fleet took for them."""
         seconds = max(self.figures.ended_s, 1e-9)
         prefills, decodes = list(self.prefills.values()), list(self.decodes.values())
-        high = max(each.slots_taken_max for each in decodes)
+        high = max(worker.slots_taken_max for worker in decodes)
         links = self.load.links
         per_decode = Counter(decode for _, decode in self.load.sessions)
         return self.figures.report() | {
@@ -408,18 +410,18 @@ class FleetModel:
             "fleet": {
                 "prefill": len(prefills),
                 "decode": len(decodes),
-                "prefill_busy_mean": round(sum(each.busy_s for each in prefills) / len(prefills) / seconds, 4),
-                "prefill_busy_max": round(max(each.busy_s for each in prefills) / seconds, 4),
-                "decode_busy_mean": round(sum(each.busy_s for each in decodes) / len(decodes) / seconds, 4),
-                "prefill_slots_high_water": max(each.slots_taken_max for each in prefills),
-                "batch_high_water": max(each.batch_high for each in decodes),
+                "prefill_busy_mean": round(sum(worker.busy_s for worker in prefills) / len(prefills) / seconds, 4),
+                "prefill_busy_max": round(max(worker.busy_s for worker in prefills) / seconds, 4),
+                "decode_busy_mean": round(sum(worker.busy_s for worker in decodes) / len(decodes) / seconds, 4),
+                "prefill_slots_high_water": max(worker.slots_taken_max for worker in prefills),
+                "batch_high_water": max(worker.batch_high for worker in decodes),
                 "rooms_high_water": self.load.rooms_max,
                 "queued_high_water": self.load.queued_max,
                 "retries": self.load.retries,
                 "sessions_of_a_decode_max": max(per_decode.values(), default=0),
-                "kv_bytes": sum(links[each.peer].total for each in prefills),
-                "prefill_link_gb_s_max": round(max(links[each.peer].most for each in prefills) / 1e9, 6),
-                "decode_link_gb_s_max": round(max(links[each.peer].most for each in decodes) / 1e9, 6),
+                "kv_bytes": sum(links[worker.peer].total for worker in prefills),
+                "prefill_link_gb_s_max": round(max(links[worker.peer].most for worker in prefills) / 1e9, 6),
+                "decode_link_gb_s_max": round(max(links[worker.peer].most for worker in decodes) / 1e9, 6),
                 "exposed_transfer_ms_mean": round(1e3 * self.load.exposed_s / max(1, self._room), 4),
             },
         }

@@ -21,7 +21,7 @@ class ModelledPrefill:
         self._curve, self._slots, self._chunk_tokens, self._cache = curve, slots, chunk_tokens, cache
         self._waiting: deque[ModelledRequest] = deque()
         self._rooms: OrderedDict[int, ModelledRequest] = OrderedDict()
-        self._turn = self.told = 0  # `told`: the prompts that wait for pages, as routers know it
+        self._turn = self.announced = 0  # `announced`: the prompts that wait for pages, as routers know it
         self.computing: ModelledRequest | None = None
         self.slots_taken = self.slots_taken_max = 0
         self.busy_s = self.link_free_s = 0.0
@@ -99,4 +99,4 @@ class ModelledPrefill:
         self._turn += 1
         if self._turn % 2 or len(self._rooms) == 1:
             return next(iter(self._rooms.values()))
-        return min(self._rooms.values(), key=lambda each: each.tokens - each.computed)
+        return min(self._rooms.values(), key=lambda room: room.tokens - room.computed)

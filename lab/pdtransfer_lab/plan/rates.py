@@ -40,9 +40,9 @@ class Curve:
         sizes, seconds = self.sizes, self.seconds
         if len(sizes) == 1:
             return seconds[0] * size / sizes[0]
-        at = min(max(bisect_right(sizes, size), 1), len(sizes) - 1)
-        slope = (seconds[at] - seconds[at - 1]) / (sizes[at] - sizes[at - 1])
-        return max(0.0, seconds[at - 1] + slope * (size - sizes[at - 1]))
+        index = min(max(bisect_right(sizes, size), 1), len(sizes) - 1)
+        slope = (seconds[index] - seconds[index - 1]) / (sizes[index] - sizes[index - 1])
+        return max(0.0, seconds[index - 1] + slope * (size - sizes[index - 1]))
 
     def largest(self, seconds: float, most: int) -> int:
         """The largest whole size, at most `most`, that takes no longer; 0 if 1 does."""
@@ -83,21 +83,21 @@ def rates_of(documents: Sequence[tuple[str, object]], more: Mapping[str, Any] | 
     A document is what `pdtransfer bench pd|transfer|handoff --json` printed, or an object of RATE_FIELDS. Raises
     ConfigError that names the document and the field.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, document in documents:
         if not isinstance(document, dict):
             raise ConfigError(f"{name}: must be a JSON object")
-        found |= _read(name, cast("dict[str, Any]", document))
-    found |= {field: value for field, value in (more or {}).items() if value is not None}
+        figures |= _read(name, cast("dict[str, Any]", document))
+    figures |= {field: value for field, value in (more or {}).items() if value is not None}
     for field in ("prefill_s", "decode_step_s"):
-        if field not in found:
+        if field not in figures:
             flag = {"prefill_s": "--prefill-tokens-per-s", "decode_step_s": "--decode-step-ms"}[field]
             raise ConfigError(f"{field}: no rate is given; {flag}, or a file for --rates that has it")
     curves = {
-        "prefill": _curve("prefill_s", found.pop("prefill_s")),
-        "decode": _curve("decode_step_s", found.pop("decode_step_s")),
+        "prefill": _curve("prefill_s", figures.pop("prefill_s")),
+        "decode": _curve("decode_step_s", figures.pop("decode_step_s")),
     }
-    return Rates(**curves, **found)
+    return Rates(**curves, **figures)
 
 
 def _curve(field: str, points: Any) -> Curve:
@@ -148,11 +148,11 @@ def _from_pd(name: str, document: dict[str, Any]) -> dict[str, Any]:
     try:
         attention = next(iter(document["prompts"]))
         points, alone = document["prompts"][attention], document["rows_alone"][attention]
-        computed = {tokens: each["auto"]["compute_ms"] / 1e3 for tokens, each in points.items()}
-        step_s = min(each["auto"]["step_ms"] for each in points.values()) / 1e3
+        computed = {tokens: point["auto"]["compute_ms"] / 1e3 for tokens, point in points.items()}
+        step_s = min(point["auto"]["step_ms"] for point in points.values()) / 1e3
         rates = {"prefill_s": _rising(computed), "decode_step_s": {"1": step_s}}
         if alone:
-            rates["link_bytes_s"] = 1e9 * max(each["to_ready_gb_s"] for each in alone.values())
+            rates["link_bytes_s"] = 1e9 * max(pair["to_ready_gb_s"] for pair in alone.values())
     except (KeyError, TypeError, AttributeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{name}: prompts: not what bench pd prints ({error})") from None
     return rates

@@ -55,10 +55,10 @@ class GapHistogram:
         left = percent / 100 * total - self._zeros
         if left <= 0 < self._zeros:
             return 0.0
-        for place in sorted(self._counts):
-            left -= self._counts[place]
+        for bin_index in sorted(self._counts):
+            left -= self._counts[bin_index]
             if left <= 0:
-                return exp(place * _BIN)
+                return exp(bin_index * _BIN)
         return exp(max(self._counts) * _BIN)
 
 

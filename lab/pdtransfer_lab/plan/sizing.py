@@ -44,7 +44,7 @@ class WorkBounds:
 def work_bounds(trace: Trace, rates: Rates, shape: FleetShape, slo: Slo, *, users: int = 1) -> WorkBounds:
     """The least workers for `users` copies of the trace, by mean load."""
     seconds = max(trace.seconds, 1e-9) / users
-    compute_s = sum(rates.prefill(each.input_tokens) for each in trace.requests)
+    compute_s = sum(rates.prefill(request.input_tokens) for request in trace.requests)
     context = (trace.prompt_tokens + trace.output_tokens / 2) / len(trace.requests)
 
     def step_s(batch: int) -> float:
@@ -52,8 +52,10 @@ def work_bounds(trace: Trace, rates: Rates, shape: FleetShape, slo: Slo, *, user
 
     batch = shape.batch_max
     if slo.itl_s is not None:
-        batch = max((each for each in range(1, shape.batch_max + 1) if step_s(each) <= slo.itl_s), default=0)
-    slow = sum(not _alone(each, rates, slo) for each in trace.requests) / len(trace.requests)
+        batch = max(
+            (batch_size for batch_size in range(1, shape.batch_max + 1) if step_s(batch_size) <= slo.itl_s), default=0
+        )
+    slow = sum(not _alone(request, rates, slo) for request in trace.requests) / len(trace.requests)
     decode_s = trace.output_tokens * step_s(max(1, batch)) / max(1, batch)
     return WorkBounds(max(1, ceil(compute_s / seconds)), max(1, ceil(decode_s / seconds)), batch, slow)
 
@@ -73,31 +75,31 @@ def smallest_fleet(
     if 1 - bounds.slow_alone < share:
         text = f"{bounds.slow_alone:.1%} of the requests miss it on workers of their own"
         raise WorldError(f"slo: no fleet keeps it for {share:.1%} of the requests: {text}")
-    known: dict[FleetSize, dict[str, Any]] = {}
+    reports: dict[FleetSize, dict[str, Any]] = {}
 
     def good(sizes: Sequence[FleetSize]) -> list[bool]:
-        fresh = [each for each in sizes if each not in known]
-        known.update(zip(fresh, evaluate(fresh), strict=True))
-        return [known[each]["good_share"] >= share for each in sizes]
+        fresh = [size for size in sizes if size not in reports]
+        reports.update(zip(fresh, evaluate(fresh), strict=True))
+        return [reports[size]["good_share"] >= share for size in sizes]
 
     size = FleetSize(bounds.prefill, bounds.decode)
     for _ in range(TRIES_MAX):
-        size = FleetSize(*(min(WORKERS_MAX, ceil(each * GROWTH)) for each in size))
+        size = FleetSize(*(min(WORKERS_MAX, ceil(count * GROWTH)) for count in size))
         if good([size])[0]:
             break
         if min(size) == WORKERS_MAX:
             raise WorldError(f"slo: not kept by {WORKERS_MAX} workers of each role")
-    prefill = _least(lambda counts: good([FleetSize(each, size.decode) for each in counts]), 1, size.prefill, at_once)
-    decode = _least(lambda counts: good([FleetSize(prefill, each) for each in counts]), 1, size.decode, at_once)
-    found = FleetSize(prefill, decode)
-    return found, known[found]
+    prefill = _least(lambda counts: good([FleetSize(count, size.decode) for count in counts]), 1, size.prefill, at_once)
+    decode = _least(lambda counts: good([FleetSize(prefill, count) for count in counts]), 1, size.decode, at_once)
+    smallest = FleetSize(prefill, decode)
+    return smallest, reports[smallest]
 
 
 def _least(good: Callable[[Sequence[int]], list[bool]], low: int, high: int, at_once: int) -> int:
     """The least count from `low` on that is good; `high` is."""
     while low < high:
         step = (high - low) / (at_once + 1)
-        counts = sorted({min(high - 1, low + int(step * (at + 1))) for at in range(at_once)})
+        counts = sorted({min(high - 1, low + int(step * (index + 1))) for index in range(at_once)})
         for count, fine in zip(counts, good(counts), strict=True):
             if fine:
                 high = count
@@ -112,7 +114,7 @@ def enlarged(evaluate: Evaluate, size: FleetSize, *, share: float) -> tuple[Flee
         (report,) = evaluate([size])
         if report["good_share"] >= share or min(size) >= WORKERS_MAX:
             return size, report
-        size = FleetSize(*(min(WORKERS_MAX, max(each + 1, ceil(each * NUDGE))) for each in size))
+        size = FleetSize(*(min(WORKERS_MAX, max(count + 1, ceil(count * NUDGE))) for count in size))
     raise WorldError(f"slo: not kept by {size.prefill} prefill and {size.decode} decode workers")
 
 

@@ -52,11 +52,11 @@ class Trace:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(each.input_tokens for each in self.requests)
+        return sum(request.input_tokens for request in self.requests)
 
     @property
     def output_tokens(self) -> int:
-        return sum(each.output_tokens for each in self.requests)
+        return sum(request.output_tokens for request in self.requests)
 
 
 class _MooncakeLine(Struct):
@@ -135,8 +135,8 @@ def _burstgpt(lines: Iterable[str]) -> Trace:
     return Trace(_sorted(requests), skipped=skipped)
 
 
-def _number(row: Sequence[str], at: int, line: int, name: str, most: float) -> float:
-    text = row[at] if at < len(row) else ""
+def _number(row: Sequence[str], index: int, line: int, name: str, most: float) -> float:
+    text = row[index] if index < len(row) else ""
     try:
         value = float(text)
     except ValueError:
@@ -153,18 +153,20 @@ def _add(requests: list[TraceRequest], line: int, request: TraceRequest) -> None
 
 
 def _sorted(requests: Iterable[TraceRequest]) -> tuple[TraceRequest, ...]:
-    return tuple(sorted(requests, key=lambda each: each.at_s))
+    return tuple(sorted(requests, key=lambda request: request.at_s))
 
 
 def cut_trace(trace: Trace, *, from_s: float = 0.0, until_s: float | None = None, limit: int | None = None) -> Trace:
     """The requests of [from_s, until_s), at most `limit`, with their times counted from `from_s`. Raises WorldError
     where none are left."""
-    found = (
-        replace(each, at_s=each.at_s - from_s)
-        for each in trace.requests
-        if each.at_s >= from_s and (until_s is None or each.at_s < until_s)
+    cut = (
+        replace(request, at_s=request.at_s - from_s)
+        for request in trace.requests
+        if request.at_s >= from_s and (until_s is None or request.at_s < until_s)
     )
-    requests = tuple(each for each, _ in zip(found, range(limit if limit is not None else REQUESTS_MAX), strict=False))
+    requests = tuple(
+        request for request, _ in zip(cut, range(limit if limit is not None else REQUESTS_MAX), strict=False)
+    )
     if not requests:
         raise WorldError(f"trace: no request from {from_s:g} s to {'its end' if until_s is None else f'{until_s:g} s'}")
     return replace(trace, requests=requests)
@@ -176,18 +178,18 @@ def scale_tokens(trace: Trace, scale: float) -> Trace:
         return trace
     block_tokens = max(1, round(trace.block_tokens * scale))
     requests: list[TraceRequest] = []
-    for each in trace.requests:
+    for request in trace.requests:
         # Whole blocks stay whole, and the last one keeps a token.
-        least = (len(each.blocks) - 1) * block_tokens + 1
-        tokens = min(max(least, round(each.input_tokens * scale)), len(each.blocks) * block_tokens)
-        output = max(1, round(each.output_tokens * scale))
-        requests.append(replace(each, input_tokens=tokens, output_tokens=output))
+        least = (len(request.blocks) - 1) * block_tokens + 1
+        tokens = min(max(least, round(request.input_tokens * scale)), len(request.blocks) * block_tokens)
+        output = max(1, round(request.output_tokens * scale))
+        requests.append(replace(request, input_tokens=tokens, output_tokens=output))
     return replace(trace, requests=tuple(requests), block_tokens=block_tokens)
 
 
 def speed_up(trace: Trace, speed: float) -> Trace:
     """The same requests, `speed` times as fast after one another."""
-    return replace(trace, requests=tuple(replace(each, at_s=each.at_s / speed) for each in trace.requests))
+    return replace(trace, requests=tuple(replace(request, at_s=request.at_s / speed) for request in trace.requests))
 
 
 def copies(trace: Trace, count: int, *, seconds: float | None = None) -> Iterator[TraceRequest]:
@@ -201,19 +203,19 @@ def copies(trace: Trace, count: int, *, seconds: float | None = None) -> Iterato
         yield from trace.requests
         return
     length = max(seconds if seconds is not None else trace.seconds, 1e-9)
-    met = Counter(block for each in trace.requests for block in set(each.blocks))
+    met = Counter(block for request in trace.requests for block in set(request.blocks))
     common = {block for block, number in met.items() if number >= SHARED_BY_ALL * len(trace.requests)}
     step = max(met, default=0) + 1
     turns = [(copy * _GOLDEN) % 1.0 * length for copy in range(count)]
     order = sorted(
-        ((each.at_s + turn) % length, copy, at)
+        ((request.at_s + turn) % length, copy, index)
         for copy, turn in enumerate(turns)
-        for at, each in enumerate(trace.requests)
+        for index, request in enumerate(trace.requests)
     )
-    for at_s, copy, at in order:
-        each = trace.requests[at]
-        blocks = each.blocks
+    for at_s, copy, index in order:
+        request = trace.requests[index]
+        blocks = request.blocks
         if copy:
             offset = copy * step
             blocks = tuple(block if block in common else block + offset for block in blocks)
-        yield TraceRequest(at_s, each.input_tokens, each.output_tokens, blocks)
+        yield TraceRequest(at_s, request.input_tokens, request.output_tokens, blocks)

@@ -70,11 +70,11 @@ def _shares(axes: Any, values: Any, limit: float | None, label: str, colour: str
 def _over_time(axes: Any, at_s: Any, ttft_s: Any, limit: float | None) -> None:
     if len(at_s):
         last = max(float(at_s.max()), 1e-9)
-        place = np.minimum((at_s * (_BINS / last)).astype(np.int64), _BINS - 1)
-        bins = sorted(set(place.tolist()))
+        bin_of = np.minimum((at_s * (_BINS / last)).astype(np.int64), _BINS - 1)
+        bins = sorted(set(bin_of.tolist()))
         for percent, colour in ((50, _BLUE), (95, _FAINT)):
-            values = [float(np.percentile(ttft_s[place == at], percent)) for at in bins]
-            axes.plot([at * last / _BINS for at in bins], values, color=colour, label=f"p{percent}")
+            values = [float(np.percentile(ttft_s[bin_of == bin_index], percent)) for bin_index in bins]
+            axes.plot([bin_index * last / _BINS for bin_index in bins], values, color=colour, label=f"p{percent}")
         axes.legend(loc="upper right")
     if limit is not None:
         axes.axhline(limit, color=_RED, linestyle="--", linewidth=1)

@@ -14,13 +14,13 @@ _SAMPLE = re.compile(r"^pdtransfer_slots(_free)?\{([^}]*)\} ([0-9.eE+-]+)$", re.
 
 def slots_taken(text: str) -> dict[str, tuple[float, float]]:
     """Slots taken and slots, by the labels of a component, from a page of metrics."""
-    found: dict[str, dict[bool, float]] = {}
+    counts: dict[str, dict[bool, float]] = {}
     for free, labels, value in _SAMPLE.findall(text):
-        found.setdefault(labels, {})[bool(free)] = float(value)
+        counts.setdefault(labels, {})[bool(free)] = float(value)
     return {
-        labels: (each[False] - each[True], each[False])
-        for labels, each in found.items()
-        if len(each) == 2 and each[False]
+        labels: (slots[False] - slots[True], slots[False])
+        for labels, slots in counts.items()
+        if len(slots) == 2 and slots[False]
     }
 
 

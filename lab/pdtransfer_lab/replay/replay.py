@@ -42,7 +42,7 @@ class ReplayOutcome:
 
     def report(self) -> dict[str, Any]:
         """For programs."""
-        late = [each for each in self.late_s if each > LATE_S]
+        late = [late_s for late_s in self.late_s if late_s > LATE_S]
         arena = self.arena or {}
         return self.figures.report() | {
             "arena_high_water_tokens": arena.get("tokens"),

@@ -51,23 +51,24 @@ def show_replay(report: dict[str, Any]) -> None:
 
 def show_plan(plan: dict[str, Any]) -> None:
     """Prints it."""
-    each, trace, report = plan["a_worker"], plan["trace"], plan["expected"]
+    worker, trace, report = plan["a_worker"], plan["trace"], plan["expected"]
     console = Console(highlight=False)
     least = plan["least_by_work"]
     users = "" if trace["users"] == 1 else f", {trace['users']:,} times the users"
     goal = f"{plan['share']:.1%} of {report['requests']:,} requests good ({_slo(report['slo'])})"
-    pool = f"{each['prefill_slots']:,} slots, {each['prefill_pool_gib']:,.1f} GiB"
-    arena = f"{each['decode_slots']:,} slots in use, {each['decode_arena_gib']:,.1f} GiB, a batch of {each['batch']:,}"
-    ports = f"{each['mooncake_ports_of_a_decode']:,} of a decode worker, {each['sessions_of_a_decode']:,} sessions"
-    ports += "" if each["mooncake_sessions_fit"] else ": more than a process may have, part the fleet"
+    pool = f"{worker['prefill_slots']:,} slots, {worker['prefill_pool_gib']:,.1f} GiB"
+    arena = f"{worker['decode_slots']:,} slots in use, {worker['decode_arena_gib']:,.1f} GiB"
+    arena += f", a batch of {worker['batch']:,}"
+    ports = f"{worker['mooncake_ports_of_a_decode']:,} of a decode worker, {worker['sessions_of_a_decode']:,} sessions"
+    ports += "" if worker["mooncake_sessions_fit"] else ": more than a process may have, part the fleet"
     rows = [
         ("for", f"{trace['file']}{users}: {goal}"),
         ("prefill workers", f"{plan['prefill']:,} (the work alone takes {least['prefill']:,})"),
         ("decode workers", f"{plan['decode']:,} (the work alone takes {least['decode']:,})"),
-        ("a prefill worker", f"{pool}, {each['prefill_link_gb_s']:,.3g} GB/s in its busiest second"),
-        ("a decode worker", f"{arena}, {each['decode_link_gb_s']:,.3g} GB/s in its busiest second"),
+        ("a prefill worker", f"{pool}, {worker['prefill_link_gb_s']:,.3g} GB/s in its busiest second"),
+        ("a decode worker", f"{arena}, {worker['decode_link_gb_s']:,.3g} GB/s in its busiest second"),
         ("Mooncake ports", ports),
-        ("router", f"--limits.rooms-max {each['rooms_max']:,} at least"),
+        ("router", f"--limits.rooms-max {worker['rooms_max']:,} at least"),
     ]
     _print(console, rows)
     show_replay({"trace": trace, "against": f"a model of {plan['prefill']:,} and {plan['decode']:,} workers"} | report)

@@ -103,8 +103,8 @@ def no_key(target: Target) -> Iterator[int]:
 
 def wrong_key(target: Target) -> Iterator[int]:
     """A listed key, for the key of another server."""
-    other = generate_pair()
-    yield from _handshakes(target, lambda: (target.guest, other.public))
+    stranger = generate_pair()
+    yield from _handshakes(target, lambda: (target.guest, stranger.public))
 
 
 def stranger(target: Target) -> Iterator[int]:
@@ -127,13 +127,13 @@ def _handshakes(target: Target, keys: Callable[[], tuple[KeyPair | None, str]]) 
 
 def replay(target: Target) -> Iterator[int]:
     """The bytes that a listed peer has sent, on connections of its own."""
-    recorded, held = record(target), deque[socket.socket]()
+    recorded, open_sockets = record(target), deque[socket.socket]()
     for number in itertools.count(1):
-        if (made := _connect(target)) is not None:
-            _push(made, recorded)
-            held.append(made)
-        if len(held) > _AT_ONCE:
-            held.popleft().close()
+        if (connection := _connect(target)) is not None:
+            _push(connection, recorded)
+            open_sockets.append(connection)
+        if len(open_sockets) > _AT_ONCE:
+            open_sockets.popleft().close()
         time.sleep(_PAUSE_SECONDS)
         yield number
 
@@ -178,35 +178,39 @@ def oversize(target: Target) -> Iterator[int]:
 def slow(target: Target) -> Iterator[int]:
     """Handshakes of one byte now and then; a closed connection is opened again."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)
-    held: list[tuple[socket.socket, int]] = []
+    open_sockets: list[tuple[socket.socket, int]] = []
     count = min(target.connections, 500)
     for number in itertools.count(1):
-        while len(held) < count and (made := _connect(target)) is not None:
-            held.append((made, 0))
-        held = [(each, at + 1) for each, at in held if _push(each, greeting[at % 64 : at % 64 + 1])]
+        while len(open_sockets) < count and (connection := _connect(target)) is not None:
+            open_sockets.append((connection, 0))
+        open_sockets = [
+            (connection, sent + 1)
+            for connection, sent in open_sockets
+            if _push(connection, greeting[sent % 64 : sent % 64 + 1])
+        ]
         time.sleep(_TRICKLE_SECONDS)
         yield number * count
 
 
 def junk(target: Target) -> Iterator[int]:
     """Very many connections that send random bytes and stay open; a closed one is opened again."""
-    held: list[socket.socket] = []
-    made = 0
+    open_sockets: list[socket.socket] = []
+    bytes_sent = 0
     while True:
         for _ in range(_BURST):
-            if len(held) < target.connections and (one := _connect(target)) is not None:
-                made += _push(one, secrets.token_bytes(9 if made % 2 else 40))
-                held.append(one)
-        if len(held) >= target.connections:
-            held = [each for each in held if _push(each, b"")]
+            if len(open_sockets) < target.connections and (connection := _connect(target)) is not None:
+                bytes_sent += _push(connection, secrets.token_bytes(9 if bytes_sent % 2 else 40))
+                open_sockets.append(connection)
+        if len(open_sockets) >= target.connections:
+            open_sockets = [connection for connection in open_sockets if _push(connection, b"")]
             time.sleep(_PAUSE_SECONDS)
-            yield made
+            yield bytes_sent
 
 
 def trespass(target: Target) -> Iterator[int]:
     """A listed key that grants, lands, aborts and registers what it may not, as fast as it can."""
     line = Line(target, target.guest, target.server_key)
-    frames = [encode(each) for each in _trespasses(target.component)]
+    frames = [encode(message) for message in _trespasses(target.component)]
     hello = encode(_hello("guest"))
     sent = 0
     while True:
@@ -270,11 +274,11 @@ def _hello(node: str) -> Hello:
 
 def _connect(target: Target) -> socket.socket | None:
     try:
-        made = socket.create_connection(target.address, timeout=1.0)
+        connection = socket.create_connection(target.address, timeout=1.0)
     except OSError:
         return None
-    made.setblocking(False)
-    return made
+    connection.setblocking(False)
+    return connection
 
 
 def _push(connection: socket.socket, text: bytes) -> bool:

@@ -189,20 +189,20 @@ def _generate(wanted: Measured, to: Connection) -> None:
     def timed(prompt: Sequence[int], count: int) -> tuple[float, list[int]]:
         ids = torch.tensor([prompt], device=device)
         began = time.perf_counter()
-        made = model.generate(
+        output = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0,
         )  # fmt: skip
-        found = made[0, len(prompt) :].tolist()  # waits for the GPU
-        return time.perf_counter() - began, found
+        tokens = output[0, len(prompt) :].tolist()  # waits for the GPU
+        return time.perf_counter() - began, tokens
 
     with torch.inference_mode():
         for length in wanted.prompts:
             prompts = prompts_of(3, length, wanted.vocabulary, "alone")
             timed(prompts[0], 4)
-            firsts, wholes = ([timed(each, count)[0] for each in prompts] for count in (1, wanted.tokens))
+            firsts, wholes = ([timed(prompt, count)[0] for prompt in prompts] for count in (1, wanted.tokens))
             first, whole = median(firsts), median(wholes)
             gap = (whole - first) / max(1, wanted.tokens - 1)
-            digests = [tokens_digest(timed(each, wanted.tokens)[1]).hex() for each in _checked(wanted, length)]
+            digests = [tokens_digest(timed(prompt, wanted.tokens)[1]).hex() for prompt in _checked(wanted, length)]
             to.send(((1e3 * first, 1e3 * gap, wanted.tokens / whole), digests))
 
 
@@ -220,15 +220,15 @@ async def _served(
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             for prompt, (ttft, gap, rate) in alone.items():
                 answers = await drive(
-                    _checked(wanted, prompt), 1, lambda each: _ask(session, fleet.url, each, wanted.tokens)
+                    _checked(wanted, prompt), 1, lambda prompt: _ask(session, fleet.url, prompt, wanted.tokens)
                 )
                 pairs = zip(answers, digests[prompt], strict=True)
-                same = sum(not each.error and each.facts.get("tokens_digest") == own for each, own in pairs)
-                found = AloneTimes(
+                same = sum(not answer.error and answer.facts.get("tokens_digest") == digest for answer, digest in pairs)
+                times = AloneTimes(
                     prompt=prompt, ttft_ms=ttft, gap_ms=gap, tokens_s=rate, identical=same, checked=len(answers)
                 )
-                figures.alone.append(found)
-                progress(f"{found}")
+                figures.alone.append(times)
+                progress(f"{times}")
             for prompt in wanted.prompts:
                 for clients in wanted.clients:
                     if clients * (prompt + wanted.tokens) > wanted.slots:
@@ -259,32 +259,36 @@ async def _cell(
     session: aiohttp.ClientSession, url: str, wanted: Measured, prompt: int, clients: int
 ) -> tuple[int, list[_Asked], float]:
     warm = prompts_of(_WARM, prompt, wanted.vocabulary, f"warm {clients}")
-    await drive(warm, _WARM, lambda each: _ask(session, url, each, min(wanted.tokens, 8)))
+    await drive(warm, _WARM, lambda prompt: _ask(session, url, prompt, min(wanted.tokens, 8)))
     prompts = prompts_of(clients * wanted.requests, prompt, wanted.vocabulary, f"cell {clients}")
     began = time.monotonic()
-    answers = await drive(prompts, clients, lambda each: _ask(session, url, each, wanted.tokens))
+    answers = await drive(prompts, clients, lambda prompt: _ask(session, url, prompt, wanted.tokens))
     return prompt, answers, time.monotonic() - began
 
 
 def _row(
     prompt: int, clients: int, answers: Sequence[_Asked], seconds: float, splits: Mapping[str, Split]
 ) -> ServedCell:
-    right = [each for each in answers if not each.error]
-    ttft = [1e3 * (each.chunks_s[0] - each.asked_s) for each in right]
+    right = [answer for answer in answers if not answer.error]
+    ttft = [1e3 * (answer.chunks_s[0] - answer.asked_s) for answer in right]
     gaps = [
         1e3 * (after - before)
-        for each in right
-        for before, after in zip(each.chunks_s, each.chunks_s[1:], strict=False)
+        for answer in right
+        for before, after in zip(answer.chunks_s, answer.chunks_s[1:], strict=False)
     ]
-    own = [splits[each.facts["room"]] for each in right if each.facts.get("room") in splits]
-    compute, exposed = middle([each.compute_s for each in own]), middle([each.exposed_s for each in own])
+    splits_here = [splits[answer.facts["room"]] for answer in right if answer.facts.get("room") in splits]
+    compute, exposed = (
+        middle([split.compute_s for split in splits_here]),
+        middle([split.exposed_s for split in splits_here]),
+    )
     return ServedCell(
         prompt=prompt, clients=clients, requests=len(answers), failed=len(answers) - len(right),
         ttft_ms=middle(ttft), ttft_ms_p99=p99(ttft), gap_ms=middle(gaps), gap_ms_p99=p99(gaps),
-        tokens_s=sum(int(each.facts["completion_tokens"]) for each in right) / seconds, compute_ms=1e3 * compute,
-        exposed_ms=1e3 * exposed, exposed_percent=100 * exposed / compute if own else nan,
-        tail_ms=1e3 * middle([each.tail_s for each in own]), step_ms=1e3 * middle([each.step_s for each in own]),
-        error=next((each.error for each in answers if each.error), ""),
+        tokens_s=sum(int(answer.facts["completion_tokens"]) for answer in right) / seconds, compute_ms=1e3 * compute,
+        exposed_ms=1e3 * exposed, exposed_percent=100 * exposed / compute if splits_here else nan,
+        tail_ms=1e3 * middle([split.tail_s for split in splits_here]),
+        step_ms=1e3 * middle([split.step_s for split in splits_here]),
+        error=next((answer.error for answer in answers if answer.error), ""),
     )  # fmt: skip
 
 
@@ -295,11 +299,11 @@ async def _splits(traces: Path) -> dict[str, Split]:
         spans, _ = merge([read(path) for path in files([traces])])
     except ConfigError:
         return {}
-    return {f"{each.label:016x}": each.split for each in rooms_of(spans)}
+    return {f"{room.label:016x}": room.split for room in rooms_of(spans)}
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], tokens: int) -> _Asked:
-    made = _Asked(time.monotonic())
+    asked = _Asked(time.monotonic())
     body: dict[str, Any] = {
         "prompt": list(prompt),
         "max_tokens": tokens,
@@ -311,53 +315,53 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], 
     try:
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             if answer.status != 200:
-                made.error = f"{answer.status}: {(await answer.text())[:200]}"
-                return made
+                asked.error = f"{answer.status}: {(await answer.text())[:200]}"
+                return asked
             async for line in answer.content:
                 if not line.startswith(b"data: {"):
                     continue
                 now, chunk = time.monotonic(), json.loads(line[6:])
                 if "error" in chunk:
-                    made.error = str(chunk["error"])[:200]
-                    return made
-                made.facts |= (chunk.get("pdtransfer") or {}) | (chunk.get("usage") or {})
+                    asked.error = str(chunk["error"])[:200]
+                    return asked
+                asked.facts |= (chunk.get("pdtransfer") or {}) | (chunk.get("usage") or {})
                 if chunk["choices"] and chunk["choices"][0].get("text"):
-                    made.chunks_s.append(now)
+                    asked.chunks_s.append(now)
     except (OSError, aiohttp.ClientError, TimeoutError) as error:
-        made.error = repr(error)
-    if not made.error and not (made.chunks_s and "completion_tokens" in made.facts):
-        made.error = "the stream ended early"
-    return made
+        asked.error = repr(error)
+    if not asked.error and not (asked.chunks_s and "completion_tokens" in asked.facts):
+        asked.error = "the stream ended early"
+    return asked
 
 
 def tables(figures: CheckpointFigures) -> list[list[list[str]]]:
     """Both tables, each with its head first."""
     alone = [["generate: prompt", "TTFT, ms", "ITL, ms", "tokens/s", "identical"]]
     alone += [
-        [f"{each.prompt:,}", *map(figure, (each.ttft_ms, each.gap_ms, each.tokens_s)),
-         f"{each.identical} of {each.checked}"]
-        for each in figures.alone
+        [f"{times.prompt:,}", *map(figure, (times.ttft_ms, times.gap_ms, times.tokens_s)),
+         f"{times.identical} of {times.checked}"]
+        for times in figures.alone
     ]  # fmt: skip
-    rates = {each.prompt: each.tokens_s for each in figures.alone}
+    rates = {times.prompt: times.tokens_s for times in figures.alone}
     served = [["daemons: prompt", "clients", "requests", "failed", "TTFT p50, ms", "p99", "ITL p50, ms", "p99",
                "tokens/s", "of generate", "compute, ms", "exposed, ms", "of it", "tail, ms", "step, ms"]]  # fmt: skip
     served += [
-        [f"{each.prompt:,}", str(each.clients), str(each.requests), str(each.failed),
-         *map(figure, (each.ttft_ms, each.ttft_ms_p99, each.gap_ms, each.gap_ms_p99, each.tokens_s)),
-         f"{each.tokens_s / rates[each.prompt]:.1f} x", *map(figure, (each.compute_ms, each.exposed_ms)),
-         f"{each.exposed_percent:.1f} %", *map(figure, (each.tail_ms, each.step_ms))]
-        for each in figures.served
+        [f"{row.prompt:,}", str(row.clients), str(row.requests), str(row.failed),
+         *map(figure, (row.ttft_ms, row.ttft_ms_p99, row.gap_ms, row.gap_ms_p99, row.tokens_s)),
+         f"{row.tokens_s / rates[row.prompt]:.1f} x", *map(figure, (row.compute_ms, row.exposed_ms)),
+         f"{row.exposed_percent:.1f} %", *map(figure, (row.tail_ms, row.step_ms))]
+        for row in figures.served
     ]  # fmt: skip
     errors = [["cell", "error"]]
-    errors += [[f"{each.prompt:,}, {each.clients} clients", each.error] for each in figures.served if each.error]
-    return [each for each in (alone, served, errors) if len(each) > 1]
+    errors += [[f"{row.prompt:,}, {row.clients} clients", row.error] for row in figures.served if row.error]
+    return [table for table in (alone, served, errors) if len(table) > 1]
 
 
 def show(figures: CheckpointFigures, *, as_json: bool) -> int:
     """Prints it. Returns a command's status: 1 if a request failed."""
-    found = tables(figures)
+    shown = tables(figures)
     if as_json:
-        print(json.dumps({"tables": found} | about(measure)))
+        print(json.dumps({"tables": shown} | about(measure)))
     else:
-        print_tables(found, width=180)
-    return 1 if any(each.failed for each in figures.served) else 0
+        print_tables(shown, width=180)
+    return 1 if any(row.failed for row in figures.served) else 0

@@ -145,12 +145,12 @@ def setup_of(
     )  # fmt: skip
 
 
-def cells(prompts: Sequence[int], clients: Sequence[int], each: int, at_once_max: int) -> list[Cell]:
+def cells(prompts: Sequence[int], clients: Sequence[int], requests_each: int, at_once_max: int) -> list[Cell]:
     """Every prompt length with every number of clients; a cell with more tokens at once than fit is left out.
 
     A cell has five requests, or `each` of every client; fewer if they have more tokens, but one of every client."""
     return [
-        Cell(prompt, number, max(number, min(max(FEWEST, number * each), at_once_max // prompt)))
+        Cell(prompt, number, max(number, min(max(FEWEST, number * requests_each), at_once_max // prompt)))
         for prompt in prompts
         for number in clients
         if prompt * number <= at_once_max
@@ -195,11 +195,11 @@ async def _measure(
     expected: dict[Cell, list[list[int]]] = {}
     firsts: dict[Cell, float] = {}
 
-    def keep(kind: str, made: Any) -> None:
+    def keep(kind: str, figures: Any) -> None:
         if out is not None:
             with out.open("a") as file:
-                file.write(dumps({"kind": kind, **made}) + "\n")
-        progress(f"{kind}: {made}")
+                file.write(dumps({"kind": kind, **figures}) + "\n")
+        progress(f"{kind}: {figures}")
 
     for name in fleets:
         began = time.monotonic()
@@ -207,18 +207,20 @@ async def _measure(
             async with running(setup, engine, None if name == ONE else name) as fleet:
                 progress(f"{name}: started in {time.monotonic() - began:.0f} s")
                 if first:
-                    result.first.append(made := await _first(name, fleet, setup, cells[0].prompt, first, tokens))
-                    keep("first", asdict(made))
+                    result.first.append(
+                        first_requests := await _first(name, fleet, setup, cells[0].prompt, first, tokens)
+                    )
+                    keep("first", asdict(first_requests))
                 for cell in cells:
                     result.rows.append(row := await _cell(name, fleet, setup, cell, tokens, expected, firsts))
                     keep("row", asdict(row))
                 for prompt in beside if name != ONE else ():
-                    result.beside.append(found := await _beside(name, fleet, setup, prompt))
-                    keep("beside", asdict(found))
+                    result.beside.append(measured := await _beside(name, fleet, setup, prompt))
+                    keep("beside", asdict(measured))
                 for role, (anonymous, shared, start_s) in fleet.memory().items():
-                    held = Memory(fleet=name, role=role, anonymous=anonymous, shared=shared, start_s=start_s)
-                    result.memory.append(held)
-                    keep("memory", asdict(held))
+                    memory = Memory(fleet=name, role=role, anonymous=anonymous, shared=shared, start_s=start_s)
+                    result.memory.append(memory)
+                    keep("memory", asdict(memory))
                 if name == engine.our_link:
                     result.metrics = await fleet.metrics(engine.our_metrics)
                     keep("metrics", result.metrics)
@@ -230,10 +232,10 @@ async def _measure(
 
 async def _first(name: str, fleet: Fleet, setup: Setup, prompt: int, requests: int, tokens: int) -> First:
     prompts = prompts_of(requests, prompt, setup.vocabulary, seed=3)
-    answers = await drive(prompts, 1, lambda each: fleet.ask(each, min(tokens, 4)))
+    answers = await drive(prompts, 1, lambda prompt: fleet.ask(prompt, min(tokens, 4)))
     right = [answer for answer in answers if not answer.error]
     ttft = [1e3 * answer.ttft_s for answer in right]
-    hand_offs = [1e3 * (each.chunks_s[0] - each.prefilled_s) for each in right if each.prefilled_s is not None]
+    hand_offs = [1e3 * (answer.chunks_s[0] - answer.prefilled_s) for answer in right if answer.prefilled_s is not None]
     return First(
         fleet=name, prompt=prompt, requests=requests, failed=len(answers) - len(right), ttft_ms=middle(ttft),
         ttft_ms_p99=p99(ttft), slowest_ms=max(ttft, default=nan), handoff_ms=middle(hand_offs),
@@ -251,24 +253,26 @@ async def _cell(
     began, cpu_s = time.monotonic(), fleet.threads_cpu_s()
     answers = await drive(prompts, cell.clients, lambda prompt: fleet.ask(prompt, tokens))
     seconds, cpu_s = time.monotonic() - began, fleet.threads_cpu_s() - cpu_s
-    right = [each for each in answers if not each.error]
-    ttft = [1e3 * each.ttft_s for each in right]
-    gaps = [1e3 * gap for each in right for gap in each.gaps_s]
-    hand_offs = [1e3 * (each.chunks_s[0] - each.prefilled_s) for each in right if each.prefilled_s is not None]
-    prefills = [1e3 * (each.prefilled_s - each.asked_s) for each in right if each.prefilled_s is not None]
+    right = [answer for answer in answers if not answer.error]
+    ttft = [1e3 * answer.ttft_s for answer in right]
+    gaps = [1e3 * gap for answer in right for gap in answer.gaps_s]
+    hand_offs = [1e3 * (answer.chunks_s[0] - answer.prefilled_s) for answer in right if answer.prefilled_s is not None]
+    prefills = [1e3 * (answer.prefilled_s - answer.asked_s) for answer in right if answer.prefilled_s is not None]
     if name == ONE:
-        expected[cell], firsts[cell] = [each.tokens for each in answers], middle(ttft)
+        expected[cell], firsts[cell] = [answer.tokens for answer in answers], middle(ttft)
     same = None
     if cell in expected:
-        same = sum(not each.error and each.tokens == own for each, own in zip(answers, expected[cell], strict=True))
+        same = sum(
+            not answer.error and answer.tokens == tokens for answer, tokens in zip(answers, expected[cell], strict=True)
+        )
     return Row(
         fleet=name, prompt=cell.prompt, clients=cell.clients, requests=cell.requests, failed=len(answers) - len(right),
         identical=same, ttft_ms=middle(ttft), ttft_ms_p99=p99(ttft),
-        gap_ms=middle(gaps), gap_ms_p99=p99(gaps), tokens_s=sum(len(each.tokens) for each in right) / seconds,
+        gap_ms=middle(gaps), gap_ms_p99=p99(gaps), tokens_s=sum(len(answer.tokens) for answer in right) / seconds,
         cpu_ms=1e3 * cpu_s / cell.requests, prefill_ms=middle(prefills), handoff_ms=middle(hand_offs),
         handoff_ms_p99=p99(hand_offs),
         exposed_ms=middle(ttft) - firsts.get(cell, nan) if name != ONE else nan,
-        error=next((each.error for each in answers if each.error), ""),
+        error=next((answer.error for answer in answers if answer.error), ""),
     )  # fmt: skip
 
 
@@ -278,8 +282,8 @@ async def _beside(name: str, fleet: Fleet, setup: Setup, prompt: int) -> Beside:
     failed = 0
     for number in range(BESIDE_ROUNDS):
         for handed in (False, True):
-            found, took, errors = await _beside_round(fleet, setup, prompt, handed=handed, seed=10 + number)
-            gaps[handed] += found
+            round_gaps, took, errors = await _beside_round(fleet, setup, prompt, handed=handed, seed=10 + number)
+            gaps[handed] += round_gaps
             seconds[handed].append(took)
             failed += errors
     return Beside(
@@ -299,7 +303,7 @@ async def _beside_round(
         asyncio.create_task(fleet.decode_alone(text, STREAM_TOKENS, into))
         for text, into in zip(texts, streams, strict=True)
     ]
-    while not all(each.chunks_s or each.error for each in streams):  # noqa: ASYNC110
+    while not all(stream.chunks_s or stream.error for stream in streams):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     left = iter(prompts_of(max(BESIDE_PROMPTS, BESIDE_TOKENS // prompt), prompt, setup.vocabulary, seed))
     short = prompts_of(1, SHORT_PROMPT, setup.vocabulary, seed)[0]
@@ -307,13 +311,13 @@ async def _beside_round(
     answers: list[Answer] = []
 
     async def client() -> None:
-        for each in left:
+        for prompt in left:
             if handed:
-                answer, rest = await fleet.hand_over(each, 1)
+                answer, rest = await fleet.hand_over(prompt, 1)
                 answers.append(answer)
                 rests.append(rest)
             else:
-                await fleet.prefill_alone(each)
+                await fleet.prefill_alone(prompt)
                 rests.append(asyncio.create_task(fleet.decode_alone(short, 1)))
 
     await asyncio.sleep(0.2)
@@ -322,17 +326,17 @@ async def _beside_round(
     took = time.monotonic() - began
     await asyncio.gather(*rests)
     ended = time.monotonic()
-    for each in background:
-        each.cancel()
+    for task in background:
+        task.cancel()
     await asyncio.gather(*background, return_exceptions=True)
     gaps = [
         1e3 * (after - before)
-        for each in streams
-        for before, after in zip(each.chunks_s, each.chunks_s[1:], strict=False)
+        for stream in streams
+        for before, after in zip(stream.chunks_s, stream.chunks_s[1:], strict=False)
         if before >= began and after <= ended
     ]
     await asyncio.sleep(0.5)  # both engines are idle again
-    return gaps, took, sum(bool(each.error) for each in (*answers, *streams))
+    return gaps, took, sum(bool(answer.error) for answer in (*answers, *streams))
 
 
 def tables(result: Result) -> list[list[list[str]]]:
@@ -341,44 +345,44 @@ def tables(result: Result) -> list[list[list[str]]]:
              "p99", "tokens/s", "prefill's CPU, ms", "prefill p50, ms", "hand-off p50, ms", "p99",
              "exposed, ms"]]  # fmt: skip
     rows += [
-        [each.fleet, f"{each.prompt:,}", str(each.clients), str(each.requests), str(each.failed),
-         "-" if each.identical is None else str(each.identical),
-         *map(figure, (each.ttft_ms, each.ttft_ms_p99, each.gap_ms, each.gap_ms_p99, each.tokens_s, each.cpu_ms,
-                        each.prefill_ms, each.handoff_ms, each.handoff_ms_p99, each.exposed_ms))]
-        for each in result.rows
+        [row.fleet, f"{row.prompt:,}", str(row.clients), str(row.requests), str(row.failed),
+         "-" if row.identical is None else str(row.identical),
+         *map(figure, (row.ttft_ms, row.ttft_ms_p99, row.gap_ms, row.gap_ms_p99, row.tokens_s, row.cpu_ms,
+                        row.prefill_ms, row.handoff_ms, row.handoff_ms_p99, row.exposed_ms))]
+        for row in result.rows
     ]  # fmt: skip
     first = [["fleet", "prompts of", "first requests", "failed", "TTFT p50, ms", "p99", "slowest", "its number",
               "hand-off p50, ms", "p99"]]  # fmt: skip
     first += [
-        [each.fleet, f"{each.prompt:,}", str(each.requests), str(each.failed),
-         *map(figure, (each.ttft_ms, each.ttft_ms_p99, each.slowest_ms)), str(each.slowest_at),
-         *map(figure, (each.handoff_ms, each.handoff_ms_p99))]
-        for each in result.first
+        [first.fleet, f"{first.prompt:,}", str(first.requests), str(first.failed),
+         *map(figure, (first.ttft_ms, first.ttft_ms_p99, first.slowest_ms)), str(first.slowest_at),
+         *map(figure, (first.handoff_ms, first.handoff_ms_p99))]
+        for first in result.first
     ]  # fmt: skip
     memory = [["fleet", "server", "anonymous, GiB", "shared or pinned, GiB", "answered after, s"]]
     memory += [
-        [each.fleet, each.role, f"{each.anonymous:.2f}", f"{each.shared:.2f}", f"{each.start_s:.1f}"]
-        for each in result.memory
+        [usage.fleet, usage.role, f"{usage.anonymous:.2f}", f"{usage.shared:.2f}", f"{usage.start_s:.1f}"]
+        for usage in result.memory
     ]
     beside = [["fleet", "prompts of", "ITL p50, ms", "beside", "ITL p99, ms", "beside", "slowed", "prefill, s",
                "beside", "slowed", "failed"]]  # fmt: skip
     beside += [
-        [each.fleet, f"{each.prompt:,}", *map(figure, (each.gap_ms, each.gap_beside_ms, each.gap_ms_p99,
-         each.gap_beside_ms_p99)), f"{each.gap_beside_ms_p99 / each.gap_ms_p99 - 1:+.1%}",
-         *map(figure, (each.prefill_s, each.prefill_beside_s)), f"{each.prefill_beside_s / each.prefill_s - 1:+.1%}",
-         str(each.failed)]
-        for each in result.beside
+        [pair.fleet, f"{pair.prompt:,}", *map(figure, (pair.gap_ms, pair.gap_beside_ms, pair.gap_ms_p99,
+         pair.gap_beside_ms_p99)), f"{pair.gap_beside_ms_p99 / pair.gap_ms_p99 - 1:+.1%}",
+         *map(figure, (pair.prefill_s, pair.prefill_beside_s)), f"{pair.prefill_beside_s / pair.prefill_s - 1:+.1%}",
+         str(pair.failed)]
+        for pair in result.beside
     ]  # fmt: skip
     broken = [["fleet", "did not run to its end"], *([name, text] for name, text in result.broken.items())]
     ours = [["decode's metric", "value"], *([name, f"{value:g}"] for name, value in sorted(result.metrics.items()))]
-    return [each for each in (rows, first, memory, beside, broken, ours) if len(each) > 1]
+    return [table for table in (rows, first, memory, beside, broken, ours) if len(table) > 1]
 
 
 def show(result: Result, *, as_json: bool) -> int:
     """Prints it. Returns a command's status: 1 if nothing was measured."""
-    found = tables(result)
+    shown = tables(result)
     if as_json:
-        print(json.dumps({"tables": found} | about(measure)))
+        print(json.dumps({"tables": shown} | about(measure)))
         return 0 if result.rows else 1
-    print_tables(found, width=180)
+    print_tables(shown, width=180)
     return 0 if result.rows else 1

@@ -81,7 +81,7 @@ def _frozen(rooms: int, rounds: int) -> Figures:
             finally:
                 os.kill(ranks.bystander_pid, signal.SIGCONT)
             beside.append(float(np.percentile(np.concatenate(taken), 99)))
-    ratios = [one / other for one, other in zip(beside, quiet, strict=True)]
+    ratios = [disturbed / undisturbed for disturbed, undisturbed in zip(beside, quiet, strict=True)]
     return {
         "frozen_p99_ratio": median(ratios),
         "frozen_p99_ratio_max": max(ratios),

@@ -66,10 +66,12 @@ class CheckedFleet:
         }  # fmt: skip
         same |= {"model": self.model} if self.model else {"engine": self.engine}
         prefills = [
-            PrefillConfig(node=f"prefill-{at}", chunk_tokens=self.chunk_tokens, **same) for at in range(self.prefill)
+            PrefillConfig(node=f"prefill-{index}", chunk_tokens=self.chunk_tokens, **same)
+            for index in range(self.prefill)
         ]
         decodes = [
-            DecodeConfig(node=f"decode-{at}", socket_directory=logs / "sockets", **same) for at in range(self.decode)
+            DecodeConfig(node=f"decode-{index}", socket_directory=logs / "sockets", **same)
+            for index in range(self.decode)
         ]
         router: dict[str, Any] = {"model": self.model} if self.model else {}
         return Fleet(
@@ -89,8 +91,8 @@ class Probes:
         steps: dict[float, float] = {}
         for batch in (1, 4, 12):
             progress(f"steps of {batch}")
-            found = [await self._asked([SHORT] * batch * self._workers.decode, STEPS) for _ in range(ROUNDS)]
-            steps[batch] = median(median(each.figures.itl_s) for each in found)
+            rounds = [await self._asked([SHORT] * batch * self._workers.decode, STEPS) for _ in range(ROUNDS)]
+            steps[batch] = median(median(outcome.figures.itl_s) for outcome in rounds)
         # Each request of these answers has one step; what is short has hardly more.
         bare_s = await self._first_token_s(SHORT)
         computed: dict[float, float] = {}
@@ -109,10 +111,10 @@ class Probes:
         """Requests at the same time that share nothing."""
         size = max(lengths)
         requests = tuple(TraceRequest(0.0, tokens, output, (next(self._block),)) for tokens in lengths)
-        found = await replay(Trace(requests, block_tokens=size), self._target, Slo())
-        if found.figures.statuses["200"] != len(requests):
-            raise WorldError(f"a request of the measurement failed: {dict(found.figures.statuses)}")
-        return found
+        outcome = await replay(Trace(requests, block_tokens=size), self._target, Slo())
+        if outcome.figures.statuses["200"] != len(requests):
+            raise WorldError(f"a request of the measurement failed: {dict(outcome.figures.statuses)}")
+        return outcome
 
 
 def _rising(points: dict[float, float]) -> dict[float, float]:
@@ -126,8 +128,8 @@ def _rising(points: dict[float, float]) -> dict[float, float]:
 def mean_rates(before: Rates, after: Rates) -> Rates:
     """Between what was measured before and after."""
 
-    def between(one: Curve, other: Curve) -> Curve:
-        return Curve.of({size: (one(size) + other(size)) / 2 for size in one.sizes})
+    def between(before: Curve, after: Curve) -> Curve:
+        return Curve.of({size: (before(size) + after(size)) / 2 for size in before.sizes})
 
     return replace(
         before, prefill=between(before.prefill, after.prefill), decode=between(before.decode, after.decode),
@@ -151,8 +153,8 @@ async def _check(
     block_tokens = -(-trace.block_tokens // workers.page_size) * workers.page_size
     limits = replace(LIMITS, prefix_block_tokens=block_tokens)
     trace = replace(trace, block_tokens=block_tokens)
-    trace = replace(trace, requests=tuple(_in_blocks(each, block_tokens) for each in trace.requests))
-    longest = max(each.input_tokens for each in trace.requests)
+    trace = replace(trace, requests=tuple(_in_blocks(request, block_tokens) for request in trace.requests))
+    longest = max(request.input_tokens for request in trace.requests)
     with tempfile.TemporaryDirectory(prefix="pdtransfer-check-") as logs:
         fleet = workers.fleet(Path(logs), limits)
         async with fleet:
@@ -183,7 +185,7 @@ async def _check(
             "decode_step_s": dict(zip(rates.decode.sizes, rates.decode.seconds, strict=True)),
             "overhead_s": rates.overhead_s,
         },
-        "compared": {name: _compared(real, model, place) for name, place in COMPARED},
+        "compared": {name: _compared(real, model, path) for name, path in COMPARED},
         "real": real, "model": model,
     }  # fmt: skip
 
@@ -194,11 +196,11 @@ def _in_blocks(request: TraceRequest, block_tokens: int) -> TraceRequest:
     return replace(request, blocks=request.blocks[:blocks])
 
 
-def _compared(real: dict[str, Any], model: dict[str, Any], place: Sequence[str]) -> dict[str, float]:
+def _compared(real: dict[str, Any], model: dict[str, Any], path: Sequence[str]) -> dict[str, float]:
     values: list[float] = []
     for report in (real, model):
         value: Any = report
-        for field in place:
+        for field in path:
             value = value[field]
         values.append(float(value))
     return {"real": values[0], "model": values[1], "ratio": round(values[1] / max(values[0], 1e-9), 3)}
@@ -219,8 +221,8 @@ def measure(
 def show(result: dict[str, Any]) -> None:
     """Prints it."""
     rows = [
-        [name, f"{each['real']:,.2f}", f"{each['model']:,.2f}", f"{each['ratio']:.2f}"]
-        for name, each in result["compared"].items()
+        [name, f"{compared['real']:,.2f}", f"{compared['model']:,.2f}", f"{compared['ratio']:.2f}"]
+        for name, compared in result["compared"].items()
     ]
     title = f"{result['requests']} requests in {result['seconds']:.0f} s, load {result['load_before']} to "
     title += f"{result['load_after']}; rates after / before: {result['drift']}; errors {result['errors'] or 'none'}"

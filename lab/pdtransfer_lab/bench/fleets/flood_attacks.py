@@ -53,7 +53,7 @@ def junk(target: FloodTarget) -> Iterator[int]:
 
 def junk_lines(target: FloodTarget) -> Iterator[int]:
     """Junk on connections that stay, as fast as they take it."""
-    yield from _said(target, [b"\xc1" * 9, b"\x93\x01\x01", secrets.token_bytes(200)])
+    yield from _send_frames(target, [b"\xc1" * 9, b"\x93\x01\x01", secrets.token_bytes(200)])
 
 
 def hellos(target: FloodTarget) -> Iterator[int]:
@@ -67,7 +67,7 @@ def hellos(target: FloodTarget) -> Iterator[int]:
 def hello_lines(target: FloodTarget) -> Iterator[int]:
     """Hellos on connections that stay, as fast as they take them."""
     hello = _hello(f"flood-{secrets.token_hex(4)}", "decode" if target.role == "prefill" else "router")
-    yield from _said(target, [encode(hello)])
+    yield from _send_frames(target, [encode(hello)])
 
 
 def connections(target: FloodTarget) -> Iterator[int]:
@@ -82,9 +82,9 @@ def other_role(target: FloodTarget) -> Iterator[int]:
     roles: tuple[Role, ...] = ("router", "prefill", "decode")
     frames = [encode(_hello("guest", role)) for role in roles]
     more = (Ping(1), Pong(1), Reject(0, "breach", ()), Goodbye(1, "shutdown"))
-    frames += [encode(each) for each in more]
+    frames += [encode(message) for message in more]
     frames.append(encode(Welcome(VERSION, _hello("guest", "prefill").identity)))
-    yield from _said(target, frames)
+    yield from _send_frames(target, frames)
 
 
 def busy(target: FloodTarget) -> Iterator[int]:  # noqa: ARG001
@@ -131,9 +131,9 @@ def _posted(target: FloodTarget, path: str, body: bytes) -> Iterator[int]:
     request = f"{head}Content-Type: application/json\r\n\r\n".encode() + body
     for number in itertools.count(1):
         try:
-            with socket.create_connection(("127.0.0.1", target.port), timeout=30.0) as made:
-                made.sendall(request)
-                while made.recv(65_536):
+            with socket.create_connection(("127.0.0.1", target.port), timeout=30.0) as connection:
+                connection.sendall(request)
+                while connection.recv(65_536):
                     pass
         except OSError:
             time.sleep(0.01)
@@ -141,14 +141,14 @@ def _posted(target: FloodTarget, path: str, body: bytes) -> Iterator[int]:
 
 
 KEYLESS: dict[str, Callable[[FloodTarget], Iterator[int]]] = {
-    each.__name__: each for each in (junk, junk_lines, hellos, hello_lines, connections, busy)
+    attack.__name__: attack for attack in (junk, junk_lines, hellos, hello_lines, connections, busy)
 }
 # Of the router's own clients, by the engine that it stands in front of; "pdtransfer" is the fleet of the others.
 CLIENTS: dict[str, dict[str, Callable[[FloodTarget], Iterator[int]]]] = {
-    "pdtransfer": {each.__name__: each for each in (nested_prompts, largest_prompts)},
-    "sglang": {each.__name__: each for each in (nested_sampling, largest_relayed)},
+    "pdtransfer": {attack.__name__: attack for attack in (nested_prompts, largest_prompts)},
+    "sglang": {attack.__name__: attack for attack in (nested_sampling, largest_relayed)},
 }
-KEYED = {each.__name__: each for each in (other_role, hello_lines, junk, connections)}
+KEYED = {attack.__name__: attack for attack in (other_role, hello_lines, junk, connections)}
 
 
 def run(pipe: Connection, name: str, target: FloodTarget) -> None:
@@ -167,28 +167,28 @@ def _hello(node: str, role: Role) -> Hello:
     return Hello(VERSION, VERSION, Identity(node, role, 1, Ranks(), "paced", b"paced", 64))
 
 
-def _strike(target: FloodTarget, said: bytes) -> None:
+def _strike(target: FloodTarget, data: bytes) -> None:
     """One connection that says this and ends by a reset. Without anything to say it does not even greet."""
     try:
-        with socket.create_connection(("127.0.0.1", target.port), timeout=1.0) as made:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            if said:
-                made.sendall(_GREETING + _READY)
-                heard = 0
+        with socket.create_connection(("127.0.0.1", target.port), timeout=1.0) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if data:
+                connection.sendall(_GREETING + _READY)
+                received = 0
                 # What comes with or before its READY is an error of ZMQ's, and none of the frames would be read.
-                while heard <= len(_GREETING):
-                    if not (some := made.recv(1_024)):
+                while received <= len(_GREETING):
+                    if not (some := connection.recv(1_024)):
                         return
-                    heard += len(some)
-                made.sendall(said)
-                made.settimeout(_ANSWER_S)  # a reset takes back what has not been read
+                    received += len(some)
+                connection.sendall(data)
+                connection.settimeout(_ANSWER_S)  # a reset takes back what has not been read
                 with suppress(TimeoutError):
-                    made.recv(1_024)
+                    connection.recv(1_024)
     except OSError:
         time.sleep(0.001)
 
 
-def _said(target: FloodTarget, frames: list[bytes]) -> Iterator[int]:
+def _send_frames(target: FloodTarget, frames: list[bytes]) -> Iterator[int]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def opened() -> zmq.Socket[bytes]:
@@ -205,7 +205,7 @@ def _said(target: FloodTarget, frames: list[bytes]) -> Iterator[int]:
     lines, sent = [opened() for _ in range(_LINES)], 0
     while True:
         before = sent
-        for at, line in enumerate(lines):
+        for index, line in enumerate(lines):
             with suppress(zmq.Again):
                 while True:
                     line.recv(zmq.NOBLOCK)
@@ -216,7 +216,7 @@ def _said(target: FloodTarget, frames: list[bytes]) -> Iterator[int]:
             except zmq.Again:
                 if not line.poll(20, zmq.POLLOUT):  # refused, perhaps: ZMQ itself gives up then
                     line.close()
-                    lines[at] = opened()
+                    lines[index] = opened()
         if sent == before:
             time.sleep(0.001)
         yield sent

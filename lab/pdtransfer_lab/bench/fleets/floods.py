@@ -66,7 +66,7 @@ def _fleet(here: Path, *, keyed: bool) -> Fleet:
         lines.append(f"{generate(here / GUEST)} decode,prefill")
         (here / "all").write_text("\n".join(lines) + "\n")
 
-    def own(node: str) -> dict[str, Any]:
+    def options_of(node: str) -> dict[str, Any]:
         return {"node": node, **({"key": here / f"{node}.key", "allow": here / "all"} if keyed else {})}
 
     same: dict[str, Any] = {
@@ -75,9 +75,9 @@ def _fleet(here: Path, *, keyed: bool) -> Fleet:
     }  # fmt: skip
     router, prefill, decode = NODES
     return Fleet(
-        [PrefillConfig(chunk_tokens=256, **own(prefill), **same)],
-        [DecodeConfig(socket_directory=here / "sockets", **own(decode), **same)],
-        RouterConfig(listen="127.0.0.1:0", **own(router)),
+        [PrefillConfig(chunk_tokens=256, **options_of(prefill), **same)],
+        [DecodeConfig(socket_directory=here / "sockets", **options_of(decode), **same)],
+        RouterConfig(listen="127.0.0.1:0", **options_of(router)),
         here,
     )
 
@@ -94,12 +94,12 @@ async def served_by(url: str, clients: int, seconds: float, logs: Path) -> Serve
                 async with http.post("/v1/completions", json=body) as response:
                     text = "" if response.status == 200 else (await response.json())["error"]["message"]
                     await response.read()
-                    said = "200" if response.status == 200 else f"{response.status} {text}"
+                    answer = "200" if response.status == 200 else f"{response.status} {text}"
             except (aiohttp.ClientError, TimeoutError) as error:
-                said = type(error).__name__
+                answer = type(error).__name__
             if time.monotonic() < ends:
-                answers[said] += 1
-            if said != "200":
+                answers[answer] += 1
+            if answer != "200":
                 await asyncio.sleep(0.1)
 
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as http:
@@ -197,14 +197,14 @@ def _target(fleet: Fleet, role: str, here: Path, *, keyed: bool) -> FloodTarget:
 def row_of(name: str, quiet: list[Served], flooded: list[Served], count: int) -> list[str]:
     ratios = sorted(after.goodput / max(before.goodput, 1e-9) for before, after in zip(quiet, flooded, strict=True))
     failed: Counter[str] = Counter()
-    for each in flooded:
-        failed.update({said: times for said, times in each.answers.items() if said != "200"})
-    asked = sum(sum(each.answers.values()) for each in flooded)
-    log_rate = max(each.log_bytes / each.seconds for each in flooded)
+    for sample in flooded:
+        failed.update({answer: times for answer, times in sample.answers.items() if answer != "200"})
+    asked = sum(sum(sample.answers.values()) for sample in flooded)
+    log_rate = max(sample.log_bytes / sample.seconds for sample in flooded)
     return [
         name,
         f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})",
-        f"{max(each.goodput for each in quiet):.0f}",
+        f"{max(sample.goodput for sample in quiet):.0f}",
         f"{sum(failed.values())} of {asked}",
         f"{count:,}",
         f"{log_rate / 1e3:.1f}",
@@ -223,9 +223,9 @@ def measure(
     os.environ.setdefault("PYTHONPATH", str(Path(__file__).parents[4]))
     rows: list[list[str]] = []
     kinds = [("keyless", KEYLESS, given.attackers), ("keyed", KEYED, given.attackers)]
-    kinds += [(engine, known, count) for engine, known in CLIENTS.items() for count in CLIENT_COUNTS]
-    for kind, known, count in kinds:
-        names = tuple(name for name in known if not attacks or name in attacks)
+    kinds += [(engine, attacks_of, count) for engine, attacks_of in CLIENTS.items() for count in CLIENT_COUNTS]
+    for kind, attacks_of, count in kinds:
+        names = tuple(name for name in attacks_of if not attacks or name in attacks)
         if names:
             rows += asyncio.run(_measured(names, given, kind=kind, attackers=count, progress=progress))
     return rows

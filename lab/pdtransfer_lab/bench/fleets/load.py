@@ -103,7 +103,7 @@ def _rate(ranks: FaultyRankPair, rooms: int, concurrency: int) -> Figures:
                 "decode_cpu_us": stamps.decode_cpu_ns / count / 1e3,
             }
         )
-    return {name: median(float(each[name]) for each in taken) for name in taken[0]}
+    return {name: median(float(figures[name]) for figures in taken) for name in taken[0]}
 
 
 def _idle(ranks: FaultyRankPair, side: str, seconds: int) -> Figures:
@@ -121,14 +121,14 @@ def _memory(ranks: FaultyRankPair, rooms: int, concurrency: int) -> Figures:
     step = max(1, rooms // _MEMORY_POINTS)
     points: list[tuple[float, float]] = []
     for _ in range(_MEMORY_POINTS):
-        for at in range(0, step, _BATCH_ROOMS):
-            ranks.hand_off(min(_BATCH_ROOMS, step - at), tokens=_TOKENS, at_once=concurrency)
+        for done in range(0, step, _BATCH_ROOMS):
+            ranks.hand_off(min(_BATCH_ROOMS, step - done), tokens=_TOKENS, at_once=concurrency)
         prefill, decode = (memory_of(pid).private / _MIB for pid in (ranks.prefill_pid, ranks.decode_pid))
         points.append((prefill, decode))
     figures: Figures = {"memory_rooms": step * _MEMORY_POINTS, "memory_first": step}
-    for place, role in enumerate(("prefill", "decode")):
-        series = [point[place] for point in points]
-        figures |= {f"{role}_memory_mib_{number}": each for number, each in enumerate(series, 1)}
+    for index, role in enumerate(("prefill", "decode")):
+        series = [point[index] for point in points]
+        figures |= {f"{role}_memory_mib_{number}": mib for number, mib in enumerate(series, 1)}
         figures |= {f"{role}_memory_mib": series[-1], f"{role}_memory_growth_mib": series[-1] - series[0]}
     return figures
 

@@ -38,8 +38,8 @@ async def paced_servers() -> AsyncGenerator[tuple[str, str]]:
             runners.append(web.AppRunner(app))
             await runners[-1].setup()
             await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
-        prefill, decode = (f"http://127.0.0.1:{each.addresses[0][1]}" for each in runners)
+        prefill, decode = (f"http://127.0.0.1:{runner.addresses[0][1]}" for runner in runners)
         yield prefill, decode
     finally:
-        for each in runners:
-            await each.cleanup()
+        for runner in runners:
+            await runner.cleanup()

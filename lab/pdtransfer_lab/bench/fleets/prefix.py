@@ -52,13 +52,13 @@ def measure(*, tokens: int = 80, rooms: int = 500, rounds: int = 10) -> Figures:
     shared = max(0, tokens - 1) // block * block
     taken: dict[str, list[float]] = {}
     with FaultyRankPair(source, target) as ranks:
-        for known in (-1, 0, shared):
-            ranks.hand_off_prompts(_WARM_ROOMS, tokens=tokens, shared=known)
+        for shared_blocks in (-1, 0, shared):
+            ranks.hand_off_prompts(_WARM_ROOMS, tokens=tokens, shared=shared_blocks)
         for _ in range(rounds):
             ready: dict[str, float] = {}
             handed: dict[str, float] = {}
-            for name, known in (("off", -1), ("own", 0), ("shared", shared)):
-                stamps = ranks.hand_off_prompts(count, tokens=tokens, shared=known)
+            for name, shared_blocks in (("off", -1), ("own", 0), ("shared", shared)):
+                stamps = ranks.hand_off_prompts(count, tokens=tokens, shared=shared_blocks)
                 handed[name] = float(np.median(stamps.ready - stamps.written)) / 1e3
                 ready[name] = float(np.median(stamps.ready - stamps.expected)) / 1e3
                 taken.setdefault(f"{name}_handoff_us", []).append(handed[name])

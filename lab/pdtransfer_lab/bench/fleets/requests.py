@@ -18,8 +18,8 @@ _Answer = TypeVar("_Answer")
 
 def option(text: str) -> tuple[str, str]:
     """`name=value`. Raises ConfigError."""
-    name, found, value = text.partition("=")
-    if not found:
+    name, equals, value = text.partition("=")
+    if not equals:
         raise ConfigError(f"{text!r}: must be name=value")
     return name, value
 
@@ -34,15 +34,15 @@ async def drive(
     prompts: Sequence[Sequence[int]], clients: int, ask: Callable[[Sequence[int]], Awaitable[_Answer]]
 ) -> list[_Answer]:
     """What came of each prompt, in their order. Each client asks the next one after its last answer."""
-    made: dict[int, _Answer] = {}
+    answers: dict[int, _Answer] = {}
     left = iter(enumerate(prompts))
 
     async def client() -> None:
-        for at, prompt in left:
-            made[at] = await ask(prompt)
+        for index, prompt in left:
+            answers[index] = await ask(prompt)
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return [made[at] for at in range(len(prompts))]
+    return [answers[index] for index in range(len(prompts))]
 
 
 def middle(values: Sequence[float]) -> float:

@@ -300,5 +300,5 @@ async def _healthy(
                     return
         await asyncio.sleep(0.2)
     lines = (await asyncio.to_thread(log.read_text, errors="replace")).splitlines()
-    told = [line for line in lines if "Error" in line][-3:] or lines[-LOG_LINES:]
-    raise WorldError(f"{url}: the server did not start; {log}: {' / '.join(told)[-600:]}")
+    shown = [line for line in lines if "Error" in line][-3:] or lines[-LOG_LINES:]
+    raise WorldError(f"{url}: the server did not start; {log}: {' / '.join(shown)[-600:]}")

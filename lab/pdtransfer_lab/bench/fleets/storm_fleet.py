@@ -106,8 +106,8 @@ class StormFleet:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for each in self._supervisors:
-            each.cancel()
+        for supervisor in self._supervisors:
+            supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         for node in self.nodes:
             node.thaw()
@@ -143,13 +143,13 @@ class StormFleet:
 
     def starting(self, since: float, until: float) -> float:
         """How long, between two moments, any process was being started."""
-        now, total, at = time.monotonic(), 0.0, since
+        now, total, counted_to = time.monotonic(), 0.0, since
         spans = [span for node in self.nodes for span in node.starts]
         spans += [(node.starting_since, now) for node in self.nodes if node.starting_since is not None]
         for begun, ended in sorted(spans):
-            first, last = max(begun, at), min(ended, until)
+            first, last = max(begun, counted_to), min(ended, until)
             if last > first:
-                total, at = total + last - first, last
+                total, counted_to = total + last - first, last
         return total
 
     async def _supervise(self, node: StormNode) -> None:
@@ -180,19 +180,19 @@ class StormFleet:
 
 def strikes(chance: random.Random, nodes: list[StormNode], seconds: float) -> Iterator[tuple[float, StormNode, str]]:
     """When, whom and how: faults of one storm, in their order."""
-    for at in sorted(chance.uniform(0.0, seconds) for _ in range(chance.randint(3, 9))):
-        yield at, chance.choice(nodes), chance.choice(("kill", "kill", "freeze", "freeze", "freeze"))
+    for moment in sorted(chance.uniform(0.0, seconds) for _ in range(chance.randint(3, 9))):
+        yield moment, chance.choice(nodes), chance.choice(("kill", "kill", "freeze", "freeze", "freeze"))
 
 
 def ranks_under(leader: int) -> list[int]:
     """Process ids of the other ranks that a worker's leader has started."""
-    found: list[int] = []
+    pids: list[int] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{leader}/task"):
             with suppress(OSError):
                 started = Path(f"/proc/{leader}/task/{thread}/children").read_text().split()
-                found += [int(pid) for pid in started if b"--group=" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return found
+                pids += [int(pid) for pid in started if b"--group=" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return pids
 
 
 def _signal(pids: list[int] | set[int], number: signal.Signals) -> None:
@@ -204,9 +204,9 @@ def _signal(pids: list[int] | set[int], number: signal.Signals) -> None:
 def configs_of(kind: StormKind, here: Path) -> list[PrefillConfig | DecodeConfig | RouterConfig]:
     """One router, two prefills and two decodes, at addresses that stay theirs."""
     names = {"prefill": ("prefill-0", "prefill-1"), "decode": ("decode-0", "decode-1")}
-    publics = _made_keys(kind, here, [name for each in names.values() for name in each]) if kind.keys else {}
+    publics = _made_keys(kind, here, [name for group in names.values() for name in group]) if kind.keys else {}
 
-    def own(node: str) -> dict[str, Any]:
+    def options_of(node: str) -> dict[str, Any]:
         return {
             "node": node,
             "limits": LIMITS,
@@ -214,7 +214,7 @@ def configs_of(kind: StormKind, here: Path) -> list[PrefillConfig | DecodeConfig
         }
 
     def worker(node: str) -> dict[str, Any]:
-        return own(node) | {
+        return options_of(node) | {
             "bind": f"tcp://{free_address()}", "http": free_address(), "slots": SLOTS, "transport": kind.transport,
             "engine_option": tuple(f"{name}={value}" for name, value in OPTIONS.items()),
         }  # fmt: skip
@@ -229,10 +229,12 @@ def configs_of(kind: StormKind, here: Path) -> list[PrefillConfig | DecodeConfig
     ]
 
     def endpoints(workers: list[Any]) -> tuple[str, ...]:
-        return tuple((f"{publics[each.node]}@" if publics else "") + each.bind for each in workers)
+        return tuple(
+            (f"{publics[worker_config.node]}@" if publics else "") + worker_config.bind for worker_config in workers
+        )
 
     router = RouterConfig(
-        listen=free_address(), prefill=endpoints(prefills), decode=endpoints(decodes), **own("router")
+        listen=free_address(), prefill=endpoints(prefills), decode=endpoints(decodes), **options_of("router")
     )
     return [*prefills, *decodes, router]
 

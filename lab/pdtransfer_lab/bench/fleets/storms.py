@@ -101,10 +101,10 @@ def known() -> list[Known]:
         (np.frombuffer(text.encode(), np.uint8).astype(np.int64), Sampling(max_tokens=count, ignore_eos=True))
         for text, count in zip(texts, counts, strict=True)
     ]
-    made = generate_many(config, asked)
+    outcomes = generate_many(config, asked)
     return [
         Known(text, count, {name: getattr(one, name).hex() for name in DIGESTS})
-        for text, count, one in zip(texts, counts, made, strict=True)
+        for text, count, one in zip(texts, counts, outcomes, strict=True)
     ]
 
 
@@ -136,24 +136,28 @@ class Storm:
             self._over = True
             await asyncio.gather(*clients)
         outcome = self.outcome
-        outcome.answers.update(each.verdict for each in self.answers)
-        outcome.failures += [each.text for each in self.answers if each.verdict in ("wrong", "hung")][:5]
+        outcome.answers.update(answer.verdict for answer in self.answers)
+        outcome.failures += [answer.text for answer in self.answers if answer.verdict in ("wrong", "hung")][:5]
         if not recovered:
             outcome.answers["hung"] += 1
             outcome.failures.append(f"not all right within {RECOVERY_S_MAX:.0f} s: {self._lacking(healed)}")
         outcome.recovery_s = (recovered or time.monotonic()) - healed
         outcome.starting_s = self._fleet.starting(healed, healed + outcome.recovery_s)
-        after = [each.ended - each.asked for each in self.answers if each.asked >= healed and each.verdict == "right"]
+        after = [
+            answer.ended - answer.asked
+            for answer in self.answers
+            if answer.asked >= healed and answer.verdict == "right"
+        ]
         outcome.slowest_s = max(after, default=0.0)
-        failed_at = [each.ended for each in self.answers if each.verdict != "right"]
+        failed_at = [answer.ended for answer in self.answers if answer.verdict != "right"]
         outcome.failing_s = max(0.0, max(failed_at, default=healed) - healed)
         return outcome
 
     async def _strike(self) -> None:
         began, tasks = time.monotonic(), list[asyncio.Task[None]]()
         seconds = self._chance.uniform(*STORM_S)
-        for at, node, how in strikes(self._chance, self._fleet.nodes, seconds):
-            await asyncio.sleep(max(0.0, began + at - time.monotonic()))
+        for moment, node, how in strikes(self._chance, self._fleet.nodes, seconds):
+            await asyncio.sleep(max(0.0, began + moment - time.monotonic()))
             if not (pids := node.pids) or node.frozen:
                 continue
             if len(pids) > 1 and self._chance.random() < 0.5:  # one rank, the leader or another
@@ -211,7 +215,8 @@ class Storm:
         except (aiohttp.ClientError, ConnectionError) as error:  # the router is dead
             verdict, text = "error", type(error).__name__
         ended = time.monotonic()
-        took_s = ended - asked - sum(max(0.0, min(end, ended) - max(at, asked)) for at, end in self.router_frozen)
+        frozen_s = sum(max(0.0, min(end, ended) - max(begin, asked)) for begin, end in self.router_frozen)
+        took_s = ended - asked - frozen_s
         if took_s > DEADLINE_MS / 1e3 + SLACK_S:
             verdict, text = "hung", f"a request ended after {took_s:.1f} s: {verdict} {text}"
         return StormAnswer(asked, ended, verdict, text, served)
@@ -221,38 +226,38 @@ class Storm:
         worker served, once there are enough in a row."""
         row: list[StormAnswer] = []
         since = healed
-        for each in reversed(self.answers):
-            if each.ended < healed:
+        for answer in reversed(self.answers):
+            if answer.ended < healed:
                 break
-            if each.verdict != "right":
-                since = each.ended
+            if answer.verdict != "right":
+                since = answer.ended
                 break
-            row.append(each)
+            row.append(answer)
         row.reverse()
         if len(row) < ROW:
             return None
         for name in self._workers:
-            first = next((each.ended for each in row if name in each.served and each.asked >= healed), None)
+            first = next((answer.ended for answer in row if name in answer.served and answer.asked >= healed), None)
             if first is None:
                 return None
             since = max(since, first)
-        return since if sum(each.ended >= since for each in row) >= ROW else None
+        return since if sum(answer.ended >= since for answer in row) >= ROW else None
 
     @property
     def _workers(self) -> set[str]:
         return self._fleet.workers("prefill") | self._fleet.workers("decode")
 
     def _lacking(self, healed: float) -> str:
-        served = {name for each in self.answers if each.asked >= healed for name in each.served}
-        latest = next((each.text for each in reversed(self.answers) if each.verdict != "right"), "no error")
+        served = {name for answer in self.answers if answer.asked >= healed for name in answer.served}
+        latest = next((answer.text for answer in reversed(self.answers) if answer.verdict != "right"), "no error")
         return f"{', '.join(sorted(self._workers - served)) or 'nobody'} serves nothing; latest error: {latest}"
 
 
 def judged(one: Known, status: int, answer: dict[str, Any]) -> tuple[str, str]:
     """Whether an answer is right, a clear error, or wrong; and why."""
     if status == 200:
-        found = {name: answer["pdtransfer"][name] for name in DIGESTS}
-        if found == one.digests and answer["usage"]["completion_tokens"] == one.tokens:
+        digests = {name: answer["pdtransfer"][name] for name in DIGESTS}
+        if digests == one.digests and answer["usage"]["completion_tokens"] == one.tokens:
             return "right", ""
         return "wrong", f"{len(one.prompt)} tokens: {answer}, expected {one.digests}"
     error: dict[str, Any] = answer.get("error") or {}
@@ -273,11 +278,11 @@ def measure(
     request failed. Digests of tokens, logits and KV are held against a single process's; a request hangs that has
     no end 3 s after its deadline, not counting a frozen router's time."""
     names = {kind.name: kind for kind in KINDS}
-    if unknown := [each for each in kinds if each not in names]:
+    if unknown := [name for name in kinds if name not in names]:
         raise WorldError(f"kind = {unknown[0]!r}: must be one of {', '.join(names)}")
     os.environ.setdefault("PYTHONPATH", str(Path(__file__).parents[4]))
     outcomes: list[StormOutcome] = []
-    for kind in (names[each] for each in kinds or names):
+    for kind in (names[name] for name in kinds or names):
         if kind.transport == "mooncake" and (why := why_not()):
             progress(f"{kind.name}: left out: {why}")
             continue
@@ -286,49 +291,49 @@ def measure(
 
 
 async def _stormed(kind: StormKind, storms: int, seed: int, progress: Callable[[str], None]) -> list[StormOutcome]:
-    found: list[StormOutcome] = []
+    outcomes: list[StormOutcome] = []
     prompts = known()
     with tempfile.TemporaryDirectory(prefix="pdt-storm-") as directory:
         here = Path(directory)
         async with StormFleet(kind, here, progress) as fleet:
-            for at in range(storms):
-                found.append(await Storm(fleet, kind, prompts, seed + at).run())
-                progress(found[-1].line)
-    return found
+            for number in range(storms):
+                outcomes.append(await Storm(fleet, kind, prompts, seed + number).run())
+                progress(outcomes[-1].line)
+    return outcomes
 
 
 def rows(outcomes: Sequence[StormOutcome]) -> list[list[str]]:
     """A table: a row for each kind of fleet, and one for all."""
-    kinds = list(dict.fromkeys(each.kind for each in outcomes))
-    groups = [(kind, [each for each in outcomes if each.kind == kind]) for kind in kinds]
+    kinds = list(dict.fromkeys(outcome.kind for outcome in outcomes))
+    groups = [(kind, [outcome for outcome in outcomes if outcome.kind == kind]) for kind in kinds]
     return [_row(*group) for group in [*groups, ("all", list(outcomes))]]
 
 
 def _row(name: str, some: Sequence[StormOutcome]) -> list[str]:
-    answers = sum((each.answers for each in some), Counter[str]())
+    answers = sum((outcome.answers for outcome in some), Counter[str]())
     times = [
-        [each.recovery_s for each in some],
-        [each.starting_s for each in some],
-        [each.waiting_s for each in some],
-        [each.failing_s for each in some],
+        [outcome.recovery_s for outcome in some],
+        [outcome.starting_s for outcome in some],
+        [outcome.waiting_s for outcome in some],
+        [outcome.failing_s for outcome in some],
     ]
     return [
         name,
         str(len(some)),
-        str(sum(each.faults.total() for each in some)),
+        str(sum(outcome.faults.total() for outcome in some)),
         *(f"{answers[verdict]:,}" for verdict in ("right", "error", "wrong", "hung")),
-        *(f"{median(each):.1f} (max {max(each):.1f})" for each in times),
+        *(f"{median(seconds):.1f} (max {max(seconds):.1f})" for seconds in times),
     ]
 
 
 def failed(outcomes: Sequence[StormOutcome]) -> bool:
     """Whether an answer was wrong, or none came."""
-    return any(each.answers["wrong"] or each.answers["hung"] for each in outcomes)
+    return any(outcome.answers["wrong"] or outcome.answers["hung"] for outcome in outcomes)
 
 
 def show(outcomes: Sequence[StormOutcome]) -> None:
     """Prints it."""
     print_tables([[HEAD, *rows(outcomes)]], width=150, title=f"load {load()}", names=("fleet",))
-    for each in outcomes:
-        for failure in each.failures:
-            print(f"{each.kind}, seed {each.seed}: {failure}")
+    for outcome in outcomes:
+        for failure in outcome.failures:
+            print(f"{outcome.kind}, seed {outcome.seed}: {failure}")

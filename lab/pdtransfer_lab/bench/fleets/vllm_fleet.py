@@ -38,8 +38,8 @@ class Connector:
 
 
 CONNECTORS = {
-    each.name: each
-    for each in (
+    engine.name: engine
+    for engine in (
         Connector(
             name="PDTransferConnector", at_once=True,
             config={"kv_connector_module_path": "pdtransfer.adapters.vllm"},
@@ -151,11 +151,11 @@ class Vllm:
         connector = None if link is None else CONNECTORS[link]
         identity: Params = {}
         if connector is not None and connector.bootstrap:
-            own = f"http://{HOST}:{ports['prefill']}"
-            async with session.get(f"{own}/query") as answer:
+            prefill_url = f"http://{HOST}:{ports['prefill']}"
+            async with session.get(f"{prefill_url}/query") as answer:
                 engine = (await answer.json())["0"]["engine_id"]
             identity = {
                 "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": engine,
-                "remote_bootstrap_addr": own,
+                "remote_bootstrap_addr": prefill_url,
             }  # fmt: skip
         return VllmFleet(servers, session, connector, identity)

@@ -92,7 +92,7 @@ class Soak:
         fleet = self._fleet
         await fleet.land_again()
         before = await fleet.at_rest()
-        fleet.told = self._told
+        fleet.on_over = self._on_over
         loads = [asyncio.ensure_future(load(pair)) for pair in PAIRS for load in (self._small, self._large)]
         started = time.monotonic()
         try:
@@ -110,10 +110,10 @@ class Soak:
                 load.cancel()
                 with suppress(asyncio.CancelledError, AssertionError):
                     await load
-            fleet.told = lambda _: None
+            fleet.on_over = lambda _: None
             self.outcome.wrong += fleet.wrong
 
-    def _told(self, room: Room) -> None:
+    def _on_over(self, room: Room) -> None:
         killed = any(side.void for side in room.sides)
         self.outcome.rooms["landed" if room.landed else "killed" if killed else "failed"] += 1
 

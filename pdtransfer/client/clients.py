@@ -51,7 +51,7 @@ ASKED_MAX = (
     16_384  # events that wait for `poll`, beyond which no RoomAsked is added: peers make these, as many as they like
 )
 Node = TypeVar("Node", DecodeNode, PrefillNode)
-Said = TypeVar("Said")
+PolledEvent = TypeVar("PolledEvent")
 
 
 class KVPoll(IntEnum):
@@ -64,11 +64,11 @@ class KVPoll(IntEnum):
     SUCCESS = 4  # prefill: landed everywhere; decode: READY
 
 
-class _Client(Generic[Node, Said]):
+class _Client(Generic[Node, PolledEvent]):
     """What both clients share: a node on its own loop and thread, the queues to and from it, the states of rooms."""
 
     def __init__(self, start: Callable[[], Awaitable[Node]], settings: NodeSettings, *, drains: bool = True) -> None:
-        self._port: ThreadQueues[Said] = ThreadQueues()
+        self._port: ThreadQueues[PolledEvent] = ThreadQueues()
         self.drains = drains  # whether RoomDrained is the last event of each room
         self._has_keys = settings.keys is not None
         self._start_node, self._cpus = start, settings.cpus
@@ -223,7 +223,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             node = PrefillNode(
                 settings,
                 components,
-                self._tell,
+                self._report,
                 writer=writer,
                 replicas=replicas,
                 condemned=condemned,
@@ -239,7 +239,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         super().__init__(start, settings)
         self._node_name, self._group_is_known = settings.node, settings.group is not None
 
-    def _tell(self, event: PrefillEvent) -> None:
+    def _report(self, event: PrefillEvent) -> None:
         if not isinstance(event, RoomAsked) or self._port.unpolled < ASKED_MAX:
             self._port.to_engine(event)
 

@@ -54,14 +54,14 @@ log = logging.getLogger(__name__)
 
 
 class DecodeNode:
-    """One decode rank. `tell` gets the events for the engine."""
+    """One decode rank. `on_event` gets the events for the engine."""
 
     def __init__(
         self,
         settings: NodeSettings,
         components: Sequence[Component],
         arena: ArenaMemory,
-        tell: Callable[[DecodeEvent], None],
+        on_event: Callable[[DecodeEvent], None],
         *,
         options: ArenaOptions | None = None,
         enable_hisparse: bool = False,
@@ -81,7 +81,7 @@ class DecodeNode:
         """
         if not engine_slots:
             check_apart(components)
-        self._tell, self._others, self._leased = tell, others, leased
+        self._on_event, self._others, self._leased = on_event, others, leased
         self._clock = LoopClock.among_peers(settings.limits.ping_ms)
         # To be verified, rows have to land where this process can read them: in the arena.
         self.transport = DecodeTransports(
@@ -143,9 +143,9 @@ class DecodeNode:
             effects = self.core.expect(request, now)
         except (LocalProtocolError, WorldError) as error:  # WorldError: this node can dial no more, others may
             cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
-            self._tell(RoomFailed(request.room, cause, str(error)))
+            self._on_event(RoomFailed(request.room, cause, str(error)))
             if request.chosen is not None:
-                self._tell(RoomDrained(request.room))
+                self._on_event(RoomDrained(request.room))
             self.withdraw(request.room, request.sources, f"{cause.value}: {error}")
             return
         self._run(effects)
@@ -249,7 +249,7 @@ class DecodeNode:
             case Send():  # without sub-patterns, which cost as much as the call
                 self.bus.send(effect.peer, effect.message)
             case RoomReady() | RoomFailed() | RoomDrained():
-                self._tell(effect)
+                self._on_event(effect)
             case RoomLeased():
                 self._leased(effect.room)
             case Offer(peer, session):

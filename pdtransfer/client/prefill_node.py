@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillNode:
-    """One prefill rank. `tell` gets the events for the engine.
+    """One prefill rank. `on_event` gets the events for the engine.
 
     Peers that dial it get the layers and heads that `components` hold, and which of them other ranks hold as well
     (`replicas`). `spans` gets each write, and each launch on a GPU. `condemned` is called once only the end of this
@@ -59,7 +59,7 @@ class PrefillNode:
         self,
         settings: NodeSettings,
         components: Sequence[Component],
-        tell: Callable[[PrefillEvent], None],
+        on_event: Callable[[PrefillEvent], None],
         *,
         writer: WriterOptions | None = None,
         replicas: Replicas | None = None,
@@ -70,7 +70,7 @@ class PrefillNode:
     ) -> None:
         """`handed_off` gets the time from each grant's last byte written, or its room's finish if that is later, to
         decode's acknowledgement: a round trip, which is measurable between any two hosts."""
-        self._tell, self._others, self._spans, self._handed_off = tell, others, spans, handed_off
+        self._on_event, self._others, self._spans, self._handed_off = on_event, others, spans, handed_off
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock.among_peers(settings.limits.ping_ms)
         self.transport = PrefillTransports(
             tuple(components),
@@ -129,8 +129,8 @@ class PrefillNode:
         except LocalProtocolError as error:
             if room in self.core.rooms:
                 raise  # RoomDrained would be wrong for the room that has this id.
-            self._tell(RoomFailed(room, Cause.REFUSED, str(error)))
-            self._tell(RoomDrained(room))
+            self._on_event(RoomFailed(room, Cause.REFUSED, str(error)))
+            self._on_event(RoomDrained(room))
             return
         self._run(effects)
 
@@ -216,14 +216,14 @@ class PrefillNode:
                 self._started_ns[effect.session, effect.write] = time.monotonic_ns()
                 self.transport.write(effect)
             case RoomAsked() | RoomLeased() | RoomLanded() | RoomFailed():
-                self._tell(effect)
+                self._on_event(effect)
             case PeerRefused(_, detail):
                 log.warning("%s", detail)
             case RoomDrained():
                 self._events.forget(effect.room)
                 self._gates.pop(effect.room, None)
                 self.copy_ns.pop(effect.room, None)
-                self._tell(effect)
+                self._on_event(effect)
             case StopWriting(session, grant):
                 self.transport.cancel(session, grant)
             case Map():

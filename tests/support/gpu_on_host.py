@@ -190,8 +190,8 @@ class GpuOnHost(Gpu):
     def _launched(self, *given: Any) -> int:
         function, blocks, threads, stream, arguments = given[0], given[1], given[4], given[8], given[9]
         assert function == 7
-        told = CopyArgument.from_address(arguments[0])
-        return self._answer(lambda: self.launch("kv_copy", told, blocks=blocks, threads=threads, stream=stream))
+        argument = CopyArgument.from_address(arguments[0])
+        return self._answer(lambda: self.launch("kv_copy", argument, blocks=blocks, threads=threads, stream=stream))
 
     def _rows(self, asked: Any, stream: int) -> int:
         source, pitch_in, target, pitch_out, width, rows = (asked[at] for at in (4, 6, 11, 13, 14, 15))

@@ -93,7 +93,7 @@ class Host:
     dead: bool = False
     reading: asyncio.Task[None] | None = None
 
-    def tell(self, *what: Any) -> None:
+    def write(self, *what: Any) -> None:
         assert self.process.stdin is not None
         if not self.dead:
             self.process.stdin.write(json.dumps(what).encode() + b"\n")
@@ -116,7 +116,7 @@ class Fleet:
         self.hosts: dict[str, Host] = {}
         self.rooms: dict[int, Room] = {}  # that are not over
         self.wrong: list[str] = []
-        self.told: Callable[[Room], None] = lambda _: None  # of each that is over
+        self.on_over: Callable[[Room], None] = lambda _: None  # of each that is over
         self.begun = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._lives, self._numbers = itertools.count(), itertools.count(1)
@@ -149,7 +149,7 @@ class Fleet:
         others = {key.public: other for other, key in self._keys.items() if other != name}
         role = "prefill" if name in PREFILLS else "decode"
         keys = {"public": own.public, "secret": own.secret}
-        host.tell(role, name, keys, others, self.network.address(name), advertise)
+        host.write(role, name, keys, others, self.network.address(name), advertise)
         host.reading = asyncio.ensure_future(self._read(host))
         await asyncio.wait_for(host.up.wait(), PATIENCE_S)
 
@@ -166,7 +166,7 @@ class Fleet:
                 if side.host == name and side.life == host.life and not side.void:
                     side.void = True
                     if not other.ended:
-                        self.hosts[other.host].tell("abort", room.number)
+                        self.hosts[other.host].write("abort", room.number)
                     self._look(room)
 
     async def _read(self, host: Host) -> None:
@@ -200,13 +200,13 @@ class Fleet:
         if kind == "failed":
             room.detail = room.detail or f"{host.name}: {message['cause']}: {message['detail']}"
             if not other.ended:
-                self.hosts[other.host].tell("abort", number)
+                self.hosts[other.host].write("abort", number)
         self._look(room)
 
     def _look(self, room: Room) -> None:
         room.changed.set()
         if room.over and self.rooms.pop(room.number, None):
-            self.told(room)
+            self.on_over(room)
 
     # Rooms
 
@@ -217,19 +217,19 @@ class Fleet:
         room = Room(next(self._numbers), *sides)
         self.rooms[room.number] = room
         self.begun += 1
-        decode.tell("expect", room.number, tokens, prefill.endpoint, hold_s)
-        prefill.tell("open", room.number, tokens, push)
+        decode.write("expect", room.number, tokens, prefill.endpoint, hold_s)
+        prefill.write("open", room.number, tokens, push)
         self._look(room)
         return room
 
     def push(self, room: Room) -> None:
-        self.hosts[room.prefill.host].tell("push", room.number)
+        self.hosts[room.prefill.host].write("push", room.number)
 
     def abort(self, room: Room) -> None:
         """As a client's leaving does."""
         for side in room.sides:
             if not side.ended:
-                self.hosts[side.host].tell("abort", room.number)
+                self.hosts[side.host].write("abort", room.number)
 
     async def until(self, room: Room, condition: Callable[[], object], what: str) -> None:
         """Waits for events of the room's sides."""
@@ -280,14 +280,14 @@ class Fleet:
 
     def let_go(self, room: Room) -> None:
         """Decode looks at it for the last time now, however long it was to be held."""
-        self.hosts[room.decode.host].tell("let_go", room.number)
+        self.hosts[room.decode.host].write("let_go", room.number)
 
     # Rest
 
     async def _asked(self, name: str, what: str, *more: int) -> dict[str, Any]:
         number = more[0] if more else -next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self.hosts[name].tell(what, number)
+        self.hosts[name].write(what, number)
         return await asyncio.wait_for(answer, PATIENCE_S)
 
     async def rest(self, name: str) -> dict[str, Any]:

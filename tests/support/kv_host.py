@@ -102,12 +102,12 @@ class Host:
                     self.happened(event)
 
     def _receive(self) -> bool:
-        told = os.read(0, 1 << 16)
-        *lines, self._partial = (self._partial + told).split(b"\n")
+        data = os.read(0, 1 << 16)
+        *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
             name, *arguments = json.loads(line)
             getattr(self, f"do_{name}")(*arguments)
-        return bool(told)
+        return bool(data)
 
     def do_abort(self, room: int) -> None:
         self.client.abort(room)

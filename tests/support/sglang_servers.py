@@ -17,7 +17,7 @@ class FakeSglang(FakeVllm):
     speaks: ClassVar[str] = "sglang"
 
     port: int = 8998
-    told: int = 0
+    info_requests: int = 0
     key: str = ""
 
     def routes(self, app: web.Application) -> None:
@@ -28,7 +28,7 @@ class FakeSglang(FakeVllm):
         return web.Response()
 
     async def _info(self, request: web.Request) -> web.Response:
-        self.told += 1
+        self.info_requests += 1
         if self.key and request.headers.get("Authorization") != self.key:
             return web.json_response({"error": "Unauthorized"}, status=401)
         mode = self.role if self.connector else "null"

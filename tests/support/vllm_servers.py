@@ -75,7 +75,7 @@ class FakeVllm:
     pieces: list[str] = field(default_factory=lambda: PIECES)
     seen: list[Seen] = field(default_factory=list)
     counted: str = ""  # its metrics
-    tells: bool = False  # decode's answers say whether their KV was received
+    reports_kv: bool = False  # decode's answers say whether their KV was received
     lost: bool = False  # and say that it was not
     given_up: list[str] = field(default_factory=list)  # transfers that it was told to give up
     sent: int = 0  # bytes of streams
@@ -181,7 +181,7 @@ class FakeVllm:
                 "remote_request_id": "cmpl-1", "transfer_id": seen.kv["transfer_id"], "facts": {"dtype": "float32"},
                 "remote_prefill_cached_tokens": len(self.seen),  # as vLLM adds it: of the one request
             }  # fmt: skip
-        elif self.tells and seen.kv.get("do_remote_prefill"):
+        elif self.reports_kv and seen.kv.get("do_remote_prefill"):
             answer["kv_transfer_params"] = {"kv_bytes": 0 if self.lost else 4_096, "kv_lost": self.lost}
         return web.json_response(answer, headers={"X-Vllm": "yes"})
 

@@ -43,18 +43,20 @@ def split_of(spans: Sequence[TimedSpan], steps: Sequence[TimedSpan], asked_s: fl
     begin_s = min((span.begin_s for span in computed), default=asked_s)
     end_s = max((span.end_s for span in computed), default=begin_s)
     ready_s = max((span.end_s for span in of("landing")), default=end_s)
-    told_s = max((span.end_s for span in of("first token")), default=None)
-    after = [span for span in steps if span.begin_s >= ready_s and (told_s is None or span.end_s <= told_s)]
-    first = (after[0] if told_s is None else after[-1]) if after else None
-    if told_s is None:
-        told_s = first.end_s if first is not None else ready_s
-    step_s = told_s - first.begin_s if first is not None else 0.0
+    first_token_s = max((span.end_s for span in of("first token")), default=None)
+    after = [
+        span for span in steps if span.begin_s >= ready_s and (first_token_s is None or span.end_s <= first_token_s)
+    ]
+    first = (after[0] if first_token_s is None else after[-1]) if after else None
+    if first_token_s is None:
+        first_token_s = first.end_s if first is not None else ready_s
+    step_s = first_token_s - first.begin_s if first is not None else 0.0
     last = max(pushes, key=lambda span: span.end_s, default=None)
     return Split(
         ask_s=begin_s - asked_s,
         compute_s=end_s - begin_s,
         exposed_s=ready_s - end_s,
-        admission_s=told_s - ready_s - step_s,
+        admission_s=first_token_s - ready_s - step_s,
         step_s=step_s,
         tail_s=ready_s - max((span.end_s for span in layers), default=ready_s),
         push_s=last.end_s - pushes[0].begin_s if last is not None else 0.0,

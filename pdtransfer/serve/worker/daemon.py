@@ -297,7 +297,7 @@ async def _lead(
         try:
             if endpoint:
                 shared.daemon = daemon
-                _say_ready(config, shared, endpoint, group.described())
+                _print_ready(config, shared, endpoint, group.described())
             await _live(config, shared, daemon)
             if not shared.died.is_set():
                 await asyncio.to_thread(thread.join, JOIN_S)
@@ -342,7 +342,7 @@ def _reload(config: Config, rank: PrefillRank | DecodeRank, group: GroupLeader |
         reload(config.allowed, allow)
 
 
-def _say_ready(config: Config, shared: Shared, endpoint: str, others: list[dict[str, str]] | None) -> None:
+def _print_ready(config: Config, shared: Shared, endpoint: str, others: list[dict[str, str]] | None) -> None:
     """Reports readiness; `others` are the ranks that this one leads."""
     shared.ready = True
     log.info("%s %s %s at %s", config.role, config.node, "follows" if others is None else "is ready", endpoint)
@@ -389,7 +389,7 @@ async def _follow(
     async with _opened(config, shared, rank, port, group) as (thread, endpoint):
         if endpoint:
             group.bound(endpoint, shared.http)
-            _say_ready(config, shared, endpoint, None)
+            _print_ready(config, shared, endpoint, None)
         await _first(shared.stop.asked, shared.died, group.over, group.lost)
         if shared.stop.asked.is_set():
             group.ask()

@@ -135,7 +135,7 @@ class RouterLink:
         """The room has ended here. `tokens` were generated; `cached` ones of its prompt did not cross."""
         journey = self._journeys.of(begin.room)
         end = timed(end, journey)
-        self._say(end)
+        self._send_end(end)
         self._report(ended_room(self._facts, begin, end, journey, tokens=tokens, cached=cached))
 
     def _begin(self, begin: Begin) -> None:
@@ -155,10 +155,10 @@ class RouterLink:
 
     def _refuse(self, begin: Begin, end: End) -> None:
         """Another room may have the same id: this one has no journey."""
-        self._say(end)
+        self._send_end(end)
         self._report(ended_room(self._facts, begin, end, None))
 
-    def _say(self, end: End) -> None:
+    def _send_end(self, end: End) -> None:
         self._metrics.ended.labels(end.reason).inc()
         self._totals.ended(end)
         self.run(self.service.end(end, self._clock.now()))

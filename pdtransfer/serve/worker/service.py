@@ -181,7 +181,7 @@ class Service:
         if load != self._load:
             self._load = load
             if now >= self._load_due:
-                self._tell_load(now)
+                self._send_load(now)
             else:
                 self._timers.set(("load", "", 0), self._load_due)
         return self._take()
@@ -193,7 +193,7 @@ class Service:
                 case ("room", int(room_id), _):
                     self._repeat(self._rooms[room_id], now)
                 case ("load", _, _):
-                    self._tell_load(now)
+                    self._send_load(now)
                 case _:
                     is_known = self._peers.tick(key, now)
                     assert is_known, key
@@ -378,7 +378,7 @@ class Service:
         pause_ms = room.repeat_ms if room.unacked or room.end is not None else self.limits.resend_ms_max
         self._timers.set(("room", room.id, 0), now + pause_ms / 1e3)
 
-    def _tell_load(self, now: float) -> None:
+    def _send_load(self, now: float) -> None:
         assert self._load is not None
         self._load_due = now + LOAD_MS / 1e3
         self._timers.clear(("load", "", 0))

@@ -25,7 +25,7 @@ from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.wire import Hello, Ping, decode
 from tests.support.waiting import on_loop, wait_for
 
-SAID: dict[str, Callable[[set[str]], bool]] = {  # kinds of frames that a listener gets from each
+SENDS: dict[str, Callable[[set[str]], bool]] = {  # kinds of frames that a listener gets from each
     "junk": lambda kinds: kinds == {"junk"},
     "junk_lines": lambda kinds: kinds == {"junk"},
     "hellos": lambda kinds: kinds == {Hello.__name__},
@@ -80,7 +80,7 @@ def listening(*, keyed: bool) -> Generator[Listener]:
 
 @pytest.mark.parametrize(
     ("name", "keyed"),
-    [(name, keyed) for keyed, known in ((False, KEYLESS), (True, KEYED)) for name in known if name in SAID],
+    [(name, keyed) for keyed, names_of in ((False, KEYLESS), (True, KEYED)) for name in names_of if name in SENDS],
 )
 def test_each_flood_sends_to_a_listener_what_its_name_promises(name: str, keyed: bool) -> None:
     kinds: set[str] = set()
@@ -90,7 +90,7 @@ def test_each_flood_sends_to_a_listener_what_its_name_promises(name: str, keyed:
         def has_met() -> bool:
             assert next(attack) >= 0
             kinds.update(listener.kinds())
-            return SAID[name](kinds)
+            return SENDS[name](kinds)
 
         if keyed and name == "junk":
             assert not any(has_met() for _ in range(20)), "junk has no key"
@@ -98,7 +98,7 @@ def test_each_flood_sends_to_a_listener_what_its_name_promises(name: str, keyed:
             wait_for(has_met, f"only {kinds}")
 
 
-@pytest.mark.parametrize("name", [name for known in CLIENTS.values() for name in known])
+@pytest.mark.parametrize("name", [name for names_of in CLIENTS.values() for name in names_of])
 @on_loop
 async def test_a_client_posts_bodies_of_the_largest_size(name: str) -> None:
     bodies = list[bytes]()
@@ -110,7 +110,7 @@ async def test_a_client_posts_bodies_of_the_largest_size(name: str) -> None:
     application = web.Application(client_max_size=HTTP_BODY_BYTES_MAX)
     application.add_routes([web.post(path, answer) for path in ("/v1/completions", "/generate")])
     async with TestServer(application, host="127.0.0.1") as server:
-        attack = next(known[name] for known in CLIENTS.values() if name in known)
+        attack = next(names_of[name] for names_of in CLIENTS.values() if name in names_of)
         posted = attack(FloodTarget(port=server.port or 0, role="router"))
         assert [await asyncio.to_thread(next, posted) for _ in range(2)] == [1, 2]
     assert [len(body) > 0.9 * HTTP_BODY_BYTES_MAX for body in bodies] == [True, True]

@@ -126,29 +126,29 @@ def test_hisparse_picks_of_all_there_is_are_the_textbooks(attention, monkeypatch
 
 
 def test_spans_show_when_each_layer_was_computed(attention):
-    told = []
+    recorded = []
 
     def spans(lane, name, begin_s, end_s, *, room, layer=-1, byte_count=0):
-        told.append((lane, name, begin_s, end_s, room, layer))
+        recorded.append((lane, name, begin_s, end_s, room, layer))
 
     prefill = prefill_of(attention, chunk_tokens=64, spans=spans)
     decode = decode_of(attention, spans=spans)
     one = request(7, prompts(6, (100,))[0], max_tokens=2)
     prefill.run(one)
-    assert (told, prefill.engine.model.spans.pending) == ([], True), "its rows may still be on their way"
+    assert (recorded, prefill.engine.model.spans.pending) == ([], True), "its rows may still be on their way"
     prefill.engine.free(7)
     prefill.run()
     assert not prefill.engine.model.spans.pending
-    layers = [(lane, name, room, layer) for lane, name, _, _, room, layer in told]
+    layers = [(lane, name, room, layer) for lane, name, _, _, room, layer in recorded]
     chunks = [("compute", name, 7, layer) for name in ("rows 0-64", "rows 64-100") for layer in range(3)]
     assert layers == [*chunks, ("pick", "", 7, -1)]
-    ends = [end for _, _, begin, end, _, _ in told]
+    ends = [end for _, _, begin, end, _, _ in recorded]
     assert ends == sorted(ends)
-    assert all(begin <= end for _, _, begin, end, _, _ in told)
-    assert all(before[3] <= after[2] for before, after in pairwise(told))
+    assert all(begin <= end for _, _, begin, end, _, _ in recorded)
+    assert all(before[3] <= after[2] for before, after in pairwise(recorded))
     decode.admit(one, prefill)
     decode.run()
-    assert [lane for lane, *_ in told[7:]] == ["step"]
+    assert [lane for lane, *_ in recorded[7:]] == ["step"]
 
 
 def test_cells_do_not_wait_for_the_token_of_a_prompt_that_a_card_still_computes():

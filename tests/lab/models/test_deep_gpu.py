@@ -56,9 +56,9 @@ def test_prompts_of_one_length_go_by_graphs_and_each_has_its_own_rows(attention:
         engine.free(one.room)
     while not engine.idle:
         engine.step()
-    told = timeline.take()
-    assert {(span.room, span.layer) for span in told} >= {(room, layer) for room in range(6) for layer in range(3)}
-    assert all(span.seconds >= 0 for span in told)
+    recorded = timeline.take()
+    assert {(span.room, span.layer) for span in recorded} >= {(room, layer) for room in range(6) for layer in range(3)}
+    assert all(span.seconds >= 0 for span in recorded)
 
 
 @pytest.mark.parametrize("chunk_tokens", [512, 128])

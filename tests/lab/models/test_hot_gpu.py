@@ -140,17 +140,17 @@ def test_whole_steps_of_the_deep_model_are_one_launch_and_bitwise_those_that_are
             assert any(step.begin_s - 1e-5 < each.begin_s <= each.end_s < step.end_s + 1e-5 for step in steps), each
         return found, [(span.lane, span.room, span.layer) for span in spans], replays
 
-    queued, told, pieces = outcomes(0)
+    queued, recorded, pieces = outcomes(0)
     captured, again, launches = outcomes(1)
     assert captured == queued
-    for run in (told, again):
+    for run in (recorded, again):
         steps = sum(lane == "step" for lane, _, _ in run)
         swapped = Counter(layer for lane, _, layer in run if lane == "swap-in" and layer >= 0)
         assert len(set(swapped.values())) == (case != "dense"), "a step brings in the picks of each layer, once"
         assert case != "hot" or set(swapped.values()) == {steps}
     # How often a room is placed, and so who is in a step, depends on the GPU: a row is taken once its events are over.
-    assert {(lane, layer) for lane, _, layer in again} == {(lane, layer) for lane, _, layer in told}
-    assert {room for _, room, layer in again if layer < 0} == {room for _, room, layer in told if layer < 0}
+    assert {(lane, layer) for lane, _, layer in again} == {(lane, layer) for lane, _, layer in recorded}
+    assert {room for _, room, layer in again if layer < 0} == {room for _, room, layer in recorded if layer < 0}
     if case == "dense":
         assert (pieces, launches > 8) == (0, True)
     else:

@@ -75,9 +75,9 @@ class Two:
     def send(self, room: int, tokens: int, growth: int = 0, *, how: str = "send") -> None:
         """Has the room leased here and pushed there; with `begin` in place of `send`, its end is never said there."""
         self.decode.expect(room, tokens=tokens, sources=[self.endpoint], growth=growth)
-        self.tell(how, room, tokens)
+        self.write(how, room, tokens)
 
-    def tell(self, *words: object) -> None:
+    def write(self, *words: object) -> None:
         assert self.process.stdin is not None
         print(*words, file=self.process.stdin, flush=True)
 

@@ -24,7 +24,7 @@ CASES = (
 )
 STEP_MS = 10  # of prefills: layers leave one by one
 LONG, LATE, SHORT = prompts(5, *[400] * 4), prompts(6, *[400] * 4), TEXTS[:4]
-TOLD = LOST | {"engine"}  # of a request that its worker took along
+LOST_WITH_WORKER = LOST | {"engine"}  # of a request that its worker took along
 
 
 async def pushing(site: Site) -> None:
@@ -90,7 +90,7 @@ def test_others_are_answered_as_if_nobody_had_left_or_died(
             if answer.status == 200:
                 assert right(text, answer, case, devices), answer
             else:
-                assert answer.error["code"] in TOLD, answer
+                assert answer.error["code"] in LOST_WITH_WORKER, answer
         await victim.process.wait()
         await served(site, SHORT)
         await site.settled()

@@ -580,11 +580,13 @@ def test_an_engine_that_does_not_poll_gets_a_bounded_number_of_rooms_that_decode
         pair.expect(room, 10)
     pair.send(11, 10)
     wait_for(pair.decode.poll)
-    told: list[Any] = []
-    while not told or not isinstance(told[-1], RoomDrained):
-        told += pair.prefill.poll()
-    assert [each.room for each in told if isinstance(each, RoomAsked)] == [1, 2, 3]
-    assert [type(each) for each in told[3:]] == [RoomLeased, RoomLanded, RoomDrained], "what follows from its own calls"
+    events: list[Any] = []
+    while not events or not isinstance(events[-1], RoomDrained):
+        events += pair.prefill.poll()
+    assert [each.room for each in events if isinstance(each, RoomAsked)] == [1, 2, 3]
+    assert [type(each) for each in events[3:]] == [RoomLeased, RoomLanded, RoomDrained], (
+        "what follows from its own calls"
+    )
     pair.expect(12, 10)
     pair.until(lambda: pair.prefill_event(12, RoomAsked))
 

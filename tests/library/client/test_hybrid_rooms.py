@@ -56,8 +56,8 @@ class Nodes:
     expected: Pools
     arena: ArenaMemory
     rng: np.random.Generator
-    told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained]
-    told_d: list[RoomReady | RoomFailed]
+    events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained]
+    events_d: list[RoomReady | RoomFailed]
     sent: dict[int, Sent] = field(default_factory=dict[int, Sent])
     free: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # prefill's pages
 
@@ -114,19 +114,19 @@ class Nodes:
 
     async def ready(self, room: int, *, prefix: int = 0) -> RoomReady:
         """READY, and from here on its rows are expected in the arena, those of a prefix where they were before."""
-        await until(lambda: any(told.room == room for told in self.told_d))
-        (told,) = (told for told in self.told_d if told.room == room)
-        assert isinstance(told, RoomReady), told
+        await until(lambda: any(event.room == room for event in self.events_d))
+        (event,) = (event for event in self.events_d if event.room == room)
+        assert isinstance(event, RoomReady), event
         sent = self.sent[room]
         crossed = 0
         for each in self.components:
             first = prefix // each.tokens_per_row if each.span.kind == "all" else 0
             rows = each.rows(sent.tokens) - first
             crossed += rows * each.layout.row_bytes
-            self.expected.land(each.name, sent.slots[each.name][first:], told.slots[each.name][first : first + rows])
-        assert told.kv_bytes == crossed
-        assert (told.prefix, told.aux) == (prefix, b"%d" % room)
-        return told
+            self.expected.land(each.name, sent.slots[each.name][first:], event.slots[each.name][first : first + rows])
+        assert event.kv_bytes == crossed
+        assert (event.prefix, event.aux) == (prefix, b"%d" % room)
+        return event
 
     @property
     def right(self) -> bool:
@@ -148,19 +148,19 @@ async def nodes(
     source, expected = filled(), pools_of(name, tokens=TOKENS, requests=REQUESTS, granular=granular)
     arena = ArenaMemory.create(expected.byte_count, huge_pages="never")
     arena.mapping.array[:] = CANARY
-    told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
-    told_d: list[RoomReady | RoomFailed] = []
+    events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
+    events_d: list[RoomReady | RoomFailed] = []
     prefill = PrefillNode(
-        settings("p"), source.components, told_p.append,
+        settings("p"), source.components, events_p.append,
         writer=WriterOptions(pool_address=source.memory.ctypes.data, transport=transport),
     )  # fmt: skip
     decode_node = DecodeNode(
-        settings("d"), expected.components, arena, told_d.append, options=ArenaOptions(transport=transport), **decode
+        settings("d"), expected.components, arena, events_d.append, options=ArenaOptions(transport=transport), **decode
     )
     endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
     rng = np.random.default_rng(seed)
     try:
-        yield Nodes(prefill, decode_node, endpoint, source, expected, arena, rng, told_p, told_d)
+        yield Nodes(prefill, decode_node, endpoint, source, expected, arena, rng, events_p, events_d)
     finally:
         await decode_node.close()
         await prefill.close()
@@ -278,7 +278,7 @@ async def test_a_room_waits_for_the_component_that_is_scarce_and_takes_nothing_o
 async def test_a_prompt_that_one_component_can_never_hold_is_refused_with_all_that_there_is() -> None:
     async with nodes("page_first", granular=False) as it:
         it.expect(1, TOKENS + 1)
-        (failed,) = it.told_d
+        (failed,) = it.events_d
         assert isinstance(failed, RoomFailed)
         for part in (f"'c4': {TOKENS // 4 + 1}", f"'c4': {TOKENS // 4}", "'window': 128"):
             assert part in failed.detail
@@ -295,8 +295,8 @@ async def test_a_row_that_was_never_offered_fails_the_room_and_names_the_bytes()
             rows = len(cell.source_slots) - (cell.component == "c128")
             it.prefill.push(1, Cell(cell.component, cell.first_row, cell.layers, cell.source_slots[:rows]))
         it.prefill.finish(1, aux=b"")
-        await until(lambda: it.told_d)
-        (failed,) = it.told_d
+        await until(lambda: it.events_d)
+        (failed,) = it.events_d
         assert isinstance(failed, RoomFailed)
         whole = sum(each.bytes_of(each.rows(131)) for each in it.components)
         assert f"{whole - 2 * 584} bytes were offered, the grant is {whole}" in failed.detail
@@ -311,9 +311,9 @@ async def test_a_room_that_is_given_up_halfway_gives_every_component_back_and_th
         it.prefill.open(1, tokens=600, time_left_s=100)
         for cell in list(it.cells(sent, 250))[:7]:
             it.prefill.push(1, cell)
-        await until(lambda: it.told_p)  # leased: some of it is on its way, or there
+        await until(lambda: it.events_p)  # leased: some of it is on its way, or there
         it.decode.abort(1)
-        await until(lambda: any(isinstance(told, RoomDrained) for told in it.told_p) and it.decode.core.idle)
+        await until(lambda: any(isinstance(event, RoomDrained) for event in it.events_p) and it.decode.core.idle)
         assert it.decode.core.cache.free_slots == whole
         it.expect(2, 600, growth=10)
         it.send(2, 600, chunk=250)

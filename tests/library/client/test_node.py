@@ -392,14 +392,14 @@ class Nodes:
 
     def __init__(self, arena: ArenaMemory, directory: Path | None, limits: Limits) -> None:
         SOURCE.fill(np.arange(SOURCE.slots))
-        self.told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
-        self.told_d: list[RoomReady | RoomFailed] = []
+        self.events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
+        self.events_d: list[RoomReady | RoomFailed] = []
         self.prefill = PrefillNode(
-            settings("p", limits), [component(SOURCE)], self.told_p.append,
+            settings("p", limits), [component(SOURCE)], self.events_p.append,
             writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data),
         )  # fmt: skip
         self.decode = DecodeNode(
-            settings("d", limits), [component(TARGET)], arena, self.told_d.append,
+            settings("d", limits), [component(TARGET)], arena, self.events_d.append,
             options=ArenaOptions(socket_directory=directory),
         )  # fmt: skip
         self.endpoint = ""
@@ -414,10 +414,10 @@ class Nodes:
         self.prefill.finish(room, aux=b"")
 
     async def ready(self, room: int) -> RoomReady:
-        await until(lambda: any(told.room == room for told in self.told_d))
-        (told,) = (told for told in self.told_d if told.room == room)
-        assert isinstance(told, RoomReady), told
-        return told
+        await until(lambda: any(event.room == room for event in self.events_d))
+        (event,) = (event for event in self.events_d if event.room == room)
+        assert isinstance(event, RoomReady), event
+        return event
 
 
 @asynccontextmanager
@@ -484,7 +484,7 @@ async def test_of_the_sources_that_a_node_gets_it_dials_those_that_it_may() -> N
         assert list(it.decode.core.prefill_peers.peers) == [it.endpoint]
         sessions = it.decode.core.prefill_peers.sessions
         await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
-        assert it.told_d == []
+        assert it.events_d == []
     async with nodes(limits=replace(LIMITS, sessions_max=1)) as it:
         it.decode.introduce((it.endpoint,))
         assert not it.decode.core.prefill_peers.peers
@@ -502,7 +502,7 @@ async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_re
         await it.ready(1)
         it.decode.bus._limits = replace(limits, dials_max=1)
         it.decode.expect(RoomRequest(room=2, tokens=1, sources=[too_many], time_left_s=60))
-        (failed,) = [each for each in it.told_d if isinstance(each, RoomFailed)]
+        (failed,) = [each for each in it.events_d if isinstance(each, RoomFailed)]
         assert (failed.room, failed.cause) == (2, Cause.PEER_LOST)
         assert too_many in failed.detail
 
@@ -546,7 +546,7 @@ async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_na
 async def test_what_copies_took_is_kept_until_the_room_is_drained() -> None:
     async with nodes() as it:
         kept: list[int] = []
-        it.prefill._tell = lambda told: kept.append(it.prefill.copy_ns.get(told.room, 0))
+        it.prefill._on_event = lambda event: kept.append(it.prefill.copy_ns.get(event.room, 0))
         it.send(1)
         it.expect(1)
         ready_after = it.prefill.stamp_ns
@@ -562,7 +562,7 @@ async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained() -
         it.prefill.open(1, tokens=10, time_left_s=20)
         with pytest.raises(LocalProtocolError, match="open already"):
             it.prefill.open(1, tokens=10, time_left_s=20)
-        assert it.told_p == []
+        assert it.events_p == []
 
 
 @on_loop
@@ -588,7 +588,7 @@ async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason() 
     async with nodes() as it:
         key = "A" * 39 + "0"
         it.expect(1, sources=[f"{key}@{it.endpoint}"])
-        (failed,) = it.told_d
+        (failed,) = it.events_d
         assert isinstance(failed, RoomFailed)
         assert failed.cause is Cause.REFUSED
         assert key in failed.detail
@@ -725,15 +725,15 @@ def replace_identity(it: Nodes, *, node: str) -> Any:
 @on_loop
 async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
     arena = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
-    told: list[RoomReady | RoomFailed] = []
+    events: list[RoomReady | RoomFailed] = []
     prefill = PrefillNode(settings("p"), [component(SOURCE)], lambda _: None)
     endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
-    decode_node = DecodeNode(replace(settings("d"), model="another"), [component(TARGET)], arena, told.append)
+    decode_node = DecodeNode(replace(settings("d"), model="another"), [component(TARGET)], arena, events.append)
     try:
         for room in (1, 2):
             decode_node.expect(RoomRequest(room=room, tokens=10, sources=[endpoint], time_left_s=20))
-            await until(lambda room=room: len(told) == room)
-        assert all(failed.cause is Cause.REFUSED and "'another'" in failed.detail for failed in told)
+            await until(lambda room=room: len(events) == room)
+        assert all(failed.cause is Cause.REFUSED and "'another'" in failed.detail for failed in events)
         lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         line = "model: d has 'another', p 'm'"
         assert lines == [f"node:d is refused: {line}", f"{endpoint} refuses (refused): {line}"], (

@@ -85,8 +85,8 @@ def test_a_call_may_submit_another(port: ThreadQueues[int]) -> None:
 
 def test_a_call_that_raises_costs_none_behind_it_and_the_loop_gets_the_error(port: ThreadQueues[int]) -> None:
     async def case() -> None:
-        loop, over, told = asyncio.get_running_loop(), asyncio.Event(), []
-        loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+        loop, over, errors = asyncio.get_running_loop(), asyncio.Event(), []
+        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
 
         def breaks() -> None:
             raise RuntimeError("of this call alone")
@@ -95,9 +95,9 @@ def test_a_call_that_raises_costs_none_behind_it_and_the_loop_gets_the_error(por
             port.to_loop(call)
         port.attach(loop)
         await over.wait()
-        while len(told) < 3:  # noqa: ASYNC110 (what it waits for tells nobody)
+        while len(errors) < 3:  # noqa: ASYNC110 (what it waits for tells nobody)
             await asyncio.sleep(0)
-        assert [str(error) for error in told] == ["of this call alone"] * 3
+        assert [str(error) for error in errors] == ["of this call alone"] * 3
 
     run(case)
 
@@ -134,11 +134,11 @@ def test_nothing_sent_meanwhile_is_missed(port: ThreadQueues[int]) -> None:
     received: list[int] = []
     count = 20_000
 
-    def tells() -> None:
+    def sends() -> None:
         for number in range(count):
             port.to_engine(number)
 
-    thread = threading.Thread(target=tells)
+    thread = threading.Thread(target=sends)
     thread.start()
     while len(received) < count:
         assert port.wait(60)

@@ -365,8 +365,8 @@ def test_build_fills_the_cache_for_the_architectures_it_is_given(
 ) -> None:
     monkeypatch.setenv("PDTRANSFER_CACHE", str(tmp_path))
     assert cli.main(["kernels", "build", "--arch", "sm_90", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {each["kernel"] for each in told["built"]} == set(compiled.KERNELS)
+    printed = json.loads(capsys.readouterr().out)
+    assert {each["kernel"] for each in printed["built"]} == set(compiled.KERNELS)
     assert len(list((tmp_path / "kernels").glob("*-sm_90-*.cubin"))) == len(compiled.KERNELS)
     assert cli.main(["kernels", "build", "--arch", "sm_7"]) == 1
     assert "sm_7" in capsys.readouterr().err

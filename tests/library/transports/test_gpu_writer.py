@@ -388,16 +388,16 @@ async def test_each_launch_is_recorded_where_somebody_asks_from_the_end_of_the_o
     gpu.waiting = lambda: None
     gate.open.set()
     await until(lambda: len(both.ended) == 1)
-    told = gpu.spans.take()
+    recorded = gpu.spans.take()
     rows = [PIECE_ROWS * LAYERS // 2] * 2
     rows[-1] = 2 * PIECE_ROWS + 9 - sum(rows[:-1])
-    assert [span.name for span in told] == [
+    assert [span.name for span in recorded] == [
         f"rows {5 + sum(rows[:at])}-{5 + sum(rows[: at + 1])}, layers 1-3" for at in range(len(rows))
     ]
-    assert {(span.lane, span.room, span.layer) for span in told} == {("launch", told[0].room, 1)}
-    assert sum(span.byte_count for span in told) == sum(rows) * 2 * ROW
-    assert all(span.begin_s <= span.end_s for span in told)
-    assert all(after.begin_s >= before.end_s for before, after in pairwise(told)), (
+    assert {(span.lane, span.room, span.layer) for span in recorded} == {("launch", recorded[0].room, 1)}
+    assert sum(span.byte_count for span in recorded) == sum(rows) * 2 * ROW
+    assert all(span.begin_s <= span.end_s for span in recorded)
+    assert all(after.begin_s >= before.end_s for before, after in pairwise(recorded)), (
         "what waits behind another does nothing"
     )
     await both.close()
@@ -510,13 +510,13 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(mappings, "CHUNK_BYTES", 1 << 20)
     made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
-    gpu, told = FakeGpu(), list[int]()
+    gpu, progress = FakeGpu(), list[int]()
     both = Pair(made, directory, gpu=gpu)
     made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
     reach = await both.owner.offer(WRITER)
-    assert await both.writer.map(WRITER, reach, (component(both.target),), told.append) == 2 << 20
+    assert await both.writer.map(WRITER, reach, (component(both.target),), progress.append) == 2 << 20
     made.prefault()
-    await until(lambda: bool(told) and told[-1] == made.byte_count)
+    await until(lambda: bool(progress) and progress[-1] == made.byte_count)
     assert sum(gpu.registered.values()) == made.byte_count
     await both.close()
     made.close()

@@ -442,19 +442,19 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
     half = arena.byte_count // 2 // 4_096 * 4_096
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=half)
-    told: list[int] = []
+    progress: list[int] = []
     decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
     reach = await decode.offer(WRITER)
-    assert await prefill.map(WRITER, reach, (), told.append) == half
+    assert await prefill.map(WRITER, reach, (), progress.append) == half
     held = open_files()
     assert os.fstat(arena.fd).st_blocks * 512 == half
     arena.mapping.prefault(first=half, end=half + 4_096)
-    await until(lambda: told == [half + 4_096])
+    await until(lambda: progress == [half + 4_096])
     arena.mapping.prefault(first=half + 8_192)  # all but one page: what is behind a hole is not ready
     await asyncio.sleep(3 * shm_writer._FOLLOW_SECONDS)
-    assert told == [half + 4_096]
+    assert progress == [half + 4_096]
     arena.mapping.prefault()
-    await until(lambda: told == [half + 4_096, arena.byte_count])
+    await until(lambda: progress == [half + 4_096, arena.byte_count])
     await until(lambda: open_files() < held)  # the mapping alone keeps the lock
     decode.revoke(WRITER)
     assert not decode.quiet(WRITER)
@@ -472,12 +472,12 @@ async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_t
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
     arena.mapping.prefault()
-    told: list[int] = []
+    progress: list[int] = []
     decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
-    assert await prefill.map(WRITER, await decode.offer(WRITER), (), told.append) == piece
-    assert told == []
-    await until(lambda: told[-1:] == [arena.byte_count])
-    assert told == [*range(2 * piece, arena.byte_count, piece), arena.byte_count]
+    assert await prefill.map(WRITER, await decode.offer(WRITER), (), progress.append) == piece
+    assert progress == []
+    await until(lambda: progress[-1:] == [arena.byte_count])
+    assert progress == [*range(2 * piece, arena.byte_count, piece), arena.byte_count]
     await prefill.close()
     await decode.close()
 
@@ -979,8 +979,8 @@ async def test_a_report_that_raises_costs_no_other_report(
 ) -> None:
     both = Pair(arena, directory)
     await both.map()
-    told: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+    errors: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(str(context["exception"])))
 
     wrote = both.writer._wrote
 
@@ -994,7 +994,7 @@ async def test_a_report_that_raises_costs_no_other_report(
     for _ in range(3):
         both.write(row, row, grant=1)
     await until(lambda: len(both.ended) == 2)
-    assert told == ["broken"]
+    assert errors == ["broken"]
     both.writer.unmap(WRITER)
     await until(lambda: both.owner.quiet(WRITER))
     await both.close()

@@ -513,8 +513,10 @@ def test_what_pip_is_to_install_comes_from_where_this_package_came(
     assert environment.pip_install("cuda") == f"pip install '{REPO}[cuda]'"
     monkeypatch.setattr(environment, "_checkout", lambda: None)
     source = tmp_path / "a checkout"
-    told = {"url": source.as_uri()}
-    monkeypatch.setattr(environment, "distribution", lambda _: SimpleNamespace(read_text=lambda _: json.dumps(told)))
+    direct_url = {"url": source.as_uri()}
+    monkeypatch.setattr(
+        environment, "distribution", lambda _: SimpleNamespace(read_text=lambda _: json.dumps(direct_url))
+    )
     assert environment.pip_install("cuda") == "pip install 'pdtransfer[cuda]'", "the checkout is gone"
     source.mkdir()
     (source / "pyproject.toml").touch()

@@ -67,32 +67,32 @@ class Decode:
 
     def over(self, room: int) -> RoomReady | RoomFailed:
         """It has ended on either side."""
-        told = self.ended(room)
-        if isinstance(told, RoomFailed):
+        event = self.ended(room)
+        if isinstance(event, RoomFailed):
             self.far.ask(["abort", room])
         self.far.ask(["Drained", room])
-        return told
+        return event
 
     def lands(self) -> bool:
         """Whether one more room lands, which is held from then on."""
         room = self.begin()
         self.far.ask(["send", room])
-        told = self.over(room)
-        if isinstance(told, RoomReady):
-            self.check(told)
+        event = self.over(room)
+        if isinstance(event, RoomReady):
+            self.check(event)
             if self.held is not None:
                 self.check(self.held)  # what earlier rooms had on its way has not come into its slots
                 self.client.release(self.held.room)
-            self.held = told
-        return isinstance(told, RoomReady)
+            self.held = event
+        return isinstance(event, RoomReady)
 
-    def check(self, told: RoomReady) -> None:
+    def check(self, event: RoomReady) -> None:
         """Each row of it is in its place, and this room's."""
-        own = expand(pages_of(told.room), 16)
+        own = expand(pages_of(event.room), 16)
         wanted = total(self.source, own, self.source.memory.ctypes.data)
-        found = total(self.target, told.slots["kv"], self.arena.mapping.address)
+        found = total(self.target, event.slots["kv"], self.arena.mapping.address)
         if wanted != found:
-            raise SystemExit(f"room {told.room} has other bytes than were sent")
+            raise SystemExit(f"room {event.room} has other bytes than were sent")
 
     def suffers(self, fault: Callable[[], Any], heal: Callable[[Any], object]) -> dict[str, Any]:
         """A room that has its slots when a fault begins; then the next one that lands. `fault` returns once nothing of
@@ -102,15 +102,15 @@ class Decode:
         self.far.ask(["Leased", room])
         struck = fault()
         self.far.ask(["push", room])
-        told = self.ended(room)
+        event = self.ended(room)
         heal(struck)
         healed = time.monotonic()
         self.over(room)
-        if isinstance(told, RoomReady):
-            self.check(told)
+        if isinstance(event, RoomReady):
+            self.check(event)
             self.client.release(room)
         wait_for(self.lands, "no room lands after it", PATIENCE_S)
-        return {"ready": isinstance(told, RoomReady), "recovered_s": round(time.monotonic() - healed, 2)}
+        return {"ready": isinstance(event, RoomReady), "recovered_s": round(time.monotonic() - healed, 2)}
 
     def engine(self, number: signal.Signals) -> int:
         """The signal is in force once this returns the process's id."""

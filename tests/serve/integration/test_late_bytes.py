@@ -98,7 +98,7 @@ class Mute(Host):
     def __init__(self, name: str) -> None:
         super().__init__(name, None, 0, "")  # pyright: ignore
 
-    def tell(self, *what: object) -> None:
+    def write(self, *what: object) -> None:
         pass
 
 

@@ -61,11 +61,11 @@ def test_a_stream_whose_decode_is_killed_reads_as_if_nothing_had_happened(
             scores = [score for each in choices for score in each["logprobs"]["token_logprobs"]]
             # A prompt's rows may differ from those of decode's own steps in their last bits.
             assert scores == pytest.approx(wanted.body["choices"][0]["logprobs"]["token_logprobs"], abs=1e-3)
-        told = events[-1]["pdtransfer"]
-        assert told["resumptions"] == 1
+        facts = events[-1]["pdtransfer"]
+        assert facts["resumptions"] == 1
         if kind == "hybrid":  # of integers: no rounding
-            assert told["kv_digest"] == wanted.facts["kv_digest"]
-        assert told["enable_hisparse"] is wanted.facts["enable_hisparse"] is (kind == "hisparse")
+            assert facts["kv_digest"] == wanted.facts["kv_digest"]
+        assert facts["enable_hisparse"] is wanted.facts["enable_hisparse"] is (kind == "hisparse")
         assert (await site.metrics(site.router))["pdtransfer_resumptions_total"] == 1
 
     async def read(site: Site, events: list[dict[str, Any]]) -> None:

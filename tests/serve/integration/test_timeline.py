@@ -66,9 +66,11 @@ def test_a_requests_time_is_shown_by_its_label_and_a_killed_daemons_file_is_whol
                 split = room.split
                 assert min(split.ask_s, split.compute_s, split.exposed_s, split.admission_s) >= 0
                 assert split.byte_count == answer.facts["kv_bytes"], len(text)
-                (told,) = [span for span in own if (span.lane, span.name) == ("request", "to the first token")]
-                assert told.begin_s == room.asked_s
-                assert split.ttft_s <= told.seconds
+                (to_first_token,) = [
+                    span for span in own if (span.lane, span.name) == ("request", "to the first token")
+                ]
+                assert to_first_token.begin_s == room.asked_s
+                assert split.ttft_s <= to_first_token.seconds
             assert any(span.lane == "swap-in" for span in spans)
             assert {span.room for span in spans} <= {0, *(room.label for room in rooms_of(spans))}
 

@@ -129,9 +129,9 @@ def test_the_router_gets_the_workers_addresses(fake: Callable[..., Path], tmp_pa
             flags = (here / "router.arguments").read_text().split()
             assert flags[:3] == ["-m", "pdtransfer", "router"]
             ports = sorted(1 + int(pid) % 60_000 for pid in (here / "pids").read_text().split()[:3])
-            told = [each.partition("=tcp://127.0.0.1:") for each in flags if "=tcp://127.0.0.1:" in each]
-            assert sorted(int(port) for _, _, port in told) == ports
-            assert [flag for flag, _, _ in told] == ["--prefill", "--prefill", "--decode"]
+            workers = [each.partition("=tcp://127.0.0.1:") for each in flags if "=tcp://127.0.0.1:" in each]
+            assert sorted(int(port) for _, _, port in workers) == ports
+            assert [flag for flag, _, _ in workers] == ["--prefill", "--prefill", "--decode"]
             assert "--json" in flags
 
     run(case)

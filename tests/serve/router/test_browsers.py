@@ -187,11 +187,11 @@ def test_with_keys_only_a_client_with_one_sees_names_in_health(engine: str, tmp_
             for headers in ({}, bearer("x" * 30), {"Authorization": STORED[:-4]}):
                 assert await fetch(it.url, "GET", "/health", **headers) == (200, b'{"ready":true}')
             for headers in (bearer(A), {"Authorization": STORED}):
-                told = json.loads((await fetch(it.url, "GET", "/health", **headers))[1])
-                assert len(told["servers" if engine == "vllm" else "workers"]) == 2
+                health = json.loads((await fetch(it.url, "GET", "/health", **headers))[1])
+                assert len(health["servers" if engine == "vllm" else "workers"]) == 2
         async with of_engine(engine) as it:
-            told = json.loads((await fetch(it.url, "GET", "/health"))[1])
-            assert len(told["servers" if engine == "vllm" else "workers"]) == 2, "without keys, everybody"
+            health = json.loads((await fetch(it.url, "GET", "/health"))[1])
+            assert len(health["servers" if engine == "vllm" else "workers"]) == 2, "without keys, everybody"
 
     case()
 

@@ -96,9 +96,9 @@ def test_the_second_worker_of_a_name_is_refused_both_are_notified_and_the_first_
     bench = Bench(prefill=(P,), decode=(D, D2))
     bench.receive(D2, Goodbye(1, "shutdown"))
     bench.receive(D2, Welcome(1, identity("d0", "decode", 2)))
-    told = [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)]
+    rejects = [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)]
     text = f"node: 'd0' is the name of {D2} and of {D}: give each its own --node"
-    assert [(e.peer, e.message.reason, e.message.fields) for e in told] == [
+    assert [(e.peer, e.message.reason, e.message.fields) for e in rejects] == [
         (D2, NAME_TAKEN, (text,)),
         (D, NAME_TAKEN, (text,)),
     ]

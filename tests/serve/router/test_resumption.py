@@ -238,11 +238,11 @@ def test_a_client_gets_one_answer_whose_usage_counts_it_once(stream: bool) -> No
                 answer = facts(json.loads(text))
             expected = facts(wanted)
             expected["usage"]["prompt_tokens_details"] = None  # what is cached of an answer is not a cached prompt
-            told = answer.pop("pdtransfer")
+            record = answer.pop("pdtransfer")
             expected.pop("pdtransfer")
             assert answer == expected
-            assert (told["resumptions"], told["tokens_digest"], told["kv_digest"]) == (1, None, "03")
-            assert (told["decode"], told["room"]) == (second.node, f"{second.begun[0].room:016x}")
+            assert (record["resumptions"], record["tokens_digest"], record["kv_digest"]) == (1, None, "03")
+            assert (record["decode"], record["room"]) == (second.node, f"{second.begun[0].room:016x}")
             assert it.backend.routing.resumptions == 1
             lost, ended, whole = it.ended[-3:]
             assert [each.resumptions for each in (lost, ended, whole)] == [0, 1, 1]

@@ -221,21 +221,21 @@ def test_a_ping_names_prefill_ranks_to_decode_and_none_to_prefill() -> None:
 
 
 def test_each_connection_change_is_reported_and_each_reason_for_refusal_once() -> None:
-    bench, told = Bench(decode=(D, D2)), list[WorkerChanged]()
+    bench, changes = Bench(decode=(D, D2)), list[WorkerChanged]()
 
     def receive(peer: str, *messages: Message) -> None:
         bench.receive(peer, *messages)
-        told.extend(bench.of(WorkerChanged))
+        changes.extend(bench.of(WorkerChanged))
 
     no = f"{P} refuses (refused): model"
     receive(P, Pong(1), Reject(0, "refused", ("model",)), Reject(0, "refused", ("model",)), Reject(0, "full", ()))
-    assert told == [WorkerChanged(P, no), WorkerChanged(P, f"{P} refuses (full): ")]
-    told.clear()
+    assert changes == [WorkerChanged(P, no), WorkerChanged(P, f"{P} refuses (full): ")]
+    changes.clear()
     who = Welcome(1, identity("p0", "prefill", 2))
     receive(P, who, who)
-    assert told == [WorkerChanged(P, "")]
+    assert changes == [WorkerChanged(P, "")]
     receive(D, Goodbye(1, "shutdown"))
-    assert told[1:] == [WorkerChanged(D, f"{D} sent Goodbye (shutdown)", orderly=True)]
+    assert changes[1:] == [WorkerChanged(D, f"{D} sent Goodbye (shutdown)", orderly=True)]
     bench.silence(LIMITS.silence_ms / 1e3 + 1)
     assert {each.peer for each in bench.of(WorkerChanged)} == {P, D2}
     assert all("has been silent for" in each.why for each in bench.of(WorkerChanged))
@@ -628,14 +628,14 @@ def test_a_room_that_failed_before_its_first_token_is_retried_once_elsewhere() -
 
 
 @pytest.mark.parametrize("cause", ["peer_lost", "peer_restarted", "transfer", "breach", "refused"])
-@pytest.mark.parametrize("told_by", [P, D])
-def test_a_failure_between_two_workers_is_retried_with_another_pair(told_by: str, cause: str) -> None:
+@pytest.mark.parametrize("reporter", [P, D])
+def test_a_failure_between_two_workers_is_retried_with_another_pair(reporter: str, cause: str) -> None:
     """A decode that lost its prefill is not to blame alone: the same prefill is the last choice for the retry."""
     bench = Bench(prefill=(P, P2), decode=(D, D2))
     bench.submit()
     assert bench.sent(Begin, P)
     assert bench.sent(Begin, D)
-    bench.receive(told_by, End(1, cause, "", 0))
+    bench.receive(reporter, End(1, cause, "", 0))
     assert [each.room for each in bench.sent(Begin, P2) + bench.sent(Begin, D2)] == [2, 2]
 
 

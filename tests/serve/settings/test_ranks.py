@@ -67,12 +67,12 @@ def test_a_wildcard_is_accepted_alone_or_with_advertise() -> None:
     wild = {"bind": "tcp://*:7101", "insecure": True}
     assert PrefillConfig(**wild).advertise == ""  # alone: the router's config has its endpoint
     assert PrefillConfig(**wild, tp_size=2, group=GROUP).leads  # also for a leader that starts no ranks
-    for bind, advertise, told in (
+    for bind, advertise, expected in (
         ("tcp://0.0.0.0:7101", "node-7", "tcp://node-7:7101"),
         ("tcp://[::]:7101", "2001:db8::7", "tcp://[2001:db8::7]:7101"),
         ("tcp://10.0.0.7:7101", "", "tcp://10.0.0.7:7101"),
     ):
-        assert advertised(bind, advertise) == told
+        assert advertised(bind, advertise) == expected
         leader = PrefillConfig(tp_size=2, bind=bind, advertise=advertise, insecure=True)
         (rank,) = rank_configs(leader, GROUP)
         assert (rank.advertise, rank.bind.rpartition(":")[2], rank.tp_rank) == (advertise, "0", 1)
@@ -113,8 +113,8 @@ def test_ranks_differ_when_their_devices_hold_other_numbers_of_hisparse_tokens(n
 def test_a_follower_takes_free_ports_unless_others_are_given() -> None:
     follower = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP)
     assert (follower.bind, follower.http, follower.leads) == ("tcp://127.0.0.1:0", "", False)
-    told = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP, bind="tcp://127.0.0.1:7301", http="127.0.0.1:7302")
-    assert (told.bind, told.http) == ("tcp://127.0.0.1:7301", "127.0.0.1:7302")
+    config = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP, bind="tcp://127.0.0.1:7301", http="127.0.0.1:7302")
+    assert (config.bind, config.http) == ("tcp://127.0.0.1:7301", "127.0.0.1:7302")
     leader = DecodeConfig(tp_size=2)
     assert (leader.bind, leader.http, leader.leads) == ("tcp://127.0.0.1:7201", "127.0.0.1:7202", True)
 

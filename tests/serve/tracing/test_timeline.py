@@ -35,11 +35,11 @@ def test_who_is_never_idle_keeps_a_bounded_number_of_spans_to_itself() -> None:
     for room in range(2 * PENDING_SPANS_MAX):
         with spans.span("compute", "", room=room):
             pass
-    told = [span.room for span in timeline.take()]
+    rooms = [span.room for span in timeline.take()]
     spans.report()
-    told += (left := [span.room for span in timeline.take()])
+    rooms += (left := [span.room for span in timeline.take()])
     assert len(left) <= PENDING_SPANS_MAX
-    assert told == list(range(2 * PENDING_SPANS_MAX)), "each once, in order"
+    assert rooms == list(range(2 * PENDING_SPANS_MAX)), "each once, in order"
 
 
 def test_a_journey_is_drawn_from_each_event_to_the_next_under_the_rooms_label() -> None:

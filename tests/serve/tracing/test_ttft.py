@@ -104,8 +104,8 @@ def test_the_command_reads_a_directory_and_writes_one_file(tmp_path: Path, capsy
     output = tmp_path / "all" / "merged.json"
     output.parent.mkdir()
     assert cli.main(["timeline", str(tmp_path), "--output", str(output), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["rooms"][f"{ROOM:016x}"] == {
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rooms"][f"{ROOM:016x}"] == {
         "ttft_ms": 8000, "ask_ms": 1000, "compute_ms": 2250, "exposed_ms": 1750, "admission_ms": 1000,
         "step_ms": 2000, "push_ms": 2500, "bytes": 12,
     }  # fmt: skip
@@ -113,7 +113,7 @@ def test_the_command_reads_a_directory_and_writes_one_file(tmp_path: Path, capsy
     output.rename(tmp_path / "merged.json")
     for where in (tmp_path, tmp_path / "merged.json"):
         assert cli.main(["timeline", str(where), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["rooms"] == told["rooms"], "nothing is told twice"
+        assert json.loads(capsys.readouterr().out)["rooms"] == printed["rooms"], "nothing is told twice"
     assert cli.main(["timeline", str(tmp_path / "p.json"), str(tmp_path / "d.json")]) == 0
     assert f"{ROOM:016x}" in capsys.readouterr().out
 

@@ -46,7 +46,7 @@ class Routers:
         for router in routers:
             daemon.desk.receive(f"node:{router}", Hello(1, 1, identity(router, "router", 1)))
 
-    def tell(self, router: str, *messages: Message) -> None:
+    def send(self, router: str, *messages: Message) -> None:
         for message in messages:
             self.daemon.desk.receive(f"node:{router}", message)
 
@@ -59,7 +59,7 @@ class Routers:
         """The End of the room, which the router then acknowledges."""
         await until(lambda: self.ends(router, room), f"{room} ends")
         (end,) = self.ends(router, room)
-        self.tell(router, Ended(room))
+        self.send(router, Ended(room))
         return end
 
 

@@ -44,7 +44,7 @@ def chunk(rows, *, room=1, index=False):
         yield cells_of_layer
 
 
-def told(made, steps):
+def cells_of(made, steps):
     return [each for step in steps for each in made.take(step)]
 
 
@@ -65,14 +65,14 @@ def bytes_of(each):
 def test_a_small_chunk_leaves_as_one_with_its_last_layer(tokens):
     made = CellBatcher([KV])
     steps = list(chunk((0, tokens)))
-    assert told(made, steps[:-1]) == []
+    assert cells_of(made, steps[:-1]) == []
     (one,) = made.take(steps[-1])
     assert (one.rows, one.layers) == ((0, tokens), (0, LAYERS))
 
 
 @pytest.mark.parametrize("tokens", [239, 1_024, 8_192])
 def test_a_large_chunk_leaves_in_cells_that_are_worth_it_and_get_smaller_in_the_end(tokens):
-    cells = told(CellBatcher([KV]), chunk((0, tokens)))
+    cells = cells_of(CellBatcher([KV]), chunk((0, tokens)))
     assert (covered(cells) == 1).all()
     assert [each.layers[0] for each in cells] == sorted(each.layers[0] for each in cells)
     layer, sizes = tokens * ROW, [bytes_of(each) for each in cells]
@@ -86,7 +86,7 @@ def test_a_large_chunk_leaves_in_cells_that_are_worth_it_and_get_smaller_in_the_
 
 def test_chunks_stay_apart():
     steps = [*chunk((0, 512)), *chunk((512, 700)), [Prefilled(room=1, aux=b"")]]
-    cells = told(CellBatcher([KV]), steps)[:-1]
+    cells = cells_of(CellBatcher([KV]), steps)[:-1]
     assert {each.rows for each in cells} == {(0, 512), (512, 700)}
     assert (covered(cells) == 1).all()
 
@@ -94,7 +94,7 @@ def test_chunks_stay_apart():
 def test_rooms_and_components_are_put_together_apart():
     made = CellBatcher([KV, INDEX])
     both = zip(chunk((0, 1_000), index=True), chunk((0, 500), room=2, index=True), strict=True)
-    cells = told(made, [cells_of_layer for pair in both for cells_of_layer in pair])
+    cells = cells_of(made, [cells_of_layer for pair in both for cells_of_layer in pair])
     for room, tokens in ((1, 1_000), (2, 500)):
         own = [each for each in cells if each.room == room]
         assert (covered([each for each in own if each.component == "kv"]) == 1).all()
@@ -106,7 +106,7 @@ def test_rooms_and_components_are_put_together_apart():
 def test_nothing_overtakes_a_rooms_cells(end):
     """An engine that ends a room, or is about to, without its last layers: what there is goes first."""
     made = CellBatcher([KV])
-    assert told(made, list(chunk((0, 100)))[:7]) == []
+    assert cells_of(made, list(chunk((0, 100)))[:7]) == []
     one, last = made.take([end])
     assert (one.layers, last) == ((0, 7), end)
     assert made.take([end]) == [end]
@@ -116,13 +116,13 @@ def test_cells_that_do_not_follow_one_another_stay_as_they_are():
     made = CellBatcher([KV])
     steps = [[cell(layers=(5, 6))], [cell(layers=(3, 4))], [cell(rows=(128, 140), layers=(4, 5))]]
     steps += [[replace(cell(rows=(128, 140), layers=(5, 6)), skip=1)], [Prefilled(room=1, aux=b"")]]
-    cells = told(made, steps)[:-1]
+    cells = cells_of(made, steps)[:-1]
     assert [each.layers for each in cells] == [(5, 6), (3, 4), (4, 5), (5, 6)]
 
 
 def test_a_room_that_was_given_up_is_forgotten():
     made = CellBatcher([KV])
-    told(made, list(chunk((0, 100)))[:7])
+    cells_of(made, list(chunk((0, 100)))[:7])
     made.drop(1)
     made.drop(99)
     assert made.take([Prefilled(room=1, aux=b"")]) == [Prefilled(room=1, aux=b"")]
@@ -132,7 +132,7 @@ def test_what_was_put_together_waits_forevery_event_of_it():
     events = [Late() for _ in range(LAYERS)]
     made = CellBatcher([KV])
     steps = [[cell(layers=(layer, layer + 1), after=event)] for layer, event in enumerate(events)]
-    (one,) = told(made, steps)
+    (one,) = cells_of(made, steps)
     for event in reversed(events):  # an engine may have several streams
         assert not one.after.query()
         event.fired = True

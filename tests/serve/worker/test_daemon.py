@@ -97,9 +97,9 @@ def test_hbm_components_are_announced_to_peers_behind_those_of_dram() -> None:
 
 
 def test_routers_get_the_engines_context_within_what_a_message_holds() -> None:
-    for tokens, told in ((0, 0), (4_096, 4_096), (1 << 30, TOKENS_MAX)):
+    for tokens, expected in ((0, 0), (4_096, 4_096), (1 << 30, TOKENS_MAX)):
         settings = NodeSettings(node="p", model="m", weights=b"w", context_tokens=tokens)
-        assert settings.identity("prefill").context_tokens == told
+        assert settings.identity("prefill").context_tokens == expected
 
 
 @pytest.mark.parametrize(("role", "tokens"), [("prefill", 9_000), ("decode", 5_000)])

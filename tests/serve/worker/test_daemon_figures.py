@@ -17,7 +17,7 @@ NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are
 
 def figures(routers: Routers, router: str = "a") -> tuple[WorkerFigures, ...]:
     routers.sent.clear()
-    routers.tell(router, Ping(1))
+    routers.send(router, Ping(1))
     (pong,) = [message for _, message in routers.sent if isinstance(message, Pong)]
     return pong.figures
 
@@ -33,7 +33,7 @@ async def generates(daemon: Any) -> Generate:
 @on_loop
 async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> None:
     async with prefill() as left, decode(tmp_path) as right:
-        right.routers.tell("a", left.begin("a", 7, "d0"))
+        right.routers.send("a", left.begin("a", 7, "d0"))
         (before,) = figures(right.routers)
         assert before.rooms == (Tally("connecting", 1),)
         local_id = (await generates(right)).request.room
@@ -56,9 +56,9 @@ async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> No
 async def test_failed_rooms_are_counted_and_a_stranger_gets_no_figures(tmp_path: Path) -> None:
     async with decode(tmp_path) as daemon:
         for room in (7, 8, 9):
-            daemon.routers.tell("a", Begin(room, pack_ids([97] * 9), Sampling(4), (NOWHERE,), 30_000))
+            daemon.routers.send("a", Begin(room, pack_ids([97] * 9), Sampling(4), (NOWHERE,), 30_000))
         for room, cause in ((7, Cause.ABORTED), (8, Cause.DEADLINE), (9, Cause.ENGINE)):
-            daemon.routers.tell("a", Cancel(room, cause.value))
+            daemon.routers.send("a", Cancel(room, cause.value))
         (one,) = figures(daemon.routers)
         assert (one.rooms_done, one.rooms_failed, one.rooms_cancelled, one.rooms) == (0, 2, 1, ())
         assert figures(daemon.routers, "stranger") == ()

@@ -33,19 +33,19 @@ def taken(daemon: Any) -> set[int]:
 @on_loop
 async def test_beyond_its_bound_a_request_is_answered_full_and_when_to_ask_again(tmp_path: Path) -> None:
     async with decode(tmp_path, **SPARSE) as daemon:
-        daemon.routers.tell("a", begin(1), begin(2), begin(3), begin(4, sparse=False))
+        daemon.routers.send("a", begin(1), begin(2), begin(3), begin(4, sparse=False))
         assert taken(daemon) == {1, 2, 4}
         end = await daemon.routers.over("a", 3)
         assert (end.reason, end.retry_ms >= 100) == ("full", True)
         assert "hisparse_queue_max = 2" in end.detail
         # One that has a place on the device waits no more; one that is given up makes room as well.
         daemon._engine.model.hot.figures = HotFigures(running=1)
-        daemon.routers.tell("a", begin(5))
+        daemon.routers.send("a", begin(5))
         assert taken(daemon) == {1, 2, 4, 5}
         daemon._engine.model.hot.figures = HotFigures()
         daemon.stop(1, Cause.ABORTED)
         daemon.stop(2, Cause.ABORTED)
-        daemon.routers.tell("a", begin(6), begin(7))
+        daemon.routers.send("a", begin(6), begin(7))
         await until(lambda: daemon.routers.ends("a", 7), "7 ends")
         assert taken(daemon) == {4, 5, 6}
 
@@ -53,7 +53,7 @@ async def test_beyond_its_bound_a_request_is_answered_full_and_when_to_ask_again
 @on_loop
 async def test_a_request_that_could_never_run_is_refused_with_both_values(tmp_path: Path) -> None:
     async with decode(tmp_path, **SPARSE) as daemon:
-        daemon.routers.tell("a", begin(1, tokens=1_021), begin(2, sparse=False, tokens=253))
+        daemon.routers.send("a", begin(1, tokens=1_021), begin(2, sparse=False, tokens=253))
         assert "1025 tokens, the arena has 1024 slots" in (await daemon.routers.over("a", 1)).detail
         assert "257 tokens, the arena has 256 slots" in (await daemon.routers.over("a", 2)).detail
         assert taken(daemon) == set()

@@ -23,7 +23,7 @@ ROOM = 7
 async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
         thread = engine_thread.start(d.thread, lambda _: None)
-        d.routers.tell("a", p.begin("a", ROOM, "d0"))
+        d.routers.send("a", p.begin("a", ROOM, "d0"))
         written, generated = await p.routers.over("a", ROOM), await d.routers.over("a", ROOM)
         d.port.to_engine(Quit())
         await asyncio.to_thread(thread.join, 10)
@@ -50,8 +50,8 @@ async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(direct
         assert of_decode.admission_s is not None
         assert of_decode.first_token_s is not None
         assert of_decode.queue_s + of_decode.admission_s <= of_decode.first_token_s <= of_decode.total_s
-        told = written.queue_us, written.compute_us, written.transfer_us
-        assert told == tuple(max(1, round(1e6 * (part or 0))) for part in parts)
+        recorded = written.queue_us, written.compute_us, written.transfer_us
+        assert recorded == tuple(max(1, round(1e6 * (part or 0))) for part in parts)
         assert written.admission_us == 0
         assert generated.admission_us == max(1, round(1e6 * of_decode.admission_s))
 
@@ -59,9 +59,9 @@ async def test_both_workers_record_a_room_once_with_the_parts_of_its_time(direct
 @on_loop
 async def test_a_room_that_its_router_gives_up_is_recorded_as_cancelled(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
-        d.routers.tell("a", p.begin("a", ROOM, "d0"))
+        d.routers.send("a", p.begin("a", ROOM, "d0"))
         await until(lambda: any(room.landing is not None for room in d.rank.rooms.values()))
-        d.routers.tell("a", CancelRoom(ROOM, "aborted"))
+        d.routers.send("a", CancelRoom(ROOM, "aborted"))
         thread = engine_thread.start(d.thread, lambda _: None)
         await d.routers.over("a", ROOM)
         d.port.to_engine(Quit())
@@ -78,9 +78,9 @@ async def test_rooms_that_never_start_are_recorded_with_their_cause(directory: P
         begin = replace(
             p.begin("a", ROOM, "d0"), room=8, sampling=replace(p.begin("a", 9, "d0").sampling, max_tokens=0)
         )
-        d.routers.tell("a", replace(begin, prompt=b""))
+        d.routers.send("a", replace(begin, prompt=b""))
         d.desk.service.load(replace(d.load(), draining=True), 0.0)
-        d.routers.tell("a", replace(begin, room=10))
+        d.routers.send("a", replace(begin, room=10))
         assert isinstance(d.load(), Load)
         refused, draining = d.ended
         assert (refused.cause, refused.detail, refused.prompt_tokens) == (Cause.REFUSED, "prompt: no tokens", 0)

@@ -167,7 +167,7 @@ class Site:
         self.bursts.append(len(outcomes))
         self.outcomes += outcomes
 
-    def tell(self, *orders: Order) -> None:
+    def send(self, *orders: Order) -> None:
         for order in orders:
             self.port.to_engine(order)
 
@@ -195,14 +195,14 @@ def decode() -> Iterator[Site]:
 def site(made: Site) -> Iterator[Site]:
     yield made
     if made.thread.is_alive():
-        made.tell(Quit())
+        made.send(Quit())
     made.thread.join(60)
     assert not made.thread.is_alive()
     made.port.close()
 
 
 def test_a_prompts_cells_come_as_slots_of_its_pages_and_then_its_aux(prefill: Site) -> None:
-    prefill.tell(Compute(request(1, tokens=20)))
+    prefill.send(Compute(request(1, tokens=20)))
     prefill.until(lambda: len(prefill.of(1)) == 2)
     offered, prefilled = prefill.of(1)
     assert isinstance(offered, Offered)
@@ -220,7 +220,7 @@ def early() -> Iterator[Site]:
 
 
 def test_cells_that_an_engine_reports_early_are_offered_before_its_step_returns(early: Site) -> None:
-    early.tell(Compute(request(1)))
+    early.send(Compute(request(1)))
     try:
         early.until(lambda: early.of(1))
         assert [type(each) for each in early.of(1)] == [Offered]
@@ -236,7 +236,7 @@ def test_rows_of_a_window_may_begin_within_their_first_page(prefill: Site) -> No
         return [Computed(room=each.room, component="kv", rows=(3, 20), layers=(0, 2), pages=pages, skip=11)]
 
     prefill.engine.made = window
-    prefill.tell(Compute(request(1, tokens=20)))
+    prefill.send(Compute(request(1, tokens=20)))
     prefill.until(lambda: prefill.of(1))
     (offered,) = prefill.of(1)
     assert offered.cell.first_row == 3
@@ -244,23 +244,23 @@ def test_rows_of_a_window_may_begin_within_their_first_page(prefill: Site) -> No
 
 
 def test_prompts_wait_in_order_for_pages_and_go_on_when_some_are_free(prefill: Site) -> None:
-    prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
+    prefill.send(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
     prefill.until(lambda: len(prefill.of(1)) == 2)
     assert prefill.of(3) == []  # it would fit, and it is not its turn
-    prefill.tell(Free(1))
+    prefill.send(Free(1))
     prefill.until(lambda: len(prefill.of(2)) == 2 and len(prefill.of(3)) == 2)
     assert [each.room for each in prefill.outcomes] == [1, 1, 2, 2, 3, 3]
 
 
 def test_prompts_that_wait_for_pages_are_counted(prefill: Site) -> None:
-    prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
+    prefill.send(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
     prefill.until(lambda: prefill.work.waiting == 2)
-    prefill.tell(Free(1))
+    prefill.send(Free(1))
     prefill.until(lambda: prefill.work.waiting == 0)
 
 
 def test_a_prompt_that_waits_for_pages_costs_no_turns_of_the_thread(prefill: Site) -> None:
-    prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)))
+    prefill.send(Compute(request(1, 60)), Compute(request(2, 40)))
     prefill.until(lambda: len(prefill.of(1)) == 2)
     steps = prefill.engine.steps
     time.sleep(0.1)
@@ -268,26 +268,26 @@ def test_a_prompt_that_waits_for_pages_costs_no_turns_of_the_thread(prefill: Sit
 
 
 def test_a_prompt_that_never_fits_is_refused_and_those_behind_it_go_on(prefill: Site) -> None:
-    prefill.tell(Compute(request(1, 500)), Compute(request(2, 20)))
+    prefill.send(Compute(request(1, 500)), Compute(request(2, 20)))
     prefill.until(lambda: len(prefill.of(2)) == 2)
     assert prefill.of(1) == [Refused(1, "500 tokens never fit")]
 
 
 def test_a_cancelled_prompt_that_waits_is_never_computed(prefill: Site) -> None:
-    prefill.tell(Compute(request(1, 60)))
+    prefill.send(Compute(request(1, 60)))
     prefill.until(lambda: len(prefill.of(1)) == 2)
-    prefill.tell(Compute(request(2, 40)), Compute(request(3, 5)), Drop(2))
+    prefill.send(Compute(request(2, 40)), Compute(request(3, 5)), Drop(2))
     prefill.until(lambda: ("cancel", 2) in prefill.engine.calls)
-    prefill.tell(Free(1))
+    prefill.send(Free(1))
     prefill.until(lambda: len(prefill.of(3)) == 2)
     assert prefill.of(2) == []
     assert ("cancel", 2) in prefill.engine.calls
 
 
 def test_pages_are_freed_by_the_engines_thread(prefill: Site) -> None:
-    prefill.tell(Compute(request(1, 60)))
+    prefill.send(Compute(request(1, 60)))
     prefill.until(lambda: prefill.of(1))
-    prefill.tell(Drop(1), Free(1))
+    prefill.send(Drop(1), Free(1))
     prefill.until(lambda: prefill.engine.pages_free == 4)
     assert prefill.engine.calls == [("admit", 1), ("cancel", 1), ("free", 1)]
     assert prefill.engine.threads == {prefill.thread.ident}
@@ -295,7 +295,7 @@ def test_pages_are_freed_by_the_engines_thread(prefill: Site) -> None:
 
 def test_an_engine_whose_pages_do_not_fit_its_rows_breaks_that_room_alone(prefill: Site) -> None:
     prefill.engine.made = lambda each: computed(each, pages=1 if each.room == 1 else None)
-    prefill.tell(Compute(request(1, 20)), Compute(request(2, 20)))
+    prefill.send(Compute(request(1, 20)), Compute(request(2, 20)))
     prefill.until(lambda: len(prefill.of(2)) == 2)
     broken = prefill.of(1)[0]
     assert isinstance(broken, Broken)
@@ -311,7 +311,7 @@ def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone() ->
 
     here = Site(Prefill(made=made), PrefillThread)
     for _ in site(here):
-        here.tell(Compute(request(1, 20)), Compute(request(2, 20)))
+        here.send(Compute(request(1, 20)), Compute(request(2, 20)))
         here.until(lambda: len(here.of(2)) == 2)
         assert here.of(1)[0] == Broken(room=1, detail="the engine's cell: component 'kw' must be one of kv")
         assert isinstance(here.of(2)[0], Offered)
@@ -319,7 +319,7 @@ def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone() ->
 
 
 def test_a_landed_room_is_generated_from(decode: Site) -> None:
-    decode.tell(Generate(request(1), {"kv": np.arange(23)}, b"aux"))
+    decode.send(Generate(request(1), {"kv": np.arange(23)}, b"aux"))
     decode.until(lambda: len(decode.of(1)) == 4)
     assert [each.id for each in decode.of(1)[:3]] == [0, 1, 2]
     assert decode.of(1)[3] == Finished(room=1, reason="length")
@@ -327,7 +327,7 @@ def test_a_landed_room_is_generated_from(decode: Site) -> None:
 
 
 def test_a_room_that_the_engine_refuses_is_broken_and_others_go_on(decode: Site) -> None:
-    decode.tell(Generate(request(1), {}, b"another"), Generate(request(2), {}, b"aux"))
+    decode.send(Generate(request(1), {}, b"another"), Generate(request(2), {}, b"aux"))
     decode.until(lambda: len(decode.of(2)) == 4)
     assert decode.of(1) == [Broken(room=1, detail="aux: b'another'")]
 
@@ -340,7 +340,7 @@ def test_cancel_is_answered_once_the_engine_has_dropped_the_room(decode: Site) -
         seen.append(any(isinstance(e, Dropped) for e in decode.outcomes)),
     )
     decode.engine.made = lambda each: []
-    decode.tell(Generate(request(1), {}, b"aux"), Drop(1), Drop(9))
+    decode.send(Generate(request(1), {}, b"aux"), Drop(1), Drop(9))
     decode.until(lambda: Dropped(9) in decode.outcomes)
     assert decode.outcomes == [Dropped(1), Dropped(9)]
     assert seen == [False, False]
@@ -353,7 +353,7 @@ def test_an_engine_that_breaks_down_ends_the_thread_and_reports_why(
         raise RuntimeError("out of memory")
 
     decode.engine.made = breaks
-    decode.tell(Generate(request(1), {}, b"aux"))
+    decode.send(Generate(request(1), {}, b"aux"))
     decode.until(lambda: decode.died)
     assert str(decode.died[0]) == "out of memory"
     assert "the engine broke down" in caplog.text
@@ -380,16 +380,16 @@ def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
 
 
 def test_an_engine_that_has_something_to_warm_up_does_so_on_its_thread_before_anything_else() -> None:
-    engine, port, told = Decode(made=generated), ThreadQueues[Order](), list[int]()
+    engine, port, calls_before = Decode(made=generated), ThreadQueues[Order](), list[int]()
     engine.warm_up = lambda: engine._note("warm up", 0)  # type: ignore[attr-defined]
     port.to_engine(Generate(request(1), {}, b"aux"))
     port.to_engine(Quit())
     work = DecodeThread(engine, port, lambda _: None, leader_steps(engine, port, None))
-    thread = engine_thread.start(work, lambda _: None, lambda: told.append(len(engine.calls)))
+    thread = engine_thread.start(work, lambda _: None, lambda: calls_before.append(len(engine.calls)))
     thread.join(60)
     assert engine.calls == [("warm up", 0), ("admit", 1)]
     assert engine.threads == {thread.ident}
-    assert told == [1], "whoever says that it is ready hears between the two"
+    assert calls_before == [1], "whoever says that it is ready hears between the two"
     port.close()
 
 
@@ -410,9 +410,9 @@ def test_an_engine_that_breaks_down_while_it_warms_up_is_dead() -> None:
 
 def test_quit_ends_the_thread_with_work_left(decode: Site) -> None:
     decode.engine.made = lambda each: decode.engine.rooms.setdefault(each.room, each) and []
-    decode.tell(Generate(request(1), {}, b"aux"))
+    decode.send(Generate(request(1), {}, b"aux"))
     decode.until(lambda: decode.engine.steps > 3)
-    decode.tell(Quit())
+    decode.send(Quit())
     decode.thread.join(60)
     assert not decode.thread.is_alive()
     assert decode.died == []
@@ -425,6 +425,6 @@ def test_an_order_of_the_other_role_is_our_own_bug(
     kind: str, order: Order, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = request.getfixturevalue(kind)
-    site.tell(order)
+    site.send(order)
     site.until(lambda: site.died)
     assert isinstance(site.died[0], AssertionError)

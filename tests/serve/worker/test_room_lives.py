@@ -27,8 +27,8 @@ def orders(daemon: Any, kind: type[Any]) -> list[Any]:
 async def generates(daemon: Any, room: int = ROOM) -> int:
     """Waits until the engine is to generate; the serial number that it is told."""
     await until(lambda: daemon.rank.by_id[room].ready_ns)
-    (told,) = orders(daemon, Generate)
-    return told.request.room
+    (order,) = orders(daemon, Generate)
+    return order.request.room
 
 
 class Held:
@@ -52,14 +52,14 @@ async def test_a_worker_that_gives_up_keeps_the_slots_of_a_step_until_it_is_over
     async with prefill() as p, decode(directory, wrap=Held) as d:
         engine, core = d._engine, d.node.core
         thread = engine_thread.start(d.thread, lambda _: None)
-        d.routers.tell("a", p.begin("a", ROOM, "d0"))
+        d.routers.send("a", p.begin("a", ROOM, "d0"))
         await asyncio.to_thread(engine.inside.wait, 30)
         d.end_all(Cause.ENGINE, "a rank is lost")
         end = await d.routers.over("a", ROOM)
         assert (end.reason, end.detail) == ("engine", "a rank is lost")
         assert ROOM in core.rooms, "the engine is in the middle of a step that reads them"
         assert core.arena.free[0].free_slots == 1_024 - TOKENS - 4
-        d.routers.tell("b", p.begin("b", ROOM, "d0"))
+        d.routers.send("b", p.begin("b", ROOM, "d0"))
         assert d.routers.ends("b", ROOM)[0].detail == "room: 0000000000000007 is in use"
         engine.go.set()
         await until(lambda: ROOM not in core.rooms)
@@ -72,15 +72,15 @@ async def test_a_worker_that_gives_up_keeps_the_slots_of_a_step_until_it_is_over
 @on_loop
 async def test_an_engines_late_word_of_a_room_does_not_end_the_next_one_of_its_label(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
-        d.routers.tell("a", p.begin("a", ROOM, "d0"))
+        d.routers.send("a", p.begin("a", ROOM, "d0"))
         first = await generates(d)
-        d.routers.tell("a", CancelRoom(ROOM, "aborted"))
+        d.routers.send("a", CancelRoom(ROOM, "aborted"))
         assert orders(d, Drop) == [Drop(first)]
         d.rank.on_outcomes([Finished(room=first, reason="length")])  # before it has looked at its orders again
         await d.routers.over("a", ROOM)
         await p.routers.over("a", ROOM)
         await p.drained()
-        d.routers.tell("b", p.begin("b", ROOM, "d0"))
+        d.routers.send("b", p.begin("b", ROOM, "d0"))
         second = await generates(d)
         assert second != first
         d.rank.on_outcomes([Dropped(first)])
@@ -97,7 +97,7 @@ async def test_a_cell_of_a_room_that_is_over_does_not_go_into_the_next_one_of_it
         p.begin("a", ROOM, "d0")
         await until(lambda: daemon.node.core.rooms[ROOM].cells)
         (cell,), local_id = daemon.node.core.rooms[ROOM].cells, daemon.rank.by_id[ROOM].local_id
-        p.routers.tell("a", CancelRoom(ROOM, "aborted"))
+        p.routers.send("a", CancelRoom(ROOM, "aborted"))
         await p.routers.over("a", ROOM)
         await p.drained()
         daemon.port.to_engine(Quit())  # what its engine says is ours from here on
@@ -109,7 +109,7 @@ async def test_a_cell_of_a_room_that_is_over_does_not_go_into_the_next_one_of_it
         (kept,) = daemon.node.core.rooms[ROOM].cells
         assert (kept.component, kept.first_row, kept.layers) == (cell.component, cell.first_row, cell.layers)
         assert kept.source_slots.tolist() == cell.source_slots.tolist()
-        p.routers.tell("b", CancelRoom(ROOM, "aborted"))
+        p.routers.send("b", CancelRoom(ROOM, "aborted"))
         assert orders(daemon, Free), "and its pages come back"
 
 
@@ -136,20 +136,20 @@ async def test_a_rank_that_still_has_a_label_refuses_the_next_room_of_it_and_los
         assert leader.sent[-1].prefix == TOKENS // 64 * 64, "of the first room's prompt"
         f.take(RankFailed(6, 3, "aborted", ""))
         assert f.rank.node.core.cache.free_slots[0] == 1_024
-        p.routers.tell("b", CancelRoom(ROOM, "aborted"))
+        p.routers.send("b", CancelRoom(ROOM, "aborted"))
 
 
 @on_loop
 async def test_a_late_report_of_a_rank_is_not_taken_for_the_next_room_of_its_label(directory: Path) -> None:
     async with prefill() as p, decode(directory, ranks=Ranks(0, 2)) as d:
         other = JoinedRank(Ranks(1, 2), "d0-tp1")
-        d.routers.tell("a", p.begin("a", ROOM, "d0"))
+        d.routers.send("a", p.begin("a", ROOM, "d0"))
         await until(lambda: d.rank.by_id[ROOM].ranks_ready)
-        d.routers.tell("a", CancelRoom(ROOM, "aborted"))
+        d.routers.send("a", CancelRoom(ROOM, "aborted"))
         await d.routers.over("a", ROOM)
         await p.routers.over("a", ROOM)
         await p.drained()
-        d.routers.tell("b", p.begin("b", ROOM, "d0"))
+        d.routers.send("b", p.begin("b", ROOM, "d0"))
         d.group.reported(other, RankReady(1, 1, 100, 0))
         d.group.reported(other, RankFailed(2, 1, "transfer", "of the first", 0))
         await until(lambda: d.rank.by_id[ROOM].ranks_ready)
@@ -163,7 +163,7 @@ async def test_tokens_count_as_cached_when_they_crossed_to_no_rank(directory: Pa
     async with prefill() as p, decode(directory, ranks=Ranks(0, 2)) as d:
         other, prefixes = JoinedRank(Ranks(1, 2), "d0-tp1"), []
         for room, there in ((1, 0), (2, 128), (3, 64), (4, 192)):
-            d.routers.tell("a", p.begin("a", room, "d0"))
+            d.routers.send("a", p.begin("a", room, "d0"))
             await until(lambda room=room: d.rank.by_id[room].ranks_ready)
             d.group.reported(other, RankReady(room, d.rank.by_id[room].local_id, 100, there))
             d.rank.on_outcomes([Finished(room=await generates(d, room), reason="length")])

@@ -53,7 +53,7 @@ def _counts(times: Any) -> dict[tuple[str, ...], int]:
 async def test_each_part_of_a_room_is_counted_once_and_the_time_between_its_tokens(directory: Path) -> None:
     async with prefill() as p, decode(directory) as d:
         thread = engine_thread.start(d.thread, lambda _: None)
-        d.routers.tell("a", p.begin("a", ROOM, "d0"))
+        d.routers.send("a", p.begin("a", ROOM, "d0"))
         await p.routers.over("a", ROOM)
         await d.routers.over("a", ROOM)
         await p.drained()
@@ -73,7 +73,7 @@ async def test_a_grant_is_in_quarantine_from_the_silence_of_its_writer_to_the_pr
     async with prefill() as p, decode(directory) as d:
         gate = asyncio.Event()
         p.daemon.node.transport.write = lambda *_: gate.set()  # never ends
-        d.routers.tell("a", p.begin("a", ROOM, "d0"))
+        d.routers.send("a", p.begin("a", ROOM, "d0"))
         await gate.wait()
         core = d.node.core
         (session,) = core.prefill_peers.sessions.values()

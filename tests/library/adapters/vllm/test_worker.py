@@ -460,8 +460,8 @@ def test_a_room_that_prefill_withdraws_fails_decodes_load(site: Site) -> None:
     site.until(lambda: site.sent.sent == {"q"})
 
 
-class ToldLater:
-    """A decode client that says what the test has it say."""
+class PolledClient:
+    """A decode client whose events the test chooses."""
 
     copied_up_bytes = 0
 
@@ -472,13 +472,13 @@ class ToldLater:
         """Takes the room."""
 
     def poll(self) -> list[Any]:
-        told, self.events = self.events, []
-        return told
+        events, self.events = self.events, []
+        return events
 
 
 def test_a_failed_load_is_received_only_once_nobody_can_write_its_blocks() -> None:
     """vLLM gives the blocks of a request that is received to others. A writer that is only slow would write them."""
-    client = ToldLater()
+    client = PolledClient()
     cache = np.zeros(SHAPE, np.float32)
     side = WorkerSide(
         pools=described(cache, cache.ctypes.data, ONE, "blocks"),
@@ -504,7 +504,7 @@ def test_a_notice_that_fails_fails_no_load(site: Site, caplog: pytest.LogCapture
     time.sleep(0.1)
     site.poll()
     assert site.received == Results()
-    assert told(caplog) == {("INFO", "request p"), ("INFO", "request d")}
+    assert notices(caplog) == {("INFO", "request p"), ("INFO", "request d")}
 
 
 def test_a_notice_of_a_label_that_was_asked_for_is_no_failure(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -515,10 +515,10 @@ def test_a_notice_of_a_label_that_was_asked_for_is_no_failure(site: Site, caplog
     site.until(lambda: site.received.received)
     assert site.received == Results(received={"d"})
     assert site.figures["causes"] == {"aborted": 1}
-    assert told(caplog) == {("INFO", "request d")}
+    assert notices(caplog) == {("INFO", "request d")}
 
 
-def told(caplog: pytest.LogCaptureFixture) -> set[tuple[str, str]]:
+def notices(caplog: pytest.LogCaptureFixture) -> set[tuple[str, str]]:
     """What was logged about requests: the level, and which request."""
     of_worker = [each for each in caplog.records if each.name == worker.__name__]
     return {(each.levelname, each.getMessage().partition(":")[0]) for each in of_worker}
@@ -533,7 +533,7 @@ def test_prefill_that_gives_up_fails_decodes_load(site: Site, caplog: pytest.Log
     site.until(lambda: site.received.received == {"d"} and site.sent.sent == {"p"})
     assert (site.received.failed, site.received.failed_blocks) == ({"d"}, {4, 2})
     assert site.figures["causes"] == {"aborted": 2}
-    assert told(caplog) == {("INFO", "request p"), ("WARNING", "request d")}
+    assert notices(caplog) == {("INFO", "request p"), ("WARNING", "request d")}
 
 
 def test_rooms_whose_peer_never_comes_fail_in_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -544,7 +544,7 @@ def test_rooms_whose_peer_never_comes_fail_in_time(caplog: pytest.LogCaptureFixt
         site.until(lambda: site.sent.sent == {"p"} and site.received.received == {"d"})
         assert site.received.failed == {"d"}
         assert site.figures["causes"] == {"deadline": 2}
-        assert told(caplog) == {("WARNING", "request p"), ("WARNING", "request d")}
+        assert notices(caplog) == {("WARNING", "request p"), ("WARNING", "request d")}
 
 
 def test_hand_offs_that_fail_one_after_the_other_are_a_warning_on_either_side(
@@ -671,7 +671,7 @@ def test_figures_of_ranks_and_intervals_add_up() -> None:
 def test_prompts_that_decode_computes_itself_are_counted_and_a_tenth_of_them_is_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    client, now = ToldLater(), [0.0]
+    client, now = PolledClient(), [0.0]
     cache = np.zeros(SHAPE, np.float32)
     side = WorkerSide(
         pools=described(cache, cache.ctypes.data, ONE, "blocks"), prefill=None, decode=cast("Any", client),

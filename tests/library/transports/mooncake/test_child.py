@@ -41,15 +41,15 @@ class Sending:
         self.lines = [_EngineLine(Engine(), "there", WINDOW) for _ in range(2)]
         self._memory = np.zeros(1 << 20, np.uint8)
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.theirs, self._slots, self._told = theirs, itertools.count(), 0
+        self.theirs, self._slots, self._written = theirs, itertools.count(), 0
         address = self._memory.ctypes.data
         self._sender = _Sender(self.lines, theirs, _Source(address, len(self._memory), 0))
 
     def order(self, grant: int, count: int, byte_count: int) -> None:
         """So many operations of this many bytes."""
         table = np.tile(np.array([0, 0, byte_count]), (count, 1))
-        start, self._told = self._told, self._told + table.nbytes
-        self._memory[start : self._told].view(np.int64)[:] = table.reshape(-1)
+        start, self._written = self._written, self._written + table.nbytes
+        self._memory[start : self._written].view(np.int64)[:] = table.reshape(-1)
         assert table.nbytes == count * OPERATION.size
         self.ours.send(ORDER.pack(PUT, next(self._slots), count, start, grant))
 

@@ -598,14 +598,14 @@ class Nodes:
 
     def __init__(self, memory: ArenaMemory) -> None:
         SOURCE.fill(np.arange(SOURCE.slots))
-        self.told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
-        self.told_d: list[RoomReady | RoomFailed] = []
+        self.events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
+        self.events_d: list[RoomReady | RoomFailed] = []
         self.prefill = PrefillNode(
-            settings("p", LIMITS), [component(SOURCE)], self.told_p.append,
+            settings("p", LIMITS), [component(SOURCE)], self.events_p.append,
             writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data, transport="mooncake"),
         )  # fmt: skip
         self.decode = DecodeNode(
-            settings("d", LIMITS), [component(TARGET)], memory, self.told_d.append, verify=True, prefix_cache=False,
+            settings("d", LIMITS), [component(TARGET)], memory, self.events_d.append, verify=True, prefix_cache=False,
             options=ArenaOptions(transport="mooncake"),
         )  # fmt: skip
         self.memory, self.endpoint, self.rooms = memory, "", 0
@@ -623,14 +623,14 @@ class Nodes:
 
     async def ended(self, room: int) -> RoomReady | RoomFailed:
         """How it ended, and nothing reads its pages any more."""
-        await until(lambda: any(told.room == room for told in self.told_d))
-        (told,) = (told for told in self.told_d if told.room == room)
-        if isinstance(told, RoomFailed):
+        await until(lambda: any(event.room == room for event in self.events_d))
+        (event,) = (event for event in self.events_d if event.room == room)
+        if isinstance(event, RoomFailed):
             self.prefill.abort(room)
         else:
             self.decode.release(room)
-        await until(lambda: RoomDrained(room) in self.told_p)
-        return told
+        await until(lambda: RoomDrained(room) in self.events_p)
+        return event
 
     async def lands(self) -> bool:
         room = self.begin()
@@ -675,16 +675,16 @@ async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come
         assert await it.lands()
         monkeypatch.setattr(writer, "_STALL_SECONDS", 1.0)
         room = it.begin()
-        await until(lambda: any(isinstance(each, RoomLeased) and each.room == room for each in it.told_p))
+        await until(lambda: any(isinstance(each, RoomLeased) and each.room == room for each in it.events_p))
         engine = it.engine(getattr(it, side))
         deliver([engine], signal.SIGSTOP)
         os.kill(engine, signal_number)
         it.send(room)
-        told = await it.ended(room)
-        assert isinstance(told, RoomFailed), "nothing of it can have crossed"
+        event = await it.ended(room)
+        assert isinstance(event, RoomFailed), "nothing of it can have crossed"
         while not await it.lands():  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # a room that is refused at once leaves the loop no time
-        assert [each.room for each in it.told_d] == list(range(1, it.rooms + 1)), "each ended once"
+        assert [each.room for each in it.events_d] == list(range(1, it.rooms + 1)), "each ended once"
         await until(lambda: it.decode.core.idle)
         assert it.decode.core.arena.free[0].free_slots == 64
 

@@ -51,12 +51,12 @@ def test_an_identity_is_what_prefill_returns_without_the_fields_of_the_one_reque
     }  # fmt: skip
     found = VLLM.identity("http://h", json.dumps({"id": "cmpl", "kv_transfer_params": IDENTITY | of_one}).encode())
     assert found == IDENTITY
-    told = json.loads(VLLM.decode_body(request(VLLM, {"prompt": "a"}), TRANSFER, found))["kv_transfer_params"]
+    params = json.loads(VLLM.decode_body(request(VLLM, {"prompt": "a"}), TRANSFER, found))["kv_transfer_params"]
     transfer_id = "pdtransfer-f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"
     own = {
         "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "r", "transfer_id": transfer_id
     }  # fmt: skip
-    assert told == IDENTITY | own
+    assert params == IDENTITY | own
 
 
 @pytest.mark.parametrize("params", [None, {}, {"remote_host": "h"}, {"remote_engine_id": None}])

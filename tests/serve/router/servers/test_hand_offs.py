@@ -95,7 +95,7 @@ async def test_a_prompt_that_decode_computed_shows_in_the_record_and_in_metrics(
     async with server_site() as it:
         await it.meet()
         it.ended.clear()
-        it.decode[0].tells = True
+        it.decode[0].reports_kv = True
         assert (await it.post())[0] == 200
         it.decode[0].lost = True
         assert (await it.post())[0] == 200

@@ -366,11 +366,11 @@ def test_what_a_prefill_server_returns_of_itself_is_checked_before_decode_gets_i
             it.server(good).unfinished += 1
             status, answer, _ = await it.post()
             assert status == 200, answer
-            told = [each.kv for each in it.decode[0].seen]
+            kvs = [each.kv for each in it.decode[0].seen]
             if port is None:  # as good as no field
-                assert [each["remote_engine_id"] for each in told] == ["p0"]
+                assert [each["remote_engine_id"] for each in kvs] == ["p0"]
                 return
-            assert [each["remote_engine_id"] for each in told] == ["p1"]
+            assert [each["remote_engine_id"] for each in kvs] == ["p1"]
             assert it.backend.metrics.retries == 1
 
     run_on_loop(case)

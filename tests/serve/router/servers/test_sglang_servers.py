@@ -39,7 +39,7 @@ async def test_both_servers_are_asked_at_once_with_one_room_from_the_first_reque
         assert decode.seen[0].body == body | own
         assert prefill.seen[0].body == body | own | {"stream": False}
         assert (await it.post())[0] == 200
-        assert prefill.told == 1  # of where its bootstrap server is
+        assert prefill.info_requests == 1  # of where its bootstrap server is
         assert len(set(rooms(it)[1])) == 2
 
 

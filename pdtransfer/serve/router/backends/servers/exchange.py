@@ -169,7 +169,7 @@ class Exchange:
             if server is not None and task is not None and not (task.done() and _failed(task)):
                 order = self._dialect.given_up(server.role, self._request, self._transfer)
                 if order is not None:
-                    self._upstream.tell(server, order, self._request)
+                    self._upstream.notify(server, order, self._request)
 
     async def _decode_alone(self) -> None:
         """Decode computes the prompt."""

@@ -170,13 +170,13 @@ class Upstream:
                 raise AttemptFailedError(text, Cause.BREACH, (server,), again=False)
         return WholeAnswer(response.status, end_to_end(response.headers), bytes(body))
 
-    def tell(self, server: Server, order: ServerOrder, request: ServerRequest) -> None:
+    def notify(self, server: Server, order: ServerOrder, request: ServerRequest) -> None:
         """Tells a server that a request was given up. One that cannot be told waits for its own deadline."""
-        task = asyncio.create_task(self._tell(server, order, request))
+        task = asyncio.create_task(self._notify(server, order, request))
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
-    async def _tell(self, server: Server, order: ServerOrder, request: ServerRequest) -> None:
+    async def _notify(self, server: Server, order: ServerOrder, request: ServerRequest) -> None:
         try:
             async with (
                 asyncio.timeout(self.limits.silence_ms / 1e3),

@@ -35,7 +35,7 @@ from pdtransfer.serve.engine_api import (
 )
 
 LAYERS = 2
-ROW_BYTES = 64  # of one layer, unless --engine-option row_bytes=N says otherwise
+ROW_BYTES = 64  # of one layer, unless --engine-option row_bytes=N changes it
 WRONG = "these bytes are not this room's"
 
 
@@ -66,7 +66,7 @@ def describe(config: EngineConfig, row_bytes: int = ROW_BYTES) -> EngineDescript
         head_bytes=row_bytes,
         dtype="uint8",
         slots=config.slots,
-        page_size=1,  # whatever the flag says: an engine ignores what it has no use for
+        page_size=1,  # whatever the flag is: an engine ignores what it does not need
     )
     component = Component(name="kv", memory="dram", tokens_per_row=1, span=Span(), layout=layout)
     return EngineDescription(model="plain", weights=b"plain", components=(component,), memory_bytes=layout.end)

@@ -35,7 +35,7 @@ def cache_directory() -> Path:
 
 
 def launcher_variables() -> dict[str, str]:
-    """What torchrun, or a launcher like it, says of this process: those of LAUNCHER_VARIABLES that are set."""
+    """What torchrun, or a launcher like it, sets for this process: those of LAUNCHER_VARIABLES that are set."""
     return {name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ}
 
 

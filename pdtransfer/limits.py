@@ -39,10 +39,10 @@ ENGINES_A_SESSION = 4  # at most: each has one thread that sends, or receives
 ENDED_ROOMS_MAX = 8_192  # a router: what a late Begin must not revive; some seconds' worth at 5,000 rooms a second
 AHEAD_MAX = 128  # peers of decode; beyond it only rooms bring more: a bus dials twice as many
 API_KEYS_MAX = 4_096  # in the file of a router
-UNUSABLE_MAX = 16  # prefill ranks that one Load says decode cannot use: each has a text for people
+UNUSABLE_MAX = 16  # prefill ranks in one Load that decode cannot use: each has a text for people
 AHEAD_PING = 4  # prefill ranks that one Ping names to decode: each maps the arena then, and a fleet's not all at once
 EARLIER_INCARNATIONS_MAX = 4  # of a peer, kept to drop late messages of dead processes
-LOAD_MS = 20  # a Load that changes is told this often at most
+LOAD_MS = 20  # a Load that changes is sent this often at most
 PREFIX_PLACED_BLOCKS_MAX = 1_024  # of one prompt that a router looks at: 64 Ki tokens take it 1 ms
 RESUMPTIONS_MAX = 3  # of one answer: a prompt that breaks its workers meets no more of them
 SERVER_ATTEMPTS_MAX = 3  # of one request that HTTP servers fail: a body that breaks them meets no more of them
@@ -82,15 +82,17 @@ class Limits:
     resend_ms: int = 200  # an unanswered request is repeated this often at first
     resend_ms_max: int = 2_000  # and this often at last
     ping_ms: int = 500  # how often a quiet peer is asked whether it lives
-    slow_ms: int = 2_000  # after this much silence a peer gets nothing new, and is lost if the kernel says it is gone
+    slow_ms: int = (
+        2_000  # after this much silence a peer gets nothing new, and is lost if the kernel has evidence that it is gone
+    )
     silence_ms: int = 10_000  # after this much it is lost in any case: processes of a busy host pause for seconds
-    forget_ms: int = 600_000  # a dialled peer unheard of for so long, that has nothing left to end, is forgotten
+    forget_ms: int = 600_000  # a dialled peer that was silent for this long and has nothing left to end is forgotten
     session_silence_ms: int = 30_000  # a decode node silent this long loses its sessions on the prefill side
     fence_poll_ms: int = 50  # how soon a fence that is not yet proven is looked at again, at first
     fence_poll_ms_max: int = 500  # and at last
 
 
-# The least and the most that a limit may be, where its unit does not say it.
+# The least and the most that a limit may be, where these do not follow from its unit.
 LIMIT_BOUNDS: dict[str, tuple[float, float]] = {
     "window": (1, 0xFFFF),  # travels as u16
     "queue_max": (0, 1 << 20),

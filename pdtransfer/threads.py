@@ -121,7 +121,7 @@ def cpus_of(text: str, *, named: str = "cpus") -> frozenset[int] | None:
 
 
 def started_with() -> frozenset[int]:
-    """The CPUs that this process was started with, as far as they can be told by now.
+    """The CPUs that this process was started with, as far as they can still be determined.
 
     An OpenMP runtime that binds its threads pins the main thread as well, to a core on which it spins, and threads
     inherit that. Others of the process keep what they had, and so does the process that forked or spawned this one. All

@@ -1,4 +1,4 @@
-"""Writes SmolLM2-135M-Instruct, a small pretrained model that speaks, as a checkpoint that any engine loads.
+"""Writes SmolLM2-135M-Instruct, a small pretrained language model, as a checkpoint that any engine loads.
 
     .venv-vllm/bin/python -m tools.smollm2 build/smollm2
 

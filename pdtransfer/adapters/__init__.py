@@ -1,1 +1,2 @@
-"""Connectors for inference engines of others, a package each. Engines load them by name; nothing here imports them."""
+"""Connectors for other projects' inference engines, one package each. Engines load them by name; nothing here imports
+them."""

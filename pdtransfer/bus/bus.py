@@ -2,7 +2,7 @@
 
 The peers of a listener share one ROUTER socket; every dialled endpoint has a DEALER socket of its own. A session over
 shared memory may have a line beside them. What a peer has sent by its lines is received before what it sends by ZMQ
-after that, whatever either says. Nothing here waits. A message that cannot be sent (full queue, lost connection) is
+after that. Nothing here waits. A message that cannot be sent (full queue, lost connection) is
 dropped and counted; the protocol repeats it.
 """
 
@@ -179,7 +179,7 @@ class Bus:
         return "" if connection is None or connection.tcp is None else connection.tcp.address
 
     def may_be_one(self, first: str, second: str) -> bool:
-        """Whether two dialled endpoints lead to one process, if both say that they do. With keys both have its key.
+        """Whether two dialled endpoints lead to one process, if both report that they do. With keys both have its key.
         Without keys, on loopback, any user may listen and claim to be another: there both connections must end at one
         address, which the kernel vouches for. Beyond loopback an operator has insisted on trust."""
         one, other = self._dialled.get(first), self._dialled.get(second)

@@ -1,7 +1,7 @@
 """The listener's connections and the names that they own; no I/O, times are arguments in seconds.
 
 A route is the id of a connection on the listener's ROUTER socket. A name belongs to the process whose Hello came last,
-by all connections on which that process has said Hello: it may know this node by several addresses. Messages to the
+by all connections on which that process has sent Hello: it may know this node by several addresses. Messages to the
 name go to the connection on which it last sent something else than Hello. Connections of an earlier process of the name
 are superseded: their messages are refused.
 """

@@ -1,4 +1,4 @@
-"""What the kernel says about peers that are gone: a connection that has ended and does not come back, a host that
+"""The kernel's evidence that peers are gone: a connection that has ended and does not come back, a host that
 acknowledges nothing.
 
 A frozen process looks like a busy one here: its kernel still accepts and acknowledges. That is not evidence.
@@ -36,19 +36,19 @@ class AbsentPeers:
 
     def end(self, name: str, now: float) -> None:
         """The connection that owned this name has ended. Where its host had acknowledged nothing before, the kernel
-        ended it for that, and it says nothing about the process."""
+        ended it for that, and it proves nothing about the process."""
         evidence = UNACKNOWLEDGED if name in self._unacknowledged else ENDED
         self._ended.setdefault(name, (now, evidence))
         if len(self._ended) > self._limits.named_max:
             del self._ended[next(iter(self._ended))]
 
     def back(self, name: str) -> None:
-        """The peer has said Hello, or goes on by another connection."""
+        """The peer has sent Hello, or goes on by another connection."""
         self._ended.pop(name, None)
 
     def check(self, named: Iterable[Connection], lives: Callable[[str], bool], now: float) -> dict[str, Gone]:
-        """Returns the evidence by peer, which may have several connections: all have to show it. `lives` tells whether
-        a line of the peer's process stands."""
+        """Returns the evidence by peer, which may have several connections: all have to show it. `lives` returns
+        whether a line of the peer's process stands."""
         ended, silent, answering = set[str](), set[str](), set[str]()
         for connection in named:
             tcp, name = connection.tcp, connection.name

@@ -35,7 +35,7 @@ class BusLimits:
     naming_ms: int = 5  # delay of the authenticator's answer: its routing id must be read after the peer's own
     unanswered_ms: int = 5_000  # sent data, Pings included, unacknowledged for this long: the connection is closed
     unacknowledged_ms: int = 1_000  # the same, and a dial: this long is evidence that the peer's host is gone
-    absent_kept_ms: int = 10_000  # so long its absence is reported: by then its process counts as lost
+    absent_kept_ms: int = 10_000  # how long its absence is reported: by then its process counts as lost
     reconnect_ms: int = 100
     reconnect_ms_max: int = 1_000
     redial_ms: int = 2_000  # first wait before an unreachable endpoint is resolved and dialled again

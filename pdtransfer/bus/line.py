@@ -153,7 +153,8 @@ class SessionLine:
         self._turn()
 
     def _receive(self, byte_count: int) -> int | None:
-        """Receives so many bytes at most; returns how many. 0 is the line's end, None that there are none yet."""
+        """Receives at most this many bytes; returns how many. 0 is the line's end, None means that none are there
+        yet."""
         try:
             received = self._socket.recv(byte_count)
         except BlockingIOError:

@@ -1,6 +1,6 @@
 """All lines of a bus: which messages go by them, and what comes by them before what comes by ZMQ.
 
-It knows neither ZMQ nor a real socket: the simulator runs this very code.
+It uses neither ZMQ nor a real socket: the simulator runs the same code.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class SessionLines:
 
     def read(self, process: Process | None = None) -> None:
         """Receives what this process, or every one, has sent by lines until now: it counts before what comes by ZMQ,
-        and before what the clock says of the peer."""
+        and before the time since the peer was last seen."""
         for line in self.of(process):
             line.read_now()
 

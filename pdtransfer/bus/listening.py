@@ -1,4 +1,4 @@
-"""Takes a listener's port before anything stands behind it: a taken port is known at once, and stays taken.
+"""Binds a listener's port before anything serves it: a conflict is reported at once, and the port stays reserved.
 
 ZMQ gets the socket later (ZMQ_USE_FD). Until then connections wait in its backlog, and get no greeting.
 """

@@ -306,7 +306,8 @@ class Sweep:
         self._cpu_s = self._checked_s = 0.0
 
     def backlogged(self, known: set[bytes], *, unread_bytes_max: int) -> Iterator[TcpConnection]:
-        """Checks the next _SWEEP descriptors; yields those that are not `known` by cookie. Costs nothing while idle."""
+        """Checks the next _SWEEP descriptors; yields those whose cookies are not in `known`. Costs nothing while
+        idle."""
         cpu_s, now_s = time.process_time(), time.monotonic()
         busy = (cpu_s - self._cpu_s) / max(1e-9, now_s - self._checked_s)
         self._cpu_s, self._checked_s = cpu_s, now_s

@@ -1,6 +1,6 @@
 """The clients for asyncio: events are read on the caller's own loop, and resolve what the room's handle waits for.
 
-A method here takes what the client's method of its name takes: it is made of that method.
+Each method has the parameters of the client's method of the same name, from which it is made.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class _Client(Generic[Node, PolledEvent]):
         self._stop.result()
 
     def close(self) -> None:
-        """Fails every room under way, says goodbye to the peers and ends the thread; idempotent, and blocks until then.
+        """Fails every room under way, sends the peers Goodbye and ends the thread; idempotent, and blocks until then.
 
         It may be called while the interpreter exits. `poll` still returns the last events. From now on no page of a
         pool is read. Peers may write into an arena until they have received the goodbye.
@@ -192,7 +192,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
 
     `components` describe the engine's pools. The bases of their planes are addresses, or offsets in bytes from
     `pool_address`. If a model is spread over several ranks, they hold this rank's layers and heads, and
-    `settings.ranks` says which. If n ranks hold the same rows of a component, `replicas` maps its name to
+    `settings.ranks` names them. If n ranks hold the same rows of a component, `replicas` maps its name to
     (index of this rank among them, n).
 
     `bind` is the tcp://host:port to listen on, port 0 for any; `endpoint` is where it listens once started.
@@ -319,8 +319,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         self._port.to_loop(lambda: self._node.finish(room, aux=aux, after=after))
 
     def abort(self, room: int, detail: str = "") -> None:
-        """Gives the room up, also one that was never opened; `detail` tells decode why. RoomFailed follows for an open
-        one, then RoomDrained: only then may its pages be reused."""
+        """Gives the room up, also one that was never opened; `detail` is the reason for decode. RoomFailed follows for
+        an open one, then RoomDrained: only then may its pages be reused."""
         self._port.to_loop(lambda: self._node.abort(room, detail=detail))
 
     def poll(self) -> list[PrefillEvent]:
@@ -450,9 +450,9 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         self._port.to_loop(lambda: self._node.expect(request))
 
     def withdraw(self, room: int, *, sources: Sequence[str], detail: str = "") -> None:
-        """Tells the prefill ranks at `sources` that this client will not expect a room that they may have open: it
-        fails there, also if it is opened later. `detail` tells why. No event follows. A room that is expected is left
-        alone: `abort` gives it up."""
+        """Informs the prefill ranks at `sources` that this client will not expect a room that they may have open: it
+        fails there, also if it is opened later. `detail` is the reason. No event follows. A room that is expected is
+        left alone: `abort` gives it up."""
         self._port.to_loop(lambda: self._node.withdraw(room, sources, detail))
 
     def release(self, room: int, *, after: Event | None = None) -> None:
@@ -463,8 +463,8 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         self._port.to_loop(lambda: self._node.release(room, after=after))
 
     def abort(self, room: int, detail: str = "") -> None:
-        """Gives up a room that is not ready; `detail` tells prefill why. RoomFailed follows at once; its slots return
-        when no write can reach them.
+        """Gives up a room that is not ready; `detail` is the reason for prefill. RoomFailed follows at once; its slots
+        return when no write can reach them.
 
         If RoomReady was already on its way, the room has to be released like any other.
         """

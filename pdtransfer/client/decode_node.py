@@ -151,7 +151,7 @@ class DecodeNode:
         self._run(effects)
 
     def ready(self, bytes_ready: int) -> None:
-        """Reports that so many of the arena's first bytes are prefaulted."""
+        """Reports that this number of the arena's first bytes is prefaulted."""
         self._run(self.core.ready(bytes_ready, self._clock.now()))
 
     def way_of(self, room: int) -> tuple[str, str]:
@@ -172,7 +172,7 @@ class DecodeNode:
         self._run(self.core.abort(room, self._clock.now(), cause, detail))
 
     def withdraw(self, room: int, sources: Sequence[str], detail: str) -> None:
-        """Tells prefill ranks that a room will not be expected here."""
+        """Informs prefill ranks that a room will not be expected here."""
         self._run(self.core.withdraw(room, sources, detail, self._clock.now()))
 
     def unusable(self) -> list[tuple[str, str]]:

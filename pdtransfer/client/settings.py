@@ -50,7 +50,7 @@ class NodeSettings:
     model: str  # at most 128 characters
     weights: bytes  # a digest of the weights, at most 64 bytes: equal weights, equal digest
     facts: Mapping[str, str] = field(default_factory=dict[str, str])  # what stands behind it, at most FACTS_MAX
-    context_tokens: int = 0  # of a prompt and its answer at most, for routers; 0: not said
+    context_tokens: int = 0  # of a prompt and its answer at most, for routers; 0: unknown
     keys: KeyPair | None = None  # this node's own; they need an allow-list as well
     allowed: AllowList | None = None  # the peers that may connect
     insecure: bool = False  # lets other hosts connect without keys

@@ -6,7 +6,7 @@ There are two cores, one a side: `decode.sessions.DecodeSessions` and `prefill.s
 no socket, reads no clock and draws no random number. The caller, a shell, gives it messages, the time and reports, and
 performs the effects that each call returns. The simulator of the tests and the nodes of `client/` drive the same code.
 
-Words, and the field's beside them:
+Terms, each with the usual one beside it:
 
     room      one KV transfer of one request, named by a random number that both sides got from the router
     session   one prefill rank's right to write one decode rank's arena, from Register to its fence
@@ -35,7 +35,8 @@ time in which the process did not run. All but simple properties return a list o
     when it does not any more:                            run(core.gone(peer, "", now))
 
 Messages may be lost, late, repeated or out of order; `Send` may be dropped. The core repeats what is not answered, and
-takes every message twice. What a peer has sent must be received before the lack of it counts, and before its Goodbye.
+accepts every message more than once. What a peer has sent must be received before the lack of it counts, and before its
+Goodbye.
 
 Decode: calls, effects and what each is owed
 --------------------------------------------
@@ -58,8 +59,8 @@ more.
 A room waits for the names of its sources (where it named leaders only), then for a window slot at each of them, then in
 one queue for slots of the arena; a room that waits for a peer is in no other room's way. Admission leases all
 components or none, growth included. A grant goes to each source, Landed comes from each. After the last one, and after
-Verify and Lift where these are due, the room is READY. `ready(bytes)` says that more of the arena is backed: slots are
-leased below.
+Verify and Lift where these are due, the room is READY. `ready(bytes)` reports how much of the arena is backed:
+slots are leased only below that.
 
 Prefill: the same
 -----------------
@@ -98,5 +99,5 @@ Decode dials, greets and pings; prefill answers. `peers.Peers` has the rules of 
 process a name stands for now (incarnations), when it is slow, when it is lost, who is refused. A slow peer is granted
 nothing new; a lost one costs its rooms, and keeps its session until the fence. A breach of a peer, raised inside as
 RemoteProtocolError, ends the session that it was about, and nobody else's. LocalProtocolError is the caller's mistake.
-Every state is in a table of `states`; every bound is in `limits`; keys in `timers` say what is due.
+Every state is in a table of `states`; every bound is in `limits`; keys in `timers` name what is due.
 """

@@ -1,8 +1,8 @@
 """One rule of admission: first come, first served, and only requests whose full growth fits.
 
-Rows include growth, so an admitted request never asks again. A request that an empty arena cannot hold is refused for
-ever; one that finds the queue full is refused with a retry hint. The head of the queue waits for slots, never for a
-peer.
+Rows include growth, so an admitted request never asks again. A request that an empty arena cannot hold is refused
+permanently; one that finds the queue full is refused with a retry hint. The head of the queue waits for slots, never
+for a peer.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class Peers(Generic[PeerType]):
         return True
 
     def _watch(self, peer: PeerType, now: float) -> None:
-        # Also while the peer cannot be silent yet: only a timer that fires late tells silence from time in which this
-        # process did not run.
+        # Also while the peer cannot be silent yet: only a timer that fires late separates silence from time in which
+        # this process did not run.
         self._timers.set(("alive", peer.name, 0), now + self._limits.ping_ms / 1e3)
 
     # Peers that this node dials

@@ -119,7 +119,7 @@ class FreeExtents:
             self._starts = [start for start in self._starts if start in self._count_at]
 
     def free(self, extents: Extents) -> None:
-        """Frees runs; to free a free slot is a bug of ours."""
+        """Frees runs; to free a free slot is a bug in this package."""
         if len(extents) > _FEW:
             self._join_many(extents)
             return

@@ -18,7 +18,7 @@ Event = TypeVar("Event", bound=Word)
 
 
 def step(table: Mapping[tuple[State, Event], State], state: State, event: Event) -> State:
-    """The state after `event`. A pair that the table lacks is a bug of ours, whatever a peer has sent."""
+    """The state after `event`. A pair that the table lacks is a bug in this package, whatever a peer has sent."""
     after = table.get((state, event))
     assert after is not None, f"{type(state).__name__}.{state.name} has no transition for {event.name}"
     return after

@@ -20,14 +20,14 @@ from .driver import Calls, calls, driver
 from .tables import DeviceTables
 
 POLL_SECONDS = 20e-6
-_STAGED_BYTES_MAX = 64 << 10  # the driver copies so much pageable memory before an upload returns
+_STAGED_BYTES_MAX = 64 << 10  # the driver copies up to this much pageable memory before an upload returns
 _PAGE_BYTES = 64 << 10
 _WORDS_BYTES = 64  # a cache line of the CPU: the words of two launches never share one
 IPC_HANDLE_BYTES = 64
 
 
 class Gpu:
-    """GPU `ordinal`. Any thread may call any method. A method waits for the GPU only if its docstring says so."""
+    """GPU `ordinal`. Any thread may call any method. A method waits for the GPU only where its docstring names that."""
 
     def __init__(self, ordinal: int, cache: Path | None = None) -> None:
         """Raises WorldError, naming what is missing, if this GPU does not exist."""

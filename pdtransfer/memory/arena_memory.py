@@ -26,7 +26,7 @@ class ArenaMemory:
 
     def __init__(self, fd: int, mapping: Mapping, *, huge: bool, needed: int) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
-        self.needed = needed  # so many of its first bytes are backed by `prefault`
+        self.needed = needed  # how many of its first bytes are backed by `prefault`
         self._backing = threading.Lock()
         self._use: Literal["", "served", "exported"] = ""
         self.gpu: Registrar | None = None  # a GPU that has to access it
@@ -44,7 +44,7 @@ class ArenaMemory:
     ) -> ArenaMemory:
         """An arena of at least `byte_count` bytes, rounded up to whole pages, all zero and not yet backed by memory.
 
-        With `needed` only so many of its first bytes, and at least a page, are to be backed until `need_all`: behind
+        With `needed` only this many of its first bytes, and at least a page, are to be backed until `need_all`: behind
         them lies the range of HBM components, which writers that reach the GPU do not use.
 
         `auto` takes huge pages if enough are free and all is needed. Raises WorldError, with both numbers, if the host

@@ -1,4 +1,4 @@
-"""What the transports of a node are told: one object for a prefill rank, one for a decode rank."""
+"""What the transports of a node are given: one object for a prefill rank, one for a decode rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What closes the ports of a node's transports to all but the peer of each session; None where nothing does.
 
-A transport whose engines check no keys listens before it can say where. So a session's engines first report their
-ports, then the ports are closed to all but the session's peer, and only then do they serve memory.
+A transport whose engines check no keys listens before it can report its ports. So a session's engines first report
+their ports, then the ports are closed to all but the session's peer, and only then do they serve memory.
 """
 
 from __future__ import annotations

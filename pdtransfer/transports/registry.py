@@ -1,9 +1,9 @@
-"""The transports that there are. A new one is a package beside `shm`, with a Transport in it, and one line here.
+"""The list of transports. A new one is a package beside `shm`, with a Transport in it, and one line here.
 
 A program that embeds a node may `register` one of its own before it makes the node; both ends need it.
 
-A Reach tells a writer how to reach one arena. Version 1 of the protocol knows two kinds of Reach, and a transport uses
-the fields of one of them. `transport` is the kind, `base` is where the owner has the arena mapped, and:
+A Reach has what a writer needs to reach one arena. Version 1 of the protocol knows two kinds of Reach, and a transport
+uses the fields of one of them. `transport` is the kind, `base` is where the owner has the arena mapped, and:
 
 | kind       | `host`                        | `address`                                               |
 |------------|-------------------------------|---------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""The transport of each session: decode selects it for a writer, and the Reach tells the writer which one it is.
+"""The transport of each session: decode selects it for a writer, and the Reach names it to the writer.
 
 Decode offers, so decode selects. Prefill reports in its Welcome where it is and which transports it takes.
 """
@@ -199,7 +199,7 @@ class PrefillTransports:
     ) -> None:
         """`wrote` gets the end of each write, `spans` each launch of a GPU. `lost` is called for a session that can
         write no more, and is to be fenced; `broken` for a room whose event cannot be queried any more, whoever has
-        asked it: its writes are held back until they are cancelled, or have failed; `wake_hint` as WakeHint says."""
+        asked it: its writes are held back until they are cancelled, or have failed; `wake_hint` as in WakeHint."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
         gpu = self._gpu = None if options.device is None else WriterGpu(options.device, spans)

@@ -12,7 +12,8 @@ from tests.support.vllm_servers import FakeVllm, Seen
 
 @dataclass
 class FakeSglang(FakeVllm):
-    """One server. `port` is of its bootstrap server; `told` counts who asked for it, and `key` is whom it tells."""
+    """One server. `port` is of its bootstrap server; `info_requests` counts the requests for it, and
+    `key` is whose requests it answers."""
 
     speaks: ClassVar[str] = "sglang"
 

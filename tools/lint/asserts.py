@@ -1,4 +1,4 @@
-"""No assertion may check what a peer sent: `python -O` leaves them out, and a peer's mistake is not a bug of ours."""
+"""No assertion may check what a peer sent: `python -O` leaves them out, and a peer's mistake is not a bug here."""
 
 from __future__ import annotations
 

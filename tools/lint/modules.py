@@ -77,7 +77,7 @@ def environment_readers(files: Iterable[Source]) -> Iterator[str]:
 
 
 def duplicate_functions(files: Iterable[Source], size_min: int) -> Iterator[str]:
-    """No two functions do the same. `size_min`: characters of a syntax tree, below which likeness says nothing."""
+    """No two functions do the same. `size_min`: characters of a syntax tree, below which likeness means nothing."""
     functions: dict[tuple[str, ...], list[tuple[Source, Function]]] = defaultdict(list)
     for source in files:
         for node in source.nodes(*FUNCTIONS):

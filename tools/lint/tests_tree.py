@@ -13,7 +13,7 @@ HOUSES = {"library": "pdtransfer", "serve": "pdtransfer/serve", "lab": "lab/pdtr
 OTHERS = {"comparisons", "integration", "sim", "stranger", "two_gpu"}
 # Names that only these modules define: anything that waits, asks the kernel of a process, or sets up a namespace.
 GENERAL = tuple(f"tests/support/{name}.py" for name in ("networks", "paths", "processes", "waiting"))
-# Characters of a syntax tree: below it, two functions alike say nothing.
+# Characters of a syntax tree: below it, likeness of two functions means nothing.
 ALIKE_MIN = 500
 # Mutants read and replace what no test of behaviour may.
 MUTANTS = ("tests/library/sim/planted", "tests/support/planted.py")

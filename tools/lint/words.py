@@ -1,4 +1,4 @@
-"""Words: what errors, logs and help texts must not say, and what they say instead."""
+"""Words: phrases that texts must not have, and what to write instead."""
 
 from __future__ import annotations
 

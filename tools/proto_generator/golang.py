@@ -1,6 +1,6 @@
 """Version 1's messages as a Go package, from schema.json and nothing else: types, bounds, defaults, and a codec.
 
-What schema.json does not say (the rules of layouts, what a bin holds) the package does not check either.
+What schema.json does not have (the rules of layouts, what a bin holds) the package does not check either.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frames that no encoder of ours would make: odd but lawful encodings, and every way to break a frame or a rule."""
+"""Frames that no encoder here would make: odd but lawful encodings, and every way to break a frame or a rule."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _table(model: inspect.StructType, meanings: dict[str, dict[str, str]]) -> Js
 
 
 def type_of(model: inspect.Type) -> Json:
-    """One field's type and bounds, both ends included unless said otherwise."""
+    """One field's type and bounds, both ends included unless stated otherwise."""
     match model:
         case inspect.BoolType():
             return {"is": "bool"}

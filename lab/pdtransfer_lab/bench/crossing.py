@@ -29,7 +29,7 @@ from .report import Figures, Line
 
 ROW_BYTES = 1_152
 _ROWS = 2_000
-_ARENAS = {"fresh": 0, "half": 64, "scattered": 1}  # half of it is held, in runs of so many slots; 0: nothing is
+_ARENAS = {"fresh": 0, "half": 64, "scattered": 1}  # half of it is held, in runs of this many slots; 0: nothing is
 _ROOM = "{{{0}_gb_s:.2f}} GB/s", "{{{0}_to_sync:.2f}} of the synchronous write; aim 1.8"
 
 LINES = (

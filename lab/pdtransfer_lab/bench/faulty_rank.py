@@ -35,7 +35,7 @@ class Connect(NamedTuple):
 
 
 class Echoes(NamedTuple):
-    """So many bare round trips, one after the other: drained on the loop as a bus is, or with blocking sockets.
+    """This many bare round trips, one after the other: drained on the loop as a bus is, or with blocking sockets.
 
     Prefill gets the order for blocking ones only, and answers twice: before and after.
     """

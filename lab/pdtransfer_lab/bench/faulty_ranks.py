@@ -19,7 +19,7 @@ from .ranks import RankPair, Stamps, node_settings, rank_answer
 
 class FaultyRankPair(RankPair):
     """Any number of nodes on either side. A `bystander` is one more prefill process, for rooms that stall. With `keys`
-    they talk over CURVE, and `guest` is one more key that prefill lets in. With `verify` decode checks what landed.
+    they use CURVE, and `guest` is one more key that prefill lets in. With `verify` decode checks what landed.
     `limits` are those of all nodes."""
 
     def __init__(
@@ -79,8 +79,8 @@ class FaultyRankPair(RankPair):
         rank_answer(self._bystander)
 
     def abort(self, after_s: Sequence[float], *, tokens: int) -> NDArray[np.int64]:
-        """Expects rooms, one at a time, and aborts each after so long; nanoseconds from there until its slots are free,
-        for those that were not READY before."""
+        """Expects rooms, one at a time, and aborts each after this time; nanoseconds from there until its slots are
+        free, for those that were not READY before."""
         order = Aborts(self._batch(len(after_s), tokens, 1), tuple(after_s))
         stamps = self._stamps(order, order, then=GiveUp())
         return (stamps.ready - stamps.expected)[stamps.expected > 0]

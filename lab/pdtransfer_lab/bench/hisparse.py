@@ -243,7 +243,7 @@ class HotBatch:
         return self._seconds(attend, prepare=_nothing)
 
     def steps(self, rate: float) -> Figures:
-        """Of steps each of which lacks so much of its positions."""
+        """Of steps that each lack this share of their positions."""
         size = self.size
         misses = max(1, round(rate * size.top))
         common = size.top - misses
@@ -365,7 +365,7 @@ class HotBatch:
         return float(median(times))
 
     def _copied(self, byte_count: int) -> float:
-        """So many bytes from the start of the host memory, by the copy engine, or by the CPU."""
+        """This many bytes from the start of the host memory, by the copy engine, or by the CPU."""
         host, target = self.pool.host_pool.address, self._buffer
         byte_count = min(byte_count, target.numel(), self.pool.host_pool.layout.end)
         if self._gpu is None:

@@ -134,7 +134,7 @@ def measure(*, runs: int = _RUNS, tokens: Sequence[int] = ()) -> Figures:
     made ahead. A share is the DMA's time to a way's.
 
     Without a GPU both sides are memory of this process, the model has 4 layers and the room 8,192 tokens; then it
-    measures the CPU's copies of the same plans beside one memcpy, and says nothing about a GPU.
+    measures the CPU's copies of the same plans beside one memcpy, and measures nothing of a GPU.
     """
     on_card = card_count() > 0
     sizes = tuple(tokens) or (TOKENS if on_card else _TOKENS_ON_CPU)

@@ -257,7 +257,7 @@ class Pair(Processes):
         return Run(prompt=order, asked_s=asked_s, spans=spans, same=same)
 
     def roof(self, byte_counts: Sequence[int], *, repeats: int = 5) -> list[float]:
-        """Seconds that so many bytes take at the least, each the median of several."""
+        """Seconds that each number of bytes takes at least, each the median of several."""
         self._prefill.send(Roof(tuple(byte_counts), repeats))
         return _answer(self._prefill)
 

@@ -74,7 +74,7 @@ _DMA_BYTES = 256 << 20  # an arena is registered in such chunks
 
 
 class Prompt(NamedTuple):
-    """One prompt of so many tokens, the same for the same number; decode makes `steps` steps of its own. With `check`
+    """One prompt of this many tokens, the same for the same number; decode makes `steps` steps of its own. With `check`
     both sides sum its rows where they lie."""
 
     room: int
@@ -86,7 +86,7 @@ class Prompt(NamedTuple):
 
 
 class Roof(NamedTuple):
-    """The seconds that one copy of so many bytes takes, which no write can beat: by the card's copy engine, from the
+    """The seconds that one copy of this many bytes takes, which no write can beat: by the card's copy engine, from the
     pool into registered memory, or without a card by memcpy into shared memory."""
 
     byte_counts: tuple[int, ...]
@@ -141,7 +141,7 @@ def _gather_from_gpu(address: int, where: list[int], slots: Int64s, layout: Layo
 
 
 def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) -> list[float]:
-    """As Roof says, from the pool at `source`: the median for each of `byte_counts`."""
+    """As in Roof, from the pool at `source`: the median for each of `byte_counts`."""
     with ExitStack() as held:
         if on is None:
             arena = ArenaMemory.create(max(byte_counts))
@@ -229,7 +229,7 @@ class PrefillSide(_Side):
         return self._engine.idle and not self._engine.model.spans.pending
 
     async def serve(self) -> None:
-        """Says where it is reached, then does what it is asked."""
+        """Reports where it is reached, then does what it is asked."""
         self._pipe.send(await self.node.bus.bind("tcp://127.0.0.1:0"))
         await super().serve()
         for port, _ in self._threads.values():

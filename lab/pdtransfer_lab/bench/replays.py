@@ -61,7 +61,7 @@ class Replays:
             for _ in range(nodes):
                 work(self.stream)
         except BaseException:
-            driver.cuStreamEndCapture(self.stream)  # whatever it says: the stream is needed for the next work
+            driver.cuStreamEndCapture(self.stream)  # whatever it reports: the stream is needed for the next work
             raise
         graph = call("cuStreamEndCapture", self.stream)
         replay = call("cuGraphInstantiate", graph, 0)

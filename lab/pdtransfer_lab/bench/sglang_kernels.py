@@ -134,7 +134,7 @@ class Opponents(NamedTuple):
 
     @classmethod
     def find(cls) -> Opponents:
-        """Raises WorldError, which says what to install, if this Python cannot import them."""
+        """Raises WorldError, with what to install, if this Python cannot import them."""
         try:
             hicache, hisparse, scatter = (
                 import_module(f"sglang.kernels.ops.kvcache.{name}")

@@ -24,7 +24,7 @@ class InTurn(Protocol):
 
 class Contender(NamedTuple):
     """One way to do some work. `launch` queues it, with the inputs of a turn, on a stream (a CUstream's address).
-    `problem` does it once and says what is wrong with its bytes, or nothing."""
+    `problem` does it once and returns what is wrong with its bytes, or nothing."""
 
     name: str
     launch: Callable[[int, int], object]

@@ -29,7 +29,7 @@ from .models import PAGE_SIZE, components
 from .processes import Failure, answer, begun
 from .report import Figures, Line
 
-_STEP_S = 1e-3  # a scheduler waits so long for its GPU in each turn, without the interpreter's lock
+_STEP_S = 1e-3  # how long a scheduler waits for its GPU in each turn, without the interpreter's lock
 _CHUNK_TOKENS = 512  # prefill offers a room in as many
 _QUIET_TURNS = 500
 _ANSWER_S = 120.0

@@ -23,7 +23,7 @@ from ..replay.prompts import FIRST_ID
 from ..replay.replay_target import ReplayTarget
 
 COPIES_MAX = 4_096
-DECODE_SLOTS = 1 << 20  # of a modelled worker, where nothing is said
+DECODE_SLOTS = 1 << 20  # of a modelled worker, where nothing is given
 
 
 def _help(text: str) -> Parameter:
@@ -144,7 +144,7 @@ class FleetConfig:
         return rates_of([(f"rates = '{path}'", _json(path, "rates")) for path in self.rates], more)
 
     def shape(self, *, prefill: int, decode: int) -> FleetShape:
-        """So many of these workers."""
+        """This number of these workers."""
         byte_count = self.token_bytes()
         slots = self.decode_slots or DECODE_SLOTS
         if self.arena_gib is not None:

@@ -82,7 +82,7 @@ class FleetLoad:
 
 
 def limits_of(limits: Limits, block_tokens: int) -> Limits:
-    """Limits with the trace's blocks: what a trace does not tell apart is shared whole or not at all."""
+    """Limits with the trace's blocks: what a trace does not separate is shared whole or not at all."""
     return replace(limits, prefix_block_tokens=block_tokens)
 
 

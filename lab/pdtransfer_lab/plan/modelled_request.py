@@ -23,7 +23,7 @@ class ModelledRequest:
     keys: tuple[bytes, ...]
     pair: WorkerPair
     retried: bool = False
-    over: bool = False  # it has failed: whoever meets it drops it
+    over: bool = False  # it has failed: the next step that meets it drops it
     computed: int = 0  # tokens of the prompt
     last_chunk: int = 0  # tokens of the newest chunk
     compute_begins_s: float = -1.0

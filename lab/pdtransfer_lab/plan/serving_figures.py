@@ -13,7 +13,7 @@ import numpy as np
 
 PERCENTILES = (50, 90, 95, 99)
 OK: Final = "200"
-_BIN = 0.005  # of a GapHistogram: bins are so much apart, relative to their times
+_BIN = 0.005  # of a GapHistogram: the distance of two bins, relative to their times
 
 
 @dataclass(frozen=True, slots=True)

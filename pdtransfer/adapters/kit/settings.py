@@ -23,7 +23,7 @@ PORT_MAX = 0xFFFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an engine's configuration may say of hand-offs; each field is a setting of the same name.
+    """The settings of hand-offs in an engine's configuration; each field is a setting of the same name.
 
     A wrong value, and an unknown name, is a ConfigError of one line that names it.
     """

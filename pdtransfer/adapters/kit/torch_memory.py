@@ -1,4 +1,5 @@
-"""Tensors of an engine inside memory of ours: the engine allocates its KV cache as ever, and it lies where peers write.
+"""Tensors of an engine inside memory of ours: the engine allocates its KV cache as usual, and it lies where peers
+write.
 
 Shared by the adapters of all engines that allocate their cache with torch.
 """

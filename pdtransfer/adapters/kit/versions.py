@@ -1,4 +1,4 @@
-"""Which versions of an engine its adapter supports: those that have run, as the tables of docs/figures say."""
+"""Which versions of an engine its adapter supports: those that have been run; docs/figures has the tables."""
 
 from __future__ import annotations
 

@@ -356,7 +356,7 @@ class Receiver(dialect.KVReceiver):
     """Decode: a request."""
 
     kv_mgr: Manager
-    _asked = False  # or told prefill that it will not
+    _asked = False  # or informed prefill that it will not
     _wrong = ""  # what its bootstrap server has answered
 
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int) -> None:
@@ -378,7 +378,7 @@ class Receiver(dialect.KVReceiver):
         return state
 
     def _get_bootstrap_info_from_server(self, *rank: Any) -> dict[str, Any] | None:
-        """Where a rank listens; None, with the reason, for an answer that does not say it."""
+        """Where a rank listens; None, with the reason, for an answer without it."""
         answer = super()._get_bootstrap_info_from_server(*rank)
         if answer is None:
             return None
@@ -394,7 +394,7 @@ class Receiver(dialect.KVReceiver):
             self.kv_mgr.refuse([self.bootstrap_room], self._wrong)
 
     def _register_kv_args(self) -> bool:
-        """The session itself says what both sides' pools are like, and checks it."""
+        """The session itself exchanges the layouts of both sides' pools, and checks them."""
         return self.bootstrap_infos is not None
 
     def send_metadata(

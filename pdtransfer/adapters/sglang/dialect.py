@@ -1,4 +1,5 @@
-"""What SGLang's versions before 0.5.23 lack, under the names of 0.5.23. `backend` and `hooks` know no versions."""
+"""What SGLang's versions before 0.5.23 lack, under the names of 0.5.23. `backend` and `hooks` do not depend on the
+version."""
 
 # pyright: basic, reportMissingImports=false
 

@@ -72,7 +72,7 @@ def _receives_on_host() -> bool:
 
 
 def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
-    """The KV cache is made, in one allocation that can be shared. With its memory saver SGLang makes it as ever: the
+    """The KV cache is made, in one allocation that can be shared. With its memory saver SGLang makes it as usual: the
     saver gives back to the GPU what it has seen being allocated."""
     if configurator.is_draft_worker or not _is_ours():
         return original(configurator, **given)

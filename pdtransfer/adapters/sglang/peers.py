@@ -1,8 +1,8 @@
 """What requests name: their room, and a bootstrap server that answers about a prefill server. All of it is hostile
-until it was checked: what is wrong fails its requests alone.
+until it is checked: a wrong value fails only its own requests.
 
-Each of a bootstrap server's three answers is made one of the structs here before SGLang reads it, so that its
-schedulers meet the types that they expect.
+Each of a bootstrap server's three answers is decoded into one of the structs here before SGLang reads it, so that its
+schedulers get the types that they expect.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class HeadCounts:
-    """What a model's configuration says of its KV: one latent a token, or heads, those of sliding windows too."""
+    """What a model's configuration has about its KV: one latent a token, or heads, those of sliding windows too."""
 
     latent: bool
     heads: Heads
@@ -132,7 +132,7 @@ def extent_of(buffers: Sequence[Buffers], device: int | None) -> Extent:
 
 
 def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: Sequence[Buffers]) -> KVPools:
-    """Components of the KV cache in `kv`, and of `states`, whose planes are offsets as `place` has them.
+    """Components of the KV cache in `kv`, and of `states`, whose planes are offsets as `locate` has them.
 
     `args` are SGLang's KVArgs. Raises ConfigError, with the reason, for a cache that cannot cross.
     """

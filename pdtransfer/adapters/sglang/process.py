@@ -1,4 +1,4 @@
-"""What SGLang makes far apart in one process, and both the hooks and the manager need."""
+"""What SGLang makes in different places of one process, and both the hooks and the manager need."""
 
 from __future__ import annotations
 

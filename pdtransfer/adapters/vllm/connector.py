@@ -57,7 +57,7 @@ class Announced(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorSettings(Settings):
-    """What kv_connector_extra_config may say beyond the settings of all adapters."""
+    """Settings of kv_connector_extra_config beyond those of all adapters."""
 
     rows: Literal["blocks", "tokens"] = "blocks"  # what crosses: vLLM's blocks as they are, or the tokens in them
 

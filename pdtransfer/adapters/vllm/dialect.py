@@ -213,7 +213,7 @@ def facts_of_model(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
 
 def shown_facts(vllm_config: Any, views: dict[str, Any], facts: dict[str, Any], rows: str) -> dict[str, str]:
     """Facts by the names that peers see where one differs; those of the model in any case, since a digest of its
-    configuration tells nothing."""
+    configuration explains nothing."""
     of_model = facts_of_model(vllm_config, views)
     by_group = list(zip(*facts.get("groups", ()), strict=True))
     sizes = {

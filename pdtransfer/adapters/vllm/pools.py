@@ -1,8 +1,8 @@
 """vLLM's KV cache as components, whose rows are whole blocks: a plane for each layer, which splits at its heads.
 
-vLLM shows each layer as [blocks, heads, tokens, width]. How a block holds its tokens is the attention backend's own
-affair, so blocks cross as they are, and both engines need the same block size and backend. Heads lie apart, so that
-engines of other tensor-parallel sizes take their own.
+vLLM shows each layer as [blocks, heads, tokens, width]. The attention backend decides how a block holds its tokens, so
+blocks cross as they are, and both engines need the same block size and backend. Heads lie apart, so that engines of
+other tensor-parallel sizes take their own.
 
 Where it is known how blocks hold their tokens, rows may be tokens: then block sizes, backends and engines may differ.
 

@@ -1,8 +1,8 @@
 """vLLM's KV cache by tokens: where the numbers of each token lie in the blocks, as vLLM's own code writes them.
 
-Blocks of one engine mean nothing to another one, and blocks of another size nothing to the same. Tokens do. So vLLM
-writes a token that we know into a block that no request ever has, and we look for its numbers where an attention
-backend may put them. What is not found cannot cross by tokens.
+Another engine cannot read these blocks, and the same engine cannot read blocks of another size. Every engine can read
+tokens. So vLLM writes a token with known numbers into a block that no request ever gets, and this module looks for them
+where an attention backend may put them. What is not found cannot cross by tokens.
 
 A head of a plane is one number of a model's head here. So keys that lie number by number in a block, as vLLM keeps them
 for CPUs, pair with keys that lie side by side in a row.

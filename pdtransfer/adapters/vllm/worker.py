@@ -52,7 +52,7 @@ def differing(detail: str, facts: Mapping[str, str]) -> list[str]:
 
 class ComputedShare:
     """How many of the latest requests decode computed itself, though their KV was to come from a peer. Each of them
-    costs what a prefill engine was there for, and answers its client all the same: so it is said."""
+    costs what a prefill engine was there for, and answers its client all the same: so it is logged."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -118,7 +118,7 @@ class WorkerSide:
     """Carries out orders on one rank.
 
     `pools` describe the KV cache: what becomes of blocks, and after which layer's name each layer is complete.
-    `recomputes` tells that vLLM computes a prompt itself whose load has failed. `facts` are what peers compare.
+    `recomputes`: vLLM itself computes a prompt whose load has failed. `facts` are what peers compare.
     """
 
     def __init__(

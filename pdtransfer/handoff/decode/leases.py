@@ -56,7 +56,7 @@ class Leases:
         self.repeat(lease, now)
 
     def withdraw(self, room_id: int, session: SessionRecord, detail: str, now: float) -> None:
-        """Tells a writer that a room will never be granted: uses up a number for its Abort, and leases nothing."""
+        """Informs a writer that a room will never be granted: uses up a number for its Abort, and leases nothing."""
         message = Grant(session.id, session.next_grant, room_id, 0, 0, (), send_aux=False, time_left_ms=0)
         nothing = self._cache.arena.allocate([0] * len(self._cache.arena.components))
         assert nothing is not None

@@ -1,7 +1,7 @@
 """What follows when rows have landed: they are verified, copied to HBM, and the prompt is published for sharing.
 
 While the shell reads or copies rows, they are claimed. A room may fail and its leases may end meanwhile: the shell is
-told to stop, and the slots return after the last byte was read or copied.
+asked to stop, and the slots return after the last byte was read or copied.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PostLanding:
             self._begin(LandedGrant(order, room, lease))
 
     def verified(self, session: int, grant: int, checksum: int, detail: str) -> tuple[RoomRecord, str]:
-        """Answers Verify, or `detail` says why not; returns the room, which may have failed meanwhile, and what is
+        """Answers Verify, or `detail` is why not; returns the room, which may have failed meanwhile, and what is
         wrong. Wrong rows are not copied, nor those of an ended room."""
         landed = self._end(session, grant)
         if wrong := detail or landed.unlike(checksum):

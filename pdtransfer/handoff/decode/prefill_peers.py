@@ -121,7 +121,7 @@ class PrefillPeers:
         return None
 
     def unusable(self, now: float, trouble: Callable[[str], str]) -> list[tuple[str, str]]:
-        """The peers that no room can be expected from, each with the reason. `trouble` tells why a peer cannot be
+        """The peers that no room can be expected from, each with the reason. `trouble` returns why a peer cannot be
         reached, empty where it can be."""
         reasons = [(name, self._why_not(peer, now, trouble)) for name, peer in self.peers.items()]
         return [(name, why) for name, why in reasons if why]

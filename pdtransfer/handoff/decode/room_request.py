@@ -44,7 +44,7 @@ class RoomRequest:
     def record(
         self, cache: PrefixCache, rooms: Collection[int], deadline: float, names: Callable[[str], str] = str
     ) -> RoomRecord:
-        """The room, which waits for nothing yet. `names` tells which peer a source is.
+        """The room, which waits for nothing yet. `names` maps a source to its peer.
 
         Raises LocalProtocolError for a label among `rooms`, and for numbers that contradict one another.
         """

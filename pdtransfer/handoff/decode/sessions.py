@@ -58,9 +58,9 @@ class DecodeSessions:
     ) -> None:  # fmt: skip
         """With `hbm_apart` HBM is a separate memory, ready from the start. Rows whose writer cannot reach it land in
         the arena and are copied. With `engine_slots` each room brings its slots, and RoomDrained returns them.
-        `may_be_one` tells whether two endpoints lead to one process, if that says so at both. `quarantine` is called
-        when a lease's quarantine begins (True) and ends, `unusable_changed` when what `PrefillPeers.unusable` returns
-        may be another."""
+        `may_be_one` returns whether two endpoints lead to one process, if that reports so at both. `quarantine` is
+        called when a lease's quarantine begins (True) and ends, `unusable_changed` when what `PrefillPeers.unusable`
+        returns may be another."""
         self._limits, self._verify, self._enable_hisparse = limits, verify, enable_hisparse
         self.arena = SlotAllocator(components, bytes_ready, hbm_apart=hbm_apart, engine_slots=engine_slots)
         prefix_cache = prefix_cache and not engine_slots
@@ -153,7 +153,7 @@ class DecodeSessions:
         return self._effects(now)
 
     def withdraw(self, room_id: int, sources: Sequence[str], detail: str, now: float) -> list[DecodeEffect]:
-        """Tells the prefill ranks at `sources` that this node will not expect a room that they may have open. A room
+        """Informs the prefill ranks at `sources` that this node will not expect a room that they may have open. A room
         that it expects already is left alone."""
         if room_id not in self.rooms and not self.draining:
             for name in [self.prefill_peers.resolve(source, now) for source in sources]:
@@ -212,7 +212,7 @@ class DecodeSessions:
         return self._effects(now)
 
     def lifted(self, session_id: int, grant: int, detail: str, now: float) -> list[DecodeEffect]:
-        """Answers Lift: nothing is copied any more. Every row is in HBM, unless `detail` says why not."""
+        """Answers Lift: nothing is copied any more. Every row is in HBM, unless `detail` is a reason why not."""
         self._after_landing(*self.post_landing.lifted(session_id, grant, detail), now)
         return self._effects(now)
 
@@ -370,7 +370,7 @@ class DecodeSessions:
                 self.admission.enqueue(room.id, room.demand)
 
     def _withdraw(self, now: float) -> None:
-        """Tells sources of the rooms that were given up before their Grant: by Abort, in window slots that no room
+        """Informs sources of the rooms that were given up before their Grant: by Abort, in window slots that no room
         waits for, or where there can be no session, by Hello."""
         for name in self.withdrawals.rooms.peers:
             peer = self.prefill_peers.peers.get(name)

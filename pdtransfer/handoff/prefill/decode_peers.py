@@ -197,7 +197,7 @@ class DecodePeers:
         misfits = differences(theirs, self._table.identity, role="decode")
         process = self._table.answer(name, message, now, misfits=misfits, new=new, replaced=self._replaced)
         if process is not PeerProcess.LATE and theirs.role == "decode":
-            for room in message.withdrawn:  # also of a node that does not fit: nothing else tells that these are over
+            for room in message.withdrawn:  # also of a node that does not fit: nothing else reports that these are over
                 self._withdraw(room.room, name, room.detail, now)
         if process not in (PeerProcess.LATE, PeerProcess.REFUSED):
             peer = self.peers[name]

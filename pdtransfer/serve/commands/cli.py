@@ -1,7 +1,7 @@
 """The command pdtransfer: binds flags, environment and file to a config, and runs the command.
 
-Each command imports its implementation when it runs, and what a router does not need its flags as well: --help and the
-router do not wait for torch, nor load what workers are made of. Exit status: 0 done, 1 failed, 2 misused, 130
+A command imports its implementation when it runs, and commands of workers import their flags then as well: --help and
+the router neither wait for torch nor load a worker's modules. Exit status: 0 done, 1 failed, 2 misused, 130
 interrupted. An error is one line on standard error.
 """
 

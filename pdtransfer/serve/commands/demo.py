@@ -130,7 +130,7 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
     with _stage(console, "the same prompts in a single process, nothing transferred"):
         reference = await _reference(config, texts)
     for answer, expected in zip(answers, reference, strict=True):
-        # An empty digest is of nothing: an engine may be told to make none.
+        # An empty digest is of nothing: an engine's options may switch digests off.
         answer.differs = tuple(name for name, value in expected.items() if not value or answer.facts.get(name) != value)
         answer.identical = not answer.error and not answer.differs
     report = make_report(config, answers, seconds, leaked)
@@ -406,7 +406,7 @@ def succeeded(report: dict[str, Any]) -> bool:
 
 
 def show(answers: Sequence[DemoAnswer], report: dict[str, Any], *, speaks: bool = False) -> None:
-    """Prints the table of answers and the summary; what was said as well where a model speaks."""
+    """Prints the table of answers and the summary; and the prompts and texts where a model answers in words."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("prompt, and answer" if speaks else "prompt", justify="left" if speaks else "right")
     for name in ("cached", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):

@@ -64,7 +64,7 @@ class DemoModel:
         return [shared + text for text in texts]
 
     def body(self, prompt: str) -> dict[str, Any]:
-        """The fields of a request that say what is generated."""
+        """The fields of a request that determine what is generated."""
         greedy = {"max_tokens": self._config.max_tokens, "temperature": 0}
         if self.speaks:
             return {"messages": _messages(prompt), **greedy}

@@ -28,7 +28,7 @@ class _Refused(msgspec.Struct, frozen=True):
 
 
 class AdminClient:
-    """Speaks to one router's admin API."""
+    """Calls one router's admin API."""
 
     def __init__(self, url: str, token: Path) -> None:
         """Raises ConfigError for what is not a URL, or a token that cannot be read."""

@@ -91,7 +91,7 @@ class Keeper:
 
 
 def reason_of(text: str) -> str:
-    """What libnftables says, in one line, with the command that mends it where there is one."""
+    """libnftables' error in one line, with the command that corrects it where there is one."""
     if child.LIBRARY in text:
         return f"{child.LIBRARY} is not installed: apt-get install -y libnftables1"
     if "not permitted" in text or "must be root" in text:
@@ -181,7 +181,7 @@ class Firewall:
 
     @property
     def report(self) -> dict[str, object]:
-        """What /health says of it."""
+        """What /health shows of it."""
         hosts = sorted({str(guarded.host) for guarded in self._guarded})
         state: dict[str, object] = {"state": "on", "table": self.table, "admits": hosts}
         if self._spared:
@@ -202,7 +202,7 @@ class Firewall:
                 await _apart(keeper.end)
 
     async def _begin(self) -> None:
-        keeper = Keeper()  # on this thread, whose end its process is told of
+        keeper = Keeper()  # on this thread, whose end is reported to its process
         try:
             await _apart(lambda: keeper.begin(table_text(self.table, self.networks)))
         except TransportError:

@@ -1,1 +1,1 @@
-"""What a process of ours needs besides its work: signals, logs, HTTP, and other processes that it starts."""
+"""What each process needs besides its work: signals, logs, HTTP, and other processes that it starts."""

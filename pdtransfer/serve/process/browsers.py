@@ -1,8 +1,9 @@
-"""Which requests a listener takes from browsers: a page of another site can make them send some, with what they know.
+"""Which requests a listener takes from browsers: a page of another site can make them send some, with stored
+credentials.
 
-A browser says of every request that a page makes for another site where it comes from, by Sec-Fetch-Site or Origin. It
-sends JSON there after it has asked only, and it is never answered that it may. What remains are names: a page whose own
-name begins to resolve to this host is of the same site. So a name has to be this host's own.
+A browser marks every request of a page to another site with its origin, by Sec-Fetch-Site or Origin. It sends JSON to
+another site only after a preflight, which is never allowed here. What remains is DNS rebinding: a page whose own name
+begins to resolve to this host belongs to the same site. So the name in a request has to be one of this host's own.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A fleet that somebody else starts and stops: its router's URL and its decode ranks' metrics addresses."""
+    """A fleet that others start and stop: its router's URL and its decode ranks' metrics addresses."""
 
     url: str
     metrics: Sequence[str] = ()

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from ...limits import METRICS_LABELS_MAX
 
 OTHER = "other"  # the label of all that have no series of their own
-IDLE_S = 900.0  # without an observation for so long a series gives its place to another one
+IDLE_S = 900.0  # a series without an observation for this long gives its place to another one
 
 
 class BoundedHistogram:

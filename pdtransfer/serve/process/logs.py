@@ -180,5 +180,5 @@ def start(*, node: str, role: str, level: str, file: Path | None, form: Literal[
 
 
 def start_for(config: NodeConfig) -> None:
-    """Sends the logs of a process where its settings say. Raises as `start`."""
+    """Sends the logs of a process where its settings choose. Raises as `start`."""
     start(node=config.node, role=config.role, level=config.log_level, file=config.log_file, form=config.log_format)

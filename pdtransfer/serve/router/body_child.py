@@ -1,7 +1,7 @@
 """The process that reads large bodies for a router: `python -m pdtransfer.serve.router.body_child MODEL PARENT`.
 
-Its standard input is a socket. It reads one body after the other, and knows no clients, keys or workers: whatever a
-body makes of it, the router goes on. It ends with the router.
+Its standard input is a socket. It reads one body after the other, and has no data of clients, keys or workers: whatever
+a body does to it, the router goes on. It ends with the router.
 """
 
 from __future__ import annotations

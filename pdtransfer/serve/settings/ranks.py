@@ -66,7 +66,7 @@ def group_endpoint(group: str) -> Endpoint:
 def launched(variables: Mapping[str, str], given: Mapping[str, str], *, stages: bool) -> dict[str, str]:
     """The rank flags that torchrun's variables stand for, below those that are `given`, by their fields' names.
 
-    Nothing where a rank is given, or for a world of one. `stages` says whether the role knows a pipeline. Raises
+    Nothing where a rank is given, or for a world of one. `stages`: whether the role has pipeline stages. Raises
     ConfigError for a variable that makes no sense.
     """
     if not {"RANK", "WORLD_SIZE"} & variables.keys() or {"tp_rank", "pp_rank"} & given.keys():

@@ -46,7 +46,7 @@ class Timeline:
         )  # fmt: skip
 
     def add(self, span: TimedSpan) -> None:
-        """Keeps a span that somebody else has as well."""
+        """Keeps a span that another sink has as well."""
         self._spans.append(span)
 
     def take(self) -> list[TimedSpan]:

@@ -262,7 +262,7 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
 
 
 async def _open_firewall(config: Config, shared: Shared) -> None:
-    """Closes the ports of transports to all but peers, as the config says. Raises ConfigError where that has to be
+    """Closes the ports of transports to all but peers, as configured. Raises ConfigError where that has to be
     and cannot."""
     network = config.network
     needless = needs_no_guard(config.transport, loopback=network.loopback)

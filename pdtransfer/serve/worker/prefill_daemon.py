@@ -175,7 +175,7 @@ class PrefillDaemon:
         self, room: PrefillRankRoom, rank_index: int, kv_bytes: int, copy_us: int, stamp_ns: int, clock: bytes
     ) -> None:
         """The room has landed on one rank; it has landed once it has on all."""
-        # The later of two stamps can be told where their clocks are the same.
+        # The later of two stamps can be chosen where their clocks are the same.
         room.clock = clock if not room.landed or room.clock == clock else b""
         room.landed.add(rank_index)
         room.kv_bytes += kv_bytes

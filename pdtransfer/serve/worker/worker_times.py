@@ -96,7 +96,7 @@ class DecodeTimes:
         self._held.observe(seconds)
 
     def token(self, seconds: float, times: int) -> None:
-        """A room has this many more tokens, each so long after the one before."""
+        """A room has this many more tokens, each this many seconds after the one before."""
         for _ in range(times):
             self._token.observe(seconds)
 

@@ -95,7 +95,7 @@ def test_a_call_that_raises_costs_none_behind_it_and_the_loop_gets_the_error(por
             port.to_loop(call)
         port.attach(loop)
         await over.wait()
-        while len(errors) < 3:  # noqa: ASYNC110 (what it waits for tells nobody)
+        while len(errors) < 3:  # noqa: ASYNC110 (what it waits for wakes nothing)
             await asyncio.sleep(0)
         assert [str(error) for error in errors] == ["of this call alone"] * 3
 

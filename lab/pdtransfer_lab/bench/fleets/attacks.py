@@ -248,7 +248,7 @@ ATTACKS: dict[str, Callable[[Target], Iterator[int]]] = {
 
 def give_way() -> None:
     """Takes only what processors others leave: an attacker has a host of its own. A kernel that shares them among
-    sessions first, and only then by priority, is told of a session of its own too."""
+    sessions first, and only then by priority, needs a session of its own as well."""
     os.nice(19)
     with suppress(OSError):
         os.setsid()

@@ -103,7 +103,7 @@ class CheckpointFigures:
 
 @dataclass(slots=True)
 class _Asked:
-    """One request: when it was asked, when its tokens came, and what the router says of it."""
+    """One request: when it was asked, when its tokens came, and what the router reports of it."""
 
     asked_s: float
     chunks_s: list[float] = field(default_factory=list[float])

@@ -148,7 +148,8 @@ def setup_of(
 def cells(prompts: Sequence[int], clients: Sequence[int], requests_each: int, at_once_max: int) -> list[Cell]:
     """Every prompt length with every number of clients; a cell with more tokens at once than fit is left out.
 
-    A cell has five requests, or `each` of every client; fewer if they have more tokens, but one of every client."""
+    A cell has five requests, or `requests_each` of every client; fewer if they have more tokens, but one of every
+    client."""
     return [
         Cell(prompt, number, max(number, min(max(FEWEST, number * requests_each), at_once_max // prompt)))
         for prompt in prompts
@@ -169,7 +170,7 @@ def measure(
     each cell two prompts of its length run at once, uncounted.
 
     *Hand-off* is from the end of prefill's computation to decode's first token at the client. vLLM's prefill answers
-    when it has computed; SGLang's, which answers later, tells the time in its answer.
+    when it has computed; SGLang's, which answers later, reports the time in its answer.
     *Exposed* is the median time to the first token less that of the one engine, in the same cell. *ITL* is between
     chunks of a stream. *Identical* counts requests with the tokens of the one engine. *Prefill's CPU* is that of
     threads of prefill's processes, or of the one engine's, which are no main thread, over the requests of the cell.

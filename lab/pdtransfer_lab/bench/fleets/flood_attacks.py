@@ -27,7 +27,7 @@ Role = Literal["prefill", "decode", "router"]
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 _READY_BODY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 _READY = bytes((4, len(_READY_BODY))) + _READY_BODY
-_ANSWER_S = 0.005  # for an answer to what was said on a connection
+_ANSWER_S = 0.005  # for an answer to what was sent on a connection
 _LINES = 8  # connections of one attacker that stay
 _BURST = 64  # frames between two looks at the pipe
 
@@ -78,7 +78,7 @@ def connections(target: FloodTarget) -> Iterator[int]:
 
 
 def other_role(target: FloodTarget) -> Iterator[int]:
-    """A listed key that says Hello in roles that are not its own, and sends what only they may."""
+    """A listed key that sends Hello in roles that are not its own, and sends what only they may."""
     roles: tuple[Role, ...] = ("router", "prefill", "decode")
     frames = [encode(_hello("guest", role)) for role in roles]
     more = (Ping(1), Pong(1), Reject(0, "breach", ()), Goodbye(1, "shutdown"))
@@ -168,7 +168,7 @@ def _hello(node: str, role: Role) -> Hello:
 
 
 def _strike(target: FloodTarget, data: bytes) -> None:
-    """One connection that says this and ends by a reset. Without anything to say it does not even greet."""
+    """One connection that sends this and ends by a reset. Without data it does not even greet."""
     try:
         with socket.create_connection(("127.0.0.1", target.port), timeout=1.0) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -25,7 +25,7 @@ def option(text: str) -> tuple[str, str]:
 
 
 def prompts_of(count: int, tokens: int, vocabulary: int, seed: int | str) -> list[list[int]]:
-    """So many prompts of random tokens, the same for the same seed."""
+    """`count` prompts of random tokens, the same for the same seed."""
     draw = random.Random(f"{seed} {tokens}")  # noqa: S311
     return [[draw.randrange(_FIRST_TOKEN, vocabulary) for _ in range(tokens)] for _ in range(count)]
 

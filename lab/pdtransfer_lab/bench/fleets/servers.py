@@ -1,6 +1,6 @@
 """Servers of real engines on this host: one engine, or prefill and decode with KV transfer between them; and requests.
 
-What the engines have in common; `vllm_fleet` and `sglang_fleet` say how each is started and asked."""
+What the engines have in common; `vllm_fleet` and `sglang_fleet` have how each is started and asked."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Answer:
     """What came of a request, by CLOCK_MONOTONIC."""
 
     asked_s: float
-    prefilled_s: float | None = None  # prefill has computed the prompt, as far as it says
+    prefilled_s: float | None = None  # prefill has computed the prompt, as far as it reports
     chunks_s: list[float] = field(default_factory=list[float])  # of decode's stream; a chunk has a token or more
     tokens: list[int] = field(default_factory=list[int])
     error: str = ""
@@ -93,7 +93,7 @@ class Fleet:
         self._servers, self._session = servers, session
 
     async def ask(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """So many greedy tokens of a prompt, handed over if there are two engines."""
+        """The greedy tokens of a prompt, handed over if there are two engines."""
         answer, rest = await self.hand_over(prompt, tokens)
         await rest
         return answer
@@ -107,7 +107,7 @@ class Fleet:
         raise NotImplementedError
 
     async def decode_alone(self, prompt: Sequence[int], tokens: int, into: Answer | None = None) -> Answer:
-        """So many greedy tokens of a prompt that decode computes itself; the answer grows while they come."""
+        """The greedy tokens of a prompt that decode computes itself; the answer grows while they come."""
         raise NotImplementedError
 
     async def metrics(self, prefix: str) -> dict[str, float]:

@@ -62,7 +62,7 @@ class StormNode:
     daemon: Daemon | None = None
     ready_once: asyncio.Event = field(default_factory=asyncio.Event)
     frozen: set[int] = field(default_factory=set[int])
-    held: bool = False  # its supervisor waits for the storm's word before it starts the next process
+    held: bool = False  # its supervisor waits until the storm releases it before it starts the next process
     starts: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # launched, ready
     starting_since: float | None = None
     ends: list[str] = field(default_factory=list[str])  # by itself: the status, and its last line

@@ -274,7 +274,7 @@ def measure(
     random: a worker, one rank of it or the router is killed, and started again 0 to 2 s later, or is stopped for
     0.3 to 4 s or until the storm is over. Then all is continued and started at once. Recovery is from then on until
     no request fails any more and every worker has served one, seen by 20 right answers in a row. Of it the time is
-    told in which any process was being started, until it said that it is ready, and apart from that when the last
+    told in which any process was being started, until it reported that it is ready, and apart from that when the last
     request failed. Digests of tokens, logits and KV are held against a single process's; a request hangs that has
     no end 3 s after its deadline, not counting a frozen router's time."""
     names = {kind.name: kind for kind in KINDS}

@@ -69,7 +69,7 @@ class VllmFleet(Fleet):
     ) -> None:  # fmt: skip
         super().__init__(servers, session)
         self._connector, self._names = connector, count()
-        self._identity = identity  # of the prefill engine, as decode is told it; learnt of its first answer
+        self._identity = identity  # of the prefill engine, as decode gets it; learnt from its first answer
 
     async def hand_over(self, prompt: Sequence[int], tokens: int) -> tuple[Answer, asyncio.Task[None]]:
         answer = Answer(time.monotonic())

@@ -1,4 +1,4 @@
-"""The decode side of every engine: landed requests in batches, a token of each at a step, out of the arena."""
+"""The decode side of every engine: batches of landed requests, one token of each per step, read in the arena."""
 
 from __future__ import annotations
 

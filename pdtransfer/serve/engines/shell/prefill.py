@@ -1,4 +1,4 @@
-"""The prefill side of every engine: prompts in turn, a chunk of one at a step, into a paged pool."""
+"""The prefill side of every engine: prompts one after another, one chunk per step, into a paged pool."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Decode of a checkpoint: one forward pass for all running requests, out of the arena. HiSparse requests have one of
-their own, out of the device pool that holds their hot tokens."""
+"""Decode of a checkpoint: one forward pass for all running requests, over the arena. HiSparse requests have a pass of
+their own, over the device pool that holds their hot tokens."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ FILE_BYTES_MAX = 4 << 20
 
 @dataclass(slots=True)
 class ListedWorkers:
-    """The workers that a source names, and why others of its entries are none."""
+    """The workers that a source names, and why its other entries are not used."""
 
     workers: dict[str, Role] = field(default_factory=dict[str, Role])
     refused: list[str] = field(default_factory=list[str])

@@ -49,7 +49,7 @@ class Server:
     known: ServerPrefixes  # blocks of the prompts sent there
     why: str = "has not answered yet"
     down_since: float = 0.0  # while `why` is set, in seconds
-    identity: ServerIdentity | None = None  # of a prefill server, by what it last told
+    identity: ServerIdentity | None = None  # of a prefill server, by what it last reported
     departure: Departure = Departure.STAYS
     hand_offs: HandOffs | None = None  # of a decode server, by its metrics
     unfinished: int = 0  # answers of requests that it has not answered in full

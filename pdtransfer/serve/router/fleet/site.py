@@ -1,4 +1,4 @@
-"""Where a fleet's workers come and go: what a router's backend lets those do who change it."""
+"""Where a fleet's workers come and go: what a router's backend offers to code that changes the fleet."""
 
 from __future__ import annotations
 

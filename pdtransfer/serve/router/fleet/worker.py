@@ -64,7 +64,7 @@ class Worker:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of a prompt and its answer at most; TOKENS_MAX where it does not say."""
+        """Tokens of a prompt and its answer at most; TOKENS_MAX where it reports no limit."""
         assert self.identity is not None
         return self.identity.context_tokens or TOKENS_MAX
 
@@ -82,7 +82,7 @@ class Worker:
         return tuple(split_key(endpoint)[0] or node for endpoint, node in zip(self.endpoints, nodes, strict=True))
 
     def promise(self, room: int, slots: int) -> None:
-        """A room begins that needs so many slots, which its Load does not show yet."""
+        """A room begins that needs this many slots, which its Load does not show yet."""
         self.promised[room] = slots
         self.promised_slots += slots
 
@@ -124,7 +124,7 @@ def model_text(model: Model) -> str:
 
 
 def reasons(load: Load, workers: Iterable[Worker], since: float) -> dict[str, str]:
-    """Why decode cannot use prefill ranks, by their endpoints. It is heard of those that have been ready since then: a
+    """Why decode cannot use prefill ranks, by their endpoints. Only those that were ready before are meant: a
     prefill that has just started gets its time to be found, and meanwhile rooms of the two wait for their session."""
     late = {
         endpoint

@@ -1,7 +1,7 @@
 """The API keys of the router's clients: who may ask. No I/O but reading the file.
 
 A key itself is kept nowhere: only its digest under a secret of this process, so neither a look-up's time nor a dump of
-an error tells anything of it.
+an error reveals anything of it.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Paths:
 
     @property
     def text(self) -> str:
-        """Those that a client is told of."""
+        """Those that a client may see."""
         named = [
             *(f"POST {path}" for path in self.generate),
             "GET /v1/models",
@@ -122,7 +122,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """What the status document says of a backend as a whole."""
+    """What the status document has about a backend as a whole."""
 
     models: list[str]
     rooms: dict[str, int]  # by what their clients wait for

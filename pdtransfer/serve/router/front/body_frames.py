@@ -1,7 +1,7 @@
-"""What a body is read by and becomes, and the frames in which both cross to another process and back. No I/O.
+"""How a body is read and what it becomes, and the frames in which both cross to another process and back. No I/O.
 
 A reading is described by a small struct, so that it can be done in another process. What is large of its result is in
-`parts`, which cross apart from the rest, so that nobody makes one object of all of them.
+`parts`, which cross apart from the rest, so that they are never joined into one object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A client's HTTP request at a router: its ids, what it came to, and its record once it has ended."""
+"""A client's HTTP request at a router: its ids, its outcome, and its record once it has ended."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ClientRequest:
     resumptions: int = 0
     prefill: str = ""
     decode: str = ""
-    kv_bytes: int | None = None  # as a server's answer says, where there are no rooms; None: it does not say
+    kv_bytes: int | None = None  # as a server's answer reports, where there are no rooms; None: it does not
     kv_lost: bool = False  # and decode computed the prompt instead
     authorization: str = ""  # these two: the client's headers, for servers that it is passed on to
     tracestate: str = ""
@@ -57,7 +57,8 @@ class ClientRequest:
     ) -> ClientRequest:
         """Takes a request's ids from its headers, or makes them. `traced`: spans of this router are exported, so it has
         one of its own, and begins a trace where there is none; else workers get the client's. An invalid traceparent is
-        none, as its standard asks. A request whose id may not be passed on is `refused`, under an id of ours."""
+        ignored, as its standard asks. A request whose id may not be passed on is `refused`, under an id that this
+        router makes."""
         request_id, refused = headers.get(REQUEST_ID) or uuid.uuid4().hex, None
         if len(request_id) > NAME_LENGTH_MAX or not request_id.isascii() or not request_id.isprintable():
             refused = RefusedRequestError(REQUEST_ID, f"must be 1 to {NAME_LENGTH_MAX} printable ASCII characters")

@@ -1,5 +1,5 @@
-"""What the router needs of a tokenizer, the one of bytes, and how that of `--model DIR` is loaded. It imports no torch:
-a checkpoint's module is imported by name, and only then.
+"""What the router needs of a tokenizer, the tokenizer of bytes, and how that of `--model DIR` is loaded. It imports no
+torch: a checkpoint's module is imported by name, and only then.
 """
 
 from __future__ import annotations

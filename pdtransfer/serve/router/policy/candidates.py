@@ -42,7 +42,8 @@ class Candidates:
 
 
 class CandidatesByModel:
-    """Those of all models. Whoever changes a worker says so by `changed`; it is looked at when something is asked."""
+    """Those of all models. Code that changes a worker reports it by `changed`; it is looked at when something is
+    asked."""
 
     def __init__(self) -> None:
         self._of: dict[Model, Candidates] = {}  # none is empty
@@ -88,7 +89,7 @@ class CandidatesByModel:
 
     def served(self) -> Mapping[str, int]:
         """The models that some pair serves, in order. Of each, the tokens of a prompt and its answer that some pair
-        takes; TOKENS_MAX where its workers do not say."""
+        takes; TOKENS_MAX where its workers report no limit."""
         candidates = self.all()
         if self._served is None:
             self._served = {}

@@ -110,7 +110,7 @@ class RankBus:
             self._lost(peer, why)
 
     def part(self, peer: str) -> None:
-        """The peer has said Goodbye: that its connection ends is no loss."""
+        """The peer has sent Goodbye: that its connection ends is no loss."""
         self._links.pop(peer, None)
 
     async def close(self) -> None:

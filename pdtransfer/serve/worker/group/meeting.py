@@ -39,7 +39,7 @@ from .sockets import SECRET_BYTES, RankSockets
 
 log = logging.getLogger(__name__)
 
-QUIT_S = 5.0  # seconds until a follower that was told to end is gone
+QUIT_S = 5.0  # seconds until a follower that was asked to end is gone
 LOST_S = 1.0  # the same where a rank of the worker is lost
 
 Config = PrefillConfig | DecodeConfig
@@ -100,7 +100,7 @@ class StartedRanks:
             child.stdin.write(b"\n")
 
     async def end(self, patience_s: float) -> None:
-        """Waits so long for their end, then kills them. Idempotent."""
+        """Waits this long for their end, then kills them. Idempotent."""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*(child.wait() for child in self.children)), patience_s)
         for child in self.children:

@@ -1,4 +1,4 @@
-"""Our own daemons behind a router: their side of it is the bus, on the loop of the HTTP side."""
+"""Our own daemons behind a router, over a bus that runs on the loop of the HTTP side."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class Daemons:
         return WholeAnswer.of_json(one_model(name, self._created, served[name]))
 
     def _served(self) -> dict[str, int | None]:
-        """The models that are served, with what the workers and the checkpoint say of their length."""
+        """The models that are served, with the length that the workers and the checkpoint allow."""
         longest_here = self.text.max_model_len or TOKENS_MAX
         longest = {name: min(longest_here, theirs) for name, theirs in self.routing.workers.models().items()}
         return {name: None if tokens == TOKENS_MAX else tokens for name, tokens in longest.items()}

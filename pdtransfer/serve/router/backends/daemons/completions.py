@@ -1,6 +1,6 @@
 """OpenAI's /v1/completions and /v1/chat/completions: parses bodies into the rooms that answer them; no I/O.
 
-`read_body` does all whose cost grows with the body, and its result is compact, so that another process can do it.
+`read_body` does all work whose cost grows with the body, and its result is compact, so that another process can do it.
 `completion_of` does the rest. What would constrain an answer and is not supported is refused, never ignored. Other
 unknown fields are ignored.
 """

@@ -1,4 +1,4 @@
-"""What a router before our own daemons has in its metrics; the core's own counters are read at each scrape."""
+"""The metrics of a router in front of our own daemons; the core's own counters are read at each scrape."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class WorkerPool:
         return cached
 
     def end(self, worker: Worker, room: int, prompt_tokens: int) -> None:
-        """A room of so many prompt tokens has ended on this worker."""
+        """A room with this many prompt tokens has ended on this worker."""
         worker.rooms.discard(room)
         worker.forget_promise(room)
         if worker.role == "prefill":
@@ -179,7 +179,7 @@ class WorkerPool:
 
     def models(self) -> Mapping[str, int]:
         """Returns the models that a ready pair serves, in order. Of each, the tokens of a prompt and its answer that
-        some pair takes; TOKENS_MAX where its workers do not say."""
+        some pair takes; TOKENS_MAX where its workers report no limit."""
         return self._candidates.served()
 
     def why_not(self, trouble: Callable[[str], str]) -> dict[str, str]:
@@ -271,7 +271,7 @@ class WorkerPool:
 
     @staticmethod
     def _is_one(worker: Worker, twin: Worker, identity: Identity) -> bool:
-        """Whether both endpoints lead to one process: it says so, and with keys both have its key."""
+        """Whether both endpoints lead to one process: it reports so, and with keys both have its key."""
         assert twin.identity is not None
         keys = {split_key(named.peer)[0] for named in (worker, twin)}
         return identity.incarnation == twin.identity.incarnation and len(keys) == 1
@@ -336,7 +336,7 @@ class WorkerPool:
             self._peers.greet(worker, now)
 
     def _ping_due(self, worker: Worker, now: float) -> Ping | None:
-        """Every `ping_ms`, whatever else is sent: only a Ping tells a daemon that its router lives."""
+        """Every `ping_ms`, whatever else is sent: only a Ping shows a daemon that its router lives."""
         connected = worker.connected and not worker.liveness.silent(now)
         return self._ping(worker) if connected else None
 

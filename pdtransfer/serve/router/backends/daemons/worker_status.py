@@ -1,4 +1,4 @@
-"""What the status document says of a daemon, and of the router's rooms."""
+"""What the status document has about a daemon, and about the router's rooms."""
 
 from __future__ import annotations
 

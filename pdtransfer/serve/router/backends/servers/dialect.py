@@ -1,4 +1,4 @@
-"""What each engine's HTTP servers are told of a hand-off: all that differs between engines. No I/O."""
+"""What each engine's HTTP servers get about a hand-off: all that differs between engines. No I/O."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Dialect(Protocol):
 
     @property
     def info_path(self) -> str | None:
-        """Where a prefill server tells its identity; None where each of its answers does."""
+        """Where a prefill server reports its identity; None where each of its answers does."""
         ...
 
     @property
@@ -67,14 +67,14 @@ class Dialect(Protocol):
         ...
 
     def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
-        """Returns what tells a server of this role that nobody waits for an attempt any more, which closing its
-        connection may do late or not at all; None where there is nothing to tell."""
+        """Returns the order that informs a server of this role that nobody waits for an attempt any more, which closing
+        its connection may do late or not at all; None where there is nothing to send."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOrder:
-    """A POST for a server: a part of a request, or what it is told beside its requests."""
+    """A POST for a server: a part of a request, or what it is sent beside its requests."""
 
     path: str
     body: bytes

@@ -1,4 +1,4 @@
-"""The engines whose HTTP servers a router may stand before, and how a body for one is read. No I/O."""
+"""The engines whose HTTP servers a router may stand in front of, and how a body for one is read. No I/O."""
 
 from __future__ import annotations
 

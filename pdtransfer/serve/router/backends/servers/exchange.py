@@ -42,7 +42,7 @@ _ERROR = msgspec.json.Decoder(_ErrorEvent)
 
 
 class Exchange:
-    """As AnswerStream. `begin` comes first. What an answer says of its KV is noted for `client` and `metrics`."""
+    """As AnswerStream. `begin` comes first. What an answer reports of its KV is noted for `client` and `metrics`."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Exchange:
         """Posts the request to both servers, until decode's answer has begun, whatever its status below 500, or prefill
         has answered early.
 
-        Only while prefill's identity is unknown both wait for what tells it, or decode for prefill's answer. Raises
-        AttemptFailedError. Then, and when it is cancelled, both connections are closed.
+        Only while prefill's identity is unknown both wait for the answer that has it, or decode waits for prefill's
+        answer. Raises AttemptFailedError. Then, and when it is cancelled, both connections are closed.
         """
         self.pair.decode.unfinished += self._request.answers
         try:

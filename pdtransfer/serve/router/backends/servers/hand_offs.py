@@ -1,4 +1,4 @@
-"""What a vLLM decode server says of its hand-offs: in its metrics, and in an answer that is not streamed.
+"""What a vLLM decode server reports of its hand-offs: in its metrics, and in an answer that is not streamed.
 
 A server that computes the prompts which prefill should have sent answers its clients all the same, only later. No I/O.
 """
@@ -33,7 +33,7 @@ _PARAMS = re.compile(rb'"kv_transfer_params":\s*(\{[^{}]*\})')
 
 
 def hand_offs_of(metrics: bytes) -> HandOffs | None:
-    """Reads an engine's metrics; None where it has no connector of ours."""
+    """Reads an engine's metrics; None where it has no pdtransfer connector."""
     counts = {"received": 0.0, "computed": 0.0, "bytes": 0.0}
     refusals: list[str] = []
     is_reported = False
@@ -60,7 +60,7 @@ def hand_offs_of(metrics: bytes) -> HandOffs | None:
 
 def differences(decode: str, refusals: tuple[str, ...], prefills: Mapping[str, object]) -> list[str]:
     """A line for each fact in which a decode server differs from a prefill server, with both values. `prefills` are
-    facts by the server's URL, as it told them."""
+    facts by the server's URL, as it reported them."""
     lines: list[str] = []
     for refusal in refusals:
         name, _, value = refusal.partition("=")
@@ -72,7 +72,7 @@ def differences(decode: str, refusals: tuple[str, ...], prefills: Mapping[str, o
 
 
 class Received(Struct):
-    """What an answer says of its KV."""
+    """What an answer reports of its KV."""
 
     kv_bytes: int = 0
     kv_lost: bool = False
@@ -82,7 +82,7 @@ _RECEIVED = msgspec.json.Decoder(Received)
 
 
 def received_of(tail: bytes) -> Received | None:
-    """Reads the end of a whole answer; None where it says nothing. A text in it cannot pass for that: its quotes are
+    """Reads the end of a whole answer; None where it has nothing. A text in it cannot pass for that: its quotes are
     escaped."""
     matches = _PARAMS.findall(tail)
     try:

@@ -1,4 +1,4 @@
-"""What a router in front of HTTP servers has in its metrics."""
+"""The metrics of a router in front of HTTP servers."""
 
 from __future__ import annotations
 

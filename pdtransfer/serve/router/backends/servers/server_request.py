@@ -1,7 +1,7 @@
 """A client's request for HTTP servers. No I/O.
 
 A body's fields are kept as their JSON text: whatever the server supports passes through unchanged. `read_relayed` does
-all whose cost grows with the body, and its result is compact, so that another process can do it.
+all work whose cost grows with the body, and its result is compact, so that another process can do it.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class SglangDialect:
 
 
 def _named(request: ServerRequest, transfer: bytes) -> dict[str, object]:
-    """SGLang's name of a request, in its log: X-Request-Id, and what tells attempts apart."""
+    """SGLang's name of a request, in its log: X-Request-Id, and the number of the attempt."""
     return {"rid": f"{request.request_id}-{transfer[:4].hex()}"}
 
 

@@ -78,7 +78,7 @@ class Upstream:
         )
 
     async def close(self) -> None:
-        """Closes all connections; what `stop` has not ended fails. Servers are still told what was given up."""
+        """Closes all connections; what `stop` has not ended fails. Servers are still notified of what was given up."""
         if self._orders:
             await asyncio.wait(self._orders, timeout=self.limits.silence_ms / 1e3)
         await self._session.close()
@@ -171,7 +171,7 @@ class Upstream:
         return WholeAnswer(response.status, end_to_end(response.headers), bytes(body))
 
     def notify(self, server: Server, order: ServerOrder, request: ServerRequest) -> None:
-        """Tells a server that a request was given up. One that cannot be told waits for its own deadline."""
+        """Notifies a server that a request was given up. One that cannot be notified waits for its own deadline."""
         task = asyncio.create_task(self._notify(server, order, request))
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)

@@ -82,9 +82,7 @@ class Limits:
     resend_ms: int = 200  # an unanswered request is repeated this often at first
     resend_ms_max: int = 2_000  # and this often at last
     ping_ms: int = 500  # how often a quiet peer is asked whether it lives
-    slow_ms: int = (
-        2_000  # after this much silence a peer gets nothing new, and is lost if the kernel has evidence that it is gone
-    )
+    slow_ms: int = 2_000  # after this much silence a peer gets nothing new, and with evidence of its death it is lost
     silence_ms: int = 10_000  # after this much it is lost in any case: processes of a busy host pause for seconds
     forget_ms: int = 600_000  # a dialled peer that was silent for this long and has nothing left to end is forgotten
     session_silence_ms: int = 30_000  # a decode node silent this long loses its sessions on the prefill side

@@ -99,7 +99,7 @@ class Soak:
             while time.monotonic() < started + seconds and not fleet.wrong:
                 await self._round()
                 if any(load.done() for load in loads):
-                    break  # it says why
+                    break  # it gives the reason
             self._over = True
             await asyncio.gather(*loads)
             await fleet.at_rest(before)

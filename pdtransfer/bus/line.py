@@ -21,7 +21,7 @@ from ..wire import Abort, Drained, Failed, Grant, Granted, Landed, Released
 from .limits import BusLimits
 
 GRANT_MESSAGES = (Grant, Granted, Landed, Released, Failed, Abort, Drained)  # what a line carries
-OPENING = b"pdt-line"  # of each direction; the writer's comes first, since the arena's owner may know no lines
+OPENING = b"pdt-line"  # of each direction; the writer's comes first, since the arena's owner may have no lines
 _LENGTH = Struct("<I")
 _READ_BYTES = 64 << 10
 _SEND_FLAGS = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL

@@ -1,4 +1,4 @@
-"""Tests with real engines of others. Each says why it is skipped where their environment has not been made."""
+"""Tests with real engines of others. Each is skipped, with the reason, where their environment has not been made."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.support.vllm_pair import settles
 
 
 def prefill_server(model: Path, log: Path, **options: Any) -> SglangServer:
-    """A prefill server of SGLang, at a port that decode engines are told. It starts in the background."""
+    """A prefill server of SGLang, at a port that decode engines get. It starts in the background."""
     settings = {"bind": f"tcp://127.0.0.1:{free_port()}", "time_left_s": 60.0}
     given: dict[str, Any] = {"disaggregation_mode": "prefill", "disable_radix_cache": False} | options
     return SglangServer(model, log, settings=settings, **given)

@@ -86,8 +86,8 @@ def test_other_models_continue_as_well(name: str, dtype: str, sglang_checkpoints
 
 
 def test_ranks_of_data_parallel_attention_hand_over(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Each rank has requests and a cache of its own; prefill's is told by the request's room. Two ranks to two, and to
-    a server of one rank."""
+    """Each rank has requests and a cache of its own; prefill's is identified by the request's room. Two ranks to two,
+    and to a server of one rank."""
     ranks: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "enable_dp_lm_head": True}
     made = servers(
         sglang_checkpoints.path("qwen3"), tmp_path, prefill=PREFILL | ranks, decode=DECODE | ranks, single=DECODE

@@ -209,7 +209,8 @@ def test_dense_models_continue(sglang_checkpoints: Checkpoints, tmp_path: Path, 
 def test_what_decode_retracts_goes_on(
     sglang_checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """SGLang's own switch has decode retract requests every so many steps, as it does where its pool is full."""
+    """SGLang's own switch has decode retract requests at fixed intervals of steps, as it does where its pool is
+    full."""
     common, hisparse = (SPARSE, HISPARSE) if kind == "hisparse" else (SHORT, dict[str, Any]())
     asked = prompts(700, 900, 1_100)
     with ExitStack() as stack:

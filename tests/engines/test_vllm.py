@@ -209,7 +209,7 @@ def test_decode_gives_up_before_prefill_has_begun(llama: Family) -> None:
     pair.decode.abort("given-up")
     assert pair.decode.generated(added).finish_reason == "abort"
     pair.settles()
-    # Prefill has heard that nobody waits for the room: it does not keep the blocks until a deadline.
+    # Prefill has learned that nobody waits for the room: it does not keep the blocks until a deadline.
     pair.prefill.generated(pair.begin_prefill(prompt, label))
     pair.settles()
 

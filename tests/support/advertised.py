@@ -72,7 +72,7 @@ def start(stack: ExitStack, config: Config, log: Path, *prefix: str) -> tuple[di
 
 
 def reaches(source: str, address: str, port: int) -> bool:
-    """Whether a connection from `source` is let in; who is not hears so at once."""
+    """Whether a connection from `source` is let in; who is not gets that reported at once."""
     try:
         socket.create_connection((address, port), timeout=30, source_address=(source, 0)).close()
     except ConnectionRefusedError:

@@ -41,7 +41,7 @@ def component(pool: Pool) -> Component:
 
 
 class Late:
-    """An event as `after=` takes it, which fires when the test says so."""
+    """An event as `after=` takes it, which fires when the test lets it."""
 
     def __init__(self) -> None:
         self.fired, self.asked = False, 0

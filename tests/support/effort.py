@@ -35,7 +35,7 @@ def chosen() -> Effort | None:
 
 
 def some(count: int) -> int:
-    """So many seeds or examples: `count` with --full, or else a part of them."""
+    """This many seeds or examples: `count` with --full, or else a part of them."""
     return max(1, count // SHARES[chosen()])
 
 

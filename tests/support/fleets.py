@@ -86,7 +86,7 @@ def generated(prompt: str, max_tokens: int = TOKENS, options: tuple[str, ...] = 
 
 
 def prompts(seed: int, *sizes: int) -> list[str]:
-    """Lower-case text of so many bytes each."""
+    """Lower-case text of this many bytes each."""
     random = np.random.default_rng(seed)
     return ["".join(map(chr, random.integers(97, 123, size))) for size in sizes]
 
@@ -162,7 +162,7 @@ class Site:
         return json.loads((await self.get(daemon, "/health"))[1])
 
     async def usable(self, *, prefill: int = 1, decode: int = 1) -> None:
-        """The router has so many workers."""
+        """The router has this many workers."""
         want = {"prefill": prefill, "decode": decode}
 
         async def known() -> bool:

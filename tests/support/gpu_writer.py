@@ -107,7 +107,7 @@ def started(work: Callable[..., None], *arguments: object) -> None:
 
 
 def obey(commands: dict[str, Callable[[], None]]) -> None:
-    """Each line of stdin, until it ends or says so."""
+    """Each line of stdin, until it ends or asks for the end."""
     for line in sys.stdin:
         match line.strip():
             case "fork":

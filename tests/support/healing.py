@@ -72,7 +72,7 @@ async def met(site: Site) -> Rest:
 async def meet(site: Site) -> None:
     """Asks until every decode has a session with every prefill, and every answer is right.
 
-    A prefill hears of a decode's new life, and lets go of the old one's grants, when they meet again.
+    A prefill learns of a decode's new life, and lets go of the old one's grants, when they meet again.
     """
     pairs = len(site.fleet.of("prefill"))
 

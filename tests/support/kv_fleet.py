@@ -1,6 +1,6 @@
 """Two prefills and two decodes on hosts of their own, rooms between them, and what must be true of every one of them.
 
-Each side of a room ends once, as far as its process lives to say so; what is found wrong is kept in `wrong`.
+Each side of a room ends once, as far as its process lives to report it; what is found wrong is kept in `wrong`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Fleet:
         await asyncio.wait_for(host.up.wait(), PATIENCE_S)
 
     async def kill(self, name: str) -> None:
-        """SIGKILL; the other sides of its rooms are told to give up, as a router would."""
+        """SIGKILL; the other sides of its rooms are asked to give up, as by a router."""
         host = self.hosts[name]
         host.dead = True
         host.process.kill()
@@ -211,7 +211,7 @@ class Fleet:
     # Rooms
 
     def begin(self, between: Pair, tokens: int = SMALL, *, push: str = "all", hold_s: float = 0.0) -> Room:
-        """Both sides are told; one that is dead reports nothing. `push`: all, some (but its last cell), none."""
+        """Both sides learn it; one that is dead reports nothing. `push`: all, some (but its last cell), none."""
         prefill, decode = (self.hosts[name] for name in between)
         sides = [Side(host.name, host.life, void=host.dead) for host in (prefill, decode)]
         room = Room(next(self._numbers), *sides)

@@ -226,7 +226,7 @@ class DecodeHost(Host):
         self.client.expect(room, tokens=tokens, sources=[source], time_left_s=ROOM_S)
 
     def do_seen(self, room: int) -> None:
-        """Says whether a row of it has come."""
+        """Reports whether a row of it has come."""
         self.report("seen", room, rows=int(np.count_nonzero(self._rows[:, :, 0] >> np.uint64(32) == room)))
 
     def do_let_go(self, room: int) -> None:

@@ -1,4 +1,4 @@
-"""Requests that are under way while a node of their fleet is struck: each is answered rightly, or says why not."""
+"""Requests that are under way while a node of their fleet is struck: each is answered rightly, or gives the reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def killed(daemon: Daemon) -> None:
 
 
 class Load:
-    """Requests that are under way; every one is answered rightly, or says why not."""
+    """Requests that are under way; every one is answered rightly, or gives the reason."""
 
     def __init__(self, site: Site, seed: int, count: int = 16, size: int = 80) -> None:
         self._texts = prompts(seed, *[size] * count)
@@ -78,7 +78,7 @@ class Stream:
         return self
 
     async def whole(self) -> bool:
-        """Whether it came to its end; if not, it says why."""
+        """Whether it came to its end; if not, it gives the reason."""
         await self._task
         text = plain.text(self._prompt, STREAM_TOKENS)
         last = self._events[-1]

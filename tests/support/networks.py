@@ -1,6 +1,6 @@
 """Hosts that are network namespaces of this kernel, on one switch, each with a firewall of its own.
 
-Whoever is told to do something on a host does it with `Network.on`; nothing here needs to be in a namespace itself.
+What has to be done on a host is done with `Network.on`; nothing here needs to be in a namespace itself.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Part:
 
 @dataclass
 class Rank:
-    """One rank's core, its pools by component, and what it has told its engine."""
+    """One rank's core, its pools by component, and what it has reported to its engine."""
 
     name: str
     core: Any

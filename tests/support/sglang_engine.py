@@ -34,7 +34,7 @@ START_S = 900.0  # of three processes that import SGLang, beside others on two c
 ANSWER_S = 240.0
 SETTLES_S = 60.0
 END_S = 20.0
-CORES_BY_STAGE = "0.5.19"  # the first version that is told the cores of each pipeline stage
+CORES_BY_STAGE = "0.5.19"  # the first version that gets the cores of each pipeline stage
 
 ENVIRONMENT = {
     "SGLANG_HOST_IP": "127.0.0.1",
@@ -167,7 +167,7 @@ class SglangServer:
         return self._threads.submit(lambda: self.ask("/generate", body)["output_ids"])
 
     def generate(self, prompts: Sequence[Sequence[int]], *, tokens: int) -> list[list[int]]:
-        """So many greedy tokens of each prompt, all asked at once."""
+        """`tokens` greedy tokens of each prompt, all asked at once."""
         return [each.result() for each in [self.add(prompt, tokens=tokens) for prompt in prompts]]
 
     def abort(self, rid: str | None = None) -> None:
@@ -265,7 +265,7 @@ class SglangPair:
         return made[id(self.prefill)], made[id(self.decode)]
 
     def generate(self, prompts: Sequence[Sequence[int]], *, tokens: int, apart_s: float = 0.0) -> list[list[int]]:
-        """So many greedy tokens of each prompt, of which prefill has sampled the first."""
+        """`tokens` greedy tokens of each prompt, of which prefill has sampled the first."""
         first, made = self.begin(prompts, tokens=tokens, apart_s=apart_s)
         found = [each.result() for each in made]
         assert [each.result()[0] for each in first] == [each[0] for each in found]

@@ -71,7 +71,7 @@ def known(**keys: KeyPair) -> AllowList:
 
 
 def prefill_host() -> None:
-    """Does what it is told by lines, and says so."""
+    """Does what lines ask for, and reports it."""
     print(json.dumps("apart"), flush=True)  # in the namespace that the link's end goes to
     keys = json.loads(sys.stdin.readline())
     source = pool("layer_first", 16, 128)
@@ -169,7 +169,7 @@ def decode_host(files: Path) -> dict[str, Any]:
         if ready:
             client.release(room)
         else:
-            far.ask(["abort", room])  # decode holds its peer for lost until it has heard of it
+            far.ask(["abort", room])  # decode holds its peer for lost until it has received a message of it
         far.ask(["Drained", room])
         return ready
 

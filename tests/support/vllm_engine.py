@@ -99,7 +99,7 @@ class VllmEngine(JsonProcess):
         return Generated(**self.wait(added, seconds))
 
     def generate(self, prompts: Sequence[Sequence[int]], *, tokens: int) -> list[list[int]]:
-        """So many greedy tokens of each prompt, all of them batched."""
+        """`tokens` greedy tokens of each prompt, all of them batched."""
         added = [self.add(prompt, tokens=tokens) for prompt in prompts]
         return [self.generated(each).tokens for each in added]
 
@@ -160,7 +160,7 @@ class Checkpoints(JsonProcess):
         return path
 
     def generate(self, family: str, prompts: Sequence[Sequence[int]], *, tokens: int) -> list[list[int]]:
-        """So many greedy tokens of each prompt, by transformers' own `generate`."""
+        """`tokens` greedy tokens of each prompt, by transformers' own `generate`."""
         return self.ask(
             "generate", START_S, path=str(self.path(family)), prompts=[list(each) for each in prompts], count=tokens
         )  # fmt: skip

@@ -77,7 +77,7 @@ class FakeVllm:
     counted: str = ""  # its metrics
     reports_kv: bool = False  # decode's answers say whether their KV was received
     lost: bool = False  # and say that it was not
-    given_up: list[str] = field(default_factory=list)  # transfers that it was told to give up
+    given_up: list[str] = field(default_factory=list)  # transfers that it was asked to give up
     sent: int = 0  # bytes of streams
     url: str = ""
     first_token: str = PIECES[0]  # of a prefill server that is to stream it
@@ -286,7 +286,7 @@ class ServerSite:
         return next(each for each in self.backend.pool.all if each.url == fake.url)
 
     async def leaves_unnoticed(self, fake: FakeVllm) -> None:
-        """The server is gone, and no look at its health says so before a request meets it."""
+        """The server is gone, and no look at its health shows it before a request meets it."""
         looked_at: set[str] = set()
 
         async def look(server: Any) -> str:

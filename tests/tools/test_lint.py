@@ -21,8 +21,6 @@ def alike(files: Iterable[Source]) -> Iterator[str]:
     ("rule", "path", "text", "complaint"),
     [
         (modules.class_names, "x.py", "class A: ...\nclass B:\n    class A: ...", "x.py:3: a second class is named A"),
-        (modules.vague_names, "x.py", "def _told(): ...", "x.py:1: _told means"),
-        (modules.vague_names, "x.py", "class A:\n async def heard(self): ...", "x.py:2: heard means"),
         (modules.opening_sentences, "x.py", "import os", "x.py:1: a module opens"),
         (modules.opening_sentences, "x.py", "'''No full stop'''", "x.py:1: a module opens"),
         (modules.core_without_io, "pdtransfer/handoff/x.py", "np.random.rand()", "draws no random number"),
@@ -32,10 +30,18 @@ def alike(files: Iterable[Source]) -> Iterator[str]:
         (alike, "x.py", "def f(x: int) -> int:\n '''A.'''\n return x + 1\ndef g(x):\n return x + 1", "x.py:4: g does"),
         (tests_tree.imports, "tests/x.py", "from tests.library.test_a import b", "tests.library.test_a.b"),
         (tests_tree.imports, "tests/x.py", "import tests.conftest", "tests.conftest"),
-        (words.phrases, "x.py", "raise ValueError(f'{a} is none of {b}')", "x.py:1: 'is none of' in a text"),
-        (words.phrases, "x.py", "log.error('%s is no message', a)", "say 'is not a message from X to Y'"),
-        (words.phrases, "x.py", "Flag(help='Refused for ever.')", "say 'permanently'"),
-        (words.phrases, "x.py", "text = f'{a} is none of b'\nraise ValueError(text)", "x.py:1: 'is none of'"),
+        (words.phrases_shown, "x.py", "raise ValueError(f'{a} is none of {b}')", "x.py:1: 'is none of' in a text"),
+        (words.phrases_shown, "x.py", "log.error('%s is no message', a)", "say 'is not a message from X to Y'"),
+        (words.phrases_shown, "x.py", "Flag(help='Refused for ever.')", "say 'permanently'"),
+        (words.phrases_shown, "x.py", "text = f'{a} is none of b'\nraise ValueError(text)", "x.py:1: 'is none of'"),
+        (words.phrases, "x.py", "def f():\n '''Waits for so\n many rows.'''", "x.py:2: 'so many' in a docstring"),
+        (words.phrases, "x.py", "'''So many rows.'''", "x.py:1: 'so many' in a docstring"),
+        (words.phrases, "x.py", "a = 1\n# It is\n# told.\nb = 2", "x.py:2: 'is told' in a docstring or comment"),
+        (words.names, "x.py", "class A:\n async def heard_of(self): ...", "x.py:2: 'heard' in the name heard_of"),
+        (words.names, "x.py", "class ToldLater: ...", "x.py:1: 'told' in the name ToldLater: say 'sent"),
+        (words.names, "x.py", "def f(a, *, tell): ...", "x.py:1: 'tell' in the name tell"),
+        (words.names, "x.py", "for _said in a: pass", "x.py:1: 'said' in the name _said"),
+        (words.names, "x.py", "self.told_by = 1", "x.py:1: 'told' in the name told_by"),
     ],
 )
 def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, complaint: str) -> None:
@@ -53,7 +59,9 @@ def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, com
         (alike, "x.py", "def f(x):\n return x + 1\ndef g(x):\n return x + 2"),
         (alike, "x.py", "def f(x):\n return x + 1\nasync def g(x):\n return x + 1"),
         (tests_tree.imports, "tests/x.py", "from tests.support.waiting import until"),
-        (words.phrases, "x.py", "# There is none, for ever.\nraise ValueError('must be one of a, b')"),
+        (words.phrases_shown, "x.py", "# Refused for ever.\nraise ValueError('must be one of a, b')"),
+        (words.phrases, "x.py", "'''There is none for every row.'''  # as everywhere\n\n# It is\n\n# told here.\n"),
+        (words.names, "x.py", "teller = b.told(say)\nimport saying"),
     ],
 )
 def test_what_a_rule_allows_is_not_found(rule: Rule, path: str, text: str) -> None:

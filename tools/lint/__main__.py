@@ -12,7 +12,6 @@ from .sources import product, sources
 def complaints() -> Iterator[str]:
     package, tests, both = sources("pdtransfer"), sources("tests"), tuple(product())
     yield from modules.class_names(package)
-    yield from modules.vague_names(package)
     yield from modules.opening_sentences(both)
     yield from modules.core_without_io(both)
     yield from modules.environment_readers(package)
@@ -22,7 +21,9 @@ def complaints() -> Iterator[str]:
     yield from device_waits.streams(both)
     yield from device_waits.engines(both)
     yield from device_waits.loops(package)
-    yield from words.phrases(both)
+    yield from words.phrases_shown(both)
+    yield from words.phrases((*both, *tests))
+    yield from words.names((*both, *tests))
     yield from tests_tree.folders()
     yield from tests_tree.imports(tests)
     yield from tests_tree.general_helpers(tests)

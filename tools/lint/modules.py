@@ -10,7 +10,6 @@ from functools import cache
 
 from .sources import FUNCTIONS, REPO, Source
 
-VAGUE = {"_told", "_heard", "told", "heard"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -33,14 +32,6 @@ def class_names(files: Iterable[Source]) -> Iterator[str]:
             where = f"{source.path}:{node.lineno}"
             if (earlier := first.setdefault(node.name, where)) != where:
                 yield source.complaint(node, f"a second class is named {node.name}, the first is {earlier}")
-
-
-def vague_names(files: Iterable[Source]) -> Iterator[str]:
-    """No function has a name that means many things."""
-    for source in files:
-        for node in source.nodes(*FUNCTIONS):
-            if node.name in VAGUE:
-                yield source.complaint(node, f"{node.name} means many things")
 
 
 def opening_sentences(files: Iterable[Source]) -> Iterator[str]:

@@ -18,13 +18,14 @@ Node = TypeVar("Node", bound=ast.AST)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Source:
-    """A file: its path below the root of the tree, its dotted name, and its syntax tree.
+    """A file: its path below the root of the tree, its dotted name, its text, and its syntax tree.
 
     `by_type` has the nodes of each type with the class and function that they stand in, as `.Class.function`.
     """
 
     path: str
     module: str
+    text: str
     tree: ast.Module
     by_type: Mapping[type[ast.AST], list[tuple[str, ast.AST]]]
 
@@ -53,7 +54,7 @@ def parsed(text: str, path: str = "x.py") -> Source:
             by_type[type(node)].append((scope, node))
             inside = f"{scope}.{node.name}" if isinstance(node, DEFINITIONS) else scope
             pending.append((inside, node))
-    return Source(path, module, tree, by_type)
+    return Source(path, module, text, tree, by_type)
 
 
 @cache

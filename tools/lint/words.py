@@ -1,37 +1,91 @@
-"""Words: phrases that texts must not have, and what to write instead."""
+"""Words: what texts and names must not have, and what to write instead."""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterable, Iterator
 
-from .sources import Source
+from .sources import DEFINITIONS, Source
 
-PHRASES = {
+# In what a process shows to people: errors, log lines, help texts.
+PHRASES_SHOWN = {
     "is none of": "must be one of A, B",
     "is no message": "is not a message from X to Y",
     "is nothing that": "is not a message from X to Y",
     "there is none": "what is missing, and how to get it",
-    "for ever": "permanently",
-    "so many": "the number",
     "what it has": "the value",
-    "knows no ": "has no",
     "takes no wish": "cannot",
+}
+# In these, and in docstrings and comments.
+PHRASES = {
+    "for ever": "permanently",
+    "so many": "how many, or this many",
+    "as ever": "as usual",
+    "knows no ": "has no",
+    "know no ": "have no",
+    "is told": "gets, or is reported",
+    "are told": "get, or are reported",
+    "was told": "got, or was asked",
+    "never heard": "never received",
+    "has heard": "has received",
+    "says so": "reports it",
+    "say so": "report it",
+    "says why": "gives the reason",
+    "says whether": "reports whether",
+    "tells why": "gives the reason",
+    "tells whether": "reports whether",
+}
+# As a part of an identifier.
+NAMES = {
+    "hear": "receive",
+    "hears": "receives",
+    "heard": "received",
+    "say": "send, report",
+    "says": "sends, reports",
+    "said": "sent, reported",
+    "tell": "send, report",
+    "tells": "sends, reports",
+    "told": "sent, reported",
 }
 LOGS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 TEXTS_OF_HELP = {"help", "description", "epilog"}
+_PART = re.compile(r"[A-Z]?[a-z]+")
+
+
+def phrases_shown(files: Iterable[Source]) -> Iterator[str]:
+    """No text of an error, a log line or a help text has a phrase of either list."""
+    for source in files:
+        for line, text in _shown(source):
+            yield from _complaints(source, line, text, PHRASES | PHRASES_SHOWN, "a text for people")
 
 
 def phrases(files: Iterable[Source]) -> Iterator[str]:
-    """No text of an error, a log line or a help text has a phrase of the list."""
+    """No docstring and no comment has a phrase of PHRASES, over the end of a line neither."""
     for source in files:
-        for node, text in _texts(source):
-            for phrase, instead in PHRASES.items():
-                if phrase in text:
-                    yield source.complaint(node, f"{phrase!r} in a text for people: say {instead!r}")
+        for line, text in (*_docstrings(source), *_comments(source)):
+            yield from _complaints(source, line, text, PHRASES, "a docstring or comment")
 
 
-def _texts(source: Source) -> Iterator[tuple[ast.AST, str]]:
+def names(files: Iterable[Source]) -> Iterator[str]:
+    """No name that a file defines has a word of NAMES."""
+    for source in files:
+        for line, name in sorted(set(_defined(source))):
+            for word in sorted({part.lower() for part in _PART.findall(name)} & NAMES.keys()):
+                yield f"{source.path}:{line}: {word!r} in the name {name}: say {NAMES[word]!r}"
+
+
+def _complaints(source: Source, line: int, text: str, listed: dict[str, str], where: str) -> Iterator[str]:
+    lowered = text.lower()
+    for phrase, instead in listed.items():
+        # At the beginning of a word, since "for every" is none, and "as everybody" neither.
+        if re.search(rf"\b{re.escape(phrase.strip())}\b", lowered):
+            yield f"{source.path}:{line}: {phrase.strip()!r} in {where}: say {instead!r}"
+
+
+def _shown(source: Source) -> Iterator[tuple[int, str]]:
     shown: list[ast.AST] = [node.exc for node in source.nodes(ast.Raise) if node.exc is not None]
     for call in source.nodes(ast.Call):
         if isinstance(call.func, ast.Attribute) and call.func.attr in LOGS:
@@ -42,9 +96,42 @@ def _texts(source: Source) -> Iterator[tuple[ast.AST, str]]:
     for whole in shown:
         for node in ast.walk(whole):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node, node.value
+                yield node.lineno, node.value
 
 
 def _is_text(assigned: ast.Assign) -> bool:
     target = assigned.targets[0]
     return isinstance(target, ast.Name) and target.id in ("text", "detail", "reason")
+
+
+def _docstrings(source: Source) -> Iterator[tuple[int, str]]:
+    for node in (source.tree, *source.nodes(*DEFINITIONS)):
+        first = node.body[0] if node.body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            yield first.lineno, " ".join(first.value.value.split())
+
+
+def _comments(source: Source) -> Iterator[tuple[int, str]]:
+    first, lines = 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT:
+            if lines and token.start[0] != first + len(lines):
+                yield first, " ".join(lines)
+                lines = []
+            first = first if lines else token.start[0]
+            lines.append(token.string.lstrip("# "))
+    if lines:
+        yield first, " ".join(lines)
+
+
+def _defined(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(*DEFINITIONS):
+        yield node.lineno, node.name
+    for node in source.nodes(ast.arg):
+        yield node.lineno, node.arg
+    for node in source.nodes(ast.Name):
+        if isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+    for node in source.nodes(ast.Attribute):
+        if isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr

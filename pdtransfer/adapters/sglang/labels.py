@@ -32,7 +32,7 @@ class Meetings:
     """Prefill: requests wait for decode to ask for their room, and rooms that were asked for wait for their request.
 
     `opened` is called with a bootstrap_room and the room that is to be opened for it. It is called again, with another
-    one, if decode asks once more before `met`: it gave the first room up, and prefill never heard of it. `refused` is
+    one, if decode asks once more before `met`: it gave the first room up, and prefill never learned of it. `refused` is
     called with a room that decode asks for after its request was given up: it would wait for nothing.
     """
 

@@ -245,7 +245,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return results.sent or None, results.received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of failed requests, for versions that know no failed requests."""
+        """Blocks of failed requests, for versions without failed requests."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -315,7 +315,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return OrdersMetadata(self._side.orders(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers report of loads: the answer of a request says whether its KV was received."""
+        """What the workers report of loads: the answer of a request reports whether its KV was received."""
         failed = getattr(connector_output, "failed_recving", None) or ()
         self._side.on_failed_loads(failed, getattr(connector_output, "invalid_block_ids", None) or ())
 

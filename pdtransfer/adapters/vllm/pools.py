@@ -175,7 +175,7 @@ def _planes(name: str, view: Any, layer: int, kind: str, *, blocks: int, base: i
     head_range = range(first, first + count)
     axes: Sequence[Axis] = ("page", "head")
     if count > 1 and view.stride(1) < view.stride(2):
-        # A token's heads lie together: they cannot be told apart, so this rank's block is one thing.
+        # A token's heads lie together: they cannot be separated, so this rank's block is one thing.
         view, head_range = view.transpose(1, 2), range(heads.ranks.tp_rank, heads.ranks.tp_rank + 1)
         axes = ("page",)
     parts = view.shape[0] // blocks

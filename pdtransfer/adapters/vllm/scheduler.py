@@ -228,7 +228,7 @@ class SchedulerSide:
         return orders
 
     def on_failed_loads(self, requests: Collection[str], blocks: Collection[int]) -> None:
-        """Loads have failed: of these requests, or into these blocks where vLLM knows no requests."""
+        """Loads have failed: of these requests, or into these blocks where vLLM has no failed requests."""
         for name, receive in self._receives.items() if requests or blocks else ():
             receive.failed |= name in requests or not receive.blocks.isdisjoint(blocks)
 

@@ -302,7 +302,7 @@ class WorkerSide:
             if self._prefill is not None:
                 self._prefill.abort(order.room, detail)
         elif self._decode is not None:
-            log.info("request %s: has ended before its KV was asked for, which prefill is told", order.request_id)
+            log.info("request %s: has ended before its KV was asked for; prefill is notified", order.request_id)
             self._decode.withdraw(order.room, sources=order.sources, detail=detail)
 
     def _compute(self, key: tuple[int, int], event: Callable[[], Event | None]) -> None:

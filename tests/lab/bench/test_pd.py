@@ -1,4 +1,5 @@
-"""bench pd on the CPU, with models so small that its figures mean nothing: the spans hold together, and it is told."""
+"""bench pd on the CPU, with models so small that its figures mean nothing: the spans hold together, and the command
+reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where these tests run: on the CPU, on one GPU, on two; each says why where it cannot."""
+"""Where these tests run: on the CPU, on one GPU, on two; each gives the reason where it cannot."""
 
 from __future__ import annotations
 

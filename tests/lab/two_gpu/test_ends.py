@@ -1,5 +1,5 @@
-"""Clients that leave and ranks that are killed in the middle of a push: all others are answered as ever, and every slot
-comes back."""
+"""Clients that leave and ranks that are killed in the middle of a push: all others are answered as usual, and every
+slot comes back."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Zmtp:
         self.socket.sendall(text)
 
     def reset(self) -> None:
-        """Ends the connection in a way that its other end is told of at once, read or not."""
+        """Ends the connection in a way that its other end notices at once, read or not."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 

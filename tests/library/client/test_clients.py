@@ -364,7 +364,7 @@ def test_a_room_given_up_before_the_other_side_knows_it_leaves_nothing_behind(pa
 def test_pages_of_a_room_that_decode_gives_up_before_its_grant_are_free_long_before_prefills_deadline(
     pair: Pair, how: str
 ) -> None:
-    """The last of them is the first room that these two have: a session is made to say so."""
+    """The last of them is the first room that these two have: a session is made to report that."""
     if how != "refused":
         pair.expect(1, pair.target.slots)
         pair.send(1, pair.target.slots, pages=pair.all_pages())

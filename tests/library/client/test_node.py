@@ -233,7 +233,7 @@ async def test_an_effect_that_breaks_costs_none_of_the_others() -> None:
 
 
 class Queued:
-    """A queue, what it has called, and what it says has broken."""
+    """A queue, what it has called, and what it reports as broken."""
 
     def __init__(self) -> None:
         self.called: list[str] = []

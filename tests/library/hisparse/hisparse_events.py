@@ -1,4 +1,4 @@
-"""Events that fire when a test says so, and slots of a host pool."""
+"""Events that fire when a test lets them, and slots of a host pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdtransfer.hisparse.coordinator import Int64s
 
 
 class Switch:
-    """An event that has not fired until it is told to; once it is `broken` nobody can ask it."""
+    """An event that fires only when it is asked to; once it is `broken` nobody can ask it."""
 
     def __init__(self) -> None:
         self.fired = self.broken = False
@@ -20,5 +20,5 @@ class Switch:
 
 
 def host(count: int, first: int = 0) -> Int64s:
-    """So many slots, the last one first: their order says nothing."""
+    """This many slots, the last one first: their order says nothing."""
     return np.arange(first, first + count, dtype=np.int64)[::-1]

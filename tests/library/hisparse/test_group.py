@@ -35,7 +35,7 @@ class Seat:
 
 
 class Rank:
-    """One rank of a group, its device beside it: what was queued there happens when a test says so."""
+    """One rank of a group, its device beside it: what was queued there happens when a test lets it."""
 
     def __init__(self, number: int) -> None:
         self.number, self.scheduler = number, Scheduler(Coordinator(CAPACITY), LIMITS)
@@ -101,7 +101,7 @@ class Rank:
 
 
 class GroupMachine(RuleBasedStateMachine):
-    """All ranks are told the same; their devices do what is queued in order, each at its own pace."""
+    """All ranks get the same; their devices do what is queued in order, each at its own pace."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -236,8 +236,8 @@ class ProcessLines:
 
 
 def join(writer: Process, owner: Process, session: int, known: Callable[[], bool]) -> None:
-    """The connection of a hand-over stays as a line; `known` says whether decode has the session still, when it reads
-    the opening."""
+    """The connection of a hand-over stays as a line; `known` returns whether decode has the session still, when it
+    reads the opening."""
     world = writer.world
     ends = [SimSocket(process, queue_bytes=world.profile.line_queue) for process in (writer, owner)]
     ends[0].peer, ends[1].peer = ends[1], ends[0]

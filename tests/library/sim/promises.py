@@ -178,7 +178,7 @@ class OwnerPromises:
         self._windows: dict[int, int] = {}  # by session
         self._held: dict[int, str] = {}  # sessions that are not over, and whose they are
         self._opened: dict[str, float] = {}
-        self._asked: set[str] = set()  # peers that keep no session, and say so
+        self._asked: set[str] = set()  # peers that keep no session, and report that
 
     def received(self, peer: str, message: Message, effects: Sequence[fx.DecodeEffect]) -> None:
         """A message, and what the core makes of it."""

@@ -34,7 +34,7 @@ class Caller(Protocol):
     def ready(self, target: Target) -> None: ...
 
     def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
-        """`cause` None: prefill's part has landed. Decode's says so itself, by its release."""
+        """`cause` None: prefill's part has landed. Decode's ends by its own release."""
         ...
 
 

@@ -193,12 +193,12 @@ class FakeWriter:
         return True
 
     async def close(self) -> None:
-        """What pends ends as FAILED, and is heard before this returns."""
+        """What pends ends as FAILED, and is reported before this returns."""
         for session, mapped in list(self._sessions.items()):
             for pending in list(mapped.pending):
                 self.lose(pending) if pending.reported else self.end(pending, Outcome.FAILED, "closed")
             self.unmap(session)
-        await asyncio.sleep(0)  # what was reported is heard
+        await asyncio.sleep(0)  # what was reported is received
 
     def _leave(self, session: int, mapped: _Mapped) -> None:
         if mapped.leaving and not mapped.pending and session in self._sessions:

@@ -1,4 +1,5 @@
-"""What every transport promises, the fake one, shared memory and Mooncake alike, and what the fake one can be told."""
+"""What every transport promises, the fake one, shared memory and Mooncake alike, and what tests can ask of the fake
+one."""
 
 from __future__ import annotations
 

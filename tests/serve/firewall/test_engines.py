@@ -23,7 +23,7 @@ SESSION = 7
 
 
 class Rules(Firewall):
-    """Rules that stand when a test says so."""
+    """Rules that are in place when a test lets them."""
 
     def __init__(self) -> None:
         super().__init__("t")

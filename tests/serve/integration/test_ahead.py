@@ -14,7 +14,7 @@ PLAIN = {"engine": "tests.support.engines.plain:create", "engine_option": ()}
 
 
 async def up(site: Site, count: int, rank: int = 0) -> None:
-    """Each decode worker has so many sessions, on this rank, that may be granted on."""
+    """Each decode worker has this many sessions, on this rank, that may be granted on."""
 
     async def there() -> bool:
         each = [await site.metrics(daemon, rank) for daemon in site.fleet.of("decode")]

@@ -275,7 +275,7 @@ def test_a_router_that_is_killed_has_its_rooms_stopped(slow: Running, gates: Gat
                     await router.process.wait()
                     await site.settled()
                 with pytest.raises(aiohttp.ClientError):
-                    async for _ in events:  # what it has said before it died may lie here
+                    async for _ in events:  # what it has sent before it died may lie here
                         pass
         finally:
             await router.stop()

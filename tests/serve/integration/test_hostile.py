@@ -401,7 +401,7 @@ def test_words_of_peers_make_no_labels(fleet: Running) -> None:
             await router.peer.send(Ended(room))
             room = await router.begin(prefill.endpoint)
             while (grant := await prefill.peer.receive(Grant)).room != room:
-                pass  # the first room's, said again before its end was heard
+                pass  # the first room's, sent again before its end was received
             await router.peer.send(Cancel(room, "pwned too"))
             while (await prefill.peer.receive(Abort)).grant != grant.grant:
                 pass

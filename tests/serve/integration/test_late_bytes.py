@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 SKIPPED = why_not() or networks.why_not()
 over_tcp = pytest.mark.skipif(bool(SKIPPED), reason=SKIPPED)
-HELD_S = 2 * kv_fleet.PATIENCE_S  # until it is told to let go
+HELD_S = 2 * kv_fleet.PATIENCE_S  # until it is asked to let go
 Case = Callable[[Fleet], Awaitable[None]]
 
 

@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     logs = tmp_path_factory.mktemp("fleet")
-    # The engine answers with the ids of ASCII's lower case, which are those of the same letters after so many others.
+    # The engine answers with the ids of ASCII's lower case: with this many ids before them, these are the same letters.
     special = (END, *(f"<|{number}|>" for number in range(32)))
     model = write_tokenizer(
         logs / "model", vocabulary=256 + len(special), special=special, template=TEMPLATE, context=1_000, eos_token=END

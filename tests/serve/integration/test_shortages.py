@@ -49,7 +49,7 @@ async def all_served(site: Site, seed: int) -> None:
 
 
 async def served_on_retry(site: Site) -> bool:
-    """Whether a request is served; if not, it was told when to try again."""
+    """Whether a request is served; if not, the answer has when to try again."""
     answer = await site.complete("once more")
     if answer.status == 503:
         assert answer.retry_after, answer

@@ -73,7 +73,7 @@ async def _answered(site: Site, prompt: str) -> bool:
 
 
 async def _held(site: Site, count: int) -> None:
-    """Decode has so many rooms."""
+    """Decode has this many rooms."""
 
     async def now() -> bool:
         return (await site.metrics(site.decode))["pdtransfer_rooms"] == count

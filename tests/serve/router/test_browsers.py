@@ -176,7 +176,7 @@ def test_an_allowed_host_is_a_name(host: str) -> None:
         RouterConfig(allowed_hosts=(host,))
 
 
-# What is told to whom
+# Who may see what
 
 
 @pytest.mark.parametrize("engine", ["pdtransfer", "vllm"])

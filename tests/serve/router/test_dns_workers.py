@@ -12,7 +12,7 @@ import pytest
 from pdtransfer.bus.keys import AllowList, generate
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.serve.router.fleet import dns_workers
-from pdtransfer.serve.router.fleet.dns_workers import Answered, DnsName, DnsResolver, Place, dns_server, workers_of
+from pdtransfer.serve.router.fleet.dns_workers import Answered, DnsName, DnsResolver, HostPort, dns_server, workers_of
 from pdtransfer.serve.router.fleet.fleet_changes import FleetChanges
 from pdtransfer.serve.router.fleet.membership import Membership
 from pdtransfer.serve.settings.router import RouterConfig
@@ -57,17 +57,21 @@ def test_what_is_no_resolver_is_refused(text: str) -> None:
 
 
 def test_addresses_and_targets_become_endpoints() -> None:
-    places = [Place("10.0.0.1", 7101), Place("fd00::1", 7101), Place("a.b", 1)]
-    found = workers_of(DnsName("prefill", "x", 7101), places, allowed=None)
+    targets = [HostPort("10.0.0.1", 7101), HostPort("fd00::1", 7101), HostPort("a.b", 1)]
+    found = workers_of(DnsName("prefill", "x", 7101), targets, allowed=None)
     assert found.workers == dict.fromkeys(["tcp://10.0.0.1:7101", "tcp://[fd00::1]:7101", "tcp://a.b:1"], "prefill")
-    servers = workers_of(DnsName("decode", "x"), [Place("a.b", 1)], allowed=None, scheme="http")
+    servers = workers_of(DnsName("decode", "x"), [HostPort("a.b", 1)], allowed=None, scheme="http")
     assert servers.workers == {"http://a.b:1": "decode"}
 
 
 def test_with_keys_a_target_is_joined_with_the_key_of_its_first_label_and_its_role() -> None:
     allowed = AllowList({key: name for name, key in KEYS.items()}, {KEYS["decode-0"]: frozenset({"decode"})})
-    places = [Place("prefill-0.prefill.ns", 7101), Place("decode-0.prefill.ns", 7101), Place("intruder.ns", 7101)]
-    found = workers_of(DnsName("prefill", "x"), places, allowed=allowed)
+    targets = [
+        HostPort("prefill-0.prefill.ns", 7101),
+        HostPort("decode-0.prefill.ns", 7101),
+        HostPort("intruder.ns", 7101),
+    ]
+    found = workers_of(DnsName("prefill", "x"), targets, allowed=allowed)
     assert found.workers == {f"{KEYS['prefill-0']}@tcp://prefill-0.prefill.ns:7101": "prefill"}
     assert found.refused == [
         "tcp://decode-0.prefill.ns:7101: the allow-list has no prefill named 'decode-0'",
@@ -77,8 +81,8 @@ def test_with_keys_a_target_is_joined_with_the_key_of_its_first_label_and_its_ro
 
 def test_hostile_records_are_refused_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dns_workers, "WORKERS_MAX", 2)
-    places = [Place("a@tcp://b\n", 1), Place("a", 1), Place("b", 1)]
-    found = workers_of(DnsName("prefill", "x"), places, allowed=None)
+    targets = [HostPort("a@tcp://b\n", 1), HostPort("a", 1), HostPort("b", 1)]
+    found = workers_of(DnsName("prefill", "x"), targets, allowed=None)
     assert list(found.workers) == ["tcp://a:1"]
     assert found.refused == ["'a@tcp://b\\n' is not a host name", "3 records, at most 2 workers"]
 
@@ -95,14 +99,14 @@ class Tables:
     """Answers of DNS as a test says them."""
 
     def __init__(self) -> None:
-        self.places: list[Place] | Exception = []
+        self.targets: list[HostPort] | Exception = []
         self.asked = 0
 
     async def ask(self, name: DnsName) -> Answered:
         self.asked += 1
-        if isinstance(self.places, Exception):
-            raise self.places
-        return Answered(tuple(self.places), 0.01)
+        if isinstance(self.targets, Exception):
+            raise self.targets
+        return Answered(tuple(self.targets), 0.01)
 
 
 @asynccontextmanager
@@ -121,9 +125,9 @@ async def followed(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
             await changes.close()
 
 
-def place_of(endpoint: str) -> Place:
+def target_of(endpoint: str) -> HostPort:
     host, _, port = endpoint.removeprefix("tcp://").partition(":")
-    return Place(host, int(port))
+    return HostPort(host, int(port))
 
 
 @on_loop
@@ -135,17 +139,17 @@ async def test_workers_come_and_go_with_their_records_and_stay_while_no_resolver
     endpoint = await new.open()
     async with followed(tables, monkeypatch) as it:
         first = set(it.backend.roles())
-        tables.places = [place_of(endpoint)]
+        tables.targets = [target_of(endpoint)]
         await until(lambda: endpoint in it.backend.roles())
         for failure in (WorldError("SRV of x: no answer"), RuntimeError("a bug")):
-            tables.places, asked = failure, tables.asked
+            tables.targets, asked = failure, tables.asked
             await until(lambda asked=asked: tables.asked > asked + 3)
             times = 1 if isinstance(failure, WorldError) else 2  # with its traceback
             assert caplog.text.count(str(failure)) == times
             assert set(it.backend.roles()) == {*first, endpoint}
-        tables.places = []
+        tables.targets = []
         await until(lambda: set(it.backend.roles()) == first, "it is let go")
-        tables.places = [place_of(endpoint)]
+        tables.targets = [target_of(endpoint)]
         await until(lambda: endpoint in it.backend.roles(), "and taken in again")
     await new.close()
 
@@ -156,13 +160,13 @@ async def test_a_room_of_a_worker_that_leaves_dns_runs_to_its_end(monkeypatch: p
     endpoint = await new.open()
     async with followed(tables, monkeypatch) as it:
         it.backend.drain_worker(next(each for each, role in it.backend.roles().items() if role == "decode"))
-        tables.places = [place_of(endpoint)]
+        tables.targets = [target_of(endpoint)]
         await until(lambda: it.backend.routing.workers.by_peer.get(endpoint) is not None)
         await until(lambda: it.backend.routing.workers.by_peer[endpoint].usable)
         new.gate.clear()
         answer = asyncio.create_task(it.post(prompt="abc", max_tokens=4))
         await until(lambda: new.begun)
-        tables.places, asked = [], tables.asked
+        tables.targets, asked = [], tables.asked
         await until(lambda: tables.asked > asked + 2)
         assert endpoint in it.backend.roles(), "its room has not ended"
         new.gate.set()
@@ -176,7 +180,7 @@ async def test_a_worker_on_another_host_without_a_key_is_refused_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tables = Tables()
-    tables.places = [Place("192.0.2.1", 7201)]
+    tables.targets = [HostPort("192.0.2.1", 7201)]
     async with followed(tables, monkeypatch) as it:
         await until(lambda: tables.asked > 4)
         assert len(it.backend.roles()) == 2
@@ -192,7 +196,7 @@ def test_a_worker_that_has_been_taken_in_is_not_checked_again(monkeypatch: pytes
             pass
 
     it = Membership(RouterConfig(), Here())  # type: ignore[arg-type]
-    found = workers_of(DnsName("prefill", "x"), [Place("127.0.0.1", 1)], allowed=None)
+    found = workers_of(DnsName("prefill", "x"), [HostPort("127.0.0.1", 1)], allowed=None)
     may = it.checked("prefill srv://x", found)
     it.listed("prefill srv://x", may.workers)
 
@@ -222,16 +226,16 @@ async def test_a_resolver_asks_again_within_bounds_and_separates_no_answer_from_
             ("empty.test", "A"): [],
         }
         answered = await resolver.ask(service)
-        assert set(answered.places) == {Place("decode-0.decode.test", 7201), Place("decode-1.decode.test", 7202)}
+        assert set(answered.targets) == {HostPort("decode-0.decode.test", 7201), HostPort("decode-1.decode.test", 7202)}
         assert answered.ttl_s == dns_workers.TTL_S_MIN, "a TTL of a second is asked for less often"
         server.ttl = 86_400
         answered = await resolver.ask(hosts)
-        assert set(answered.places) == {Place(host, 7201) for host in ("10.0.0.1", "10.0.0.2", "fd00::1")}
+        assert set(answered.targets) == {HostPort(host, 7201) for host in ("10.0.0.1", "10.0.0.2", "fd00::1")}
         assert answered.ttl_s == dns_workers.TTL_S_MAX
         server.ttl = 17
         assert (await resolver.ask(service)).ttl_s == 17
-        assert (await resolver.ask(DnsName("decode", "none.test"))).places == ()
-        assert (await resolver.ask(DnsName("decode", "empty.test", 7201))).places == ()
+        assert (await resolver.ask(DnsName("decode", "none.test"))).targets == ()
+        assert (await resolver.ask(DnsName("decode", "empty.test", 7201))).targets == ()
         server.failing = True
         with pytest.raises(WorldError, match=r"SRV of _pd\._tcp\.decode\.test: NoNameservers"):
             await resolver.ask(service)

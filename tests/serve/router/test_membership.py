@@ -45,7 +45,7 @@ TOKEN = "0123456789abcdef-secret"
 
 
 class Fleet:
-    """A Routing whose workers answer when the test says so."""
+    """A Routing whose workers answer when the test lets them."""
 
     def __init__(self) -> None:
         self.now, rooms = 0.0, iter(range(1, 1_000))
@@ -185,7 +185,7 @@ def test_a_server_leaves_once_its_requests_have_ended() -> None:
 
 
 class Record:
-    """A site that keeps what it is told."""
+    """A site that keeps the changes that it gets."""
 
     def __init__(self, **here: Role) -> None:
         self.here, self.calls = dict[str, Role](here), list[str]()

@@ -133,7 +133,7 @@ class Peer:
         handler = "on_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", message).lower()
         getattr(self, handler)(link, fields)
 
-    # What every role does with what it hears
+    # What every role does with what it receives
 
     def on_hello(self, link: Link, hello: Fields) -> None:
         if not hello["version_min"] <= 1 <= hello["version_max"]:

@@ -1,4 +1,4 @@
-"""A decode daemon that takes HiSparse requests: how many may wait for the device, and what the next one hears."""
+"""A decode daemon that takes HiSparse requests: how many may wait for the device, and what the next one is answered."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ def orders(daemon: Any, kind: type[Any]) -> list[Any]:
 
 
 async def generates(daemon: Any, room: int = ROOM) -> int:
-    """Waits until the engine is to generate; the serial number that it is told."""
+    """Waits until the engine is to generate; the serial number that it gets."""
     await until(lambda: daemon.rank.by_id[room].ready_ns)
     (order,) = orders(daemon, Generate)
     return order.request.room
 
 
 class Held:
-    """An engine whose steps go on when the test says so."""
+    """An engine whose steps go on when the test lets them."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self.inside, self.go = engine, threading.Event(), threading.Event()

@@ -365,7 +365,7 @@ def test_choices_of_one_prompt_wait_for_the_one_that_is_received(ends: bool) -> 
 
 @pytest.mark.parametrize("other", [[3, 4], None])
 def test_of_several_prompts_the_first_is_received_and_the_others_are_computed(other: Sequence[int] | None) -> None:
-    """Prompts of equal length cannot be told apart by it: none may get another one's KV."""
+    """Prompts of equal length look alike to it: none may get another one's KV."""
     made = side()
     one, two = choices(made, None if other is None else [1, 2], other)
     assert [made.matched_tokens(each, 0) for each in (two, one)] == [0, 39]

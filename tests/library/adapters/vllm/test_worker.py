@@ -136,7 +136,7 @@ def chunk(name: str, blocks: list[int], first: int = 0, last: bool = True) -> Ch
 
 
 class LateEvents:
-    """Makes events, which fire when the test says so."""
+    """Makes events, which fire when the test lets them."""
 
     def __init__(self) -> None:
         self.made: list[Late] = []

@@ -113,7 +113,7 @@ def landed_short(patch: Patch) -> None:
 
 
 def landed_bytes_unchecked(patch: Patch) -> None:
-    """Prefill lands short and says so, and decode does not look."""
+    """Prefill lands short and reports that, and decode does not look."""
     landed = DecodeSessions._landed
 
     def blind(self: DecodeSessions, lease: LeaseEntry, message: Landed, *args: Any) -> str:

@@ -46,7 +46,7 @@ class Sending:
         self._sender = _Sender(self.lines, theirs, _Source(address, len(self._memory), 0))
 
     def order(self, grant: int, count: int, byte_count: int) -> None:
-        """So many operations of this many bytes."""
+        """This many operations of this many bytes."""
         table = np.tile(np.array([0, 0, byte_count]), (count, 1))
         start, self._written = self._written, self._written + table.nbytes
         self._memory[start : self._written].view(np.int64)[:] = table.reshape(-1)

@@ -56,7 +56,7 @@ def by_copy(
 def by_launch(
     cut: ring.Cut, piece: ring.Piece, source_slots: Int64s, source: Pool, slots: NDArray[np.uint8], at: int
 ) -> None:  # fmt: skip
-    """What a GPU is told, on the CPU."""
+    """What a GPU is asked for, on the CPU."""
     theirs, ours = cut.layouts(piece)
     ours.check_within(slots.nbytes, "ring")
     kv_copy(

@@ -1,4 +1,4 @@
-"""What vLLM's and SGLang's servers are told of a hand-off."""
+"""What vLLM's and SGLang's servers get about a hand-off."""
 
 from __future__ import annotations
 

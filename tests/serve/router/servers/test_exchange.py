@@ -114,7 +114,7 @@ async def test_a_server_that_accepts_no_connection_fails_in_time() -> None:
         full = stack.enter_context(socket.socket())
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        for _ in range(4):  # the kernel answers nobody once so many wait
+        for _ in range(4):  # the kernel answers nobody once this many wait
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
@@ -312,7 +312,7 @@ async def test_closing_leaves_nothing_open() -> None:
             assert await it.get() == b"fine"
 
     await asks()
-    gc.collect()  # what was not closed says so
+    gc.collect()  # what was not closed reports it
     assert not errors
 
 

@@ -17,7 +17,7 @@ WHOLE = "".join(PIECES)
 
 
 def rooms(it: ServerSite) -> list[list[object]]:
-    """Of each server, the rooms that it was told."""
+    """Of each server, the rooms that it got."""
     return [[seen.body["bootstrap_room"] for seen in each.seen] for each in it.servers]
 
 

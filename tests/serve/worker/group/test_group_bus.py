@@ -52,7 +52,7 @@ BEGIN = Begin(7, b"abcd", Sampling(1), ("tcp://p0:1",), 1_000)
 
 
 class Leader(GroupLeader):
-    """Listens, and keeps what it is told."""
+    """Listens, and keeps what it receives."""
 
     def __init__(self, tp_size: int = 2) -> None:
         self.ended = asyncio.Event()  # a follower was asked to end

@@ -182,12 +182,12 @@ class Upstream:
                 asyncio.timeout(self.limits.silence_ms / 1e3),
                 await self.post(server, order, request.headers) as response,
             ):
-                log.info("request %s: %s is told that it was given up", request.request_id, server.url)
+                log.info("request %s: %s is notified that it was given up", request.request_id, server.url)
                 if response.status != 200:
                     log.warning("request %s: %s answers %d to that", request.request_id, server.url, response.status)
         except (aiohttp.ClientError, OSError) as error:  # OSError: TimeoutError as well
             text = _reason(error) or "no answer in time"
-            log.warning("request %s: %s is not told that it was given up: %s", request.request_id, server.url, text)
+            log.warning("request %s: %s is not notified that it was given up: %s", request.request_id, server.url, text)
 
 
 def _reason(error: Exception) -> str:

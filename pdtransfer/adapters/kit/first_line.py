@@ -10,16 +10,16 @@ _USUAL = "", "0", "null", "None", "auto"
 
 
 def first_line(identity: Identity, where: str, *, both: bool = False) -> str:
-    """One line. `where` is what the engine does with KV. The facts of the model's configuration are many: they are told
-    by the digest, and by `pdtransfer doctor`."""
+    """One line. `where` is what the engine does with KV. The facts of the model's configuration are many: the digest
+    stands for them, and `pdtransfer doctor` lists them."""
     facts = {fact.name: fact.value for fact in identity.facts}
-    settings = "".join(f"{name}={_word(value)} " for name, value in facts.items() if _is_told(name, value))
+    settings = "".join(f"{name}={_word(value)} " for name, value in facts.items() if _is_shown(name, value))
     role = "prefill and decode" if both else identity.role
     digest = identity.weights.hex()[:DIGITS]
     return f"pdtransfer {role}: {where}; model={_word(identity.model)} {settings}facts={digest}"
 
 
-def _is_told(name: str, value: str) -> bool:
+def _is_shown(name: str, value: str) -> bool:
     return name not in OF_MODEL | {"engine"} and not name.startswith("rope.") and value not in _USUAL
 
 

@@ -33,7 +33,7 @@ def test_the_fifth_failure_in_a_row_is_a_warning_once_until_one_has_landed(caplo
     assert "peer_lost: room 4" in in_a_row(caplog)[1]
 
 
-def test_requests_that_were_given_up_tell_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_were_given_up_are_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     row = FailuresInARow()
     for _ in range(20):
         row.failed(Cause.ABORTED, "its client left")

@@ -47,8 +47,8 @@ def sglang(identity: Any) -> Answer:
     def answer(path: str, _: bytes) -> tuple[int, bytes]:
         if path != "/server_info":
             return 500, b"it would compute a token"
-        told = {} if identity is None else {"pdtransfer": identity}
-        states = [{"last_gen_throughput": 0.0} | told] * 2
+        own_fields = {} if identity is None else {"pdtransfer": identity}
+        states = [{"last_gen_throughput": 0.0} | own_fields] * 2
         return 200, json.dumps({"disaggregation_mode": "decode", "internal_states": states}).encode()
 
     return answer
@@ -58,8 +58,8 @@ def daemon(identity: Any, *, ready: bool = True) -> Answer:
     def answer(path: str, _: bytes) -> tuple[int, bytes]:
         if path != "/health":
             return 404, b"404: Not Found"
-        told = {"ready": ready} | ({"identity": identity} if ready else {})
-        return 200 if ready else 503, msgspec.json.encode(told)
+        health = {"ready": ready} | ({"identity": identity} if ready else {})
+        return 200 if ready else 503, msgspec.json.encode(health)
 
     return answer
 
@@ -113,7 +113,7 @@ def site() -> Iterator[Site]:
         yield made
 
 
-def told(role: str, **more: Any) -> dict[str, Any]:
+def identity_of(role: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "model": "m", "weights": "77", "facts": FACTS} | more
 
 
@@ -161,10 +161,10 @@ def test_the_verdict_is_that_of_the_engines_own_handshake(
 def test_servers_of_each_kind_are_compared(
     site: Site, prefill: str, decode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = site.url(KINDS[prefill](told("prefill"))), site.url(KINDS[decode](told("both")))
+    one, two = site.url(KINDS[prefill](identity_of("prefill"))), site.url(KINDS[decode](identity_of("both")))
     assert main(["doctor", one, two]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "The engines fit."
-    other = site.url(KINDS[decode](told("decode", weights="78", facts=FACTS | {"block_size": "64"})))
+    other = site.url(KINDS[decode](identity_of("decode", weights="78", facts=FACTS | {"block_size": "64"})))
     assert main(["doctor", one, other]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "The engines do not fit: block_size."
 
@@ -174,7 +174,7 @@ def test_the_table_has_both_values_of_every_fact(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     facts = FACTS | {"engine": "vLLM 0.33.0", "block_size": "64"}
-    one, two = site.url(vllm(told("prefill"))), site.url(vllm(told("decode", weights="78", facts=facts)))
+    one, two = site.url(vllm(identity_of("prefill"))), site.url(vllm(identity_of("decode", weights="78", facts=facts)))
     assert main(["doctor", one, two]) == 1
     head, *rows, last = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     found = [[word.strip() for word in row if word.strip()] for row in rows]
@@ -199,16 +199,16 @@ def test_the_table_has_both_values_of_every_fact(
 def test_engines_in_the_wrong_role_do_not_fit(
     site: Site, roles: tuple[str, str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = (site.url(vllm(told(role))) for role in roles)
+    one, two = (site.url(vllm(identity_of(role))) for role in roles)
     assert main(["doctor", one, two]) == 1
-    *_, said, last = capsys.readouterr().out.splitlines()
-    assert (said, last) == (line.format(one=one, two=two), "The engines do not fit.")
+    *_, problem, last = capsys.readouterr().out.splitlines()
+    assert (problem, last) == (line.format(one=one, two=two), "The engines do not fit.")
 
 
 def test_a_key_is_shown_to_servers_that_ask_for_one(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = (site.url(sglang(told(role)), key="secret") for role in ("prefill", "decode"))
+    one, two = (site.url(sglang(identity_of(role)), key="secret") for role in ("prefill", "decode"))
     assert main(["doctor", one, two]) == 1
     assert capsys.readouterr().err == (
         f"pdtransfer: {one} asks for an API key: name a file that has one with --api-key\n"
@@ -226,16 +226,16 @@ def test_a_key_is_shown_to_servers_that_ask_for_one(
         (lambda *_: (200, b'{"ready":true,"servers":[]}'), "tells no facts"),  # a router
         (lambda *_: (500, b""), "tells no facts"),
         (daemon(None, ready=False), "is not ready yet"),
-        (vllm(told("router")), "kv_transfer_params.identity.role: Invalid enum value 'router'"),
-        (vllm(told("prefill", weights="7")), "kv_transfer_params.identity.weights: expected str matching"),
-        (vllm(told("prefill", facts={"a": 1})), "facts"),
-        (sglang(told("prefill", facts={str(at): "" for at in range(65)})), "facts"),
+        (vllm(identity_of("router")), "kv_transfer_params.identity.role: Invalid enum value 'router'"),
+        (vllm(identity_of("prefill", weights="7")), "kv_transfer_params.identity.weights: expected str matching"),
+        (vllm(identity_of("prefill", facts={"a": 1})), "facts"),
+        (sglang(identity_of("prefill", facts={str(at): "" for at in range(65)})), "facts"),
     ],
 )
-def test_a_server_that_tells_no_facts_is_named(
+def test_a_server_that_reports_no_facts_is_named(
     site: Site, answer: Answer, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, other = site.url(vllm(told("prefill"))), site.url(answer)
+    good, other = site.url(vllm(identity_of("prefill"))), site.url(answer)
     assert main(["doctor", good, other]) == 1
     text = capsys.readouterr().err
     assert text.startswith(f"pdtransfer: {other}")
@@ -244,7 +244,7 @@ def test_a_server_that_tells_no_facts_is_named(
 
 
 def test_a_server_that_is_not_there_is_named(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    good = site.url(vllm(told("prefill")))
+    good = site.url(vllm(identity_of("prefill")))
     assert main(["doctor", good, "http://127.0.0.1:1"]) == 1
     assert capsys.readouterr().err == "pdtransfer: http://127.0.0.1:1 does not answer: Connection refused\n"
 
@@ -262,23 +262,21 @@ def test_what_is_no_url_is_misuse(given: list[str], error: str, capsys: pytest.C
     assert error in capsys.readouterr().err
 
 
-def test_any_value_in_any_field_of_what_a_server_tells_is_one_line(
-    site: Site, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_value_in_any_field_of_a_servers_answer_is_one_line(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     """Of another type, too long, or with control characters."""
     answers: list[Any] = []
 
     def one(path: str, body: bytes) -> tuple[int, bytes]:
         return vllm(answers[-1])(path, body)
 
-    good, other = site.url(vllm(told("prefill"))), site.url(one)
-    for _, value in spoiled(told("decode")):
+    good, other = site.url(vllm(identity_of("prefill"))), site.url(one)
+    for _, value in spoiled(identity_of("decode")):
         answers.append(value)
         status = main(["doctor", good, other])
-        said = capsys.readouterr()
+        printed = capsys.readouterr()
         assert status in (0, 1)
-        assert len(said.err.splitlines()) == (0 if said.out else 1)
-        assert "\x1b" not in said.out + said.err
+        assert len(printed.err.splitlines()) == (0 if printed.out else 1)
+        assert "\x1b" not in printed.out + printed.err
 
 
 def test_what_a_node_shows_is_read_back_as_it_was() -> None:

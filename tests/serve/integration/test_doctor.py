@@ -21,8 +21,8 @@ async def test_daemons_are_compared_by_what_their_peers_compare(
         prefill, *decodes = (f"http://{each.ready['http']}" for each in (site.prefill, *site.fleet.of("decode")))
         statuses = [await asyncio.to_thread(main, ["doctor", prefill, decode]) for decode in decodes]
         assert statuses == [0, 1]
-        told = capsys.readouterr().out.splitlines()
-        assert [line for line in told if line.startswith("The engines")] == [
+        printed = capsys.readouterr().out.splitlines()
+        assert [line for line in printed if line.startswith("The engines")] == [
             "The engines fit.", "The engines do not fit: weights.",
         ]  # fmt: skip
         assert await asyncio.to_thread(main, ["doctor", *decodes]) == 1

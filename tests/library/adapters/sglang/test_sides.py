@@ -250,7 +250,7 @@ def test_requests_that_fail_now_and_then_are_no_warning(caplog: pytest.LogCaptur
     assert in_a_row(caplog) == []
 
 
-class Told:
+class PolledPrefill:
     """A prefill client that reports what the test has it report."""
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ class Told:
 
 
 def test_requests_that_fail_one_after_the_other_are_a_warning_on_prefill(caplog: pytest.LogCaptureFixture) -> None:
-    client = Told()
+    client = PolledPrefill()
     with world() as made:
         pool = made.prefill[0].pool
         described = described_of(pool, Ranks(), False, lambda _: (pool.raw.ctypes.data, "dram"))

@@ -477,7 +477,7 @@ def test_an_engine_of_one_role_takes_its_own_requests_and_those_without_a_hand_o
 
 
 @pytest.mark.parametrize("roles", [{"sends": False}, {"receives": False}, {}])
-def test_an_engine_of_any_role_tells_who_it_is_and_hands_nothing_over(roles: dict[str, bool]) -> None:
+def test_an_engine_of_any_role_reports_its_identity_and_hands_nothing_over(roles: dict[str, bool]) -> None:
     made = side(**roles)
     made.identity = {"role": "decode", "model": "m", "weights": "00", "facts": {"block_size": "16"}}
     request = begun(made, 1, {"identify": True})

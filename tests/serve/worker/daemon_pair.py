@@ -96,7 +96,7 @@ class Prefill:
         """Has the room computed for this decode node; returns the other Begin of it, decode's."""
         prompt = pack_ids([97 + at % 26 for at in range(TOKENS)])
         ids = {"request_id": f"r{room}", "traceparent": TRACEPARENT}
-        self.routers.tell(router, Begin(room, prompt, Sampling(4), (node,), 30_000, **ids, **more))
+        self.routers.send(router, Begin(room, prompt, Sampling(4), (node,), 30_000, **ids, **more))
         return Begin(room, prompt, Sampling(4), (self.endpoint,), 30_000, **ids)
 
     async def drained(self) -> None:

@@ -182,7 +182,7 @@ async def test_prefill_sends_the_first_token_before_decode_has_the_room_where_it
         async with decode(directory) as d:
             thread = engine_thread.start(d.thread, lambda _: None)
             for room in (ROOM, ROOM + 1):
-                d.routers.tell("a", p.begin("a", room, "d0"))
+                d.routers.send("a", p.begin("a", room, "d0"))
             for room in (ROOM, ROOM + 1):
                 await p.routers.over("a", room)
                 await until(lambda of=room: d.routers.ends("a", of))

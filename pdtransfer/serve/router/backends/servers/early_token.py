@@ -19,7 +19,7 @@ from .server_request import Fields, ServerRequest
 # By how much the first token's logprob has to be above the next one's. In bfloat16 the same logit is computed on the
 # two sides with differences of some hundredths to tenths.
 MARGIN_MIN = 1.0
-EARLY_WRONG_MAX = 3  # answers that went on in another way: after so many no first token is shown early any more
+EARLY_WRONG_MAX = 3  # answers that went on in another way: after this many, no first token is shown early any more
 EVENT_END = b"\n\n"
 TEXTS = ("text", "content", "reasoning", "reasoning_content")  # of an event, the first of completions
 

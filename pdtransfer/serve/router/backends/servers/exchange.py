@@ -138,7 +138,7 @@ class Exchange:
         return new + bytes(rest) or await self._read()
 
     def close(self, *, complete: bool) -> None:
-        """As AnswerStream.close. If decode may not have its KV, both servers are told."""
+        """As AnswerStream.close. If decode may not have its KV, both servers are notified."""
         self.pair.decode.unfinished -= self._request.answers
         if not complete:
             if not self.begun or self.status >= 400 or not (self._prefill is None or self._prefill.done()):

@@ -63,7 +63,7 @@ def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
         inner = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
         if FAILS_BY_REQUEST and all(type(each).__name__ == _STATE for each in inner):
             group_of_states = KVGroup(index, spec.block_size, state=True, replicated=inner[0].tp_replicated)
-            made.append((group_of_states, list(group.layer_names)))
+            groups.append((group_of_states, list(group.layer_names)))
             continue
         facts = {(_kind(index, each), *_reach(each)) for each in inner}
         if len({fact[1:] for fact in facts}) > 1:

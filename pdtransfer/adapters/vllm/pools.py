@@ -114,7 +114,7 @@ def pools(
             if group.state:
                 rank = 0 if group.replicated else heads.ranks.tp_rank
                 planes += _state_planes(name, views[name], (states or {})[name], layer, number, blocks, base, rank)
-                held = (heads.ranks.tp_rank, heads.ranks.tp_size) if group.replicated else (0, 1)
+                replica = (heads.ranks.tp_rank, heads.ranks.tp_size) if group.replicated else (0, 1)
                 continue
             if kinds is None:
                 planes += _planes(name, views[name], layer, f"kv{number}", blocks=blocks, base=base, heads=heads)
@@ -124,7 +124,7 @@ def pools(
         if not planes:
             raise ConfigError(f"{group.name}: none of its layers has a KV cache: {', '.join(names)}")
         component = group.name if kinds is None or len(groups) > 1 else KV
-        replicas[component] = held
+        replicas[component] = replica
         page_size, block_size, tokens_per_row, parts = 1, group.block_size, group.block_size, 1
         if group.state:
             block_size = tokens_per_row = 1

@@ -341,7 +341,7 @@ class SchedulerSide:
                 group.first_row(before) > group.first_row(send.tokens - 1) for group in self._groups
             ):
                 # It generates beyond its prompt: its states change, and its windows lose blocks that may still be read.
-                self._give_up(name, send, made)
+                self._give_up(name, send, orders)
                 send.lost = True
             return
         if not send.opened:

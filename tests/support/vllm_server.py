@@ -101,5 +101,6 @@ def router(prefill: HttpProcess, decode: HttpProcess, log: Path) -> HttpProcess:
     command: list[str | Path] = [
         sys.executable, "-m", "pdtransfer", "router", "--engine", "vllm", "--listen", f"127.0.0.1:{port}",
         "--prefill", prefill.url, "--decode", decode.url, "--limits.silence-ms", "20000",
+        "--limits.turn-tokens-max", "0",  # every prompt is handed over, also one that decode has answered before
     ]  # fmt: skip
     return HttpProcess(command, port, log, {})

@@ -131,8 +131,9 @@ def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: P
     with pair_of(checkpoints, tmp_path, "llama", speculative_config=drafts) as pair:
         asked = prompts(*LENGTHS, seed=34)
         expected = pair.prefill.generate(asked, tokens=TOKENS)
+        drafted_alone, taken_alone = accepted(pair.prefill)
         made = handed_over(pair, asked, order="serial")
         assert [each.tokens for each in made] == expected
         drafted, taken = accepted(pair.decode)
-        assert taken > 0.9 * drafted > 0
+        assert taken / drafted > 0.75 * taken_alone / drafted_alone > 0.5
         pair.settles()

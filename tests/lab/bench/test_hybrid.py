@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -37,9 +36,12 @@ class BenchCard(GpuOnHost):
                 assert name == "cuEventCreate", name
         return None
 
-    def register(self, address: int, byte_count: int) -> Any:
+    def host_register(self, address: int, byte_count: int) -> int:
         del byte_count
-        return SimpleNamespace(device_address=address, close=lambda: None)
+        return address
+
+    def host_unregister(self, address: int) -> None:
+        pass
 
     def free(self, address: int, stream: int | None = None) -> None:
         if stream is not None:

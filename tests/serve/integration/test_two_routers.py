@@ -13,6 +13,8 @@ from pdtransfer.serve.process.fleet import Daemon, Fleet
 from tests.support.fleets import ENGINE, Gates, Site, equal, fleet, free_address, generated, prompts
 from tests.support.waiting import on_loop, until
 
+TOKENS = 32  # more than steps that pass the gate, one for each room that is admitted
+
 
 @pytest.mark.parametrize("signal", [pytest.param("SIGTERM", marks=pytest.mark.full), "SIGKILL"])
 def test_a_router_that_ends_takes_no_room_of_the_other_with_it(tmp_path: Path, signal: str) -> None:
@@ -44,14 +46,14 @@ async def _one_ends(first: Site, second: Site, gates: Gates, signal: str) -> Non
     theirs, ours = prompts(4, 80, 140), prompts(3, 90, 150, 200)
     with gates.closed("decode"):
         ending = [asyncio.create_task(_answered(first, each)) for each in theirs]
-        kept = [asyncio.create_task(second.complete(each)) for each in ours]
+        kept = [asyncio.create_task(second.complete(each, max_tokens=TOKENS)) for each in ours]
         await _held(second, len(ours) + len(theirs))
         if signal == "SIGTERM":
             first.router.process.terminate()
         else:
             first.router.process.kill()
     for prompt, task in zip(ours, kept, strict=True):
-        assert equal(await task, generated(prompt))
+        assert equal(await task, generated(prompt, TOKENS))
     # A router that is asked to end lets its requests run to their end.
     assert [await each for each in ending] == [signal == "SIGTERM"] * len(theirs)
     assert equal(await second.complete(ours[0]), generated(ours[0]))
@@ -67,7 +69,7 @@ def _behind(fleet: Fleet, router: Daemon) -> Fleet:
 
 async def _answered(site: Site, prompt: str) -> bool:
     try:
-        return (await site.complete(prompt)).status == 200
+        return (await site.complete(prompt, max_tokens=TOKENS)).status == 200
     except aiohttp.ClientError:
         return False
 

@@ -30,6 +30,7 @@ from tests.library.adapters.sglang.sglang_ranks import (
     world,
 )
 from tests.library.adapters.warnings_in_a_row import in_a_row
+from tests.support.polled_client import PolledClient
 from tests.support.waiting import wait_for
 
 
@@ -250,22 +251,8 @@ def test_requests_that_fail_now_and_then_are_no_warning(caplog: pytest.LogCaptur
     assert in_a_row(caplog) == []
 
 
-class PolledPrefill:
-    """A prefill client that reports what the test has it report."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def open(self, *_: Any, **__: Any) -> None:
-        """Takes the room."""
-
-    def poll(self) -> list[Any]:
-        events, self.events = self.events, []
-        return events
-
-
 def test_requests_that_fail_one_after_the_other_are_a_warning_on_prefill(caplog: pytest.LogCaptureFixture) -> None:
-    client = PolledPrefill()
+    client = PolledClient()
     with world() as made:
         pool = made.prefill[0].pool
         described = described_of(pool, Ranks(), False, lambda _: (pool.raw.ctypes.data, "dram"))

@@ -39,6 +39,7 @@ from pdtransfer.memory.hbm import Hbm
 from pdtransfer.wire import Ranks
 from tests.library.adapters.warnings_in_a_row import in_a_row
 from tests.support.client_pair import LIMITS, Late
+from tests.support.polled_client import PolledClient
 from tests.support.waiting import wait_for
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 16, 2, 16, 8
@@ -458,22 +459,6 @@ def test_a_room_that_prefill_withdraws_fails_decodes_load(site: Site) -> None:
     site.poll(("q",))
     site.prefill.begin(Orders(withdrawals=[Withdraw("q", room_id("waits"))]))
     site.until(lambda: site.sent.sent == {"q"})
-
-
-class PolledClient:
-    """A decode client whose events the test chooses."""
-
-    copied_up_bytes = 0
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def expect(self, *_: Any, **__: Any) -> None:
-        """Takes the room."""
-
-    def poll(self) -> list[Any]:
-        events, self.events = self.events, []
-        return events
 
 
 def test_a_failed_load_is_received_only_once_nobody_can_write_its_blocks() -> None:

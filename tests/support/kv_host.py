@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.client.settings import NodeSettings
-from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from pdtransfer.handoff.effects import RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import Limits
@@ -186,8 +186,10 @@ class PrefillHost(Host):
         if not waiting:
             super().do_abort(room)
 
-    def happened(self, event: RoomLeased | RoomLanded | RoomFailed | RoomDrained) -> None:
+    def happened(self, event: RoomAsked | RoomLeased | RoomLanded | RoomFailed | RoomDrained) -> None:
         match event:
+            case RoomAsked():
+                pass  # it is opened when a line says so, or was given up before
             case RoomFailed(room, cause, detail):
                 self.report("failed", room, cause=cause.value, detail=detail)
             case RoomDrained(room):

@@ -317,6 +317,7 @@ async def test_a_client_that_leaves_behind_the_first_token_cancels_decode() -> N
         await it.meet()
         it.decode[0].gate.clear()
         task, _ = await first_event(it)
+        await until(lambda: it.decode[0].seen)
         task.cancel()
         await until(lambda: it.decode[0].seen[0].left)
         await until(lambda: it.prefill[0].given_up == [it.prefill[0].seen[0].kv["transfer_id"]])

@@ -244,7 +244,7 @@ async def test_what_decode_has_taken_is_not_given_up() -> None:
         it.decode[0].more.clear()
         async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
             await response.content.readuntil(b"\n\n")
-            await until(lambda: it.prefill[0].seen[1].answered)
+            await until(lambda: len(it.prefill[0].seen) > 1 and it.prefill[0].seen[1].answered)
             await until(lambda: not it.backend.pool.prefill[0].unfinished)
             response.close()
         await until(lambda: it.decode[0].seen[1].left)
@@ -270,6 +270,7 @@ async def test_a_client_that_leaves_within_a_stream_cancels_a_prefill_that_has_n
         it.decode[0].more.clear()
         async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
             await response.content.readuntil(b"\n\n")
+            await until(lambda: all(each.seen for each in it.servers))
             response.close()
         await until(lambda: all(each.seen[0].left for each in it.servers))
 

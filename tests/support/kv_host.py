@@ -189,7 +189,7 @@ class PrefillHost(Host):
     def happened(self, event: RoomAsked | RoomLeased | RoomLanded | RoomFailed | RoomDrained) -> None:
         match event:
             case RoomAsked():
-                pass  # it is opened when a line says so, or was given up before
+                pass  # it is opened by a line, or was given up before
             case RoomFailed(room, cause, detail):
                 self.report("failed", room, cause=cause.value, detail=detail)
             case RoomDrained(room):

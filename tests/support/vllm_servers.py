@@ -47,6 +47,7 @@ class Seen:
     headers: Mapping[str, str]
     left: bool = False
     answered: bool = False
+    rank: int = 0  # which of the server's engines it is for
 
     @property
     def kv(self) -> dict:
@@ -78,8 +79,10 @@ class FakeVllm:
     reports_kv: bool = False  # decode's answers say whether their KV was received
     lost: bool = False  # and say that it was not
     given_up: list[str] = field(default_factory=list)  # transfers that it was asked to give up
+    given_up_ranks: list[int] = field(default_factory=list)
     sent: int = 0  # bytes of streams
     url: str = ""
+    ranks: int = 1  # data parallel engines
     first_token: str = PIECES[0]  # of a prefill server that is to stream it
     logprobs: tuple[float, ...] = (-0.1, -2.5)  # the token's own, and the next one's
 
@@ -119,7 +122,8 @@ class FakeVllm:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.counted)
+        lines = [f'vllm:num_requests_running{{engine="{rank}",model_name="m"}} 0.0' for rank in range(self.ranks)]
+        return web.Response(text="\n".join([*lines, self.counted]))
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -129,8 +133,11 @@ class FakeVllm:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         seen = Seen(request.path, json.loads(raw), raw, request.headers)
+        seen.rank = int(request.headers.get("X-data-parallel-rank", len(self.seen) % self.ranks))
+        assert 0 <= seen.rank < self.ranks
         if (given_up := seen.kv.get("abort_transfer_id")) is not None:
             self.given_up.append(given_up)
+            self.given_up_ranks.append(seen.rank)
             return web.json_response({"id": "cmpl-2", "choices": [{"text": "x"}]})
         self.seen.append(seen)
         try:
@@ -170,13 +177,16 @@ class FakeVllm:
         if seen.kv.get("do_remote_prefill"):
             await self.landings.of(seen.kv["remote_engine_id"], seen.kv["transfer_id"]).wait()
         elif seen.kv.get("do_remote_decode"):
-            self.landings.of(self.engine, seen.kv["transfer_id"]).set()
+            self.landings.of(self.engine_of(seen), seen.kv["transfer_id"]).set()
+
+    def engine_of(self, seen: Seen) -> str:
+        return self.engine if self.ranks == 1 else f"{self.engine}_dp{seen.rank}"
 
     def _whole(self, seen: Seen) -> web.Response:
-        answer = {"id": "cmpl-1", "choices": [{"text": "".join(self.pieces)}], "server": self.engine}
+        answer = {"id": "cmpl-1", "choices": [{"text": "".join(self.pieces)}], "server": self.engine_of(seen)}
         if self.connector and seen.kv.get("do_remote_decode"):
             answer["kv_transfer_params"] = {
-                "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine,
+                "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine_of(seen),
                 "remote_host": "127.0.0.1", "remote_port": self.port, "tp_size": 2, "transfer_mode": "push",
                 "remote_request_id": "cmpl-1", "transfer_id": seen.kv["transfer_id"], "facts": {"dtype": "float32"},
                 "remote_prefill_cached_tokens": len(self.seen),  # as vLLM adds it: of the one request
@@ -310,12 +320,20 @@ def is_dialled(port: int) -> bool:
 
 @asynccontextmanager
 async def server_site(
-    *, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS, of: type[FakeVllm] = FakeVllm, **more: Any
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    limits: Limits = LIMITS,
+    of: type[FakeVllm] = FakeVllm,
+    ranks: int = 1,
+    **more: Any,
 ) -> AsyncIterator[ServerSite]:
-    """`more` are settings of the router."""
+    """`ranks` has every server; `more` are settings of the router."""
     landings = Landings()
     fakes = [of("prefill", landings, f"p{i}") for i in range(prefill)]
     fakes += [of("decode", landings, f"d{i}") for i in range(decode)]
+    for fake in fakes:
+        fake.ranks = ranks
     urls = [await fake.open() for fake in fakes]
     config = RouterConfig(
         engine=of.speaks,

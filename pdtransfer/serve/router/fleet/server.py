@@ -12,6 +12,8 @@ from .roles import Departure, Role
 # How decode reaches a prefill server's KV: fields that are equal for all requests of one process.
 ServerIdentity: TypeAlias = dict[str, object]
 
+RANK_HEADER = "X-data-parallel-rank"  # vLLM's: which of a server's engines gets a request
+
 
 @dataclass(frozen=True, slots=True)
 class HandOffs:
@@ -42,7 +44,8 @@ class ServerPrefixes(KnownPrefixes):
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One server. `why` is the reason why it gets no requests, empty while it is healthy."""
+    """One server, or one data parallel rank of it: an engine with a cache of its own behind the same URL. `why` is the
+    reason why it gets no requests, empty while it is healthy."""
 
     url: str
     role: Role
@@ -56,6 +59,17 @@ class Server:
     sent: int = 0  # requests since the start
     computing: int = 0  # tokens of prompts that a decode server computes itself, up to its first tokens
     twin: Server | None = None  # the same server in its other role
+    rank: int | None = None  # None where the server has only one
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.url if self.rank is None else f"{self.url} (rank {self.rank})"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request for it has, so that this engine gets it."""
+        return {} if self.rank is None else {RANK_HEADER: str(self.rank)}
 
     @property
     def load(self) -> int:

@@ -46,8 +46,8 @@ class FewestAnswers:
                     healthy, key=lambda server: (server in avoid, self._cost(server, request), server.sent)
                 )
             elif role == "decode" or not self._without_prefill:
-                whys = "; ".join(f"{server.url}: {server.why_not}" for server in servers) or "none is named"
-                return NoPair(f"no {role} server is healthy: {whys}", None)
+                whys = dict.fromkeys(f"{server.url}: {server.why_not}" for server in servers)  # once for all ranks
+                return NoPair(f"no {role} server is healthy: {'; '.join(whys) or 'none is named'}", None)
         prefill, decode = chosen.get("prefill"), chosen["decode"]
         keys = request.keys or ()
         held = decode.known.held(keys)

@@ -104,7 +104,7 @@ class Attempts:
             raise self._last
         client, metrics = self._client, self._metrics
         client.retried = self._count > 0
-        client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.url, pair.decode.url
+        client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.name, pair.decode.name
         metrics.retries += self._count > 0
         metrics.served_alone += pair.prefill is None and pair.computed is None
         metrics.kept += pair.computed is not None

@@ -20,7 +20,7 @@ from .attempts import Attempts
 from .dialects import DIALECTS, ReadRelayed
 from .early_token import EARLY_WRONG_MAX, EarlyToken
 from .exchange import Exchange
-from .hand_offs import ComputedHandOffs, differences
+from .hand_offs import ComputedHandOffs, differences, hand_offs_of
 from .server_metrics import ServerMetrics
 from .server_pool import ServerPair, ServerPool, server_status
 from .server_request import ServerRequest
@@ -94,33 +94,43 @@ class Servers:
 
     def workers_status(self) -> list[WorkerStatus]:
         """What is known of each server."""
-        return [server_status(server) for server in self.pool.all]
+        return [server_status(ranks) for ranks in self.pool.sites]
 
     def _watch(self, server: Server) -> None:
         self._polls[server] = asyncio.create_task(self._poll(server))
 
     async def _poll(self, server: Server) -> None:
         loop, share, asked = asyncio.get_running_loop(), ComputedHandOffs(), float("-inf")
+        path = self._dialect.metrics_path
         while not self.pool.left(server):
-            self._report(server, await self.upstream.probe(server))
-            path = self._dialect.metrics_path if server.role == "decode" else None
-            if path is not None and not server.why and loop.time() - asked >= METRICS_S:
-                asked, server.hand_offs = loop.time(), await self.upstream.hand_offs(server, path)
+            why = await self.upstream.probe(server)
+            if path is not None and server.why and not why:  # it may have other ranks than before
+                metrics = await self.upstream.metrics(server, path)
+                self.pool.resize(server, 1 if metrics is None else self._dialect.ranks(metrics))
+            self._report(server, why)
+            if path is not None and server.role == "decode" and not why and loop.time() - asked >= METRICS_S:
+                asked, metrics = loop.time(), await self.upstream.metrics(server, path)
+                server.hand_offs = None if metrics is None else hand_offs_of(metrics)
                 if server.hand_offs is not None and (text := share.take(server.hand_offs)) is not None:
                     log.warning("decode %s: %s", server.url, text)
-            if self.pool.overdue(server, loop.time()):
-                self.upstream.lose(server)
+            for rank in self.pool.ranks(server):
+                if self.pool.overdue(rank, loop.time()):
+                    self.upstream.lose(rank)
             await asyncio.sleep(self._limits.ping_ms / 1e3)
         del self._polls[server]
         log.info("%s %s was removed: its last request has ended", server.role, server.url)
 
     def _report(self, server: Server, why: str) -> None:
-        if not self.pool.report(server, why, asyncio.get_running_loop().time()):
+        """Notes the health of a server, of all its ranks."""
+        ranks, now = self.pool.ranks(server), asyncio.get_running_loop().time()
+        changed = [self.pool.report(rank, why, now) for rank in ranks]
+        if not any(changed):
             return
         if why:
             log.warning("%s %s is left out: %s", server.role, server.url, why)
         else:
-            log.info("%s %s is healthy", server.role, server.url)
+            several = f", {len(ranks)} data parallel ranks" if len(ranks) > 1 else ""
+            log.info("%s %s is healthy%s", server.role, server.url, several)
         if (alone := self.pool.serves_alone) != self._alone:
             self._alone = alone
             if alone:
@@ -134,11 +144,14 @@ class Servers:
 
     def health(self) -> dict[str, object]:
         """Each server, what it was asked, and in what its facts differ from others'."""
-        facts = {server.url: (server.identity or {}).get("facts") for server in self.pool.prefill}
+        facts = {
+            server.url: server.identity.get("facts") for server in self.pool.prefill if server.identity is not None
+        }
         servers = [
             {
                 "url": server.url,
                 "role": server.role,
+                "rank": server.rank,
                 "usable": server.usable,
                 "why": server.why_not or None,
                 "unfinished": server.unfinished,

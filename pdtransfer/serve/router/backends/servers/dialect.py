@@ -38,7 +38,12 @@ class Dialect(Protocol):
 
     @property
     def metrics_path(self) -> str | None:
-        """Where a decode server counts its hand-offs (hand_offs.py); None where it does not."""
+        """Where a server names its data parallel ranks (`ranks`) and decode counts its hand-offs (hand_offs.py); None
+        where it does neither."""
+        ...
+
+    def ranks(self, metrics: bytes) -> int:
+        """How many engines a server has by its metrics, each of which RANK_HEADER may name."""
         ...
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:

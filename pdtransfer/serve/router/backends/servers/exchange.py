@@ -132,7 +132,7 @@ class Exchange:
                     del rest[:end]
         except RemoteProtocolError as error:
             self._metrics.early_wrong += 1
-            text = f"{self.pair.decode.url}: does not go on behind prefill's first token, which was passed on: {error}"
+            text = f"{self.pair.decode.name}: does not go on behind prefill's first token, which was passed on: {error}"
             log.warning("request %s: %s", self._request.request_id, text)
             raise AttemptFailedError(text, Cause.ENGINE, (), again=False) from None
         return new + bytes(rest) or await self._read()
@@ -192,7 +192,7 @@ class Exchange:
         if prefill.done() and not (decode.done() and decode.exception() is None):
             learned = prefill.result()
             if learned is not None and learned != identity:
-                text = f"{server.url}: is another process than before"
+                text = f"{server.name}: is another process than before"
                 raise AttemptFailedError(text, Cause.PEER_RESTARTED, ())
             if self._early is not None and not decode.done():
                 return
@@ -210,7 +210,7 @@ class Exchange:
             raise refused((server,), answer)
         server.identity = identity = self._identity(server, answer.body)
         if identity is None:
-            raise AttemptFailedError(f"{server.url}: {path} describes no prefill server", Cause.ENGINE, (server,))
+            raise AttemptFailedError(f"{server.name}: {path} describes no prefill server", Cause.ENGINE, (server,))
         return identity
 
     def _identity(self, server: Server, answer: bytes) -> ServerIdentity | None:
@@ -218,7 +218,7 @@ class Exchange:
             return self._dialect.identity(server.url, answer)
         except RemoteProtocolError as error:
             server.identity = None
-            raise AttemptFailedError(f"{server.url}: its answer: {error}", Cause.BREACH, (server,)) from None
+            raise AttemptFailedError(f"{server.name}: its answer: {error}", Cause.BREACH, (server,)) from None
 
     def _start_prefill(self, server: Server, identity: ServerIdentity | None) -> asyncio.Task[ServerIdentity | None]:
         """Starts a task that may outlive its request: once decode has answered, nobody waits for prefill."""

@@ -70,8 +70,9 @@ class ServerMetrics(Collector):
         labels = ["url", "role"]
         usable = GaugeMetricFamily("pdtransfer_server_usable", "1 if the server is healthy", labels=labels)
         unfinished = GaugeMetricFamily("pdtransfer_server_requests", "Requests that it has not answered", labels=labels)
-        for server in self._pool.all:
+        for server, *others in self._pool.sites:
             usable.add_metric([server.url, server.role], server.usable)
-            unfinished.add_metric([server.url, server.role], server.unfinished)
+            requests = server.unfinished + sum(rank.unfinished for rank in others)
+            unfinished.add_metric([server.url, server.role], requests)
         yield usable
         yield unfinished

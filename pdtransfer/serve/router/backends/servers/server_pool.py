@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from typing import TypeAlias
 
@@ -34,17 +34,23 @@ class ServerPool:
         self._keeps_turns = decode_computes and limits.turn_tokens_max > 0
         self.prefill = [self._new(url, "prefill") for url in prefill]
         self.decode = [self._new(url, "decode") for url in decode]
-        for one, other in product(self.prefill, self.decode):
-            if one.url == other.url:
-                one.twin, other.twin = other, one
+        self._pair_twins()
         self._policy: PlacementPolicy[Server | None, Server] = FewestAnswers(
             self.prefill, self.decode, limits, without_prefill=without_prefill, keep_turns=self._keeps_turns
         )
 
     @property
     def all(self) -> list[Server]:
-        """Prefill servers, then decode servers."""
+        """Prefill servers, then decode servers, each rank of them."""
         return [*self.prefill, *self.decode]
+
+    @property
+    def sites(self) -> list[list[Server]]:
+        """The same by role and URL: the ranks of each server, the first one first."""
+        sites: dict[tuple[Role, str], list[Server]] = {}
+        for server in self.all:
+            sites.setdefault((server.role, server.url), []).append(server)
+        return list(sites.values())
 
     @property
     def usable(self) -> bool:
@@ -59,6 +65,32 @@ class ServerPool:
     def _new(self, url: str, role: Role) -> Server:
         return Server(url, role, ServerPrefixes(self._limits.prefix_keys_max))
 
+    def _of(self, role: Role) -> list[Server]:
+        return self.prefill if role == "prefill" else self.decode
+
+    def _pair_twins(self) -> None:
+        for prefill, decode in product(self.prefill, self.decode):
+            if (prefill.url, prefill.rank or 0) == (decode.url, decode.rank or 0):
+                prefill.twin, decode.twin = decode, prefill
+
+    def ranks(self, server: Server) -> list[Server]:
+        """All data parallel ranks of a server, itself among them."""
+        return [rank for rank in self._of(server.role) if rank.url == server.url]
+
+    def resize(self, server: Server, count: int) -> None:
+        """Notes that a server has that many data parallel ranks. `server` is the first of them and stays; one that is
+        no more gets no new requests."""
+        ranks = {rank.rank or 0: rank for rank in self.ranks(server)}
+        server.rank = 0 if count > 1 else None
+        for number in range(1, max(count, len(ranks))):
+            rank = ranks.get(number)
+            if rank is None:
+                rank = self._new(server.url, server.role)
+                rank.rank, rank.why, rank.down_since = number, server.why, server.down_since
+                self._of(server.role).append(rank)
+            rank.departure = server.departure if number < count else Departure.LEAVES
+        self._pair_twins()
+
     def add(self, url: str, role: Role) -> Server | None:
         """Takes a server in and returns it; None for one that is here, which is to stay now."""
         here = [each for each in self.all if each.url == url]
@@ -67,7 +99,7 @@ class ServerPool:
         if here:
             return None
         server = self._new(url, role)
-        (self.prefill if role == "prefill" else self.decode).append(server)
+        self._of(role).append(server)
         return server
 
     def depart(self, url: str, departure: Departure) -> None:
@@ -77,12 +109,15 @@ class ServerPool:
                 server.departure = departure
 
     def left(self, server: Server) -> bool:
-        """Forgets a server that is to leave and has no request any more; returns whether it did."""
-        of_role = self.prefill if server.role == "prefill" else self.decode
-        if server.departure is not Departure.LEAVES or server.unfinished or server not in of_role:
+        """Forgets a server that is to leave once none of its ranks has a request; returns whether it did. A rank that
+        it has no more is forgotten before."""
+        ranks = self.ranks(server)
+        gone = [rank for rank in ranks if rank.departure is Departure.LEAVES and not rank.unfinished]
+        if server in gone and len(gone) < len(ranks):
             return False
-        of_role.remove(server)
-        return True
+        for rank in gone:
+            self._of(rank.role).remove(rank)
+        return server in gone
 
     def report(self, server: Server, why: str, now: float) -> bool:
         """Notes a server's health, empty `why` for healthy; returns whether it changed. A server that is down may come
@@ -119,8 +154,9 @@ class ServerPool:
         return pair
 
 
-def server_status(server: Server) -> WorkerStatus:
-    """Returns what is known of an HTTP server: whether it is healthy, and what it was sent."""
+def server_status(ranks: Sequence[Server]) -> WorkerStatus:
+    """Returns what is known of an HTTP server by its ranks: whether it is healthy, and what it was sent."""
+    server = ranks[0]
     state: WorkerState = "ready" if server.usable else "unusable" if server.why else "draining"
     return WorkerStatus(
         role=server.role,
@@ -128,5 +164,5 @@ def server_status(server: Server) -> WorkerStatus:
         state=state,
         why=server.why or server.departure.value or None,
         leaves=server.departure is Departure.LEAVES,
-        rooms_here=server.unfinished,
+        rooms_here=sum(rank.unfinished for rank in ranks),
     )

@@ -49,6 +49,11 @@ class SglangDialect:
     info_path = "/server_info"
     metrics_path = None
 
+    def ranks(self, metrics: bytes) -> int:
+        """SGLang chooses its ranks itself, by the room."""
+        del metrics
+        return 1
+
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
         """The bootstrap server runs beside the prefill server, on a port of its own."""
         info = parse(answer, _SGLANG_INFO)

@@ -15,10 +15,10 @@ import aiohttp
 
 from .....errors import Cause
 from .....limits import HTTP_BODY_BYTES_MAX, Limits
-from ...fleet.server import HandOffs, Server, ServerIdentity
+from ...fleet.server import Server, ServerIdentity
 from ...front.backend import AnswerFailedError, WholeAnswer
 from .dialect import ServerOrder
-from .hand_offs import METRICS_BYTES_MAX, hand_offs_of
+from .hand_offs import METRICS_BYTES_MAX
 from .server_request import ServerRequest
 
 log = logging.getLogger(__name__)
@@ -94,9 +94,8 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             return _reason(error) or f"/health has not answered within {self.limits.silence_ms} ms"
 
-    async def hand_offs(self, server: Server, path: str) -> HandOffs | None:
-        """Asks a decode server how many prompts it received, and how many it computed itself; None where it does not
-        say."""
+    async def metrics(self, server: Server, path: str) -> bytes | None:
+        """Asks a server for its metrics; None where it has none."""
         try:
             async with (
                 asyncio.timeout(self.limits.silence_ms / 1e3),
@@ -106,7 +105,7 @@ class Upstream:
         except (aiohttp.ClientError, OSError, AttemptFailedError) as error:
             log.debug("%s: %s", server.url, error)
             return None
-        return hand_offs_of(answer.body) if answer.status == 200 else None
+        return answer.body if answer.status == 200 else None
 
     def lose(self, server: Server) -> None:
         """Ends all waits for a server that has been down for too long."""
@@ -137,12 +136,12 @@ class Upstream:
             text = _reason(error) or type(error).__name__
             if isinstance(error, aiohttp.ClientConnectorError):
                 self._unreachable(server, text)
-            raise AttemptFailedError(f"{server.url}: {text}", Cause.PEER_LOST, (server,)) from None
+            raise AttemptFailedError(f"{server.name}: {text}", Cause.PEER_LOST, (server,)) from None
         except TimeoutError:
             if self._stopped:
                 raise _shutdown() from None
             why, cause = server.why or "no answer in time", Cause.PEER_LOST if server.why else Cause.DEADLINE
-            raise AttemptFailedError(f"{server.url}: {why}", cause, (server,)) from None
+            raise AttemptFailedError(f"{server.name}: {why}", cause, (server,)) from None
 
     async def get(self, server: Server, path: str, headers: Mapping[str, str], *, wait_ms: int) -> WholeAnswer:
         """Asks a server for something small. Raises AttemptFailedError."""
@@ -155,7 +154,7 @@ class Upstream:
 
     async def post(self, server: Server, order: ServerOrder, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
         """Posts a body; returns the answer once its head is there."""
-        url, headers = server.url + order.path, {**headers, "Content-Type": "application/json"}
+        url, headers = server.url + order.path, {**headers, **server.headers, "Content-Type": "application/json"}
         return await self._session.post(url, data=order.body, headers=headers, allow_redirects=False)
 
     async def whole(
@@ -166,7 +165,7 @@ class Upstream:
         async for piece in response.content.iter_any():
             body += piece
             if len(body) > bytes_max:
-                text = f"{server.url}: the answer is larger than {bytes_max} bytes"
+                text = f"{server.name}: the answer is larger than {bytes_max} bytes"
                 raise AttemptFailedError(text, Cause.BREACH, (server,), again=False)
         return WholeAnswer(response.status, end_to_end(response.headers), bytes(body))
 
@@ -182,12 +181,14 @@ class Upstream:
                 asyncio.timeout(self.limits.silence_ms / 1e3),
                 await self.post(server, order, request.headers) as response,
             ):
-                log.info("request %s: %s is notified that it was given up", request.request_id, server.url)
+                log.info("request %s: %s is notified that it was given up", request.request_id, server.name)
                 if response.status != 200:
-                    log.warning("request %s: %s answers %d to that", request.request_id, server.url, response.status)
+                    log.warning("request %s: %s answers %d to that", request.request_id, server.name, response.status)
         except (aiohttp.ClientError, OSError) as error:  # OSError: TimeoutError as well
             text = _reason(error) or "no answer in time"
-            log.warning("request %s: %s is not notified that it was given up: %s", request.request_id, server.url, text)
+            log.warning(
+                "request %s: %s is not notified that it was given up: %s", request.request_id, server.name, text
+            )
 
 
 def _reason(error: Exception) -> str:
@@ -205,5 +206,5 @@ def _shutdown() -> AttemptFailedError:
 
 def refused(blamed: tuple[Server, ...], answer: WholeAnswer) -> AttemptFailedError:
     """The failure that an answer is; the last of those who may be at fault has answered so."""
-    text = f"{blamed[-1].url}: answers {answer.status}"
+    text = f"{blamed[-1].name}: answers {answer.status}"
     return AttemptFailedError(text, Cause.ENGINE, blamed, answer=answer, again=retriable(answer.status))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
@@ -38,6 +39,8 @@ class _VllmAnswer(Struct, frozen=True):
     kv_transfer_params: _VllmParams | None = None
 
 
+# Of each engine behind this HTTP server; with vLLM's external load balancing that is one.
+_ENGINE = re.compile(rb'^vllm:num_requests_running\{[^\n]*\bengine="(\d{1,6})"', re.MULTILINE)
 _VLLM_ANSWER = msgspec.json.Decoder(_VllmAnswer)
 _VLLM_NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one token that is not streamed
 
@@ -49,6 +52,10 @@ class VllmDialect:
     reserved = frozenset({"kv_transfer_params"})
     info_path = None
     metrics_path = "/metrics"
+
+    def ranks(self, metrics: bytes) -> int:
+        """By the label that each engine's metrics have. vLLM numbers the ranks of the header in their order."""
+        return max(1, min(len(set(_ENGINE.findall(metrics))), PEERS_MAX))
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
         """The fields of the process that were returned; none where no engine is named."""

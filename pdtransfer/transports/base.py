@@ -127,6 +127,12 @@ class Transport(Protocol):
         it serves, and a node on loopback takes it only by name."""
         ...
 
+    @property
+    def by_name_alone(self) -> bool:
+        """Whether a node takes it only where its name is set, since a host that reaches its ports can do more than to
+        read and write arenas: auto leaves it out."""
+        ...
+
     def why_not(self) -> str:
         """Why this host cannot use it, a colon, and the command that changes that; empty where it can."""
         ...

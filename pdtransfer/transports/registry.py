@@ -1,5 +1,7 @@
 """The list of transports. A new one is a package beside `shm`, with a Transport in it, and one line here.
 
+Where engines of a library write between hosts, it is a package beside `mooncake`, with a Library in it.
+
 A program that embeds a node may `register` one of its own before it makes the node; both ends need it.
 
 A Reach has what a writer needs to reach one arena. Version 1 of the protocol knows two kinds of Reach, and a transport
@@ -17,14 +19,17 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from .base import Transport
-from .mooncake import MooncakeTransport
+from .engines import EngineTransport
+from .mooncake import MooncakeLibrary
+from .nixl import NixlLibrary
 from .shm import ShmTransport
 
 TRANSPORTS: dict[str, Transport] = {
     each.name: each
     for each in (  # "auto" takes the first that reaches a writer
         ShmTransport(),
-        MooncakeTransport(),
+        EngineTransport(MooncakeLibrary()),
+        EngineTransport(NixlLibrary()),
     )
 }
 

@@ -42,14 +42,15 @@ def place() -> str:
 
 
 def taken(transport: str, *, loopback: bool = False) -> tuple[str, ...]:
-    """The transports that a node takes, in the order of the registry; on `loopback` auto opens no port to other hosts.
-    Raises TransportError where the one that it is to take cannot be used."""
+    """The transports that a node takes, in the order of the registry. Auto leaves out what is taken by name alone, and
+    opens no port to other hosts on `loopback`. Raises TransportError where the one that is named cannot be used."""
     if transport == "auto":
-        wide = [name for name in TRANSPORTS if loopback and TRANSPORTS[name].listens_everywhere]
+        chosen = [name for name in TRANSPORTS if not TRANSPORTS[name].by_name_alone]
+        wide = [name for name in chosen if loopback and TRANSPORTS[name].listens_everywhere]
         if wide:  # whether they could be used is not asked: that loads their libraries
             names = ", ".join(wide)
             log.info("this node is bound to loopback: auto leaves out %s, which listens on every interface", names)
-        return tuple(name for name, each in TRANSPORTS.items() if name not in wide and not each.why_not())
+        return tuple(name for name in chosen if name not in wide and not TRANSPORTS[name].why_not())
     if reason := TRANSPORTS[transport].why_not():
         raise TransportError(f"transport {transport}: {reason}")
     return (transport,)
@@ -59,9 +60,9 @@ def needs_no_guard(transport: str, *, loopback: bool) -> str:
     """Why a node of this setting opens no port that is to be closed to strangers; empty where it may open one."""
     if loopback and transport == "auto":
         return "this node is bound to loopback"
-    wide = [name for name in TRANSPORTS if transport in ("auto", name) and TRANSPORTS[name].listens_everywhere]
-    usable = [name for name in wide if not TRANSPORTS[name].why_not()]
-    return "" if usable else f"transport {transport} opens no port here"
+    usable = taken("auto") if transport == "auto" else (transport,) if not TRANSPORTS[transport].why_not() else ()
+    wide = any(TRANSPORTS[name].listens_everywhere for name in usable)
+    return "" if wide else f"transport {transport} opens no port here"
 
 
 async def on_loopback(endpoint: str) -> bool:
@@ -94,7 +95,9 @@ def choose(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str
             f"transport: {theirs.node} takes {', '.join(theirs.transports)}, this node {', '.join(ours)}"
         )
     if len(both) == 1:
-        others = [name for name in TRANSPORTS if name not in both]
+        others = [name for name in TRANSPORTS if name not in both and name in (*ours, *theirs.transports)]
+        if not others:
+            return both[0], "neither offers another"
         return both[0], f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} not offered by both"
     different = _different(here, theirs)
     if not different:

@@ -16,6 +16,9 @@ from typing import Self
 DATA_PORTS = (21_000, 21_255)  # of engines, two each, which nobody can take again for a minute
 APART = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
 VETH = "ip link set lo up && ip link add near type veth peer name far"  # what two hosts take
+# Before a command in a namespace: UCX finds interfaces in /sys, which has those of the namespace that mounted it.
+OWN_SYS = ["unshare", "--mount", "sh", "-c", 'mount -t sysfs none /sys 2>/dev/null; exec "$@"', "sh"]
+MOUNT_SYS = "unshare --mount mount -t sysfs none /sys"
 _PREFIX = "10.213.79"
 _NOWHERE = f"{_PREFIX}.250"
 _CHAIN = "table inet faults { chain input { type filter hook input priority 0; policy accept; }; }\n"

@@ -5,35 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdtransfer.handoff.effects import Outcome
-from pdtransfer.transports.mooncake.arena import MooncakeArena
-from pdtransfer.transports.mooncake.gather import RingJob
-from pdtransfer.transports.mooncake.writer import MooncakeSession, MooncakeWriter
+from pdtransfer.transports.engines.arena import EngineArena
+from pdtransfer.transports.engines.gather import RingJob
+from pdtransfer.transports.engines.writer import EngineSession, EngineWriter
 
 
 def fence_without_a_death() -> None:
     """Decode takes a session for quiet that it has revoked, and lets the engine live."""
 
-    def revoke(self: MooncakeArena, session: int) -> None:
+    def revoke(self: EngineArena, session: int) -> None:
         if (offered := self._sessions.get(session)) is not None:
             offered.revoked = True
 
-    def quiet(self: MooncakeArena, session: int) -> bool:
+    def quiet(self: EngineArena, session: int) -> bool:
         offered = self._sessions.get(session)
         return offered is None or offered.revoked
 
-    MooncakeArena.revoke = revoke
-    MooncakeArena.quiet = quiet
-    MooncakeArena.forget = lambda self, session: None  # its process is still spoken to
+    EngineArena.revoke = revoke
+    EngineArena.quiet = quiet
+    EngineArena.forget = lambda self, session: None  # its process is still spoken to
 
 
 def unknown_is_failed() -> None:
     """Prefill says of a write whose end nobody knows that it has failed and is over, and of its dead engine nothing."""
 
-    def died(self: MooncakeWriter, mapped: MooncakeSession) -> None:
+    def died(self: EngineWriter, mapped: EngineSession) -> None:
         self._drop(mapped)
 
     RingJob.outcome = property(lambda self: Outcome.FAILED if self.text else Outcome.LANDED)
-    MooncakeWriter._died = died
+    EngineWriter._died = died
 
 
 def landed_when_submitted() -> None:

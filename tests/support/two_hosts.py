@@ -28,6 +28,7 @@ from tests.support.bus_peers import pair
 from tests.support.client_pair import component, settings
 from tests.support.internals import connections_of, dialled_by, node_of, sessions_of
 from tests.support.layout_tensors import Pool, mla
+from tests.support.networks import OWN_SYS
 from tests.support.processes import deliver
 from tests.support.waiting import wait_for
 
@@ -80,7 +81,7 @@ def prefill_host() -> None:
     own, allowed = KeyPair(**keys["own"]), AllowList({keys["other"]: "d"})
     client = PrefillClient(
         settings("p", Limits(), keys=own, allowed=allowed), [component(source)], bind=f"tcp://{THERE}:0",
-        writer=WriterOptions(pool_address=source.memory.ctypes.data),
+        writer=WriterOptions(pool_address=source.memory.ctypes.data, transport=keys.get("transport", "auto")),
     )  # fmt: skip
     with client:
         print(json.dumps(client.endpoint), flush=True)
@@ -100,7 +101,8 @@ def prefill_host() -> None:
                     client.push(room, pages_of(room), rows=(0, TOKENS))
                     client.finish(room)
                 case ["engine", number]:
-                    (mapped,) = sessions_of(node_of(client).transport._made["mooncake"]).values()
+                    (engines,) = node_of(client).transport._made.values()
+                    (mapped,) = sessions_of(engines).values()
                     deliver([mapped.process.pid], signal.Signals(number))
                 case ["abort", room]:
                     client.abort(room)
@@ -122,7 +124,7 @@ class Far:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            ["unshare", "--net", sys.executable, "-m", "tests.support.two_hosts"],
+            ["unshare", "--net", *OWN_SYS, sys.executable, "-m", "tests.support.two_hosts"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._receive()

@@ -125,7 +125,7 @@ OF_ENGINES = (
 
 # What runs on a loop. It asks events (`query`); whoever waits for a GPU has a thread of its own.
 ON_THE_LOOP = re.compile(
-    r"pdtransfer\.(client|handoff|bus|serve\.worker\.(service|router_link)|transports\.(device_events|select|shm|mooncake))\b"
+    r"pdtransfer\.(client|handoff|bus|serve\.worker\.(service|router_link)|transports\.(device_events|select|shm|engines))\b"
 )
 
 

@@ -1,4 +1,4 @@
-"""Whole rooms that cross a network, over Mooncake, beside what one engine's synchronous write and a socket do."""
+"""Whole rooms that cross a network, beside what one synchronous write of Mooncake's engine and a socket do."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.mapping import allocate
 from pdtransfer.serve.settings.worker import HostLayout
-from pdtransfer.transports.mooncake.arena import MooncakeArena
-from pdtransfer.transports.mooncake.settings import engines_for, why_not
-from pdtransfer.transports.mooncake.writer import MooncakeWriter
-from pdtransfer.transports.options import Network, WriterOptions
+from pdtransfer.transports.base import Transport
+from pdtransfer.transports.engines.settings import engines_for
+from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.options import ArenaOptions, WriterOptions
+from pdtransfer.transports.registry import TRANSPORTS
 
 from .bare import Bare
 from .models import BenchModel, components
@@ -33,7 +34,11 @@ _ARENAS = {"fresh": 0, "half": 64, "scattered": 1}  # half of it is held, in run
 _ROOM = "{{{0}_gb_s:.2f}} GB/s", "{{{0}_to_sync:.2f}} of the synchronous write; aim 1.8"
 
 LINES = (
-    Line("one room", "{room_mib:.0f} MiB", "{tokens} tokens of {model}; what follows is over TCP on loopback"),
+    Line(
+        "one room",
+        "{room_mib:.0f} MiB",
+        "{tokens} tokens of {model}; what follows is over TCP on loopback, rooms by {transport}",
+    ),
     Line("engines", "{engines}", "of a session, on either side; {cores} cores"),
     Line("one synchronous write of 128 MiB", "{sync_gb_s:.2f} GB/s", "one engine; a raw socket {socket_gb_s:.2f}"),
     Line("an operation for each row of 1,152 B", "{rows_gb_s:.3f} GB/s", "one after another"),
@@ -49,9 +54,15 @@ LINES = (
 
 
 def measure(
-    *, tokens: int = 8_192, rooms: int = 8, model: BenchModel = "deepseek", large_bytes: int = 1 << 30
+    *,
+    tokens: int = 8_192,
+    rooms: int = 8,
+    model: BenchModel = "deepseek",
+    transport: str = "mooncake",
+    large_bytes: int = 1 << 30,
 ) -> Figures:
-    """Rooms of `tokens` tokens, one at a time, from `expect` to READY, between two processes over TCP on loopback.
+    """Rooms of `tokens` tokens, one at a time, from `expect` to READY, between two processes over TCP on loopback, by
+    `transport`.
 
     Source and target are as in bench transfer over shm; what goes straight comes from a pool that is page_first, whose
     pages are runs of bytes in the arena as well. Each room is timed between a synchronous write of 128 MiB by a bare
@@ -59,19 +70,23 @@ def measure(
     shares are medians of what was timed side by side. Then, with one writer in this process, a write of 64 tokens is
     started every 50 ms while one of `large_bytes` is under way.
     """
-    if reason := why_not():
+    if reason := why_not() or TRANSPORTS[transport].why_not():
         raise WorldError(reason)
-    figures: Figures = {"tokens": tokens, "model": model, "rooms": rooms}
+    figures: Figures = {"tokens": tokens, "model": model, "rooms": rooms, "transport": transport}
     figures |= {"engines": engines_for(), "cores": len(os.sched_getaffinity(0))}
     beside = _Beside()
     with ExitStack() as stack:
         beside.bare = Bare(stack)
         beside.bare.sync_write()
-        figures |= _rooms(beside, "", "layer_first", _ARENAS, tokens=tokens, rooms=rooms, model=model)
+        figures |= _rooms(
+            beside, "", "layer_first", _ARENAS, tokens=tokens, rooms=rooms, model=model, transport=transport
+        )
         straight = {arena: _ARENAS[arena] for arena in ("fresh", "half")}
-        figures |= _rooms(beside, "straight_", "page_first", straight, tokens=tokens, rooms=rooms, model=model)
+        figures |= _rooms(
+            beside, "straight_", "page_first", straight, tokens=tokens, rooms=rooms, model=model, transport=transport
+        )
     share_the_interpreter()
-    figures |= uvloop.run(_behind(large_bytes))
+    figures |= uvloop.run(_behind(large_bytes, TRANSPORTS[transport]))
     medians = map(median, (beside.syncs, beside.sockets, beside.rows))
     figures["sync_gb_s"], figures["socket_gb_s"], figures["rows_gb_s"] = medians
     return figures
@@ -96,13 +111,14 @@ def _rooms(
     tokens: int,
     rooms: int,
     model: BenchModel,
+    transport: str,
 ) -> Figures:
     source, target = components(
         model, source_slots=2 * tokens, target_slots=2 * tokens + 128, source_layout=source_layout
     )
     room_bytes, bare = tokens * source.layout.row_bytes, beside.bare
     figures: Figures = {"room_mib": room_bytes / (1 << 20)}
-    with RankPair(source, target, transport="mooncake") as ranks:
+    with RankPair(source, target, transport=transport) as ranks:
         for arena, run in arenas.items():
             if run:
                 ranks.fragment(run)
@@ -122,20 +138,20 @@ def _rooms(
     return figures
 
 
-async def _behind(large_bytes: int) -> Figures:
+async def _behind(large_bytes: int, transport: Transport) -> Figures:
     """How long small writes take while a large one is under way, and alone."""
     tokens = large_bytes // (61 * ROW_BYTES)
     source, target = components("deepseek", source_slots=tokens + 64, target_slots=tokens + 64)
     pool, arena, loop = allocate(source.layout.end), ArenaMemory.create(target.layout.end), asyncio.get_running_loop()
     arena.prefault()
     pool.array[:] = 7
-    owner = MooncakeArena(arena, Network())
+    owner = transport.arena(arena, ArenaOptions(), hbm_direct=False, lost=lambda _, __: None)
     ends: dict[int, asyncio.Future[Outcome]] = {}
-    writer = MooncakeWriter(
-        (source,),
-        WriterOptions(pool_address=pool.address),
-        lambda order, outcome, _, __: ends[order.grant].set_result(outcome),
-    )
+    writer = transport.writer(
+        (source,), WriterOptions(pool_address=pool.address), gpu=None,
+        wrote=lambda order, outcome, _, __: ends[order.grant].set_result(outcome),
+        lost=lambda _: None, wake_hint=lambda _: None,
+    )  # fmt: skip
     await writer.map(1, await owner.offer(1), (target,))
 
     async def write(grant: int, first: int, end: int) -> float:

@@ -24,12 +24,14 @@ def crossing(
     tokens: Annotated[int, counted("Tokens of one room.")] = 8_192,
     rooms: Annotated[int, counted("Rooms to move in each arena.")] = 8,
     model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or that of a small model.")] = "deepseek",
+    transport: Annotated[str, Parameter(help="How rooms cross: mooncake or nixl.")] = "mooncake",
     json: Json = False,
 ) -> int:
-    """Whole rooms over Mooncake, beside one synchronous write of a bare engine and a raw socket."""
+    """Whole rooms between hosts, beside one synchronous write of a bare engine of Mooncake and a raw socket."""
     from ..bench import crossing as part
 
-    return show(part.measure(tokens=tokens, rooms=rooms, model=model), part.LINES, part.measure, json=json)
+    figures = part.measure(tokens=tokens, rooms=rooms, model=model, transport=transport)
+    return show(figures, part.LINES, part.measure, json=json)
 
 
 @bench.command(group=COMPARISONS)

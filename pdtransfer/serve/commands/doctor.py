@@ -83,9 +83,10 @@ def examine(root: Path = Path("/"), *, transport_ports: Sequence[str] = ()) -> l
 def probes(transport_ports: Sequence[str] = ()) -> list[Probe]:
     """Returns all probes, of every transport as well, for daemons with these port ranges, by default the default."""
     ports = sorted({port_range("transport_ports", text) for text in transport_ports}) or [PrefillConfig().network.ports]
-    of_transports = (probe for registered in TRANSPORTS.values() for probe in registered.probes(ports))
+    # Transports may share a probe, as those of engines do that of their ports.
+    shared = {probe.name: probe for registered in TRANSPORTS.values() for probe in registered.probes(ports)}
     firewall = Probe("engine firewall", network.firewall, "nft list ruleset")
-    return [*PROBES, *of_transports, firewall, Probe("transport", network.transport)]
+    return [*PROBES, *shared.values(), firewall, Probe("transport", network.transport)]
 
 
 def _finding(probe: Probe, root: Path) -> Finding:

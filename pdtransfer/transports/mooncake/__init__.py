@@ -1,57 +1,33 @@
-"""Mooncake's TransferEngine, for arenas of other hosts: a process of engines for each session, on either side.
-
-No return code of the engine proves that a write has stopped. The death of decode's process does: it alone has the arena
-registered, and what it has not copied by then is in sockets that are gone with it.
-"""
+"""Mooncake's TransferEngine as a library of engines: P2P handshakes, TCP or RDMA."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import os
 
-from ...memory.arena_memory import ArenaMemory
+from ...environment import pip_install
 from ...probe import Probe
-from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport, Wrote
-from ..options import ArenaOptions, Network, WriterOptions
-from .settings import check_host, why_not
-
-if TYPE_CHECKING:
-    from ..gpu_launcher import WriterGpu
+from ..options import Network
+from .settings import environment, why_not
 
 
-class MooncakeTransport:
-    """A Transport."""
+class MooncakeLibrary:
+    """A Library."""
 
-    name, any_host, listens_everywhere = "mooncake", True, True
+    name, driver = "mooncake", os.path.join(os.path.dirname(__file__), "driver.py")
+
+    by_name_alone, open_ports = False, "can read and write the arena"
+
+    def reads_pool(self, network: Network) -> bool:
+        return network.protocol == "tcp"  # else what is read has to be registered
 
     def why_not(self) -> str:
         return why_not()
 
-    def check(self, network: Network) -> None:
-        check_host(network.host)
+    def environment(self, network: Network, *, engines: int, host: str) -> dict[str, str]:
+        del host
+        return environment(network, engines)
 
-    def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:
-        from .arena import MooncakeArena
+    def probe(self) -> Probe:
+        from .probes import wheel
 
-        del hbm_direct  # all rows land in the arena
-        return MooncakeArena(memory, options.network, lost=lost)
-
-    def writer(
-        self,
-        components: Components,
-        options: WriterOptions,
-        *,
-        gpu: WriterGpu | None,
-        wrote: Wrote,
-        lost: LostWriter,
-        wake_hint: WakeHint,
-    ) -> WriterTransport:
-        from .writer import MooncakeWriter
-
-        del wake_hint  # its writes wait for no gate
-        return MooncakeWriter(components, options, wrote, gpu=gpu, lost=lost)
-
-    def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
-        from .probes import probes
-
-        return probes(ports)
+        return Probe("Mooncake", wheel, pip_install("mooncake"))

@@ -1,18 +1,14 @@
-"""What doctor tries for Mooncake: which wheel is installed and whether it loads, and the ports of its engines."""
+"""What doctor tries for Mooncake: which wheel is installed, and whether it loads."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ...environment import child_environment, pip_install
-from ...limits import ENGINES_A_SESSION, ENGINES_MAX, Limits
-from ...probe import Probe, Seen, ok, read, sockets, warn, within
+from ...probe import Seen, ok, warn
 from .settings import why_not
 
 _WHEELS = {  # wheels that provide the module `mooncake`, and what each is for
@@ -22,15 +18,6 @@ _WHEELS = {  # wheels that provide the module `mooncake`, and what each is for
 }
 _INSTALL = pip_install("mooncake")
 _IMPORT_S = 30.0
-_PORT_MAX = 0xFFFF
-
-
-def probes(ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
-    """As Transport.probes."""
-    return (
-        Probe("Mooncake", wheel, _INSTALL),
-        Probe("engine ports", partial(engine_ports, ranges=ports), "sysctl net.ipv4.ip_local_port_range"),
-    )
 
 
 def wheel(_root: Path) -> Seen:
@@ -74,60 +61,3 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
-
-
-def engine_ports(root: Path, ranges: Sequence[tuple[int, int]]) -> Seen:
-    """Mooncake's port ranges of this host's daemons.
-
-    Each engine takes two ports, which stay in use for a minute after its end. The kernel must not give them to other
-    connections.
-    """
-    taken = {port for _state, _host, port in sockets(root)}
-    found = "; ".join(_room(first, last, taken) for first, last in ranges)
-    amiss = [each for each in (_narrow(ranges), _shared(root, ranges)) if each is not None]
-    if amiss:
-        return warn("; ".join((found, *(text for text, _ in amiss))), "; ".join(mend for _, mend in amiss))
-    return ok(found)
-
-
-def _room(first: int, last: int, taken: Iterable[int]) -> str:
-    used = sum(first <= port <= last for port in taken)
-    return (
-        f"{first} to {last}, {used} of them taken: room for {(last - first + 1 - used) // 2:,} engines, "
-        f"{(last - first + 1) // 2:,} in any minute"
-    )
-
-
-def _narrow(ranges: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
-    """Checks for a range that recently ended engines may fill; returns the problem and its fix."""
-    minute = 60_000 // Limits().resend_ms_max * ENGINES_A_SESSION
-    narrow = [each for each in ranges if (each[1] - each[0] + 1) // 2 < minute]
-    if not narrow:
-        return None
-    first = min(narrow[0][0], _PORT_MAX + 1 - 2 * ENGINES_MAX)
-    text = (
-        f"a port stays taken for a minute after its engine's end, and a peer that cannot be reached takes up to "
-        f"{minute} engines a minute: with room for less, sessions may get fewer engines or none"
-    )
-    return text, f"--transport-ports {first}-{first + 2 * ENGINES_MAX - 1} for prefill and decode, and in the firewall"
-
-
-def _shared(root: Path, ranges: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
-    """Checks for a range from which the kernel assigns ports; returns the problem and its fix."""
-    given = read(within(root, "/proc/sys/net/ipv4/ip_local_port_range")).split()
-    if len(given) != 2 or not all(each.isdecimal() for each in given):
-        return None
-    low, high = map(int, given)
-    kept = read(within(root, "/proc/sys/net/ipv4/ip_local_reserved_ports"))
-    found = (re.fullmatch(r"(\d+)(?:-(\d+))?", each) for each in kept.split(","))
-    spared = [(int(each[1]), int(each[2] or each[1])) for each in found if each]
-    shared = [
-        f"{first}-{last}"
-        for first, last in ranges
-        if low <= last and first <= high and not any(a <= first and last <= b for a, b in spared)
-    ]
-    if not shared:
-        return None
-    text = f"the kernel gives {low} to {high} to connections, which may take one of them"
-    # Writing replaces the reserved ports, so they are repeated.
-    return text, f"sysctl -w net.ipv4.ip_local_reserved_ports={','.join(filter(None, (kept, *shared)))}"

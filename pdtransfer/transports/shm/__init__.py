@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ShmTransport:
     """A Transport. Every host has it; doctor's probes of the kernel are about it."""
 
-    name, any_host, listens_everywhere = "shm", False, False
+    name, any_host, listens_everywhere, by_name_alone = "shm", False, False, False
 
     def why_not(self) -> str:
         return ""

@@ -238,7 +238,7 @@ def test_what_no_benchmark_has_printed_makes_no_page(
 
 PARTS = {  # what each is called with by default
     "handoff --beside=zmq": {"tokens": 16, "rooms": 2_000, "concurrency": 64},
-    "crossing": {"tokens": 8_192, "rooms": 8, "model": "deepseek"},
+    "crossing": {"tokens": 8_192, "rooms": 8, "model": "deepseek", "transport": "mooncake"},
     "poll": {"calls": 100_000, "rounds": 21},
     "stall": {"tokens": 4_096, "rooms": 96},
     "plan": {"tokens": 131_072, "layers": 61},

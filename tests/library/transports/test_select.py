@@ -24,7 +24,8 @@ from pdtransfer.serve.commands.doctor import probes
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.transports import registry, select
 from pdtransfer.transports.base import Wrote
-from pdtransfer.transports.mooncake import MooncakeTransport
+from pdtransfer.transports.mooncake import MooncakeLibrary
+from pdtransfer.transports.nixl import NixlLibrary
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from tests.library.transports.fake_transport import FakeArena, FakeWriter
 from tests.support.client_pair import component, settings
@@ -63,16 +64,25 @@ def test_the_transport_is_chosen_by_where_the_peer_is_and_what_both_take(
 
 
 def test_a_transport_that_cannot_be_had_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: "mooncake is not installed")
+    monkeypatch.setattr(MooncakeLibrary, "why_not", lambda _: "mooncake is not installed")
     assert select.taken("auto") == ("shm",)
     with pytest.raises(TransportError, match="not installed"):
         select.taken("mooncake")
-    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: "")
+    monkeypatch.setattr(MooncakeLibrary, "why_not", lambda _: "")
     assert select.taken("auto") == ("shm", "mooncake")
 
 
+def test_auto_leaves_out_what_is_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NixlLibrary, "why_not", lambda _: "")
+    monkeypatch.setattr(MooncakeLibrary, "why_not", lambda _: "mooncake is not installed")
+    assert select.taken("auto") == ("shm",), "what its ports allow is to be somebody's choice"
+    assert "opens no port here" in select.needs_no_guard("auto", loopback=False)
+    assert select.taken("nixl") == ("nixl",)
+    assert not select.needs_no_guard("nixl", loopback=True)
+
+
 def test_auto_on_loopback_takes_nothing_that_listens_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: "")
+    monkeypatch.setattr(MooncakeLibrary, "why_not", lambda _: "")
     assert select.taken("auto", loopback=True) == ("shm",)
     assert select.taken("mooncake", loopback=True) == ("mooncake",), "asked for by name"
     for bind, loopback in (("tcp://127.0.0.1:0", True), ("tcp://[::1]:0", True), ("tcp://0.0.0.0:0", False)):
@@ -119,7 +129,7 @@ def test_this_hosts_address_is_the_one_on_the_way_to_the_peer() -> None:
 class Carrier:
     """A Transport within this process, of which the package knows nothing."""
 
-    name, any_host, listens_everywhere = "carrier", True, False
+    name, any_host, listens_everywhere, by_name_alone = "carrier", True, False, False
 
     def __init__(self) -> None:
         self.owner = FakeArena(0)
@@ -213,7 +223,7 @@ def test_a_registered_transport_has_its_name_accepted_its_options_checked_and_it
     assert PrefillConfig(transport="carrier").transport == "carrier"
     with pytest.raises(ConfigError, match="no carrier goes there"):
         DecodeConfig(transport="carrier", advertise="nowhere", bind="tcp://127.0.0.1:0")
-    with pytest.raises(ConfigError, match="must be auto or one of shm, mooncake, carrier"):
+    with pytest.raises(ConfigError, match="must be auto or one of shm, mooncake, nixl, carrier"):
         PrefillConfig(transport="pigeon")
     (probe,) = (each for each in probes(["23000-23001", "24000-24001"]) if each.name == "carrier")
     assert "2 ranges" in probe.look(None).found  # type: ignore[arg-type]

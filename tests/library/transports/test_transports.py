@@ -1,5 +1,4 @@
-"""What every transport promises, the fake one, shared memory and Mooncake alike, and what tests can ask of the fake
-one."""
+"""What every transport promises, the fake one too, and what tests can ask of the fake one."""
 
 from __future__ import annotations
 
@@ -23,9 +22,11 @@ from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.base import ArenaTransport, WriterTransport, Wrote
-from pdtransfer.transports.mooncake.arena import MooncakeArena
-from pdtransfer.transports.mooncake.settings import why_not
-from pdtransfer.transports.mooncake.writer import MooncakeWriter
+from pdtransfer.transports.engines.arena import EngineArena
+from pdtransfer.transports.engines.library import Library
+from pdtransfer.transports.engines.writer import EngineWriter
+from pdtransfer.transports.mooncake import MooncakeLibrary
+from pdtransfer.transports.nixl import NixlLibrary
 from pdtransfer.transports.options import Network, WriterOptions
 from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.transports.shm.writer import ShmWriter
@@ -102,21 +103,28 @@ async def shm(directory: Path) -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def mooncake(_: Path) -> AsyncIterator[World]:
-    if reason := why_not():
+async def engines(library: Library) -> AsyncIterator[World]:
+    if reason := library.why_not():
         pytest.skip(reason)
     arena, source = ArenaMemory.create(LAYOUT.end, huge_pages="never"), pool()
-    owner = MooncakeArena(arena, Network())
-    options = WriterOptions(pool_address=source.ctypes.data)
-    world = World(owner, partial(MooncakeWriter, (COMPONENT,), options), source, lambda: arena.mapping.array)
+    owner, options = EngineArena(library, arena, Network()), WriterOptions(pool_address=source.ctypes.data)
+    world = World(owner, partial(EngineWriter, library, (COMPONENT,), options), source, lambda: arena.mapping.array)
     yield world
     await world.writer.close()
     await owner.close()
     arena.close()
 
 
+def mooncake(_: Path) -> AbstractAsyncContextManager[World]:
+    return engines(MooncakeLibrary())
+
+
+def nixl(_: Path) -> AbstractAsyncContextManager[World]:
+    return engines(NixlLibrary())
+
+
 def on_each_transport(test: Callable[[World], Awaitable[None]]) -> Callable[..., None]:
-    @pytest.mark.parametrize("transport", [fake, shm, mooncake])
+    @pytest.mark.parametrize("transport", [fake, shm, mooncake, nixl])
     async def case(
         tmp_path_factory: pytest.TempPathFactory, transport: Callable[[Path], AbstractAsyncContextManager[World]]
     ) -> None:

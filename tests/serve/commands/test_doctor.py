@@ -26,7 +26,8 @@ from pdtransfer.probe import Probe, Seen
 from pdtransfer.serve.commands import cli, doctor
 from pdtransfer.serve.commands.probes import builds, cards, host, kernel, network
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
-from pdtransfer.transports.mooncake import MooncakeTransport
+from pdtransfer.transports.engines import probes as engine_probes
+from pdtransfer.transports.mooncake import MooncakeLibrary
 from pdtransfer.transports.mooncake import probes as mooncake
 from tests.support.paths import REPO
 
@@ -367,7 +368,7 @@ def test_ports_of_recently_ended_engines_count_as_used(tmp_path: Path) -> None:
     ended = "   1: 00000000:5209 0200007F:1111 06\n   2: 00000000:5209 0200007F:1112 06\n"  # 21001, of two connections
     sockets = f"{HEAD}   0: 00000000:5208 00000000:0000 0A\n{ended}   3: 00000000:1BBD 00000000:0000 0A\n"
     root = put(tmp_path, proc__net__tcp=sockets, **{EPHEMERAL: "32768\t60999\n"})
-    seen = mooncake.engine_ports(root, DEFAULT)
+    seen = engine_probes.engine_ports(root, DEFAULT)
     assert seen.state == "ok"
     assert "21000 to 21999, 2 of them taken: room for 499 engines, 500 in any minute" in seen.found
 
@@ -396,17 +397,17 @@ def test_where_daemons_cannot_close_their_engines_ports_the_reason_and_the_mend_
 
 def test_the_fix_reserves_engine_ports_beside_reserved_ones(tmp_path: Path) -> None:
     files = {EPHEMERAL: "1024\t60999\n"}
-    shared = mooncake.engine_ports(put(tmp_path / "shared", **files), DEFAULT)
+    shared = engine_probes.engine_ports(put(tmp_path / "shared", **files), DEFAULT)
     assert (shared.state, shared.mend) == ("warn", "sysctl -w net.ipv4.ip_local_reserved_ports=21000-21999")
     for kept, state in {"8080": "warn", "21000-21998": "warn", "21000-21999": "ok", "8080,20000-22000": "ok"}.items():
-        seen = mooncake.engine_ports(put(tmp_path / kept, **files, **{RESERVED: f"{kept}\n"}), DEFAULT)
+        seen = engine_probes.engine_ports(put(tmp_path / kept, **files, **{RESERVED: f"{kept}\n"}), DEFAULT)
         assert seen.state == state, kept
         assert seen.mend.partition("=")[2] == (f"{kept},21000-21999" if state == "warn" else "")
 
 
 @pytest.mark.parametrize(("ports", "state"), [("21000-21238", "warn"), ("21000-21239", "ok"), ("65500-65531", "warn")])
 def test_a_range_that_the_engines_of_a_minute_may_fill_is_a_warning(ports: str, state: str, tmp_path: Path) -> None:
-    seen = mooncake.engine_ports(tmp_path, [port_range("ports", ports)])
+    seen = engine_probes.engine_ports(tmp_path, [port_range("ports", ports)])
     assert seen.state == state
     assert " to ".join(ports.split("-")) in seen.found
     if state == "warn":
@@ -414,7 +415,7 @@ def test_a_range_that_the_engines_of_a_minute_may_fill_is_a_warning(ports: str, 
         assert f"room for {(int(last) - int(first) + 1) // 2} engines" in seen.found
         mended = seen.mend.split()[1]
         assert "up to 120 engines a minute" in seen.found, "a greeting each 2 s, four engines each"
-        assert mooncake.engine_ports(tmp_path, [port_range("ports", mended)]).state == "ok"
+        assert engine_probes.engine_ports(tmp_path, [port_range("ports", mended)]).state == "ok"
 
 
 def test_doctor_checks_the_ports_from_flag_environment_or_file(
@@ -426,7 +427,7 @@ def test_doctor_checks_the_ports_from_flag_environment_or_file(
         looked.append(ranges)
         return probes.ok("fine")
 
-    monkeypatch.setattr(mooncake, "engine_ports", look)
+    monkeypatch.setattr(engine_probes, "engine_ports", look)
     monkeypatch.setattr(doctor, "PROBES", ())
     file = tmp_path / "p.toml"
     file.write_text('transport_ports = "23000-23999"\n[decode]\ntransport_ports = "22000-22031"\n')
@@ -449,7 +450,7 @@ def wheels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     installed = {"mooncake-transfer-engine-non-cuda": "1.2"}
     monkeypatch.setattr(mooncake, "_version", lambda name: installed.get(name, ""))
     monkeypatch.setattr(mooncake, "why_not", lambda: "")
-    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: "")
+    monkeypatch.setattr(MooncakeLibrary, "why_not", lambda _: "")
     return installed
 
 
@@ -489,7 +490,7 @@ def test_no_mooncake_two_of_them_and_one_without_its_libraries_are_warnings(
 ) -> None:
     reason = "mooncake cannot be loaded: apt-get install -y libibverbs1 libnuma1"
     monkeypatch.setattr(mooncake, "why_not", lambda: reason)
-    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: reason)
+    monkeypatch.setattr(MooncakeLibrary, "why_not", lambda _: reason)
     for probe in (mooncake.wheel, network.transport):
         assert (probe(ROOT).state, probe(ROOT).mend) == ("warn", "apt-get install -y libibverbs1 libnuma1")
     wheels["mooncake-transfer-engine-cuda13"] = "1.3"

@@ -12,13 +12,13 @@ from pdtransfer.errors import TransportError
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.firewall import Firewall, Guarded
 from pdtransfer.transports import select
-from pdtransfer.transports.mooncake.arena import MooncakeArena
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.engines.arena import EngineArena
+from pdtransfer.transports.engines.library import Library
 from pdtransfer.transports.options import Network
 from tests.support.internals import sessions_of
+from tests.support.libraries import on_each_library
 from tests.support.waiting import on_loop, until
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 SESSION = 7
 
 
@@ -40,9 +40,9 @@ class Rules(Firewall):
 
 
 @asynccontextmanager
-async def arena_behind(rules: Rules) -> AsyncIterator[MooncakeArena]:
+async def arena_behind(rules: Rules, library: Library) -> AsyncIterator[EngineArena]:
     memory = ArenaMemory.create(1 << 20, huge_pages="never")
-    owner = MooncakeArena(memory, Network(guard=rules))
+    owner = EngineArena(library, memory, Network(guard=rules))
     try:
         yield owner
     finally:
@@ -50,10 +50,13 @@ async def arena_behind(rules: Rules) -> AsyncIterator[MooncakeArena]:
         memory.close()
 
 
+@on_each_library
 @on_loop
-async def test_an_engine_serves_nothing_before_its_ports_are_guarded_and_frees_them_when_it_is_dead() -> None:
+async def test_an_engine_serves_nothing_before_its_ports_are_guarded_and_frees_them_when_it_is_dead(
+    library: Library,
+) -> None:
     rules = Rules()
-    async with arena_behind(rules) as owner:
+    async with arena_behind(rules, library) as owner:
         offer = asyncio.create_task(owner.offer(SESSION))
         await until(lambda: rules.ports)
         process = sessions_of(owner)[SESSION].process
@@ -69,12 +72,13 @@ async def test_an_engine_serves_nothing_before_its_ports_are_guarded_and_frees_t
         assert rules.released.is_set()
 
 
+@on_each_library
 @on_loop
-async def test_an_engine_whose_ports_cannot_be_guarded_is_killed() -> None:
+async def test_an_engine_whose_ports_cannot_be_guarded_is_killed(library: Library) -> None:
     rules = Rules()
     rules.refusal = "the firewall's process has ended"
     rules.stand.set()
-    async with arena_behind(rules) as owner:
+    async with arena_behind(rules, library) as owner:
         with pytest.raises(TransportError, match="the firewall's process has ended"):
             await owner.offer(SESSION)
         await until(lambda: sessions_of(owner)[SESSION].process.dead)

@@ -1,7 +1,7 @@
-"""KV that crosses between two hosts, as two network namespaces, over Mooncake's TCP; and every fault that is to be had.
+"""KV that crosses between two hosts, as two network namespaces, over TCP; and every fault that is to be had.
 
-`python -m tests.serve.integration.far_arena FILES` is decode's host, run in a namespace of its own; it starts prefill's
-(two_hosts), and prints what became of rooms, by fault, as a line of JSON.
+`python -m tests.serve.integration.far_arena FILES TRANSPORT` is decode's host, run in a namespace of its own; it
+starts prefill's (two_hosts), and prints what became of rooms, by fault, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from tests.support.waiting import wait_for
 class Decode:
     """Decode's host: rooms of half the arena, one of which is held while the next fault happens."""
 
-    def __init__(self, files: Path) -> None:
+    def __init__(self, files: Path, transport: str) -> None:
         p, d = pair(), pair()
         self.far = Far()
         ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(self.far.process.pid))
         self.link = Link("near", HERE, THERE)
-        bound = self.far.ask({"own": {"public": p.public, "secret": p.secret}, "other": d.public})
+        bound = self.far.ask(
+            {"own": {"public": p.public, "secret": p.secret}, "other": d.public, "transport": transport}
+        )
         self.endpoint, self.target = f"{p.public}@{bound}", pool("page_first", 1, 2 * TOKENS)
         self.source = pool("layer_first", 16, 128)
         self.source.fill(np.arange(self.source.slots))
         self.arena = ArenaMemory.create(len(self.target.memory), huge_pages="never")
         self.client = DecodeClient(
             settings("d", Limits(), keys=d, allowed=known(p=p)), [component(self.target)], self.arena,
-            options=ArenaOptions(socket_directory=files), prefix_cache=False,
+            options=ArenaOptions(socket_directory=files, transport=transport), prefix_cache=False,
         )  # fmt: skip
         self.events: list[RoomReady | RoomFailed] = []
         self.rooms = 0
@@ -114,9 +116,9 @@ class Decode:
 
     def engine(self, number: signal.Signals) -> int:
         """The signal is in force once this returns the process's id."""
-        mooncake = node_of(self.client).transport._made["mooncake"]
-        assert mooncake is not None
-        offered = [each for each in sessions_of(mooncake).values() if not each.revoked and not each.process.dead]
+        transports = node_of(self.client).transport
+        (over,) = (transports._made[name] for name, count in transports.counts.items() if count)
+        offered = [each for each in sessions_of(over).values() if not each.revoked and not each.process.dead]
         [pid] = [each.process.pid for each in offered]  # a room that has its slots has an engine that lands it
         deliver([pid], number)
         return pid
@@ -137,8 +139,8 @@ def total(of: Any, slots: Any, address: int) -> int:
     return found
 
 
-def faults(files: Path) -> dict[str, Any]:
-    it, outcome = Decode(files), dict[str, Any]()
+def faults(files: Path, transport: str) -> dict[str, Any]:
+    it, outcome = Decode(files, transport), dict[str, Any]()
     far, link, nothing = it.far, it.link, lambda _: None
     with it.client:
         wait_for(it.lands, "the first room does not land", PATIENCE_S)
@@ -165,4 +167,4 @@ def faults(files: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     ip("link", "set", "lo", "up")
-    print(json.dumps(faults(Path(sys.argv[1]))))
+    print(json.dumps(faults(Path(sys.argv[1]), sys.argv[2])))

@@ -24,7 +24,7 @@ from pdtransfer.probe import sockets
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.advertised import MOONCAKE, reaches, run, start
 from tests.support.fleets import decode_config, generated, prefill_config
-from tests.support.networks import far_namespace
+from tests.support.networks import OWN_SYS, far_namespace
 from tests.support.waiting import until, wait_for
 
 HERE, THERE, STRANGER = "10.213.84.1", "10.213.84.2", "10.213.84.7"
@@ -67,7 +67,7 @@ async def alike(url: str) -> bool:
     return facts.get("kv_digest") == generated(text).kv_digest.hex()
 
 
-def main(files: Path) -> dict[str, Any]:
+def main(files: Path, transport: str) -> dict[str, Any]:
     run("ip", "link", "set", "lo", "up")
     seen: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -92,13 +92,13 @@ def main(files: Path) -> dict[str, Any]:
         def engines() -> list[int]:
             return sorted({port for state, _, port in sockets(files / "far") if state == LISTENS and port in MOONCAKE})
 
-        made = prefill_config(bind=f"tcp://{HERE}:7101", firewall="off", **keyed["p"])
+        made = prefill_config(bind=f"tcp://{HERE}:7101", firewall="off", transport=transport, **keyed["p"])
         prefill, prefill_pid = start(stack, made, files / "p.log")
         made = decode_config(
-            files / "s", bind=f"tcp://{THERE}:7201", http="127.0.0.1:7301", firewall="on", transport="mooncake",
+            files / "s", bind=f"tcp://{THERE}:7201", http="127.0.0.1:7301", firewall="on", transport=transport,
             **keyed["d"],
         )  # fmt: skip
-        decode, decode_pid = start(stack, made, files / "d.log", *there)
+        decode, decode_pid = start(stack, made, files / "d.log", *there, *OWN_SYS)
         made = RouterConfig(
             listen="127.0.0.1:0", node="r", prefill=(prefill["endpoint"],), decode=(decode["endpoint"],), **keyed["r"]
         )
@@ -126,4 +126,4 @@ def main(files: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2])))

@@ -1,4 +1,4 @@
-"""Decode's own firewall before Mooncake's ports, between two hosts: a peer with a session gets in, nobody else."""
+"""Decode's own firewall before its engines' ports, between two hosts: a peer with a session gets in, nobody else."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake.settings import why_not
-from tests.support.networks import APART, VETH, why_not_apart
+from pdtransfer.transports.registry import TRANSPORTS
+from tests.support.networks import APART, MOUNT_SYS, OWN_SYS, VETH, why_not_apart
 from tests.support.paths import REPO
 
 OWNED = "table inet trial { flags owner\n chain input { type filter hook input priority filter; }\n }\n"
 
 
 @pytest.mark.timeout(150)
-def test_only_the_host_of_a_session_reaches_its_engines_and_only_while_the_session_lives() -> None:
-    if why := why_not() or why_not_apart(f"{VETH} && nft -f -", "nft", "nsenter", text=OWNED):
+@pytest.mark.parametrize("transport", ["mooncake", "nixl"])
+def test_only_the_host_of_a_session_reaches_its_engines_and_only_while_the_session_lives(transport: str) -> None:
+    if why := TRANSPORTS[transport].why_not() or why_not_apart(
+        f"{VETH} && {MOUNT_SYS} && nft -f -", "nft", "nsenter", text=OWNED
+    ):
         pytest.skip(why)
     with tempfile.TemporaryDirectory(prefix="pdt-") as files:  # short, for the sockets in it
-        command = [*APART, sys.executable, "-m", "tests.serve.integration.guarded_decode", files]
+        command = [*APART, *OWN_SYS, sys.executable, "-m", "tests.serve.integration.guarded_decode", files, transport]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False, cwd=REPO)
         logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
     assert ran.returncode == 0, ran.stderr + logs

@@ -45,6 +45,6 @@ def test_a_daemon_of_our_own_engine_loads_nothing_that_it_does_not_use(role: str
             process.kill()
     unused = {"torch", "pdtransfer.hisparse.hot_requests"}
     if role == "prefill":  # on loopback; decode may dial a prefill of another host
-        unused |= {"mooncake", "pdtransfer.transports.mooncake.child"}
+        unused |= {"mooncake", "pdtransfer.transports.engines.child"}
     assert not unused.intersection(found.pop("loaded"))
     assert found == {"collects": True, "frozen": True}

@@ -108,7 +108,8 @@ def rdma(root: Path) -> Seen:
 def transport(root: Path) -> Seen:
     """The transports that a session would choose, and why."""
     here = next(registered.name for registered in TRANSPORTS.values() if not registered.why_not())
-    reasons = {registered.name: registered.why_not() for registered in TRANSPORTS.values() if registered.any_host}
+    beyond = [registered for registered in TRANSPORTS.values() if registered.any_host and not registered.by_name_alone]
+    reasons = {registered.name: registered.why_not() for registered in beyond}
     far = next((name for name, reason in reasons.items() if not reason), "")
     if not far:
         what, _, mend = next(iter(reasons.values())).rpartition(": ")

@@ -1,7 +1,8 @@
-"""The program of an engine's own process: Mooncake's TransferEngine over one piece of shared memory, and nothing else.
+"""The program of an engine's own process: the engines of one library over one piece of shared memory, and nothing else.
 
-It is started by its path and imports nothing of the package but `turns`, by its path as well: a start costs an
-interpreter and the engine. It ends with its parent, whatever ended that. `process` is the parent's half.
+It is started by its path and imports nothing of the package but `turns` and the library's driver, by their paths as
+well: a start costs an interpreter and the engine. It ends with its parent, whatever ended that. `process` is the
+parent's half.
 """
 
 from __future__ import annotations
@@ -14,20 +15,27 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+
+def _loaded(name: str, path: str) -> Any:
+    """The module in this file."""
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 if TYPE_CHECKING or __package__:
     from ..turns import Turns
 else:
-    _spec = spec_from_file_location("turns", os.path.join(os.path.dirname(__file__), "..", "turns.py"))
-    _module = module_from_spec(_spec)
-    _spec.loader.exec_module(_module)
-    Turns = _module.Turns
+    Turns = _loaded("turns", os.path.join(os.path.dirname(__file__), "..", "turns.py")).Turns
 
 HELLO = struct.Struct("<BB")  # READY or LISTENS and a number of ports, which follow; or NOT_READY, and a text follows
 PORT = struct.Struct("<H")
@@ -55,15 +63,52 @@ _LISTEN = "0A"  # the state, in /proc/net/tcp
 _PROT_READ, _PROT_WRITE, _MAP_SHARED, _MAP_FIXED_NOREPLACE = 1, 2, 1, 0x100000
 
 
-def main() -> None:
-    """child.py arena|sender PARENT SOCKET PROTOCOL HOST HELD ENGINES MEMORY BYTES BASE [SENDING...]
+class Engine(Protocol):
+    """One engine of a library: what the class `ENGINE` of its driver does. A call that has failed raises, RuntimeError
+    with a text for people where the library has no better exception."""
 
-    Where HELD is 1, it reports all ports that its engines listen on, and waits for a packet before it goes on.
+    port: int  # that a peer dials
+
+    def __init__(self, host: str, protocol: str, ports: tuple[int, int], *, serves: bool) -> None:
+        """Starts it. It listens on `ports`, first and last, alone. Where it `serves` memory, it has to take what peers
+        write by itself: only an engine that writes is called, about every millisecond while something is in flight."""
+        ...
+
+    def serve(self, address: int, byte_count: int) -> None:
+        """Lets peers write this memory."""
+        ...
+
+    def read(self, address: int, byte_count: int) -> None:
+        """Makes this memory, the ring, ready to be sent from."""
+        ...
+
+    def meet(self, target: str, base: int) -> None:
+        """Shakes hands with the engine at `target`, host:port, now: with a peer that does not answer, it would block
+        every later write. Raises unless memory that begins at `base` is served there."""
+        ...
+
+    def submit(self, operations: Sequence[tuple[int, int, int]]) -> Sequence[tuple[Any, int]]:
+        """Starts to write to the peer that it has met: source address, target address and bytes each. Returns the
+        requests that it has made of them, with the bytes of each. What was begun before it raised is unknown."""
+        ...
+
+    def landed(self, request: Any) -> bool:
+        """Whether all of a request is in the peer's memory; False while it is under way. A request that has landed is
+        over. Raises where it has failed: then any part of it may still be written, until the peer's process is dead."""
+        ...
+
+
+def main() -> None:
+    """child.py arena|sender PARENT SOCKET DRIVER PROTOCOL HOST FIRST LAST HELD ENGINES MEMORY BYTES BASE [SENDING...]
+
+    DRIVER is the file of the library's ENGINE, whose ports are FIRST to LAST. Where HELD is 1, it reports all ports
+    that its engines listen on, and waits for a packet before it goes on.
     SENDING is POOL POOL_BYTES TARGET_BASE TARGET...
     A sender has one engine for each target; the targets are engines of one process that have the same memory. POOL is
     -1 for none. Where not all ENGINES can be started, it works with those that can.
     """
-    role, parent, number, protocol, host, held, engine_count, memory, byte_count, base, *more = sys.argv[1:]
+    role, parent, number, driver, protocol, host, first, last, held, *numbers = sys.argv[1:]
+    engine_count, memory, byte_count, base, *more = numbers
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
@@ -72,24 +117,28 @@ def main() -> None:
     pipe = socket.socket(fileno=int(number))
     try:
         address = _mapped(libc, int(memory), int(byte_count), int(base))
-        engines = _engines(int(engine_count), host, protocol)
+        start = partial(
+            _loaded("driver", driver).ENGINE, host, protocol, (int(first), int(last)), serves=role == "arena"
+        )
+        engines = _engines(int(engine_count), start)
         if held == "1" and not _let_go(pipe):
             return
         if role == "sender":
             pool, pool_bytes, target_base, *targets = more
+            pool_address = _pool(libc, int(pool), int(pool_bytes))
             lines = _lines(engines, targets, int(target_base))
-            source = _Source(address, int(byte_count), _pool(libc, int(pool), int(pool_bytes)))
-            serve = _Sender(lines, pipe, source).serve
-        else:
-            serve = partial(_enter, libc, pipe, int(memory), address, int(byte_count))
-        if role == "arena" or protocol != "tcp":  # TCP reads its source without registration
             for engine in engines:
-                _check("register_memory", engine.register_memory(address, int(byte_count)))
+                engine.read(address, int(byte_count))
+            serve = _Sender(lines, pipe, _Source(address, int(byte_count), pool_address)).serve
+        else:
+            for engine in engines:
+                engine.serve(address, int(byte_count))
+            serve = partial(_enter, libc, pipe, int(memory), address, int(byte_count))
     except Exception as error:  # noqa: BLE001 (whatever it is, the parent gets it)
-        text = f"{type(error).__name__}: {error}" if not isinstance(error, _NotReadyError) else str(error)
+        text = f"{type(error).__name__}: {error}" if not isinstance(error, RuntimeError) else str(error)
         pipe.send(HELLO.pack(NOT_READY, 0) + text.encode()[:400])
         return
-    ports = b"".join(PORT.pack(engine.get_rpc_port()) for engine in engines)
+    ports = b"".join(PORT.pack(engine.port) for engine in engines)
     pipe.send(HELLO.pack(READY, len(engines)) + ports)
     serve()
     os._exit(0)  # destroying an engine takes a second, for nothing
@@ -122,10 +171,6 @@ def _listening() -> list[int]:
     return sorted(ports)
 
 
-class _NotReadyError(Exception):
-    pass
-
-
 def _mapped(libc: Any, fd: int, byte_count: int, base: int, access: int = _PROT_READ | _PROT_WRITE) -> int:
     libc.mmap.argtypes = (
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
@@ -134,7 +179,7 @@ def _mapped(libc: Any, fd: int, byte_count: int, base: int, access: int = _PROT_
     flags = _MAP_SHARED | (_MAP_FIXED_NOREPLACE if base else 0)
     address = libc.mmap(base, byte_count, access, flags, fd, 0)
     if address == ctypes.c_void_p(-1).value or (base and address != base):
-        raise _NotReadyError(f"{byte_count} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
+        raise RuntimeError(f"{byte_count} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
     return address
 
 
@@ -165,26 +210,15 @@ def _enter(libc: Any, pipe: socket.socket, fd: int, address: int, byte_count: in
     pipe.recv(1)  # returns when the parent closes it
 
 
-def _engines(count: int, host: str, protocol: str) -> list[Any]:
+def _engines(count: int, start: Callable[[], Engine]) -> list[Engine]:
     """As many engines as there are ports for, at least one."""
-    engines = [_engine(host, protocol)]
+    engines = [start()]
     while len(engines) < count:
         try:
-            engines.append(_engine(host, protocol))
-        except _NotReadyError:
+            engines.append(start())
+        except RuntimeError:
             break
     return engines
-
-
-def _engine(host: str, protocol: str) -> Any:
-    engine: Any = import_module("mooncake.engine").TransferEngine()  # it has no types, and may not be installed
-    _check("initialize", engine.initialize(host, "P2PHANDSHAKE", protocol, ""))
-    return engine
-
-
-def _check(what: str, status: int) -> None:
-    if status:
-        raise _NotReadyError(f"{what} answers {status}")
 
 
 class _SlotBatch:
@@ -214,18 +248,13 @@ class _Source:
 
 
 class _EngineLine:
-    """One engine, and the peer's engine that it writes through. Each has one thread, so several use more cores."""
+    """One engine, which has met the peer's engine that it writes through. Each has one thread, so several use more
+    cores."""
 
-    def __init__(self, engine: Any, target: str, window: int) -> None:
-        self._engine, self._target, self._window = engine, target, window
-        self._flying: deque[tuple[int, int, _SlotBatch]] = deque()  # number, bytes
+    def __init__(self, engine: Engine, window: int) -> None:
+        self._engine, self._window = engine, window
+        self._flying: deque[tuple[Any, int, _SlotBatch]] = deque()  # request, bytes
         self.byte_count = 0  # in flight
-
-    def meet(self, base: int) -> None:
-        """Shakes hands now: with a peer that does not answer, it would block every later write."""
-        found: int = self._engine.get_first_buffer_address(self._target)
-        if found != base:
-            raise _NotReadyError(f"no engine with this arena answers at {self._target}")
 
     @property
     def wait_s(self) -> float | None:
@@ -235,31 +264,39 @@ class _EngineLine:
         return _POLL_S if 2 * self.byte_count < self._window else _POLL_FULL_S
 
     @property
-    def full(self) -> bool:
-        return self.byte_count >= self._window or len(self._flying) >= WINDOW_OPERATIONS
+    def room(self) -> int:
+        """How many more operations it takes."""
+        return WINDOW_OPERATIONS - len(self._flying)
 
-    def submit(self, batch: _SlotBatch, source: int, there: int, byte_count: int) -> bool:
-        """Whether the engine has accepted it."""
-        number: int = self._engine.transfer_submit_write(self._target, source, there, byte_count)
-        if number <= 0:
+    @property
+    def full(self) -> bool:
+        return self.byte_count >= self._window or self.room <= 0
+
+    def submit(self, batch: _SlotBatch, operations: list[tuple[int, int, int]]) -> bool:
+        """Whether the engine has accepted them: source address, target address, bytes."""
+        try:
+            requests = self._engine.submit(operations)
+        except Exception:  # noqa: BLE001 (whatever the library raises)
             return False
-        self._flying.append((number, byte_count, batch))
-        batch.flying += 1
-        self.byte_count += byte_count
+        for request, byte_count in requests:
+            self._flying.append((request, byte_count, batch))
+            batch.flying += 1
+            self.byte_count += byte_count
         return True
 
     def poll(self, over: Callable[[_SlotBatch], None]) -> _SlotBatch | None:
         """Polls the oldest operations and drops finished ones. Returns the batch of the first that failed, and polls no
         operation behind it."""
-        pending: list[tuple[int, int, _SlotBatch]] = []
+        pending: list[tuple[Any, int, _SlotBatch]] = []
         while self._flying and len(pending) < _PENDING_SEEN_MAX:
-            number, byte_count, batch = each = self._flying.popleft()
-            status = self._engine.transfer_check_status(number)
-            if status == 0:
-                pending.append(each)
-                continue
-            if status < 0:
+            request, byte_count, batch = flight = self._flying.popleft()
+            try:
+                landed = self._engine.landed(request)
+            except Exception:  # noqa: BLE001 (whatever the library raises)
                 return batch
+            if not landed:
+                pending.append(flight)
+                continue
             self.byte_count -= byte_count
             batch.flying -= 1
             if not batch.flying and not batch.operations:
@@ -268,13 +305,12 @@ class _EngineLine:
         return None
 
 
-def _lines(engines: list[Any], targets: list[str], base: int) -> list[_EngineLine]:
+def _lines(engines: list[Engine], targets: list[str], base: int) -> list[_EngineLine]:
     """One for each target, for the first of them where there are fewer engines. All have shaken hands."""
+    for engine, target in zip(engines, targets, strict=False):
+        engine.meet(target, base)
     window = max(WINDOW_BYTES // len(engines), _WINDOW_BYTES_MIN)
-    lines = [_EngineLine(engine, target, window) for engine, target in zip(engines, targets, strict=False)]
-    for line in lines:
-        line.meet(base)
-    return lines
+    return [_EngineLine(engine, window) for engine in engines[: len(targets)]]
 
 
 class _Sender:
@@ -331,19 +367,27 @@ class _Sender:
             batches, left = queue.items, CHUNK_BYTES
             while batches and left > 0 and not line.full:
                 batch = batches[0]
-                source, there, byte_count = batch.operations.popleft()
-                if byte_count > CHUNK_BYTES:
-                    rest = source + CHUNK_BYTES, there + CHUNK_BYTES, byte_count - CHUNK_BYTES
-                    batch.operations.appendleft(rest)
-                    byte_count = CHUNK_BYTES
-                if not line.submit(batch, self._source.address(source), there, byte_count):
+                operations = self._take(batch, left, line.room)
+                if not line.submit(batch, operations):
                     self._unknown(batch)
                     return False
-                left -= byte_count
+                left -= sum(byte_count for _, _, byte_count in operations)
                 if not batch.operations:
                     batches.popleft()
             self._turns.put_back(queue)
         return True
+
+    def _take(self, batch: _SlotBatch, byte_count: int, count: int) -> list[tuple[int, int, int]]:
+        """The next operations of a batch, at most `count`, until they have `byte_count` bytes."""
+        taken: list[tuple[int, int, int]] = []
+        while batch.operations and byte_count > 0 and len(taken) < count:
+            source, there, size = batch.operations.popleft()
+            if size > CHUNK_BYTES:
+                batch.operations.appendleft((source + CHUNK_BYTES, there + CHUNK_BYTES, size - CHUNK_BYTES))
+                size = CHUNK_BYTES
+            taken.append((self._source.address(source), there, size))
+            byte_count -= size
+        return taken
 
     def _next_line(self) -> _EngineLine | None:
         """The line with the least in flight of those that are not full. Small operations fill a line long before their

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.layout.pairing import pair
-from pdtransfer.transports.mooncake.ring import OPERATIONS_MAX, PIECE_BYTES, SLOT_BYTES, Cut, cut
+from pdtransfer.transports.engines.ring import OPERATIONS_MAX, PIECE_BYTES, SLOT_BYTES, Cut, cut
 from tests.support.layout_tensors import Pool, mla
 
 

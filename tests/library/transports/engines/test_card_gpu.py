@@ -18,7 +18,7 @@ from pdtransfer.kernels import driver
 from pdtransfer.kernels import gpu as gpus
 from pdtransfer.transports.gpu_launcher import WriterGpu
 from pdtransfer.transports.mooncake.settings import why_not
-from tests.library.transports.mooncake.far_pair import (
+from tests.library.transports.engines.far_pair import (
     CASES,
     LARGE,
     SESSION,

@@ -16,9 +16,10 @@ from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports.engines.arena import EngineArena
+from pdtransfer.transports.engines.writer import EngineWriter
 from pdtransfer.transports.gpu_launcher import WriterGpu
-from pdtransfer.transports.mooncake.arena import MooncakeArena
-from pdtransfer.transports.mooncake.writer import MooncakeWriter
+from pdtransfer.transports.mooncake import MooncakeLibrary
 from pdtransfer.transports.options import Network, WriterOptions
 from tests.support.client_pair import component
 from tests.support.internals import sessions_of
@@ -47,8 +48,8 @@ class FarPair:
 
     ours: Pool
     wanted: Pool
-    owner: MooncakeArena
-    writer: MooncakeWriter
+    owner: EngineArena
+    writer: EngineWriter
     memory: ArenaMemory
     ended: dict[int, tuple[Outcome, str]]
     checksums: dict[int, int]
@@ -112,10 +113,11 @@ async def far_pair(
     def wrote(order: Write, outcome: Outcome, text: str, checksum: int) -> None:
         ended[order.grant], checksums[order.grant] = (outcome, text), checksum
 
-    writer = MooncakeWriter(
+    writer = EngineWriter(
+        MooncakeLibrary(),
         (component(ours),), WriterOptions(pool_address=address_of(ours)), wrote, gpu=gpu, lost=lost.append
     )  # fmt: skip
-    owner = MooncakeArena(memory, Network())
+    owner = EngineArena(MooncakeLibrary(), memory, Network())
     try:
         yield FarPair(ours, wanted, owner, writer, memory, ended, checksums, lost)
     finally:

@@ -15,7 +15,7 @@ from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import plan
-from pdtransfer.transports.mooncake import ring
+from pdtransfer.transports.engines import ring
 from tests.support.layout_tensors import CANARY, Model, Pool, c4, dsa_index, mha, mla
 
 Fill = Callable[..., Any]

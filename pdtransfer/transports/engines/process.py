@@ -17,7 +17,7 @@ from ...errors import TransportError
 from ..options import Network
 from ..port_guard import GuardedPorts, PortGuard
 from . import child
-from .settings import environment, why_not
+from .library import Library
 
 _READY_SECONDS = 10.0  # an idle host takes 0.1 s; a peer that does not answer the handshake takes all of it
 _REPLIES_BYTES = 4_096
@@ -38,9 +38,9 @@ class Sending:
 
 
 class EngineProcess:
-    """A process of engines over `memory`, a memfd that it maps: one engine for each target of `sending`, or `engines`
-    that receive, or as many of them as can be started. Made and used on the loop's thread; the process dies with it.
-    The network's guard closes the ports to all but the session's peer before anything is served.
+    """A process of a library's engines over `memory`, a memfd that it maps: one engine for each target of `sending`, or
+    `engines` that receive, or as many of them as can be started. Made and used on the loop's thread; the process dies
+    with it. The network's guard closes the ports to all but the session's peer before anything is served.
 
     `received` gets packets of replies. `died` is called once, when the kernel reports that the process is gone: no
     thread of it runs any more, and it writes nothing that it had mapped.
@@ -48,6 +48,7 @@ class EngineProcess:
 
     def __init__(
         self,
+        library: Library,
         network: Network,
         *,
         host: str,
@@ -60,7 +61,7 @@ class EngineProcess:
         received: Callable[[bytes], None] = lambda _: None,
         died: Callable[[], None] = lambda: None,
     ) -> None:
-        if reason := why_not():
+        if reason := library.why_not():
             raise TransportError(reason)
         self._received, self._died = received, died
         self._loop = asyncio.get_running_loop()
@@ -80,21 +81,21 @@ class EngineProcess:
                 self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 undo.callback(self._pipe.close)
                 with theirs:
-                    role, more, passed = "arena", (), [theirs.fileno(), memory]
+                    role, more, passed, dialled = "arena", (), [theirs.fileno(), memory], host
                     if sending is not None:
-                        role = "sender"
+                        role, dialled = "sender", sending.targets[0].rpartition(":")[0]
                         more = sending.pool, sending.pool_bytes, sending.base, *sending.targets
                         passed += [sending.pool] if sending.pool >= 0 else []
                     held = int(network.guard is not None)
                     numbers = self.engines, memory, byte_count, base
                     # By its path: as a module it would import the package first.
-                    command = [sys.executable, "-P", child.__file__, role, os.getpid(), theirs.fileno()]
+                    command = [sys.executable, "-P", child.__file__, role, os.getpid(), theirs.fileno(), library.driver]
                     self._process = subprocess.Popen(  # noqa: S603 (our own file)
-                        list(map(str, (*command, network.protocol, host, held, *numbers, *more))),
+                        list(map(str, (*command, network.protocol, host, *network.ports, held, *numbers, *more))),
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=self._log if self._log >= 0 else subprocess.DEVNULL,
-                        env=environment(network, self.engines),
+                        env=library.environment(network, engines=self.engines, host=dialled),
                         pass_fds=passed,
                     )
                 undo.callback(_end, self._process)

@@ -10,9 +10,9 @@ import pytest
 
 from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.handoff.effects import Outcome
-from pdtransfer.transports.mooncake import ring, writer
+from pdtransfer.transports.engines import ring, writer
 from pdtransfer.transports.mooncake.settings import why_not
-from tests.library.transports.mooncake.far_pair import (
+from tests.library.transports.engines.far_pair import (
     CASES,
     LARGE,
     SESSION,

@@ -1,4 +1,4 @@
-"""Decode's side of Mooncake: each writer gets a process that has the arena registered, and its death is the fence."""
+"""Decode's side of engines: each writer gets a process that has the arena registered, and its death is the fence."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ...errors import ConfigError, TransportError
 from ...memory.arena_memory import ArenaMemory
 from ...wire import Reach
 from ..options import Network
+from .library import Library
 from .process import EngineProcess
-from .settings import check_host, engines_left
+from .settings import REACH_KIND, check_host, engines_left
 
 # Far from where the kernel maps memory of no given place.
 _BASE_FIRST, _BASE_END = 0x1000_0000_0000, 0x5000_0000_0000
@@ -29,16 +30,22 @@ class _Offered:
     revoked: bool = False
 
 
-class MooncakeArena:
+class EngineArena:
     """An ArenaTransport. Make it on the loop's thread, with the arena open until after close.
 
     `lost` is called for a session whose process has died, revoked or not: it is quiet.
     """
 
     def __init__(
-        self, arena: ArenaMemory, network: Network, *, lost: Callable[[int, str], None] = lambda _, __: None
+        self,
+        library: Library,
+        arena: ArenaMemory,
+        network: Network,
+        *,
+        lost: Callable[[int, str], None] = lambda _, __: None,
     ) -> None:
         arena.use("served")
+        self._library = library
         self._arena, self._network, self._lost, self._warned = arena, network, lost, False
         self._sessions: dict[int, _Offered] = {}
         self._ended, self._closing = asyncio.Event(), False
@@ -55,16 +62,16 @@ class MooncakeArena:
         engines = engines_left(self._network, taken=taken)
         host = self._network.host or host or "127.0.0.1"
         try:
-            check_host(host)
+            check_host(self._library.name, host)
         except ConfigError as error:
             raise TransportError(str(error)) from None
         if not self._warned and self._network.guard is None:
-            text = "hosts that reach ports %d to %d of this host can read and write the arena: firewall them"
-            log.warning(text, *self._network.ports)
+            text = "hosts that reach ports %d to %d of this host %s: firewall them"
+            log.warning(text, *self._network.ports, self._library.open_ports)
             self._warned = True
         base, byte_count = self._place(), self._arena.byte_count
         process = EngineProcess(
-            self._network, host=host, memory=self._arena.fd, byte_count=byte_count, base=base,
+            self._library, self._network, host=host, memory=self._arena.fd, byte_count=byte_count, base=base,
             engines=engines, session=session, died=lambda: self._died(session),
         )  # fmt: skip
         offered = self._sessions[session] = _Offered(process)
@@ -72,7 +79,7 @@ class MooncakeArena:
         offered.ready = True
         log.debug("session %#x: engine %d listens at %s:%d", session, process.pid, host, port)
         return Reach(
-            transport="mooncake", host=f"{host}:{port}", address=",".join(map(str, others)), token=b"", base=base,
+            transport=REACH_KIND, host=f"{host}:{port}", address=",".join(map(str, others)), token=b"", base=base,
             arena_bytes=byte_count,
         )  # fmt: skip
 

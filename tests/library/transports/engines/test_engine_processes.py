@@ -1,4 +1,4 @@
-"""Mooncake's engines in processes of their own: what becomes of writes, slots and processes when any of them dies."""
+"""Engines in processes of their own: what becomes of writes, slots and processes when any of them dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,124 +20,39 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from pdtransfer.client.decode_node import DecodeNode
 from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.errors import ConfigError, TransportError
 from pdtransfer.handoff.decode.room_request import RoomRequest
-from pdtransfer.handoff.effects import Outcome, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady, Write
+from pdtransfer.handoff.effects import Outcome, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.handoff.prefill.cells import Cell
-from pdtransfer.layout.layout import Component
 from pdtransfer.limits import ENGINES_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.settings.worker import DecodeConfig
 from pdtransfer.transports import select
-from pdtransfer.transports.mooncake import arena, child, process, writer
-from pdtransfer.transports.mooncake import settings as engine_settings
-from pdtransfer.transports.mooncake.arena import MooncakeArena
-from pdtransfer.transports.mooncake.gather import CopyGatherer
-from pdtransfer.transports.mooncake.ring import SLOT_BYTES, SLOTS, SendRing
+from pdtransfer.transports.engines import arena, child, process, writer
+from pdtransfer.transports.engines import settings as engine_settings
+from pdtransfer.transports.engines.arena import EngineArena
+from pdtransfer.transports.engines.gather import CopyGatherer
+from pdtransfer.transports.engines.library import Library
+from pdtransfer.transports.engines.ring import SLOT_BYTES, SLOTS, SendRing
+from pdtransfer.transports.engines.writer import targets_of
+from pdtransfer.transports.mooncake import MooncakeLibrary
 from pdtransfer.transports.mooncake.settings import why_not
-from pdtransfer.transports.mooncake.writer import MooncakeWriter, targets_of
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
+from tests.library.transports.engines.engine_pair import LARGE, SESSION, SMALL, Both, both, latent, mapped_by, shuffled
 from tests.library.transports.fake_transport import ignore_end
 from tests.support.client_pair import LIMITS, component, settings
 from tests.support.internals import sessions_of
-from tests.support.layout_tensors import CANARY, Pool, bytes_written, mla
+from tests.support.layout_tensors import CANARY, Pool, mla
+from tests.support.libraries import LIBRARIES, on_each_library
 from tests.support.paths import REPO
 from tests.support.processes import command_line, deliver
 from tests.support.session_ends import REACH, identity
 from tests.support.waiting import on_loop, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]  # whole processes
-
-SESSION = 5
-LARGE, SMALL = 4_096, 16  # tokens: 64 MiB, and a quarter
-
-
-def latent(name: str, slots: int) -> Component:
-    return component(Pool(name=name, model=mla(layers=range(14)), page_size=1, slots=slots))
-
-
-def shuffled(run: int) -> NDArray[np.int64]:
-    """LARGE slots in runs of `run`."""
-    starts = np.random.default_rng(7).permutation(LARGE // run) * run
-    return (starts[:, None] + np.arange(run)).reshape(-1)
-
-
-@dataclass
-class Both:
-    """A writer and an arena full of canaries, in this process; their engines are in others."""
-
-    owner: MooncakeArena
-    writer: MooncakeWriter
-    pool: ArenaMemory
-    memory: ArenaMemory
-    target: Component
-    lost: list[int]
-    ended: dict[int, tuple[Outcome, str]]
-
-    async def map(self, session: int = SESSION) -> None:
-        await self.writer.map(session, await self.owner.offer(session), (self.target,))
-
-    def write(self, grant: int, first: int, end: int, session: int = SESSION) -> None:
-        slots = np.arange(first, end)
-        self.write_slots(grant, slots, slots, session)
-
-    def write_slots(
-        self, grant: int, source_slots: NDArray[np.int64], target_slots: NDArray[np.int64], session: int = SESSION
-    ) -> None:
-        order = Write(
-            session=session, grant=grant, room=grant, write=grant, component=0, layers=(0, 14),
-            source_slots=source_slots, target_slots=target_slots,
-        )  # fmt: skip
-        self.writer.write(order)
-
-    def theirs(self, session: int = SESSION) -> int:
-        return sessions_of(self.owner)[session].process.pid
-
-    def ours(self, session: int = SESSION) -> int:
-        process = sessions_of(self.writer)[session].process
-        assert process is not None
-        return process.pid
-
-    def landed(self) -> int:
-        """Bytes that are not canaries."""
-        return bytes_written(self.memory.mapping.array)
-
-
-@asynccontextmanager
-async def both(*, shared: bool = False, engines: tuple[int, int] = (2, 2)) -> AsyncIterator[Both]:
-    """With `shared` the pool is a memfd and laid out like the arena. `engines`: ours, and theirs."""
-    slots = LARGE + SMALL
-    source, target = latent("page_first" if shared else "layer_first", slots), latent("page_first", slots)
-    pool = ArenaMemory.create(source.layout.end, huge_pages="never")
-    memory, lost = ArenaMemory.create(target.layout.end, huge_pages="never"), list[int]()
-    pool.mapping.array[:], memory.mapping.array[:] = 7, CANARY
-    ours, theirs = (Network(streams=each) for each in engines)
-    owner = MooncakeArena(memory, theirs, lost=lambda session, _: lost.append(session))
-    pool_fd = pool.fd if shared else -1
-    ended = dict[int, tuple[Outcome, str]]()
-
-    def wrote(order: Write, outcome: Outcome, text: str, _: int) -> None:
-        ended[order.grant] = outcome, text
-
-    options = WriterOptions(network=ours, pool_address=pool.mapping.address, pool_fd=pool_fd)
-    made = Both(owner, MooncakeWriter((source,), options, wrote), pool, memory, target, lost, ended)
-    try:
-        yield made
-    finally:
-        await made.writer.close()
-        await owner.close()
-        memory.close()
-        pool.close()
-
-
-def mapped_by(pid: int) -> list[tuple[int, str]]:
-    """The files that it has mapped: inode, and how."""
-    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    return [(int(inode), how) for _, how, _, _, inode, *_ in lines]
 
 
 def held_by(pid: int) -> list[int]:
@@ -163,9 +77,12 @@ async def halfway(it: Both) -> None:
     await until(lambda: it.landed() > 0)
 
 
+@on_each_library
 @on_loop
-async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its_fence_drops_the_ring() -> None:
-    async with both() as it:
+async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its_fence_drops_the_ring(
+    library: Library,
+) -> None:
+    async with both(library) as it:
         await it.map()
         deliver([it.ours()], signal.SIGSTOP)  # so that it cannot be through
         it.write(1, 0, LARGE)
@@ -201,9 +118,10 @@ async def test_who_closes_does_not_wait_for_what_an_engine_that_has_died_would_r
         assert not it.lost
 
 
+@on_each_library
 @on_loop
-async def test_revoking_ends_decodes_engine_and_no_byte_changes_from_quiet_on() -> None:
-    async with both() as it:
+async def test_revoking_ends_decodes_engine_and_no_byte_changes_from_quiet_on(library: Library) -> None:
+    async with both(library) as it:
         await it.map()
         await halfway(it)
         it.owner.revoke(SESSION)
@@ -218,9 +136,12 @@ async def test_revoking_ends_decodes_engine_and_no_byte_changes_from_quiet_on() 
         it.owner.forget(SESSION)
 
 
+@on_each_library
 @on_loop
-async def test_decodes_engine_that_is_killed_is_reported_and_ends_its_writers_writes_as_unknown() -> None:
-    async with both() as it:
+async def test_decodes_engine_that_is_killed_is_reported_and_ends_its_writers_writes_as_unknown(
+    library: Library,
+) -> None:
+    async with both(library) as it:
         await it.map()
         deliver([it.theirs()], signal.SIGSTOP)
         it.write(1, 0, LARGE)
@@ -232,10 +153,13 @@ async def test_decodes_engine_that_is_killed_is_reported_and_ends_its_writers_wr
         assert it.owner.quiet(SESSION)
 
 
+@on_each_library
 @on_loop
-async def test_a_frozen_engine_at_either_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frozen_engine_at_either_end_is_not_waited_for(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(writer, "_STALL_SECONDS", 1.0)
-    async with both() as it:
+    async with both(library) as it:
         for session, end in ((1, it.ours), (2, it.theirs)):
             await it.map(session)
             deliver([end(session)], signal.SIGSTOP)
@@ -258,9 +182,10 @@ async def test_a_small_write_behind_a_large_one_ends_before_it() -> None:
         assert {outcome for outcome, _ in it.ended.values()} == {Outcome.LANDED}
 
 
+@on_each_library
 @on_loop
-async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_others_land() -> None:
-    async with both() as it:
+async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_others_land(library: Library) -> None:
+    async with both(library) as it:
         await it.map()
         deliver([it.ours()], signal.SIGSTOP)
         it.write(1, 0, LARGE)
@@ -356,10 +281,11 @@ async def test_an_engine_that_reports_what_makes_no_sense_is_ended(reply: bytes)
         await it.writer.fence(SESSION)
 
 
+@on_each_library
 @pytest.mark.parametrize("engines", [(1, 3), (3, 1), (3, 3)])
 @on_loop
-async def test_a_session_has_as_many_engines_as_both_sides_take(engines: tuple[int, int]) -> None:
-    async with both(engines=engines) as it:
+async def test_a_session_has_as_many_engines_as_both_sides_take(library: Library, engines: tuple[int, int]) -> None:
+    async with both(library, engines=engines) as it:
         reach = await it.owner.offer(SESSION)
         assert len(targets_of(reach)) == engines[1]
         await it.writer.map(SESSION, reach, (it.target,))
@@ -465,12 +391,13 @@ async def test_a_session_goes_on_with_the_engines_that_there_are_ports_for(
             assert it.ended[1] == (Outcome.LANDED, "")
 
 
+@on_each_library
 @on_loop
-async def test_a_session_for_which_there_is_no_port_is_refused() -> None:
+async def test_a_session_for_which_there_is_no_port_is_refused(library: Library) -> None:
     with ExitStack() as stack:
-        async with both() as it:
+        async with both(library) as it:
             it.owner._network = Network(streams=4, ports=few_ports(1, stack))
-            with pytest.raises(TransportError, match="initialize answers"):
+            with pytest.raises(TransportError, match=r"initialize answers|no port from"):
                 await it.owner.offer(SESSION)
 
 
@@ -515,11 +442,12 @@ async def test_an_engine_that_dies_while_its_ring_is_prepared_maps_nothing(monke
         assert not sessions_of(it.writer)
 
 
+@on_each_library
 @on_loop
 async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_within_the_bound(
-    monkeypatch: pytest.MonkeyPatch,
+    library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with both() as it:
+    async with both(library) as it:
         reach = await it.owner.offer(1)
         monkeypatch.setattr(process, "_READY_SECONDS", 1.0)
         host, _, port = reach.host.partition(":")
@@ -544,7 +472,7 @@ async def test_an_address_that_no_engine_can_be_reached_by_is_refused_with_the_t
         DecodeConfig(transport="mooncake", advertise="::1")
     assert DecodeConfig(transport="auto", advertise="::1").advertise == "::1"
     memory = ArenaMemory.create(4096, huge_pages="never")
-    owner = MooncakeArena(memory, Network(host="::1"))
+    owner = EngineArena(MooncakeLibrary(), memory, Network(host="::1"))
     with pytest.raises(TransportError, match="transport mooncake is reached by"):
         await owner.offer(1)
     assert not sessions_of(owner)
@@ -555,13 +483,15 @@ async def test_an_address_that_no_engine_can_be_reached_by_is_refused_with_the_t
 _ORPHAN = """
 import asyncio, os, sys
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.transports.mooncake.arena import MooncakeArena
+from pdtransfer.transports.engines.arena import EngineArena
+from pdtransfer.transports.mooncake import MooncakeLibrary
+from pdtransfer.transports.nixl import NixlLibrary
 from pdtransfer.transports.options import Network
 async def main():
     secret = os.open("/etc/hostname", os.O_RDONLY)
     os.set_inheritable(secret, True)
     arena = ArenaMemory.create(4096, huge_pages="never")
-    owner = MooncakeArena(arena, Network())
+    owner = EngineArena(MooncakeLibrary(), arena, Network())
     await owner.offer(1)
     print(owner._sessions[1].process.pid, flush=True)
     sys.stdin.read()
@@ -594,19 +524,20 @@ TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=
 
 
 class Nodes:
-    """A prefill and a decode node on this very loop, whose KV goes over Mooncake, and what they tell."""
+    """A prefill and a decode node on this very loop, whose KV goes over `transport`, and what they tell."""
 
-    def __init__(self, memory: ArenaMemory) -> None:
+    def __init__(self, memory: ArenaMemory, transport: str) -> None:
+        self.transport = transport
         SOURCE.fill(np.arange(SOURCE.slots))
         self.events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
         self.events_d: list[RoomReady | RoomFailed] = []
         self.prefill = PrefillNode(
             settings("p", LIMITS), [component(SOURCE)], self.events_p.append,
-            writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data, transport="mooncake"),
+            writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data, transport=transport),
         )  # fmt: skip
         self.decode = DecodeNode(
             settings("d", LIMITS), [component(TARGET)], memory, self.events_d.append, verify=True, prefix_cache=False,
-            options=ArenaOptions(transport="mooncake"),
+            options=ArenaOptions(transport=transport),
         )  # fmt: skip
         self.memory, self.endpoint, self.rooms = memory, "", 0
 
@@ -638,16 +569,16 @@ class Nodes:
         return isinstance(await self.ended(room), RoomReady)
 
     def engine(self, side: DecodeNode | PrefillNode) -> int:
-        over = side.transport._made["mooncake"]
+        over = side.transport._made[self.transport]
         (session,) = sessions_of(over).values()
         return session.process.pid
 
 
 @asynccontextmanager
-async def nodes() -> AsyncIterator[Nodes]:
+async def nodes(library: Library = LIBRARIES[0]) -> AsyncIterator[Nodes]:
     memory = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
     memory.mapping.array[:] = CANARY
-    made = Nodes(memory)
+    made = Nodes(memory, library.name)
     made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
     try:
         yield made
@@ -657,21 +588,23 @@ async def nodes() -> AsyncIterator[Nodes]:
         memory.close()
 
 
+@on_each_library
 @on_loop
-async def test_rooms_cross_and_are_verified_and_both_nodes_count_the_session() -> None:
-    async with nodes() as it:
+async def test_rooms_cross_and_are_verified_and_both_nodes_count_the_session(library: Library) -> None:
+    async with nodes(library) as it:
         assert await it.lands()
         assert it.decode.core.post_landing.matched == 1
-        assert it.decode.transport.counts["mooncake"] == it.prefill.transport.counts["mooncake"] == 1
+        assert it.decode.transport.counts[library.name] == it.prefill.transport.counts[library.name] == 1
 
 
+@on_each_library
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @on_loop
 async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come_back_for_the_next(
-    side: str, signal_number: int, monkeypatch: pytest.MonkeyPatch
+    library: Library, side: str, signal_number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with nodes() as it:
+    async with nodes(library) as it:
         assert await it.lands()
         monkeypatch.setattr(writer, "_STALL_SECONDS", 1.0)
         room = it.begin()
@@ -758,7 +691,7 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(TransportError, match="no process for an engine: too many"):
             process.EngineProcess(
-                Network(), host="127.0.0.1", memory=ring.fd, byte_count=ring.byte_count,
+                MooncakeLibrary(), Network(), host="127.0.0.1", memory=ring.fd, byte_count=ring.byte_count,
                 sending=process.Sending(targets=("127.0.0.1:1",), base=1),
             )  # fmt: skip
         assert len(os.listdir("/proc/self/fd")) == before

@@ -1,4 +1,4 @@
-"""Prefill's side of Mooncake: this process gathers rows into a session's ring, and the session's process sends them.
+"""Prefill's side of engines: this process gathers rows into a session's ring, and the session's process sends them.
 
 Where a write's outcome is unknown, its process may still send from the ring, which is dropped with it. The process may
 also read a pool in a memfd: then a write has ended only once its outcome is known, or the process is dead.
@@ -28,9 +28,10 @@ from ..options import WriterOptions
 from ..turns import Turns
 from . import child
 from .gather import CopyGatherer, Gather, Gatherer, GatherWork, LaunchGatherer, RingJob
+from .library import Library
 from .process import EngineProcess, Sending
 from .ring import Cut, SendRing
-from .settings import engines_left
+from .settings import REACH_KIND, engines_left
 
 _PORTS = re.compile(r"([1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*)?")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}:[1-9][0-9]{0,4}")
@@ -44,7 +45,7 @@ _lost: list[SendRing] = []  # a GPU may write these as long as this process live
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class MooncakeSession:
+class EngineSession:
     """One arena, and the process that writes there."""
 
     id: int
@@ -101,7 +102,7 @@ class MooncakeSession:
             del self.held[grant]
 
 
-class MooncakeWriter:
+class EngineWriter:
     """A WriterTransport. Make it on the loop's thread.
 
     `components` are the pool's own. The pool lies in this process's memory, or in that of `gpu`, and stays until after
@@ -110,6 +111,7 @@ class MooncakeWriter:
 
     def __init__(
         self,
+        library: Library,
         components: tuple[Component, ...],
         options: WriterOptions,
         wrote: Wrote,
@@ -117,19 +119,17 @@ class MooncakeWriter:
         gpu: WriterGpu | None = None,
         lost: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._components = {component.name: component for component in components}
+        self._library, self._components = library, {component.name: component for component in components}
         self._network, self._wrote, self._lost = options.network, wrote, lost
         self._loop = asyncio.get_running_loop()
-        self._pool_fd = (
-            options.pool_fd if self._network.protocol == "tcp" else -1
-        )  # else what is read has to be registered
+        self._pool_fd = options.pool_fd if library.reads_pool(self._network) else -1
         self._gatherer: Gatherer = (
             CopyGatherer(options.pool_address, options.copy_threads, self._gathered)
             if gpu is None
             else LaunchGatherer(gpu, options.pool_address, self._components, self._gathered)
         )
-        self._sessions: dict[int, MooncakeSession] = {}
-        self._ending: set[MooncakeSession] = set()  # unmapped, but not gone
+        self._sessions: dict[int, EngineSession] = {}
+        self._ending: set[EngineSession] = set()  # unmapped, but not gone
         self._closing = False
 
     async def map(
@@ -148,14 +148,15 @@ class MooncakeWriter:
         sessions = (*self._sessions.values(), *self._ending)
         taken = sum(each.process.engines for each in sessions if each.process is not None)
         engines = engines_left(self._network, taken=taken)
-        mapped = self._sessions[session] = MooncakeSession(
+        mapped = self._sessions[session] = EngineSession(
             id=session, reach=reach, components=components, pairings=pairings, ring=SendRing(), gatherer=self._gatherer
         )
         mapped.straight = self._pool_fd >= 0
         try:
             pool_bytes = os.fstat(self._pool_fd).st_size if mapped.straight else 0
             process = mapped.process = EngineProcess(
-                self._network, host="127.0.0.1", memory=mapped.ring.fd, byte_count=mapped.ring.byte_count,
+                self._library, self._network, host="127.0.0.1",
+                memory=mapped.ring.fd, byte_count=mapped.ring.byte_count,
                 sending=Sending(
                     targets=targets[:engines], base=reach.base, pool=self._pool_fd, pool_bytes=pool_bytes
                 ),
@@ -186,7 +187,7 @@ class MooncakeWriter:
             if not mapped.jobs:
                 self._leave(mapped)
 
-    def _leave(self, mapped: MooncakeSession) -> None:
+    def _leave(self, mapped: EngineSession) -> None:
         if self._sessions.get(mapped.id) is mapped:
             del self._sessions[mapped.id]
             self._ending.add(mapped)
@@ -196,7 +197,7 @@ class MooncakeWriter:
             mapped.process.kill()
         self._drop(mapped)
 
-    def _drop(self, mapped: MooncakeSession) -> None:
+    def _drop(self, mapped: EngineSession) -> None:
         if mapped not in self._ending or not mapped.gone:
             return
         if not mapped.dropped:
@@ -208,7 +209,7 @@ class MooncakeWriter:
         self._ending.remove(mapped)
         mapped.quiet.set()
 
-    def _apart(self, mapped: MooncakeSession, step: Callable[[SendRing], None], ring: SendRing) -> asyncio.Future[None]:
+    def _apart(self, mapped: EngineSession, step: Callable[[SendRing], None], ring: SendRing) -> asyncio.Future[None]:
         """Runs a step on a session's ring in a thread; the ring stays until the step has ended."""
 
         def done(step: asyncio.Future[None]) -> None:
@@ -246,7 +247,7 @@ class MooncakeWriter:
         mapped.turns.add(order.grant, job)
         self._advance(mapped)
 
-    def _advance(self, mapped: MooncakeSession) -> None:
+    def _advance(self, mapped: EngineSession) -> None:
         """Gives the free slots of the ring to grants, in turn."""
         ring = mapped.ring
         while ring.free and (queue := mapped.turns.take(mapped.may_take)) is not None:
@@ -261,12 +262,12 @@ class MooncakeWriter:
             if job.cut.last(piece, len(job.order.source_slots)):
                 self._exhaust(mapped, job)
 
-    def _exhaust(self, mapped: MooncakeSession, job: RingJob) -> None:
+    def _exhaust(self, mapped: EngineSession, job: RingJob) -> None:
         """Ends the turns of a job whose pieces are all taken, or that is to end."""
         job.exhausted = True
         mapped.turns.remove(job.order.grant, job)
 
-    def _fail(self, mapped: MooncakeSession, job: RingJob, text: str) -> None:
+    def _fail(self, mapped: EngineSession, job: RingJob, text: str) -> None:
         """Gathers no more of it."""
         job.fail(text)
         self._exhaust(mapped, job)
@@ -289,7 +290,7 @@ class MooncakeWriter:
         self._advance(mapped)
         self._settle(mapped, job)
 
-    def _send(self, mapped: MooncakeSession, job: RingJob, gather: Gather) -> None:
+    def _send(self, mapped: EngineSession, job: RingJob, gather: Gather) -> None:
         assert mapped.process is not None
         table, count = mapped.ring.write_table(gather.slot, gather.runs, mapped.reach.base, straight=job.straight)
         if not mapped.batches:
@@ -300,7 +301,7 @@ class MooncakeWriter:
         mapped.batches[gather.slot] = job
         mapped.process.send(child.ORDER.pack(child.PUT, gather.slot, count, table, job.order.grant))
 
-    def _on_replies(self, mapped: MooncakeSession, packet: bytes) -> None:
+    def _on_replies(self, mapped: EngineSession, packet: bytes) -> None:
         mapped.last_reply = self._loop.time()
         whole = len(packet) % child.REPLY.size == 0
         for kind, slot in child.REPLY.iter_unpack(packet) if whole else [(child.UNKNOWN, 0)]:
@@ -316,7 +317,7 @@ class MooncakeWriter:
             self._settle(mapped, job)
         self._advance(mapped)
 
-    def _watch(self, mapped: MooncakeSession) -> None:
+    def _watch(self, mapped: EngineSession) -> None:
         """Gives up on an engine that does not reply, because it is stopped or in a deadlock."""
         mapped.watch = None
         if mapped.process is None or mapped.broken or not mapped.batches:
@@ -329,7 +330,7 @@ class MooncakeWriter:
             else:
                 mapped.watch = self._loop.call_later(_LOOK_SECONDS, self._watch, mapped)
 
-    def _died(self, mapped: MooncakeSession) -> None:
+    def _died(self, mapped: EngineSession) -> None:
         if self._sessions.get(mapped.id) is mapped:
             self._break(mapped, f"the engine that writes to {mapped.reach.host} has ended")
             if mapped.up and not mapped.leaving:
@@ -338,7 +339,7 @@ class MooncakeWriter:
             self._settle(mapped, job)  # what waited for this
         self._drop(mapped)
 
-    def _break(self, mapped: MooncakeSession, text: str) -> None:
+    def _break(self, mapped: EngineSession, text: str) -> None:
         """Ends every write of a session that cannot report outcomes any more, those that were sent as unknown."""
         if mapped.broken:
             return
@@ -349,7 +350,7 @@ class MooncakeWriter:
             self._fail(mapped, job, text)
             self._settle(mapped, job)
 
-    def _settle(self, mapped: MooncakeSession, job: RingJob) -> None:
+    def _settle(self, mapped: EngineSession, job: RingJob) -> None:
         """Reports a job that has ended."""
         grant = job.order.grant
         jobs = mapped.jobs.get(grant, set[RingJob]())
@@ -401,7 +402,7 @@ class MooncakeWriter:
         await self._gatherer.close()
 
 
-def _check_wanted(mapped: MooncakeSession) -> None:
+def _check_wanted(mapped: EngineSession) -> None:
     if mapped.leaving:
         raise TransportError("the session was unmapped while its arena was being mapped")
     if mapped.broken:
@@ -419,8 +420,8 @@ def _close(ring: SendRing) -> None:
 
 def targets_of(reach: Reach) -> tuple[str, ...]:
     """The engines, host:port each, that reach an arena. Raises TransportError for a Reach of another kind."""
-    if reach.transport != "mooncake":
-        raise TransportError(f"transport {reach.transport!r}, must be mooncake")
+    if reach.transport != REACH_KIND:
+        raise TransportError(f"transport {reach.transport!r}, must be {REACH_KIND}")
     # A peer chose this text: the engine must take it for nothing but a host and a port.
     if not _HOST.fullmatch(reach.host):
         raise TransportError(f"host {reach.host!r}: must be a name or an IPv4 address, and a port")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import socket
+from collections.abc import Sequence
 
 import numpy as np
 
-from pdtransfer.transports.mooncake.child import (
+from pdtransfer.transports.engines.child import (
     CHUNK_BYTES,
     OPERATION,
     ORDER,
@@ -27,18 +28,20 @@ class Engine:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
 
-    def transfer_submit_write(self, *_: object) -> int:
-        return next(self._numbers)
+    port = 1
 
-    def transfer_check_status(self, _: int) -> int:
-        return 0
+    def submit(self, operations: Sequence[tuple[int, int, int]]) -> Sequence[tuple[int, int]]:
+        return [(next(self._numbers), byte_count) for _, _, byte_count in operations]
+
+    def landed(self, _: int) -> bool:
+        return False
 
 
 class Sending:
     """A sender of two lines, with memory for orders."""
 
     def __init__(self) -> None:
-        self.lines = [_EngineLine(Engine(), "there", WINDOW) for _ in range(2)]
+        self.lines = [_EngineLine(Engine(), WINDOW) for _ in range(2)]
         self._memory = np.zeros(1 << 20, np.uint8)
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.theirs, self._slots, self._written = theirs, itertools.count(), 0

@@ -1,0 +1,64 @@
+"""Engines of a library, for arenas of other hosts: a process of engines for each session, on either side.
+
+No return code of an engine proves that a write has stopped. The death of decode's process does: it alone has the arena
+registered, and what it has not copied by then is in sockets that are gone with it. A Library brings what is specific to
+one, above all the `ENGINE` of its driver; two sides of a session have the same library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...memory.arena_memory import ArenaMemory
+from ...probe import Probe
+from ..base import ArenaTransport, Components, LostArena, LostWriter, WakeHint, WriterTransport, Wrote
+from ..options import ArenaOptions, Network, WriterOptions
+from .library import Library
+from .settings import check_host
+
+if TYPE_CHECKING:
+    from ..gpu_launcher import WriterGpu
+
+
+class EngineTransport:
+    """A Transport."""
+
+    any_host, listens_everywhere = True, True
+
+    def __init__(self, library: Library) -> None:
+        self.name, self.by_name_alone, self._library = library.name, library.by_name_alone, library
+
+    def why_not(self) -> str:
+        return self._library.why_not()
+
+    def check(self, network: Network) -> None:
+        check_host(self.name, network.host)
+
+    def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:
+        from .arena import EngineArena
+
+        del hbm_direct  # all rows land in the arena
+        return EngineArena(self._library, memory, options.network, lost=lost)
+
+    def writer(
+        self,
+        components: Components,
+        options: WriterOptions,
+        *,
+        gpu: WriterGpu | None,
+        wrote: Wrote,
+        lost: LostWriter,
+        wake_hint: WakeHint,
+    ) -> WriterTransport:
+        from .writer import EngineWriter
+
+        del wake_hint  # its writes wait for no gate
+        return EngineWriter(self._library, components, options, wrote, gpu=gpu, lost=lost)
+
+    def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
+        from .probes import engine_ports
+
+        look = partial(engine_ports, ranges=ports)
+        return self._library.probe(), Probe("engine ports", look, "sysctl net.ipv4.ip_local_port_range")

@@ -1,0 +1,37 @@
+"""NIXL's agent as a library of engines: its UCX backend, by TCP or RDMA.
+
+Over TCP, UCX checks neither the address nor a key of what a peer writes and reads: SECURITY.md.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ...probe import Probe
+from ..options import Network
+from .settings import INSTALL, environment, why_not
+
+
+class NixlLibrary:
+    """A Library."""
+
+    name, driver = "nixl", os.path.join(os.path.dirname(__file__), "driver.py")
+
+    by_name_alone = True  # over TCP, UCX writes and reads any address of the process that a peer names
+    open_ports = "can read and write the arena, and run code as this user"
+
+    def reads_pool(self, network: Network) -> bool:
+        del network
+        return False  # for the same reason: its process has no memory but the arena, or the send ring
+
+    def why_not(self) -> str:
+        return why_not()
+
+    def environment(self, network: Network, *, engines: int, host: str) -> dict[str, str]:
+        del engines
+        return environment(network, host=host)
+
+    def probe(self) -> Probe:
+        from .probes import package
+
+        return Probe("NIXL", package, INSTALL)

@@ -1,0 +1,66 @@
+"""What NIXL's agent needs of a host and of a process: a package, and an environment."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from functools import cache
+from importlib.util import find_spec
+
+from ...environment import child_environment
+from ..options import Network
+from .driver import PACKAGES
+
+# Its packages require torch, of which it uses nothing.
+INSTALL = "pip install --no-deps nixl-cu12"
+
+# Never shared memory: a peer's kernel may write with it what a dead process had mapped.
+_TRANSPORTS = {"tcp": "tcp", "rdma": "ib"}
+
+_ENVIRONMENT = {
+    "UCX_HANDLE_ERRORS": "none",  # a process that crashes is to be dead at once, not frozen for a debugger
+    "UCX_VFS_ENABLE": "n",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+_SIOCGIFADDR = 0x8915
+_INTERFACE = struct.Struct("16s16x8x")
+_ADDRESS_IN_REPLY = slice(20, 24)
+
+
+@cache
+def why_not() -> str:
+    """Why this host can have no agent, and the command that changes that; empty where it can."""
+    return "" if any(find_spec(package) is not None for package in PACKAGES) else f"nixl is not installed: {INSTALL}"
+
+
+def environment(network: Network, *, host: str) -> dict[str, str]:
+    """The whole environment of a process whose peer is on the way to `host`, or that is dialled there itself.
+
+    By itself UCX listens on every interface, and may dial its peer on one that only looks alike on both hosts. What
+    UCX_NET_DEVICES says in this process's environment is kept.
+    """
+    first, last = network.ports
+    device = interface_to(host) if network.protocol == "tcp" else ""
+    devices = {"UCX_NET_DEVICES": device} if device else {}
+    forced = {"UCX_TLS": _TRANSPORTS[network.protocol], "UCX_TCP_PORT_RANGE": f"{first}-{last}"}
+    return {**_ENVIRONMENT, **devices, **child_environment(), **forced}
+
+
+def interface_to(host: str) -> str:
+    """The interface that this host sends by to an IPv4 address; empty where it is a name, or there is no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            socket.inet_aton(host)
+            probe.connect((host, 9))  # sends nothing
+        except OSError:
+            return ""
+        address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, _INTERFACE.pack(name.encode()))
+            except OSError:  # one without an address
+                continue
+            if reply[_ADDRESS_IN_REPLY] == address:
+                return name
+    return ""

@@ -37,7 +37,7 @@ def test_the_environment_names_ports_wires_and_the_interface_to_the_peer(monkeyp
     assert nixl.environment(network, host="127.0.0.1")["UCX_NET_DEVICES"] == "eth7"
 
 
-def test_a_host_without_it_is_told_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_it_gets_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "find_spec", lambda _: None)
     assert nixl.why_not.__wrapped__().endswith(": pip install --no-deps nixl-cu12")
     monkeypatch.setattr(probes, "why_not", nixl.why_not.__wrapped__)

@@ -24,7 +24,7 @@ def crossing(
     tokens: Annotated[int, counted("Tokens of one room.")] = 8_192,
     rooms: Annotated[int, counted("Rooms to move in each arena.")] = 8,
     model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or that of a small model.")] = "deepseek",
-    transport: Annotated[str, Parameter(help="How rooms cross: mooncake or nixl.")] = "mooncake",
+    transport: Annotated[Literal["mooncake", "nixl"], Parameter(help="How rooms cross.")] = "mooncake",
     json: Json = False,
 ) -> int:
     """Whole rooms between hosts, beside one synchronous write of a bare engine of Mooncake and a raw socket."""

@@ -70,8 +70,10 @@ class Engine(Protocol):
     port: int  # that a peer dials
 
     def __init__(self, host: str, protocol: str, ports: tuple[int, int], *, serves: bool) -> None:
-        """Starts it. It listens on `ports`, first and last, alone. Where it `serves` memory, it has to take what peers
-        write by itself: only an engine that writes is called, about every millisecond while something is in flight."""
+        """Starts it. It listens on `ports`, first and last, alone: all that it takes are to be open once this returns,
+        so that they can be closed to strangers. Until `serve` or `meet` is called a stranger there must do no harm.
+        Where it `serves` memory, it has to take what peers write by itself: only an engine that writes is called, about
+        every millisecond while something is in flight."""
         ...
 
     def serve(self, address: int, byte_count: int) -> None:

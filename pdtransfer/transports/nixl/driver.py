@@ -11,6 +11,7 @@ import random
 import socket
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -23,36 +24,47 @@ _LOOK_S = 0.002
 
 
 class NixlEngine:
-    """An Engine of `engines.child`. UCX listens on a port of its own, which the environment keeps within the same."""
+    """An Engine of `engines.child`.
+
+    It holds its two ports from the beginning, and nothing of NIXL runs before `serve` or `meet`: a stranger who reaches
+    UCX needs no registered memory to write this process.
+    """
 
     def __init__(self, host: str, protocol: str, ports: tuple[int, int], *, serves: bool) -> None:
         del protocol  # it is in the environment
-        self._nixl, self._target = _bindings(), ""
-        self._agent, self.port = self._listening(host, ports, serves=serves)
-        if not any(map(_free, range(ports[0], ports[1] + 1))):  # UCX would look for one without an end
-            raise RuntimeError(_no_port(ports))
+        self._target, self._serves = "", serves
+        self._listens, self._ucx_listens = _HeldPort(ports), _HeldPort(ports)
+        self.port = self._listens.number
+        self._name = f"{host}:{self.port}"
+
+    @cached_property
+    def _nixl(self) -> Any:
+        for package in PACKAGES:
+            try:
+                return import_module(f"{package}._bindings")
+            except ModuleNotFoundError:
+                continue
+        raise RuntimeError("nixl is not installed")
+
+    @cached_property
+    def _agent(self) -> Any:
+        config = self._nixl.nixlAgentConfig()
+        config.useListenThread, config.lthrDelay, config.listenPort = True, _LISTEN_US, self.port
+        # An engine that writes is advanced by `landed` alone: with a thread as well it takes twice the time of the CPU.
+        config.useProgThread, config.pthrDelay = self._serves, _WAKE_US
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
+        self._listens.give_up()
+        return self._nixl.nixlAgent(self._name, config)
+
+    @cached_property
+    def _backends(self) -> list[int]:
+        agent, port = self._agent, self._ucx_listens.number
+        self._ucx_listens.give_up()
         try:
-            self._backends = [self._agent.createBackend("UCX", {})]
+            return [agent.createBackend("UCX", {"engine_config": f"TCP_PORT_RANGE={port}-{port}"})]
         except self._nixl.nixlBackendError as error:
             text = f"UCX does not start ({error}): look whether /sys/class/net has the interface to the peer"
             raise RuntimeError(text) from None
-
-    def _listening(self, host: str, ports: tuple[int, int], *, serves: bool) -> tuple[Any, int]:
-        config = self._nixl.nixlAgentConfig()
-        config.useListenThread, config.lthrDelay = True, _LISTEN_US
-        # An engine that writes is advanced by `landed` alone: with a thread as well it takes twice the time of the CPU.
-        config.useProgThread, config.pthrDelay = serves, _WAKE_US
-        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
-        first, last = ports
-        for port in random.sample(range(first, last + 1), last + 1 - first):
-            if not _free(port):
-                continue
-            config.listenPort = port
-            try:
-                return self._nixl.nixlAgent(f"{host}:{port}", config), port
-            except RuntimeError:
-                continue  # another process was faster
-        raise RuntimeError(_no_port(ports))
 
     def serve(self, address: int, byte_count: int) -> None:
         memory = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, byte_count, 0, b"")])
@@ -62,7 +74,7 @@ class NixlEngine:
         self.serve(address, byte_count)  # its metadata is given to nobody who could ask for more than it
 
     def meet(self, target: str, base: int) -> None:
-        self._target = target
+        self._target, backends = target, self._backends  # what it fetches is read by a backend
         host, _, port = target.rpartition(":")
         address = socket.gethostbyname(host)
         socket.create_connection((address, int(port)), _MEET_S).close()  # the agent does not report a refusal
@@ -74,7 +86,7 @@ class NixlEngine:
             time.sleep(_LOOK_S)
         if not self._knows([(base, 1, 0)]) or self._knows([(base - 1, 1, 0)]):
             raise RuntimeError(f"no engine with this arena answers at {target}")
-        self._agent.makeConnection(target, self._backends)
+        self._agent.makeConnection(target, backends)
 
     def _knows(self, descriptors: list[tuple[int, int, int]]) -> bool:
         """Whether it has the peer's metadata, and the peer has registered these."""
@@ -101,27 +113,30 @@ class NixlEngine:
         return True
 
 
-def _bindings() -> Any:
-    for package in PACKAGES:
-        try:
-            return import_module(f"{package}._bindings")
-        except ModuleNotFoundError:
-            continue
-    raise RuntimeError("nixl is not installed")
+class _HeldPort:
+    """A free port, which is held by a listener that accepts nobody until the library's own listens there.
 
+    The name keeps other engines away from it meanwhile, as long as this process lives.
+    """
 
-def _no_port(ports: tuple[int, int]) -> str:
-    return f"no port from {ports[0]} to {ports[1]} is free, and an engine takes two"
+    def __init__(self, ports: tuple[int, int]) -> None:
+        first, last = ports
+        for self.number in random.sample(range(first, last + 1), last + 1 - first):
+            self._name, self._listener = socket.socket(socket.AF_UNIX), socket.socket()
+            try:
+                self._name.bind(f"\0pdtransfer-nixl-port-{self.number}")  # of this network namespace, as the port is
+                self._listener.bind(("", self.number))  # fails also for one that the kernel keeps after its end
+                self._listener.listen()
+            except OSError:
+                self._name.close()
+                self._listener.close()
+                continue
+            return
+        raise RuntimeError(f"no port from {first} to {last} is free, and an engine takes two")
 
-
-def _free(port: int) -> bool:
-    """Whether a listener on every interface can have it: also not one that the kernel keeps after its end."""
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
+    def give_up(self) -> None:
+        """Lets the library listen there."""
+        self._listener.close()
 
 
 ENGINE = NixlEngine

@@ -23,6 +23,12 @@ _ENVIRONMENT = {
     "UCX_VFS_ENABLE": "n",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
+_LEFT_OUT = {
+    "NIXL_ETCD_ENDPOINTS",  # each agent would announce itself in that store, and look for its peers there
+    "NIXL_ETCD_NAMESPACE",
+    "UCX_TCP_PORT_RANGE",  # it would have the better of the port that an engine gives to UCX
+}
+
 _SIOCGIFADDR = 0x8915
 _INTERFACE = struct.Struct("16s16x8x")
 _ADDRESS_IN_REPLY = slice(20, 24)
@@ -40,11 +46,10 @@ def environment(network: Network, *, host: str) -> dict[str, str]:
     By itself UCX listens on every interface, and may dial its peer on one that only looks alike on both hosts. What
     UCX_NET_DEVICES says in this process's environment is kept.
     """
-    first, last = network.ports
     device = interface_to(host) if network.protocol == "tcp" else ""
     devices = {"UCX_NET_DEVICES": device} if device else {}
-    forced = {"UCX_TLS": _TRANSPORTS[network.protocol], "UCX_TCP_PORT_RANGE": f"{first}-{last}"}
-    return {**_ENVIRONMENT, **devices, **child_environment(), **forced}
+    inherited = {name: value for name, value in child_environment().items() if name not in _LEFT_OUT}
+    return {**_ENVIRONMENT, **devices, **inherited, "UCX_TLS": _TRANSPORTS[network.protocol]}
 
 
 def interface_to(host: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -12,14 +14,22 @@ from pdtransfer.errors import TransportError
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.firewall import Firewall, Guarded
 from pdtransfer.transports import select
+from pdtransfer.transports.engines import process
 from pdtransfer.transports.engines.arena import EngineArena
 from pdtransfer.transports.engines.library import Library
+from pdtransfer.transports.nixl import NixlLibrary
 from pdtransfer.transports.options import Network
 from tests.support.internals import sessions_of
 from tests.support.libraries import on_each_library
-from tests.support.waiting import on_loop, until
+from tests.support.waiting import PATIENCE_S, on_loop, until
 
 SESSION = 7
+
+
+@pytest.fixture(autouse=True)
+def slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may take as long to start as a busy machine needs."""
+    monkeypatch.setattr(process, "_READY_SECONDS", PATIENCE_S)
 
 
 class Rules(Firewall):
@@ -59,8 +69,8 @@ async def test_an_engine_serves_nothing_before_its_ports_are_guarded_and_frees_t
     async with arena_behind(rules, library) as owner:
         offer = asyncio.create_task(owner.offer(SESSION))
         await until(lambda: rules.ports)
-        process = sessions_of(owner)[SESSION].process
-        assert not process.serves, "it has registered the arena already"
+        engine = sessions_of(owner)[SESSION].process
+        assert not engine.serves, "it has registered the arena already"
         rules.stand.set()
         reach = await offer
         named = {int(reach.host.rpartition(":")[2]), *map(int, reach.address.split(","))}
@@ -68,8 +78,26 @@ async def test_an_engine_serves_nothing_before_its_ports_are_guarded_and_frees_t
         assert len(rules.ports) == 2 * len(named)
         assert not rules.released.is_set()
         owner.revoke(SESSION)
-        await until(lambda: process.dead)
+        await until(lambda: engine.dead)
         assert rules.released.is_set()
+
+
+@pytest.mark.skipif(bool(NixlLibrary().why_not()), reason=NixlLibrary().why_not())
+@on_loop
+async def test_nothing_of_nixl_runs_before_its_ports_are_guarded() -> None:
+    """UCX writes and reads, for whoever reaches its port, also memory that nobody has registered."""
+    rules = Rules()
+    async with arena_behind(rules, NixlLibrary()) as owner:
+        offer = asyncio.create_task(owner.offer(SESSION))
+        await until(lambda: rules.ports)
+        tasks = f"/proc/{sessions_of(owner)[SESSION].process.pid}/task"
+        assert len(os.listdir(tasks)) == 1, "the interpreter's own: NIXL has some as well"
+        for port in rules.ports:
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"x")
+        rules.stand.set()
+        await offer
+        assert len(os.listdir(tasks)) > 1
 
 
 @on_each_library

@@ -10,10 +10,12 @@ from pdtransfer.transports.nixl import NixlLibrary
 
 LIBRARIES: tuple[Library, ...] = MooncakeLibrary(), NixlLibrary()
 
+
+def _marks(library: Library) -> list[pytest.MarkDecorator]:
+    skipped = pytest.mark.skipif(bool(library.why_not()), reason=library.why_not())
+    return [skipped] if library is LIBRARIES[0] else [skipped, pytest.mark.full]  # what differs has tests of its own
+
+
 on_each_library = pytest.mark.parametrize(
-    "library",
-    [
-        pytest.param(each, id=each.name, marks=pytest.mark.skipif(bool(each.why_not()), reason=each.why_not()))
-        for each in LIBRARIES
-    ],
+    "library", [pytest.param(library, id=library.name, marks=_marks(library)) for library in LIBRARIES]
 )

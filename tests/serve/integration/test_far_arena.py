@@ -15,7 +15,9 @@ from tests.support.networks import APART, MOUNT_SYS, OWN_SYS, VETH, why_not_apar
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("transport", "over"), [("auto", "mooncake"), ("nixl", "nixl")])
+@pytest.mark.parametrize(
+    ("transport", "over"), [("auto", "mooncake"), pytest.param("nixl", "nixl", marks=pytest.mark.full)]
+)
 def test_engines_that_die_and_links_that_are_cut_fail_their_room_alone_and_the_next_ones_land(
     transport: str, over: str, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ their ports, then the ports are closed to all but the session's peer, and only t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 
@@ -16,6 +16,12 @@ class GuardedPorts(Protocol):
     @property
     def release(self) -> Callable[[], None]:
         """To be called once the engines behind the ports are dead."""
+        ...
+
+    @property
+    def opened(self) -> Callable[[], Awaitable[None]]:
+        """To be called once the engines serve: from then on those that dial themselves do so no more. Raises
+        TransportError where the ports stay open to this host."""
         ...
 
 
@@ -45,7 +51,10 @@ class PortGuard(Protocol):
         """No more engines of the session are going to listen."""
         ...
 
-    async def guard(self, session: int, ports: Sequence[int], end: Callable[[], None]) -> GuardedPorts:
-        """Closes these ports to all but the session's peer; `end` is called where the rules are lost. Raises
-        TransportError where that cannot be done: nothing may be served then."""
+    async def guard(
+        self, session: int, ports: Sequence[int], end: Callable[[], None], *, dials_itself: bool = False
+    ) -> GuardedPorts:
+        """Closes these ports to all but the session's peer, and until `opened` this host, where an engine
+        `dials_itself`; `end` is called where the rules are lost. Raises TransportError where that cannot be done:
+        nothing may be served then."""
         ...

@@ -56,21 +56,42 @@ def table_text(table: str, networks: Iterable[HostNetwork] = ()) -> str:
         f"table inet {table} {{\n"
         "  flags owner\n"
         "  set ports { type inet_service; }\n"
+        "  map own { type inet_service : verdict; }\n"
         "  set peers { type ipv4_addr . inet_service; }\n"
         "  set peers6 { type ipv6_addr . inet_service; }\n"
         f"  set strangers {{ type ipv4_addr; {kept} }}\n"
         f"  set strangers6 {{ type ipv6_addr; {kept} }}\n"
+        "  chain refuse {\n"
+        "    reject with tcp reset\n"
+        "  }\n"
         "  chain input {\n"
         "    type filter hook input priority filter; policy accept;\n"
         "    ip saddr . tcp dport @peers accept\n"
         "    ip6 saddr . tcp dport @peers6 accept\n"
         f"{also}"
+        '    iifname "lo" tcp dport vmap @own\n'
         "    tcp dport @ports add @strangers { ip saddr }\n"
         "    tcp dport @ports add @strangers6 { ip6 saddr }\n"
         "    tcp dport @ports counter reject with tcp reset\n"
         "  }\n"
         "}\n"
     )
+
+
+def opening_text(table: str, ports: Iterable[int]) -> str:
+    """From here on this host itself reaches these ports as well."""
+    return f"add element inet {table} own {{ {', '.join(f'{port} : accept' for port in ports)} }}\n"
+
+
+def opened_text(table: str, ports: Sequence[int]) -> str:
+    """It does so no more: what its engines still send to themselves is refused, and they are no strangers."""
+    refused = ", ".join(f"{port} : goto refuse" for port in ports)
+    return closed_text(table, ports) + f"add element inet {table} own {{ {refused} }}\n"
+
+
+def closed_text(table: str, ports: Iterable[int]) -> str:
+    """The engines behind these ports, which have dialled themselves, are dead."""
+    return f"delete element inet {table} own {{ {', '.join(map(str, ports))} }}\n"
 
 
 def change_text(table: str, *, ended: Admitted | None = None, begun: Admitted | None = None) -> str:

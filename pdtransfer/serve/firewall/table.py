@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, cast
@@ -22,7 +22,19 @@ from ...disconnect import disconnect
 from ...environment import child_environment
 from ...errors import ConfigError, TransportError
 from . import child
-from .ruleset import Admitted, Host, HostNetwork, change_text, host_of, removal_text, strangers_texts, table_text
+from .ruleset import (
+    Admitted,
+    Host,
+    HostNetwork,
+    change_text,
+    closed_text,
+    host_of,
+    opened_text,
+    opening_text,
+    removal_text,
+    strangers_texts,
+    table_text,
+)
 
 FirewallMode = Literal["auto", "on", "off"]
 
@@ -103,6 +115,10 @@ def reason_of(text: str) -> str:
     return f"nftables refuses the rules: {first[:200]} (a kernel from 5.12 on is needed)"
 
 
+async def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True, eq=False)
 class Guarded:
     """Ports that are open to one peer alone, until `release`."""
@@ -112,6 +128,8 @@ class Guarded:
     end: Callable[[], None]  # called where the rules are lost
     release: Callable[[], None] = lambda: None  # its engines are dead
     host: Host | None = None
+    dials_itself: bool = False  # this host reaches them as well, until `opened`
+    opened: Callable[[], Awaitable[None]] = _nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -162,16 +180,19 @@ class Firewall:
         self._peers.pop(session, None)
         self._spared.pop(session, None)
 
-    async def guard(self, session: int, ports: Sequence[int], end: Callable[[], None]) -> Guarded:
+    async def guard(
+        self, session: int, ports: Sequence[int], end: Callable[[], None], *, dials_itself: bool = False
+    ) -> Guarded:
         """Closes these ports to all but the session's peer. Raises TransportError where that cannot be done: nothing
-        may be served then."""
+        may be served then. Engines that dial themselves as they start reach them until `opened`."""
         if (peer := self._peers.get(session)) is None:
             raise TransportError("the session has ended meanwhile")
-        guarded = Guarded(peer, tuple(ports), end)
+        guarded = Guarded(peer, tuple(ports), end, dials_itself=dials_itself)
         if session not in self._spared:
             async with self._turn:
                 await self._move(guarded)
             guarded.release = lambda: self._spawn(self._release(guarded))
+            guarded.opened = lambda: self._opened(guarded)
         return guarded
 
     def moved(self, peer: str) -> None:
@@ -231,7 +252,9 @@ class Firewall:
         if host == guarded.host:
             return
         ended = None if guarded.host is None else Admitted(guarded.host, guarded.ports)
-        await self._change(change_text(self.table, ended=ended, begun=Admitted(host, guarded.ports)))
+        text = change_text(self.table, ended=ended, begun=Admitted(host, guarded.ports))
+        text += opening_text(self.table, guarded.ports) if guarded.dials_itself and ended is None else ""
+        await self._change(text)
         guarded.host = host
         self._guarded.add(guarded)
         log.debug("firewall: ports %s are open to %s alone", guarded.ports, host)
@@ -245,8 +268,16 @@ class Firewall:
         async with self._turn:
             if guarded in self._guarded and guarded.host is not None:
                 self._guarded.remove(guarded)
+                text = change_text(self.table, ended=Admitted(guarded.host, guarded.ports))
+                text += closed_text(self.table, guarded.ports) if guarded.dials_itself else ""
                 with suppress(TransportError):  # its process has ended, and the table with it
-                    await self._change(change_text(self.table, ended=Admitted(guarded.host, guarded.ports)))
+                    await self._change(text)
+
+    async def _opened(self, guarded: Guarded) -> None:
+        """Closes ports to this host itself."""
+        async with self._turn:
+            if guarded in self._guarded and guarded.dials_itself:
+                await self._change(opened_text(self.table, guarded.ports))
 
     async def _follow(self, peer: str) -> None:
         async with self._turn:

@@ -69,7 +69,7 @@ class EngineProcess:
         self._listens: asyncio.Future[tuple[int, ...]] = self._loop.create_future()
         for each in (self._ready, self._listens):
             each.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps no caller waits
-        self._guard, self._session = network.guard, session
+        self._guard, self._session, self._dials_itself = network.guard, session, library.dials_itself
         self._guarded: GuardedPorts | None = None
         self.dead = False
         self.engines = engines if sending is None else len(sending.targets)  # perhaps fewer once it is ready
@@ -111,14 +111,19 @@ class EngineProcess:
     async def ready(self) -> tuple[int, ...]:
         """Waits until its engines listen, and returns their ports. Raises TransportError, and kills it, where none
         does."""
+        closed = False
         try:
             if self._guard is not None:
                 await self._close_ports(self._guard)
-            return await asyncio.wait_for(asyncio.shield(self._ready), _READY_SECONDS)
+            ports = await asyncio.wait_for(asyncio.shield(self._ready), _READY_SECONDS)
+            if self._guarded is not None:
+                await self._guarded.opened()
+            closed = True
+            return ports
         except TimeoutError:
             raise TransportError(f"the engine was not ready within {_READY_SECONDS:g} s{self.last_log()}") from None
         finally:
-            if not self.serves:
+            if not closed:
                 self.kill()
 
     @property
@@ -128,7 +133,7 @@ class EngineProcess:
 
     async def _close_ports(self, guard: PortGuard) -> None:
         ports = await asyncio.wait_for(asyncio.shield(self._listens), _READY_SECONDS)
-        self._guarded = await guard.guard(self._session, ports, self.kill)
+        self._guarded = await guard.guard(self._session, ports, self.kill, dials_itself=self._dials_itself)
         if self.dead:
             self._guarded.release()
         else:

@@ -15,7 +15,7 @@ class MooncakeLibrary:
 
     name, driver = "mooncake", os.path.join(os.path.dirname(__file__), "driver.py")
 
-    by_name_alone, open_ports = False, "can read and write the arena"
+    by_name_alone, dials_itself, open_ports = False, False, "can read and write the arena"
 
     def reads_pool(self, network: Network) -> bool:
         return network.protocol == "tcp"  # else what is read has to be registered

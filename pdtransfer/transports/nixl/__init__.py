@@ -18,6 +18,7 @@ class NixlLibrary:
     name, driver = "nixl", os.path.join(os.path.dirname(__file__), "driver.py")
 
     by_name_alone = True  # over TCP, UCX writes and reads any address of the process that a peer names
+    dials_itself = True  # each agent has a connection to itself, for copies that nobody here asks for
     open_ports = "can read and write the arena, and run code as this user"
 
     def reads_pool(self, network: Network) -> bool:

@@ -40,6 +40,10 @@ def tables() -> list[str]:
     return [line.split()[-1] for line in text.splitlines()]
 
 
+def rules() -> str:
+    return subprocess.run(["nft", "list", "ruleset"], capture_output=True, text=True, check=True).stdout
+
+
 def flush() -> None:
     subprocess.run(["nft", "flush", "ruleset"], check=True)
 
@@ -102,6 +106,17 @@ async def main() -> dict[str, Any]:
             await firewall.guard(10, [first], lambda: None)
         except TransportError as error:
             seen["no address"] = str(error)
+
+        firewall.expect(12, "key:mapped")
+        starting = await firewall.guard(12, [free], lambda: None, dials_itself=True)
+        seen["starting"] = [source for source in sources if reached(source, free)]
+        await starting.opened()
+        seen["started"] = [source for source in sources if reached(source, free)]
+        starting.release()
+        await until(lambda: _true(reached(STRANGER, free)), "the port is nobody's again")
+        given_up = await firewall.guard(12, [free], lambda: None, dials_itself=True)
+        given_up.release()  # before it was opened
+        await until(lambda: _true(str(free) not in rules()), "the port is in no set")
 
         flush()
         seen["after a flush"] = [source for source in sources if reached(source, second)]

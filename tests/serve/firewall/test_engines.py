@@ -39,14 +39,23 @@ class Rules(Firewall):
         super().__init__("t")
         self.ports: list[int] = []
         self.stand, self.refusal, self.released = asyncio.Event(), "", asyncio.Event()
+        self.open_to_itself, self.stays_open = False, ""
 
-    async def guard(self, session: int, ports: Sequence[int], end: Callable[[], None]) -> Guarded:
+    async def guard(
+        self, session: int, ports: Sequence[int], end: Callable[[], None], *, dials_itself: bool = False
+    ) -> Guarded:
         assert session == SESSION
+        self.open_to_itself = dials_itself
         self.ports = list(ports)
         await self.stand.wait()
         if self.refusal:
             raise TransportError(self.refusal)
-        return Guarded("key:p", tuple(ports), end, self.released.set)
+        return Guarded("key:p", tuple(ports), end, self.released.set, opened=self._opened)
+
+    async def _opened(self) -> None:
+        if self.stays_open:
+            raise TransportError(self.stays_open)
+        self.open_to_itself = False
 
 
 @asynccontextmanager
@@ -95,9 +104,11 @@ async def test_nothing_of_nixl_runs_before_its_ports_are_guarded() -> None:
         for port in rules.ports:
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(b"x")
+        assert rules.open_to_itself
         rules.stand.set()
         await offer
         assert len(os.listdir(tasks)) > 1
+        assert not rules.open_to_itself
 
 
 @on_each_library
@@ -105,6 +116,18 @@ async def test_nothing_of_nixl_runs_before_its_ports_are_guarded() -> None:
 async def test_an_engine_whose_ports_cannot_be_guarded_is_killed(library: Library) -> None:
     rules = Rules()
     rules.refusal = "the firewall's process has ended"
+    rules.stand.set()
+    async with arena_behind(rules, library) as owner:
+        with pytest.raises(TransportError, match="the firewall's process has ended"):
+            await owner.offer(SESSION)
+        await until(lambda: sessions_of(owner)[SESSION].process.dead)
+
+
+@on_each_library
+@on_loop
+async def test_an_engine_whose_ports_stay_open_to_its_own_host_is_killed(library: Library) -> None:
+    rules = Rules()
+    rules.stays_open = "the firewall's process has ended"
     rules.stand.set()
     async with arena_behind(rules, library) as owner:
         with pytest.raises(TransportError, match="the firewall's process has ended"):

@@ -27,6 +27,7 @@ def test_the_table_closes_its_own_ports_alone_and_ends_with_its_process() -> Non
     assert verdicts == [
         "ip saddr . tcp dport @peers accept",
         "ip6 saddr . tcp dport @peers6 accept",
+        'iifname "lo" tcp dport vmap @own',
         "tcp dport @ports add @strangers { ip saddr }",
         "tcp dport @ports add @strangers6 { ip6 saddr }",
         "tcp dport @ports counter reject with tcp reset",

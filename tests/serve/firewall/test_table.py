@@ -20,6 +20,7 @@ ALL = [PEER, OTHER, STRANGER, ADMITTED, "127.0.0.1", PEER6, STRANGER6]
 
 
 def test_guarded_ports_admit_their_peer_alone_for_as_long_as_they_are_guarded() -> None:
+    """And a host its own ports only while engines that dial themselves start."""
     if why := why_not_apart(TRIAL, "nft", text=OWNED):
         pytest.skip(why)
     command = [*APART, sys.executable, "-m", "tests.serve.firewall.guarded_ports"]
@@ -37,6 +38,8 @@ def test_guarded_ports_admit_their_peer_alone_for_as_long_as_they_are_guarded() 
     assert seen["old connection"] == "TimeoutError", "connections of before are cut as well"
     assert seen["no session"] == ["the session has ended meanwhile"] * 2
     assert "key:unknown has no connection" in seen["no address"]
+    assert seen["starting"] == ALL, "all are this host"
+    assert seen["started"] == [OTHER, ADMITTED]
     assert seen["after a flush"] == [ADMITTED, PEER6], "only its own process changes the table"
     assert seen["tables"] == ["pdtransfer-another", "pdtransfer-d.0_1"]
     assert not seen["after SIGTERM"], "the ports are guarded while the daemon drains"

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.transports.engines import process
+from tests.support.libraries import slow_starts  # noqa: F401 (a fixture)
 from tests.support.shm_pair import LAYERS, ROW, SLOTS
-from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -17,9 +16,3 @@ def arena() -> Iterator[ArenaMemory]:
     made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may take as long to start as a busy machine needs."""
-    monkeypatch.setattr(process, "_READY_SECONDS", PATIENCE_S)

@@ -14,22 +14,18 @@ from pdtransfer.errors import TransportError
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.firewall import Firewall, Guarded
 from pdtransfer.transports import select
-from pdtransfer.transports.engines import process
 from pdtransfer.transports.engines.arena import EngineArena
 from pdtransfer.transports.engines.library import Library
 from pdtransfer.transports.nixl import NixlLibrary
 from pdtransfer.transports.options import Network
 from tests.support.internals import sessions_of
-from tests.support.libraries import on_each_library
-from tests.support.waiting import PATIENCE_S, on_loop, until
+from tests.support.libraries import (
+    on_each_library,
+    slow_starts,  # noqa: F401 (a fixture)
+)
+from tests.support.waiting import on_loop, until
 
 SESSION = 7
-
-
-@pytest.fixture(autouse=True)
-def slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may take as long to start as a busy machine needs."""
-    monkeypatch.setattr(process, "_READY_SECONDS", PATIENCE_S)
 
 
 class Rules(Firewall):

@@ -23,7 +23,7 @@ _MISSING = re.compile(r"^Object missing required field `(\w+)`")
 _STEP = re.compile(r"\w+")
 
 
-def parse(text: bytes, decoder: msgspec.json.Decoder[Parsed]) -> Parsed:
+def parse(text: bytes | msgspec.Raw, decoder: msgspec.json.Decoder[Parsed]) -> Parsed:
     """Decodes JSON. Raises RemoteProtocolError."""
     try:
         return decoder.decode(text)

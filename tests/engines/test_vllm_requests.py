@@ -11,26 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.asked_features import CHAT, CITY, COMPLETION, NAMED, OTHER, TEMPLATE, TEXT, TOOL
 from tests.support.tiny_tokenizer import END, START, write_tokenizer
 from tests.support.vllm_engine import Checkpoints
 from tests.support.vllm_pair import settles, transfer
 from tests.support.vllm_server import HttpProcess, router, vllm_server
 
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{{ '<|im_start|>assistant\n' }}"
-)
-TEXT = "The fridge is always full of cheese, and the cat is always in the hat. " * 8
-OTHER = "It is always the same: the cat, the hat, the fridge. " * 6
-QUESTION = [{"role": "user", "content": TEXT}]
-COMPLETION: dict[str, Any] = {"prompt": TEXT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-CHAT: dict[str, Any] = {"messages": QUESTION, "max_tokens": 64, "temperature": 0}
-CITY = {
-    "type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}, "rank": {"enum": [1, 2, 3]}},
-    "required": ["city", "rank"], "additionalProperties": False,
-}  # fmt: skip
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
-NAMED = {"type": "function", "function": {"name": "weather"}}
 # By the name of the feature: where it is asked, the body, and how many prompts' KV lands.
 ASKED: dict[str, tuple[str, dict[str, Any], int]] = {
     "logprobs": ("/v1/completions", COMPLETION | {"logprobs": 3}, 1),

@@ -12,7 +12,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from urllib.error import HTTPError, URLError
 
 from tests.support.json_process import end_of
@@ -95,11 +95,17 @@ def vllm_server(model: Path, log: Path, *options: str, transfer: dict[str, Any],
     return HttpProcess(command, port, log, SERVES)
 
 
-def router(prefill: HttpProcess, decode: HttpProcess, log: Path) -> HttpProcess:
+class Addressed(Protocol):
+    """A server with a URL."""
+
+    url: str
+
+
+def router(prefill: Addressed, decode: Addressed, log: Path, *, engine: str = "vllm") -> HttpProcess:
     """Our router in front of both."""
     port = free_port()
     command: list[str | Path] = [
-        sys.executable, "-m", "pdtransfer", "router", "--engine", "vllm", "--listen", f"127.0.0.1:{port}",
+        sys.executable, "-m", "pdtransfer", "router", "--engine", engine, "--listen", f"127.0.0.1:{port}",
         "--prefill", prefill.url, "--decode", decode.url, "--limits.silence-ms", "20000",
         "--limits.turn-tokens-max", "0",  # every prompt is handed over, also one that decode has answered before
     ]  # fmt: skip

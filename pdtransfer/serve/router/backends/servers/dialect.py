@@ -55,6 +55,14 @@ class Dialect(Protocol):
         """How many answers each prompt gets. Raises RefusedRequestError for what these servers cannot hand over."""
         ...
 
+    def joins(self, request: ServerRequest) -> bool:
+        """Whether prefill's answer has a part of a request's answer, which is not a stream then."""
+        ...
+
+    def joined(self, prefill: bytes, decode: bytes) -> bytes:
+        """Returns a request's answer, made of the whole answers of both. Raises RemoteProtocolError."""
+        ...
+
     def answers_early(self, request: ServerRequest) -> bool:
         """Whether prefill may answer with a stream of the first token, which decode's stream will begin with too
         (early_token.py), before decode has the KV."""

@@ -66,6 +66,8 @@ class Exchange:
         self._first = self._tail = b""  # of its answer
         self.shown, self._ask_early = shown, ask_early
         self._early: EarlyToken | None = None  # prefill's answer
+        self._joins = pair.prefill is not None and dialect.joins(request)
+        self._computed = b""  # prefill's answer, where it has a part of the whole one
         self.status, self.headers, self.length, self.events = 0, dict[str, str](), None, False
 
     async def begin(self) -> None:
@@ -81,6 +83,8 @@ class Exchange:
                 await self._decode_alone()
             else:
                 await self._post_both(self.pair.prefill)
+            if self._response is not None and self.status == 200 and self._joins:
+                await self._join(self._response)
         except BaseException:
             self.close(complete=False)
             raise
@@ -88,6 +92,21 @@ class Exchange:
             self.status, self.headers, self.events = 200, {"Content-Type": f"{EVENTS}; charset=utf-8"}, True
             self.shown = self._early
             self._metrics.early += 1
+
+    async def _join(self, response: aiohttp.ClientResponse) -> None:
+        """Reads both answers to their ends, and makes one of them. Raises AttemptFailedError."""
+        prefill, decode = self.pair.prefill, self.pair.decode
+        assert prefill is not None
+        assert self._prefill is not None
+        async with self._upstream.waiting(decode):
+            answer = self._first + (await self._upstream.whole(decode, response)).body
+        await self._prefill
+        try:
+            self._first = self._dialect.joined(self._computed, answer)
+        except RemoteProtocolError as error:
+            text = f"{prefill.name}: its answer does not fit that of {decode.name}: {error}"
+            raise AttemptFailedError(text, Cause.BREACH, (prefill,)) from None
+        self.length = len(self._first)
 
     @property
     def begun(self) -> bool:
@@ -260,6 +279,8 @@ class Exchange:
         if early:
             self._early = EarlyToken.of(answer.body)
             return None
+        if self._joins:
+            self._computed = answer.body
         identity = None
         if self._dialect.info_path is None:
             identity = self._identity(server, answer.body)

@@ -11,6 +11,7 @@ from .....schema import parse
 from ...fleet.roles import Role
 from ...fleet.server import ServerIdentity
 from ...front.json_bodies import RefusedRequestError, decoded_field
+from . import prompt_logprobs
 from .dialect import FALSE, Port, ServerOrder, Text
 from .server_request import Fields, ServerRequest, choices_of
 
@@ -62,12 +63,22 @@ class SglangDialect:
         return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": info.disaggregation_bootstrap_port}
 
     def choices(self, fields: Fields) -> int:
-        """Refuses several choices of a prompt: SGLang gives all of them one room, and a room is for one transfer."""
+        """Refuses several choices of a prompt: SGLang gives all of them one room, and a room is for one transfer. And a
+        stream that asks for its prompt's logprobs."""
         sampling = decoded_field("sampling_params", _SGLANG_SAMPLING, fields.get("sampling_params", _NULL))
         counts = [params.n for params in (sampling if isinstance(sampling, list) else [sampling]) if params is not None]
         if any(count not in (None, 1) for count in (choices_of(fields), *counts)):
             raise RefusedRequestError("n", "must be 1: SGLang hands over one choice of a prompt")
+        prompt_logprobs.asked(fields)
         return 1
+
+    def joins(self, request: ServerRequest) -> bool:
+        """Decode has no logprobs of the prompt."""
+        return prompt_logprobs.asked(request.fields)
+
+    def joined(self, prefill: bytes, decode: bytes) -> bytes:
+        """Decode's, with the logprobs of the prompt."""
+        return prompt_logprobs.joined(prefill, decode)
 
     def answers_early(self, request: ServerRequest) -> bool:
         """A prefill server answers only when decode has the KV."""

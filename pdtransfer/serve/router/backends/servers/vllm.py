@@ -69,6 +69,16 @@ class VllmDialect:
         """As OpenAI's API has it."""
         return choices_of(fields)
 
+    def joins(self, request: ServerRequest) -> bool:
+        """Decode has all of an answer."""
+        del request
+        return False
+
+    def joined(self, prefill: bytes, decode: bytes) -> bytes:
+        """Decode's."""
+        del prefill
+        return decode
+
     def answers_early(self, request: ServerRequest) -> bool:
         """A prefill server answers when the prompt is computed; its KV follows."""
         return may_come_early(request)

@@ -31,7 +31,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint
 
 @pytest.fixture(scope="session")
 def sglang_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoints]:
-    with Checkpoints(tmp_path_factory.mktemp("checkpoints"), sglang_engine.PYTHON) as made:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with Checkpoints(folder, sglang_engine.PYTHON, sglang_engine.ENVIRONMENT) as made:
         yield made
 
 

@@ -25,7 +25,7 @@ from tests.support.sglang_engine import DEVICE, RefusedError, SglangPair, Sglang
 from tests.support.vllm_engine import Checkpoints
 
 pytestmark = [
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(420),
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE == "cpu", reason="PDTRANSFER_TEST_DEVICE is cpu: no kernels of a GPU"),
 ]
@@ -178,12 +178,43 @@ def test_another_server_takes_the_address_of_one_that_was_killed(sparse: Servers
     pair.settles()
 
 
+# Other forms of the sparse cache
+
+FORMS: dict[str, dict[str, Any]] = {
+    "fp8": SPARSE | {
+        "kv_cache_dtype": "fp8_e4m3", "dsa_prefill_backend": "flashmla_kv", "dsa_decode_backend": "flashmla_kv"
+    },
+    "cuda graphs": SPARSE | {
+        "disable_cuda_graph": False, "cuda_graph_max_bs": 4, "cuda_graph_backend_prefill": "disabled"
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(FORMS))
+def test_other_forms_of_the_sparse_cache_continue(
+    sglang_checkpoints: Checkpoints, tmp_path: Path, kind: str
+) -> None:
+    """With HiSparse, and without it."""
+    options, asked = FORMS[kind], prompts(*LENGTHS)
+    with ExitStack() as stack:
+        servers = Servers(
+            sglang_checkpoints.path("glm_dsa"), tmp_path, stack, single=options, prefill=options | PREFILL,
+            hisparse=options | DECODE | HISPARSE, device=options | DECODE,
+        )  # fmt: skip
+        expected = [generated(servers["single"], prompt) for prompt in asked]
+        for decode in ("device", "hisparse"):
+            pair = servers.pair("prefill", decode)
+            same(handed_over(pair, asked), expected)
+            same(handed_over(pair, asked, at_once=True), expected, batched=True)
+            pair.settles()
+
+
 # Dense attention
 
 SHORT: dict[str, Any] = {"context_length": 2_048}  # all that the small families have
 DENSE: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
-    "cuda graphs": {"disable_cuda_graph": False},
+    "cuda graphs": {"disable_cuda_graph": False, "cuda_graph_max_bs": 8, "cuda_graph_max_bs_prefill": 256},
     "radix cache": {"disable_radix_cache": False},
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -148,8 +148,10 @@ class Checkpoints(JsonProcess):
     """Tiny checkpoints with random weights in `folder`, made when first asked for, and what transformers generate, both
     by the `python` of an environment that has them."""
 
-    def __init__(self, folder: Path, python: Path = PYTHON) -> None:
-        super().__init__(python, "tests.support.hf_driver", folder / "checkpoints.log", ENVIRONMENT)
+    def __init__(
+        self, folder: Path, python: Path = PYTHON, environment: Mapping[str, str] = ENVIRONMENT
+    ) -> None:
+        super().__init__(python, "tests.support.hf_driver", folder / "checkpoints.log", environment)
         self._folder = folder
 
     def path(self, family: str) -> Path:

@@ -1,0 +1,192 @@
+"""`python -m tools.sglang_on_gpu OUT`: SGLang's tests on one GPU, in groups that run beside each other, and a table.
+
+Run it with the interpreter that has SGLang, pytest and this project. Each group is a pytest of its own with its own
+servers, so a server that ends costs its own group. Groups start in their order, as long as few servers run at once.
+Each result is in OUT/results.jsonl and on standard output as soon as the test has ended, whatever ends the run; OUT
+also has each group's pytest output, and the logs of all servers in logs.tar.xz.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parents[1]
+RESULTS = "PDTRANSFER_TEST_RESULTS"  # the file to which the pytest of a group adds its results
+END_S = 25.0  # after which a group that was interrupted is killed
+ERROR_LINES = 6  # of a failed test, in the table
+
+GPU, BOTH = "tests/engines/test_sglang_gpu.py", "tests/engines/test_sglang.py"
+
+
+@dataclass
+class Group:
+    """Tests that share servers; `servers` run at once."""
+
+    name: str
+    servers: int
+    arguments: tuple[str, ...]
+    process: subprocess.Popen[bytes] | None = None
+    interrupted: bool = False
+    results: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+
+def groups() -> list[Group]:
+    """All of them, the most wanted first."""
+    dense, retracts = "test_dense_models_continue", "test_what_decode_retracts_goes_on"
+    sparse = "test_other_forms_of_the_sparse_cache_continue"
+    return [
+        Group("glm_dsa", 5, (GPU, "-k", "glm_dsa")),
+        Group("retract-hisparse", 3, (GPU, "-k", f"{retracts} and hisparse")),
+        Group("dense-fp8", 3, (GPU, "-k", f"{dense} and fp8")),
+        Group("dense-graphs", 3, (GPU, "-k", f"{dense} and graphs")),
+        Group("deepseek_v32", 5, (GPU, "-k", "deepseek_v32")),
+        Group("sparse-graphs", 4, (GPU, "-k", f"{sparse} and graphs")),
+        Group("sparse-fp8", 4, (GPU, "-k", f"{sparse} and fp8")),
+        Group("dense-radix", 3, (GPU, "-k", f"{dense} and radix")),
+        Group("retract-dense", 3, (GPU, "-k", f"{retracts} and dense")),
+        Group("llama", 5, (BOTH, "-k", "not other_models and not own_router and not ranks and not stages")),
+        Group("models", 3, (BOTH, "-k", "test_other_models_continue_as_well")),
+    ]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """As a plugin of a group's pytest: adds what came of a test to the file of results."""
+    if report.when != "call" and report.passed:
+        return
+    lines = str(report.longrepr).splitlines() if report.longrepr else []
+    result = {
+        "test": report.nodeid.partition("::")[2], "outcome": report.outcome if report.when == "call" else
+        f"{report.outcome} in {report.when}", "seconds": round(report.duration, 1), "error": lines,
+    }  # fmt: skip
+    with Path(os.environ[RESULTS]).open("a") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+class Run:
+    """All groups, until they have ended or the time is over."""
+
+    def __init__(self, out: Path, scratch: Path, seconds: float, servers_max: int) -> None:
+        self._out, self._scratch, self._servers_max = out, scratch, servers_max
+        self._began = time.monotonic()
+        self._deadline = self._began + seconds
+
+    def run(self, wanted: Sequence[Group]) -> None:
+        waiting = list(wanted)
+        while True:
+            running = [group for group in wanted if group.process is not None and group.process.poll() is None]
+            for group in wanted:
+                self._take(group)
+            over = time.monotonic() > self._deadline
+            if not running and (over or not waiting):
+                return
+            for group in [] if over else list(waiting):
+                if running and sum(each.servers for each in running) + group.servers > self._servers_max:
+                    continue
+                self._start(group)
+                waiting.remove(group)
+                running.append(group)
+            for group in running if over else ():
+                self._stop(group)
+            time.sleep(0.5)
+
+    def _start(self, group: Group) -> None:
+        environment = os.environ | {RESULTS: str(self._results(group)), "PYTHONUNBUFFERED": "1"}
+        command = [
+            sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", __spec__.name, "-m", "engines",
+            "--basetemp", self._scratch / group.name, "--junitxml", self._out / f"{group.name}.xml",
+            *group.arguments,
+        ]  # fmt: skip
+        with (self._out / f"{group.name}.txt").open("wb") as output:
+            group.process = subprocess.Popen(  # noqa: S603
+                command, cwd=REPO, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+        self._print(f"{group.name}: started")
+
+    def _stop(self, group: Group) -> None:
+        """Interrupts it once, so that it ends its servers; kills it where it does not end."""
+        assert group.process is not None
+        if not group.interrupted:
+            group.interrupted = True
+            self._print(f"{group.name}: no time left")
+            group.process.send_signal(signal.SIGINT)
+        elif time.monotonic() > self._deadline + END_S and group.process.poll() is None:
+            os.killpg(group.process.pid, signal.SIGKILL)
+            group.process.wait()
+
+    def _take(self, group: Group) -> None:
+        """Prints the results that are new."""
+        path = self._results(group)
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        for line in lines[len(group.results) :]:
+            if not line.endswith("\n"):
+                break
+            group.results.append(result := json.loads(line))
+            self._print(f"{group.name}: {result['outcome'].upper()} {result['test']} in {result['seconds']} s")
+            for text in result["error"][-ERROR_LINES:]:
+                self._print(f"    {text[:300]}")
+            with (self._out / "results.jsonl").open("a") as file:
+                file.write(json.dumps({"group": group.name} | result) + "\n")
+
+    def _results(self, group: Group) -> Path:
+        return self._scratch / f"{group.name}.jsonl"
+
+    def _print(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._began:5.0f}] {text}", flush=True)
+
+
+def table(wanted: Sequence[Group]) -> str:
+    """A line for each test that has ended, and for each group of which nothing is known."""
+    lines = ["", f"{'group':<18}{'test':<100}{'outcome':<18}seconds"]
+    for group in wanted:
+        lines += [
+            f"{group.name:<18}{result['test'][:98]:<100}{result['outcome']:<18}{result['seconds']:>7}"
+            for result in group.results
+        ]
+        if group.process is None:
+            lines.append(f"{group.name:<18}{'-':<100}not started")
+        elif group.interrupted or not group.results:
+            lines.append(f"{group.name:<18}{'-':<100}{'interrupted' if group.interrupted else 'no result'}")
+    counts = Counter(result["outcome"] for group in wanted for result in group.results)
+    lines.append(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "no test has ended")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--scratch", type=Path, required=True, help="an empty folder for checkpoints and servers' logs")
+    parser.add_argument("--seconds", type=float, default=3_600.0, help="after which what still runs is interrupted")
+    parser.add_argument("--servers-max", type=int, default=20, help="that run at once")
+    parser.add_argument("--group", action="append", default=[], help="only this one; may be repeated")
+    given = parser.parse_args()
+    wanted = [group for group in groups() if not given.group or group.name in given.group]
+    given.out.mkdir(parents=True, exist_ok=True)
+    given.scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        Run(given.out, given.scratch, given.seconds, given.servers_max).run(wanted)
+    finally:
+        text = table(wanted)
+        (given.out / "table.txt").write_text(text + "\n")
+        with tarfile.open(given.out / "logs.tar.xz", "w:xz", preset=1) as logs:
+            for path in sorted(given.scratch.rglob("*.log")):
+                logs.add(path, path.relative_to(given.scratch))
+        print(text, flush=True)
+    passed = [result["outcome"] == "passed" for group in wanted for result in group.results]
+    return 0 if passed and all(passed) and not any(group.interrupted for group in wanted) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,6 +36,7 @@ TOP_K = 2_048
 NEAR = 0.5  # log-probabilities of requests that share batches differ by less
 
 COMMON: dict[str, Any] = {
+    "enable_deterministic_inference": False,  # of sparse attention there is none
     "dtype": "bfloat16", "page_size": 64, "chunked_prefill_size": 2_048, "context_length": 16_384,
     "max_total_tokens": 32_768,
 }  # fmt: skip
@@ -92,14 +93,34 @@ def handed_over(pair: SglangPair, asked: Sequence[Sequence[int]], *, at_once: bo
         return list(threads.map(one, asked))
 
 
-def same(answers: Sequence[Generated], expected: Sequence[Generated], *, batched: bool = False) -> None:
-    """The same tokens; of requests that shared batches, up to one whose log-probability was as good as another's."""
+def same(answers: Sequence[Generated], expected: Sequence[Generated]) -> None:
+    """The same tokens, with the same log-probabilities."""
     for answer, reference in zip(answers, expected, strict=True):
         pairs = zip(answer.tokens, reference.tokens, strict=True)
         equal = next((index for index, (one, other) in enumerate(pairs) if one != other), TOKENS)
-        assert equal == TOKENS or (batched and equal > 0), f"other tokens from number {equal} on"
-        for one, other in zip(answer.logprobs[:equal], reference.logprobs[:equal], strict=True):
-            assert abs(one - other) < (NEAR if batched else 1e-3)
+        assert equal == TOKENS, f"other tokens from number {equal} on"
+        for one, other in zip(answer.logprobs, reference.logprobs, strict=True):
+            assert abs(one - other) < 1e-3
+
+
+def follow(single: SglangServer, asked: Sequence[Sequence[int]], answers: Sequence[Generated]) -> None:
+    """Each token is one that a single server gives to what stands before it. Requests that share batches differ in the
+    last bits, so that of two tokens that are as likely either may be picked, and what follows is another text."""
+    for prompt, answer in zip(asked, answers, strict=True):
+        text = [*prompt, *answer.tokens]
+        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        info = single.ask(
+            "/generate",
+            {
+                "input_ids": text, "sampling_params": sampling, "return_logprob": True,
+                "logprob_start_len": len(prompt) - 1, "top_logprobs_num": 1,
+            },
+        )["meta_info"]  # fmt: skip
+        scored, likeliest = info["input_token_logprobs"][-TOKENS:], info["input_top_logprobs"][-TOKENS:]
+        assert [token for _, token, *_ in scored] == answer.tokens
+        behind = [best[0][0] - own[0] for own, best in zip(scored, likeliest, strict=True)]
+        print(f"prompt of {len(prompt)}: at most {max(behind):.3f} behind the likeliest token")
+        assert max(behind) < NEAR
 
 
 class Servers:
@@ -155,12 +176,13 @@ def test_decode_continues_what_prefill_computed(sparse: Servers, decode: str) ->
     expected = [generated(sparse["single"], prompt) for prompt in asked]
     pair = sparse.pair("prefill", decode)
     same(handed_over(pair, asked), expected)
-    same(handed_over(pair, asked, at_once=True), expected, batched=True)
+    follow(sparse["single"], asked, handed_over(pair, asked, at_once=True))
     [other] = prompts(LENGTHS[-1], seed=2)
     changed = other[: len(other) // 2] + asked[-1][len(other) // 2 :]
     assert handed_over(pair, [changed])[0].tokens != expected[-1].tokens, "they depend on the prompt's first half"
     pair.settles()
-    assert "does not reach the GPU" not in pair.decode.log.read_text(), "nothing is copied up from host memory"
+    if decode == "hisparse":  # a server that verifies has KV land in host memory, where it computes checksums
+        assert "does not reach the GPU" not in pair.decode.log.read_text(), "nothing is copied up from host memory"
 
 
 @pytest.mark.parametrize("dies", ["prefill", "hisparse"])
@@ -191,9 +213,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", list(FORMS))
-def test_other_forms_of_the_sparse_cache_continue(
-    sglang_checkpoints: Checkpoints, tmp_path: Path, kind: str
-) -> None:
+def test_other_forms_of_the_sparse_cache_continue(sglang_checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
     """With HiSparse, and without it."""
     options, asked = FORMS[kind], prompts(*LENGTHS)
     with ExitStack() as stack:
@@ -205,7 +225,7 @@ def test_other_forms_of_the_sparse_cache_continue(
         for decode in ("device", "hisparse"):
             pair = servers.pair("prefill", decode)
             same(handed_over(pair, asked), expected)
-            same(handed_over(pair, asked, at_once=True), expected, batched=True)
+            follow(servers["single"], asked, handed_over(pair, asked, at_once=True))
             pair.settles()
 
 
@@ -231,12 +251,26 @@ def test_dense_models_continue(sglang_checkpoints: Checkpoints, tmp_path: Path, 
         pair = servers.pair("prefill", "decode")
         expected = [generated(servers["single"], prompt) for prompt in asked]
         for _ in range(2):  # the second time, with what caches have kept: chunks begin elsewhere
-            same(handed_over(pair, asked), expected, batched=kind == "radix cache")
-        same(handed_over(pair, asked, at_once=True), expected, batched=True)
+            answers = handed_over(pair, asked)
+            follow(servers["single"], asked, answers)
+            if kind != "radix cache":
+                same(answers, expected)
+        follow(servers["single"], asked, handed_over(pair, asked, at_once=True))
         pair.settles()
 
 
-@pytest.mark.parametrize("kind", ["dense", "hisparse"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dense",
+        pytest.param(
+            "hisparse",
+            marks=pytest.mark.xfail(
+                raises=OSError, strict=True, reason="SGLang ends: its pool of sparse rows has no get_cpu_copy"
+            ),
+        ),
+    ],
+)
 def test_what_decode_retracts_goes_on(
     sglang_checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -252,6 +286,6 @@ def test_what_decode_retracts_goes_on(
         retracting = Servers(model, tmp_path, stack, decode=common | DECODE | hisparse)
         pair = SglangPair(servers["prefill"], retracting["decode"])
         answers = handed_over(pair, asked, at_once=True)
-        same(answers, [generated(servers["single"], prompt) for prompt in asked], batched=True)
+        follow(servers["single"], asked, answers)
         assert "Testing retraction" in pair.decode.log.read_text()
         pair.settles()

@@ -67,7 +67,15 @@ else:
         # DSA's fused choice of the top k is not repeatable, even on one server.
         SGLANG_DSA_FUSE_TOPK="false",
     )
-    OPTIONS.update(attention_backend="triton", mem_fraction_static=0.8, grammar_backend="none", sleep_on_idle=True)
+    # Kernels for GPUs compute no float32; with two bytes a number, the bits depend on who shares a batch.
+    OPTIONS.update(
+        dtype="bfloat16",
+        enable_deterministic_inference=True,
+        attention_backend="triton",
+        mem_fraction_static=0.8,
+        grammar_backend="none",
+        sleep_on_idle=True,
+    )
 
 
 def why_not() -> str | None:

@@ -148,9 +148,7 @@ class Checkpoints(JsonProcess):
     """Tiny checkpoints with random weights in `folder`, made when first asked for, and what transformers generate, both
     by the `python` of an environment that has them."""
 
-    def __init__(
-        self, folder: Path, python: Path = PYTHON, environment: Mapping[str, str] = ENVIRONMENT
-    ) -> None:
+    def __init__(self, folder: Path, python: Path = PYTHON, environment: Mapping[str, str] = ENVIRONMENT) -> None:
         super().__init__(python, "tests.support.hf_driver", folder / "checkpoints.log", environment)
         self._folder = folder
 

@@ -33,7 +33,8 @@ pytestmark = [
 TOKENS = 64
 LENGTHS = 5, 300, 3_000, 6_000  # the last two have more tokens than a device buffer of HiSparse
 TOP_K = 2_048
-NEAR = 0.5  # log-probabilities of requests that share batches differ by less
+# What shares a batch, and chunks of other sizes, move nearly all log-probabilities of a token by less.
+NEAR, NEARLY_ALL = 0.5, 0.9
 
 COMMON: dict[str, Any] = {
     "enable_deterministic_inference": False,  # of sparse attention there is none
@@ -104,8 +105,8 @@ def same(answers: Sequence[Generated], expected: Sequence[Generated]) -> None:
 
 
 def follow(single: SglangServer, asked: Sequence[Sequence[int]], answers: Sequence[Generated]) -> None:
-    """Each token is one that a single server gives to what stands before it. Requests that share batches differ in the
-    last bits, so that of two tokens that are as likely either may be picked, and what follows is another text."""
+    """Nearly each token is one that a single server gives to what stands before it. Requests that share batches differ
+    in the last bits, so that of two tokens that are as likely either may be picked, and what follows is another text."""
     for prompt, answer in zip(asked, answers, strict=True):
         text = [*prompt, *answer.tokens]
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
@@ -119,8 +120,9 @@ def follow(single: SglangServer, asked: Sequence[Sequence[int]], answers: Sequen
         scored, likeliest = info["input_token_logprobs"][-TOKENS:], info["input_top_logprobs"][-TOKENS:]
         assert [token for _, token, *_ in scored] == answer.tokens
         behind = [best[0][0] - own[0] for own, best in zip(scored, likeliest, strict=True)]
-        print(f"prompt of {len(prompt)}: at most {max(behind):.3f} behind the likeliest token")
-        assert max(behind) < NEAR
+        near = sum(each < NEAR for each in behind)
+        print(f"prompt of {len(prompt)}: {near} of {TOKENS} tokens within {NEAR}, the worst {max(behind):.2f} behind")
+        assert near >= NEARLY_ALL * TOKENS
 
 
 class Servers:

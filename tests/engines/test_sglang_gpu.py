@@ -106,7 +106,7 @@ def same(answers: Sequence[Generated], expected: Sequence[Generated]) -> None:
 
 def follow(single: SglangServer, asked: Sequence[Sequence[int]], answers: Sequence[Generated]) -> None:
     """Nearly each token is one that a single server gives to what stands before it. Requests that share batches differ
-    in the last bits, so that of two tokens that are as likely either may be picked, and what follows is another text."""
+    in the last bits, so of two tokens that are as likely either may be picked, and what follows is another text."""
     for prompt, answer in zip(asked, answers, strict=True):
         text = [*prompt, *answer.tokens]
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}

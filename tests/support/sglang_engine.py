@@ -66,6 +66,8 @@ else:
         PYTHONPATH=os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]),
         # DSA's fused choice of the top k is not repeatable, even on one server.
         SGLANG_DSA_FUSE_TOPK="false",
+        # Deterministic chunks are multiples of this.
+        SGLANG_TRITON_PREFILL_TRUNCATION_ALIGN_SIZE=str(OPTIONS["chunked_prefill_size"]),
     )
     # Kernels for GPUs compute no float32; with two bytes a number, the bits depend on who shares a batch.
     OPTIONS.update(

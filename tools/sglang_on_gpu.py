@@ -24,6 +24,7 @@ from typing import Any
 
 REPO = Path(__file__).parents[1]
 RESULTS = "PDTRANSFER_TEST_RESULTS"  # the file to which the pytest of a group adds its results
+ALONE = 1_000  # more servers than ever run at once: nothing runs beside this group
 END_S = 25.0  # after which a group that was interrupted is killed
 ERROR_LINES = 6  # of a failed test, in the table
 
@@ -56,8 +57,9 @@ def groups() -> list[Group]:
         Group("sparse-fp8", 4, (GPU, "-k", f"{sparse} and fp8")),
         Group("dense-radix", 3, (GPU, "-k", f"{dense} and radix")),
         Group("retract-dense", 3, (GPU, "-k", f"{retracts} and dense")),
-        Group("llama", 5, (BOTH, "-k", "not other_models and not own_router and not ranks and not stages")),
+        Group("llama", 5, (BOTH, "-k", "not other_models and not ranks and not stages")),
         Group("models", 3, (BOTH, "-k", "test_other_models_continue_as_well")),
+        Group("bytes", ALONE, (GPU, "-k", "test_an_admission_reads_no_more_than_the_preload", "-rP")),
     ]
 
 

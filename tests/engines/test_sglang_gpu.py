@@ -267,7 +267,8 @@ def test_an_admission_reads_no_more_than_the_preload(
     assert received["hisparse", SHORT_CONTEXT] > 0.9 * SHORT_CONTEXT * ROW_BYTES
     # Headers of packets count too.
     assert received["hisparse", SHORT_CONTEXT] < 1.3 * SHORT_CONTEXT * ROW_BYTES + SLACK_BYTES
-    assert received["hisparse", CONTEXT] < SLACK_BYTES
+    # Nothing is preloaded. A step loads the rows that it chooses, which is no more than a buffer holds.
+    assert received["hisparse", CONTEXT] < TOP_K * ROW_BYTES
 
 
 # Other forms of the sparse cache

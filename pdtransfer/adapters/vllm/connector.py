@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -29,11 +29,12 @@ from ..kit.first_line import first_line
 from ..kit.heads import Heads
 from ..kit.model_facts import model_name
 from ..kit.reachable import Reachable
-from ..kit.settings import Settings
 from . import dialect
+from .bootstrap import Bootstrap, name_of
 from .orders import Orders
 from .pools import Pools, pools, range_of
 from .scheduler import SchedulerSide
+from .settings import ConnectorSettings
 from .stats import TransferMetrics, TransferStats
 from .worker import Results, WorkerSide
 
@@ -55,13 +56,6 @@ class Announced(KVConnectorHandshakeMetadata):
     identity: dict[str, Any]  # what peers compare, as `shown` makes it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorSettings(Settings):
-    """Settings of kv_connector_extra_config beyond those of all adapters."""
-
-    rows: Literal["blocks", "tokens"] = "blocks"  # what crosses: vLLM's blocks as they are, or the tokens in them
-
-
 class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands requests over from prefill engines to decode engines.
 
@@ -79,6 +73,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._bootstrap: Bootstrap | None = None
         self._announced: Announced | None = None
         self._failed_blocks: set[int] = set()
         self._facts: dict[str, str] = {}
@@ -88,6 +83,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = vllm_config.parallel_config
         if self._receives and parallel.pipeline_parallel_size > 1:
             raise ConfigError("pipeline_parallel_size: decode engines with several stages cannot receive yet")
+        if self._settings.bootstrap and parallel.data_parallel_size > 1:
+            raise ConfigError("bootstrap: each data parallel rank is an engine of its own: only one can listen there")
         if role is KVConnectorRole.SCHEDULER:
             _, allowed = self._settings.keys_of(Ranks())
             self._scheduler = SchedulerSide(
@@ -275,11 +272,14 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._announced
 
     def shutdown(self) -> None:
-        """Ends the clients, and gives the memory back where vLLM does not hold it any more."""
+        """Ends all threads of it, and gives the memory back where vLLM does not hold it any more."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
             self._memory.close()
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+            self._bootstrap = None
 
     # Scheduler
 
@@ -292,6 +292,11 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """What all ranks announce, by (stage, tensor parallel rank)."""
         self._side.endpoints = tuple(metadata[rank].endpoint for rank in sorted(metadata))
         self._side.identity = metadata[min(metadata)].identity if metadata else {}
+        if self._settings.bootstrap and self._sends and self._bootstrap is None:
+            engine_id = self._vllm_config.kv_transfer_config.engine_id
+            tp_size = self._vllm_config.parallel_config.tensor_parallel_size
+            name = name_of(engine_id, self._side.endpoints, tp_size)
+            self._bootstrap = Bootstrap(self._settings.bootstrap, name)
 
     def on_new_request(self, request: Any) -> None:
         """A request has come."""

@@ -21,6 +21,7 @@ from ...schema import convert
 from ...wire.ranks import SIZE_MAX, label, ranks_of
 from ..kit import bootstrap_rooms
 from ..kit.reachable import Reachable, RequestError
+from . import bootstrap
 
 TEXT_LENGTH_MAX = 256
 Text = Annotated[str, Meta(min_length=1, max_length=TEXT_LENGTH_MAX, pattern=r"\A[!-~]+\Z")]
@@ -41,6 +42,7 @@ class TransferParams(Struct, frozen=True):
     identify: bool | None = None
     transfer_mode: Text | None = None
     remote_engine_id: Text | None = None
+    remote_bootstrap_addr: Text | None = None  # where a proxy has got remote_engine_id from; see bootstrap
     remote_request_id: Text | None = None
     remote_host: Text | None = None
     remote_port: Port | None = None
@@ -94,10 +96,7 @@ def parse(params: object, reachable: Reachable, request_id: str = "") -> Wanted 
     """The hand-off that the request of this engine asks for; None for one without. Raises RequestError."""
     if params is None:
         return None
-    try:
-        asked = convert(params, TransferParams)
-    except RemoteProtocolError as error:
-        raise RequestError(f"kv_transfer_params: {error}") from None
+    asked = _checked(params)
     if asked.do_remote_decode and asked.do_remote_prefill:
         raise RequestError("do_remote_prefill, do_remote_decode: both are true, one must be false")
     if asked.do_remote_decode:
@@ -107,6 +106,9 @@ def parse(params: object, reachable: Reachable, request_id: str = "") -> Wanted 
             return GiveUp(asked.abort_transfer_id)
         return Identify() if asked.identify else None
     client_id = asked.remote_request_id or ""
+    if asked.remote_bootstrap_addr is not None:
+        named = bootstrap.params_of(_required("remote_engine_id", asked.remote_engine_id))
+        asked = _checked({"transfer_id": _required("transfer_id", asked.transfer_id)} | named)
     if asked.transfer_mode not in (None, "push"):
         text = f"{asked.transfer_mode!r}, not 'push': the prefill engine has a different connector"
         raise RequestError(f"transfer_mode: {text}")
@@ -191,6 +193,13 @@ def _derived(asked: TransferParams, reachable: Reachable) -> list[str]:
         f"{reachable.key_of(name if index == 0 else f'{name}-{label(rank)}')}{address_of(host, port + index)}"
         for index, rank in enumerate(ranks)
     ]
+
+
+def _checked(params: object) -> TransferParams:
+    try:
+        return convert(params, TransferParams)
+    except RemoteProtocolError as error:
+        raise RequestError(f"kv_transfer_params: {error}") from None
 
 
 def _required(name: str, text: str | None) -> str:

@@ -48,6 +48,7 @@ def early(text: str = "one ", body: dict = GREEDY, logprobs: tuple[float, ...] =
     [
         {}, {"stop": None}, {"stop": []}, {"logprobs": None}, {"seed": 5, "top_p": 0.5}, {"ignore_eos": True},
         {"stream_options": {"include_usage": True}}, {"n": 1}, {"temperature": 0.0}, {"echo": False},
+        {"repetition_penalty": 1.0}, {"repetition_penalty": 1},
     ],
     ids=str,
 )  # fmt: skip

@@ -31,6 +31,7 @@ _FIELDS = frozenset({
     "add_special_tokens", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort", "priority",
 })  # fmt: skip
 _UNSET = (b"null", b"false", b"[]")
+_NO_PENALTY = {"repetition_penalty": (b"1", b"1.0")}  # as vLLM's benchmark sends it
 
 
 class _StreamOptions(Struct, frozen=True):
@@ -83,7 +84,8 @@ _TEXT = msgspec.json.Decoder(str)
 def may_come_early(request: ServerRequest) -> bool:
     """Whether prefill's first token is the one that decode picks, and may be seen before."""
     fields = request.fields
-    if request.answers != 1 or any(name not in _FIELDS and bytes(fields[name]) not in _UNSET for name in fields):
+    counts = (name for name in fields if bytes(fields[name]) not in (*_UNSET, *_NO_PENALTY.get(name, ())))
+    if request.answers != 1 or any(name not in _FIELDS for name in counts):
         return False
     decisive = {name: fields[name] for name in _Asked.__struct_fields__ if name in fields}
     try:

@@ -32,6 +32,8 @@ ARRAYS_MAX = 1 << 16  # arrays in one frame: twice the planes; an empty one is 1
 VALUES_MAX = 1 << 19  # elements of all arrays in one frame: 32,768 planes of up to 15 fields
 PLANE_BYTES_MIN = 8  # an array of more than PEERS_MAX elements holds planes: it cannot promise more than would fit
 
+HOST_BUFFER_GIB = 1.0  # of decode's staging buffer by default: some 7,000 tokens of an 8B model, four pieces of a room
+HOST_BUFFER_GIB_MIN, HOST_BUFFER_GIB_MAX = 1 / 1024, 1 << 14
 WORKERS_MAX = 4_096  # of one router, those added at run time included: each is asked twice a second
 ROUTERS_MAX = 64  # that one daemon knows
 ENGINES_MAX = 256  # transport engines of one process: two ports and 3 to 9 threads each; a session has one at least
@@ -62,7 +64,7 @@ HTTP_CONNECTIONS_MAX = 256  # with nothing asked on them; a router has as many m
 class Limits:
     """What one node allows itself and its peers; every field has a reason and a unit."""
 
-    window: int = 256  # unended grants a session: bounds the floor's memory and what one peer can hold
+    window: int = 256  # unended grants a session: bounds the memory of ended numbers, and what one peer can hold
     rooms_max: int = 4_096  # rooms not yet ended in one node: bounds its memory
     prompts_bytes_max: int = 1 << 30  # prompts of these rooms, 4 bytes a token: rooms_max of 64 Ki tokens
     queue_max: int = 1_024  # rooms waiting for slots: beyond it the answer is 429, not a longer wait

@@ -40,6 +40,7 @@ from ..handoff.effects import (
 from ..handoff.slot_allocator import check_apart
 from ..handoff.states import SessionState
 from ..layout.layout import Component
+from ..layout.staging import staged
 from ..memory.arena_memory import ArenaMemory
 from ..transports.device_events import Event, EventQueue
 from ..transports.hbm_copier import HbmCopier
@@ -77,7 +78,8 @@ class DecodeNode:
         lease was in quarantine, once its writer is proven quiet. `unusable_changed` is called when what `unusable`
         returns may have changed, in the middle of a call of the core.
 
-        Raises LocalProtocolError for components that lie in the same memory without `engine_slots`.
+        Raises LocalProtocolError for components that lie in the same memory without `engine_slots`, and for a staging
+        buffer that is too small for them.
         """
         if not engine_slots:
             check_apart(components)
@@ -100,7 +102,7 @@ class DecodeNode:
             verify=verify,
             # An arena that is not prefaulted is backed as it is written, but for what waits for a writer that needs it.
             bytes_ready=arena.bytes_ready or (None if arena.needed == arena.byte_count else 0),
-            hbm_apart=arena.hbm is not None,
+            landing=self._landing(components, arena),
             engine_slots=engine_slots,
             may_be_one=lambda first, second: self.bus.may_be_one(first, second),  # noqa: PLW0108 -- made below
             quarantine=self._on_quarantine,
@@ -108,8 +110,8 @@ class DecodeNode:
         )
         self._quarantined, self._since = quarantined, dict[LeaseEntry, tuple[str, str, float]]()
         self._offers: set[asyncio.Task[None]] = set()
-        self._arena, self._backs_late = arena, arena.needed < arena.byte_count  # its range for HBM components
-        self._backing: asyncio.Task[None] | None = None  # of that range, from the first writer on that needs it
+        self._arena, self._backs_late = arena, arena.needed < arena.byte_count  # its staging buffer
+        self._backing: asyncio.Task[None] | None = None  # of the buffer, from the first writer on that needs it
         self._closing = False
         self._verifier = Verifier(arena.mapping.address, self._verified) if verify else None
         self._lifter = HbmCopier(arena, arena.hbm, self._lifted) if arena.hbm is not None else None
@@ -119,6 +121,13 @@ class DecodeNode:
         )
         self._run: EffectRunner[DecodeEffect] = EffectRunner(self._perform, ticker)
         self._events = EventQueue(self._never_quiet)
+
+    @staticmethod
+    def _landing(components: Sequence[Component], arena: ArenaMemory) -> tuple[Component, ...] | None:
+        """The components as writers see them that do not reach the GPU, where that is not as others do."""
+        if arena.hbm is None or all(component.memory == "dram" for component in components):
+            return None
+        return staged(components, base=arena.staging_base, byte_count=arena.staging_bytes)
 
     def dial(self, source: str) -> None:
         """Opens a session with a prefill rank ahead of its first room. Raises as Bus.dial."""
@@ -223,7 +232,7 @@ class DecodeNode:
 
     @property
     def lifted_bytes(self) -> int:
-        """Bytes that were copied up from the arena to HBM, as the copier counts them."""
+        """Bytes that were copied up from the staging buffer to HBM, as the copier counts them."""
         return self._lifter.moved_bytes if self._lifter is not None else 0
 
     def _on_quarantine(self, lease: LeaseEntry, begins: bool) -> None:
@@ -312,23 +321,19 @@ class DecodeNode:
             self._run(self.core.offered(session, reach, self._clock.now()))
 
     def _back_for(self, session: int) -> None:
-        """Backs the arena's range for HBM components once the first writer has reported that it cannot reach them."""
+        """Backs the staging buffer once the first writer has reported that it cannot reach the GPU."""
         if self._backs_late and self._backing is None and self._lands_here(session):
             self._arena.need_all()
             self._backing = asyncio.get_running_loop().create_task(self._back())
 
     def _lands_here(self, session: int) -> bool:
         record = self.core.prefill_peers.sessions.get(session)
-        return (
-            record is not None
-            and not record.hbm_direct
-            and any(component.memory == "hbm" for component in record.components)
-        )
+        return record is not None and record.stages
 
     async def _back(self) -> None:
         """A writer that waits for memory which this host does not have gets the reason; the next one has it tried
         again."""
-        log.info("arena: a writer does not reach the GPU: %d bytes of host memory are backed", self._arena.byte_count)
+        log.info("a writer does not reach the GPU: its staging buffer of %d bytes is backed", self._arena.staging_bytes)
         loop = asyncio.get_running_loop()
 
         def progress(byte_count: int) -> None:

@@ -144,7 +144,7 @@ class PrefillNode:
         if gate is not None and room in self.core.rooms:
             self._gates[room] = gate
         try:
-            self._run(self.core.push(room, replace(cell, after=gate)))
+            self._run(self.core.push(room, replace(cell, after=gate), self._clock.now()))
         except LocalProtocolError as error:
             self.abort(room, Cause.REFUSED, str(error))
 
@@ -169,7 +169,7 @@ class PrefillNode:
         record = self.core.rooms.get(room)
         if record is None or not record.grants:
             return "", ""
-        session = record.grants[0].session
+        session = next(iter(record.grants.values())).session
         return session.peer.partition(":")[2], self.transport.name_of(session.id)
 
     @property
@@ -315,7 +315,9 @@ class PrefillNode:
                 raise TransportError("an earlier session of the same id has not ended yet")
             record = self.core.sessions.get(effect.session)
             peer = record.peer if record is not None else ""
-            bytes_ready = await self.transport.map(effect.session, effect.reach, effect.components, mapped, peer=peer)
+            bytes_ready = await self.transport.map(
+                effect.session, effect.reach, effect.components, mapped, landing=effect.landing, peer=peer
+            )
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)
             self.bus.detach(effect.session)

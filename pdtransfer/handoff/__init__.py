@@ -14,6 +14,8 @@ Terms, each with the usual one beside it:
     lease     decode's side of a grant: these slots are not reused before a proof that no write on them is in flight
     arena     decode's KV cache memory, which its peers write one-sided (the pinned or registered receive buffer)
     window    how many grants of one session may be unended: the credits of flow control
+    staging   a buffer in the arena for rows of HBM components whose writer does not reach the GPU; copied up from there
+    piece     the rows of some tokens of a room, which one grant asks for where they go through the staging buffer
     cell      rows of some layers that prefill has computed and offers: a chunk of chunked prefill, or a layer of it
     fence     the kernel's proof that a writer's process can write no more: it ends every lease of a session at once
 
@@ -51,7 +53,8 @@ more.
     Forget(session)             drop what the shell keeps of the session
     RoomLeased(room)            for the engine: its slots are leased
     Verify / StopVerifying      read landed rows back; always call verified in the end, also after a stop
-    Lift / StopLifting          copy landed rows to HBM; always call lifted in the end, once nothing is copied any more
+    Lift / StopLifting          copy landed rows from the staging buffer to HBM; always call lifted in the end, once
+                                nothing is copied any more
     RoomReady / RoomFailed      for the engine: exactly one of them a room
     RoomDrained(room)           for the engine, if it chose the slots: it may reuse them
     SessionLost, PeerRefused    for people
@@ -61,6 +64,11 @@ one queue for slots of the arena; a room that waits for a peer is in no other ro
 components or none, growth included. A grant goes to each source, Landed comes from each. After the last one, and after
 Verify and Lift where these are due, the room is READY. `ready(bytes)` reports how much of the arena is backed:
 slots are leased only below that.
+
+A source that does not reach HBM gets several grants, one piece of the room after the other. The first has no rows, and
+lands once the engine there has some. Each further one waits in one line for slots of the staging buffer, takes a
+quarter of it at most, and keeps the window slot of the one before. A peer has half of the buffer at most. So a room
+holds none of it while it is not computed, and the line moves on, whatever each room's size.
 
 Prefill: the same
 -----------------
@@ -78,12 +86,14 @@ The engine calls `open` for a room, `push` for each cell, `finish` with the aux 
     RoomDrained(room)           for the engine, after either of these: it may reuse the room's pages
 
 Where a cell meets a grant, the rows that both have become a Write. A grant lands when all its bytes are written and the
-engine has finished the room. Landed, Failed and Drained repeat until Released.
+engine has finished the room; one that another follows, when the engine has offered rows for that. Cells are kept for
+the grants that follow. Landed, Failed and Drained repeat until Released.
 
 When memory may be reused
 -------------------------
 Never because time has passed. A slot of the arena has claims: its room's, one of each lease, one of each Verify and
-Lift. It is free when the last claim has ended. A room fails at once; its leases end later, each by itself:
+Lift. A slot of the staging buffer has the same but the room's. It is free when the last claim has ended. A room fails
+at once; its leases end later, each by itself:
 
     by proof    Landed, Failed(quiescent) or Drained of that grant: no write of it is in flight, or will be
     by fence    of its session: no process can write through that hand-over any more

@@ -86,8 +86,15 @@ class StopVerifying(Struct, frozen=True):
     grant: int
 
 
+class LiftedRows(Struct, frozen=True):
+    """One component's rows in the staging buffer, and where they belong in HBM: as many slots, in the same order."""
+
+    landed: ComponentRows
+    target: ComponentRows
+
+
 class Lift(Struct, frozen=True):
-    """Copy the rows of a landed grant from the arena to the same slots in HBM, then call `lifted`.
+    """Copy the rows of a landed grant from the staging buffer to their slots in HBM, then call `lifted`.
 
     Both slots stay claimed until then. Call it only once nothing is copied any more, whether the copy succeeded or
     failed; where that cannot be known, never.
@@ -96,7 +103,7 @@ class Lift(Struct, frozen=True):
     session: int
     grant: int
     room: int
-    parts: tuple[ComponentRows, ...]
+    parts: tuple[LiftedRows, ...]
 
 
 class StopLifting(Struct, frozen=True):
@@ -146,7 +153,8 @@ class Map(Struct, frozen=True):
 
     session: int
     reach: Reach
-    components: tuple[Component, ...]
+    components: tuple[Component, ...]  # as a writer that reaches HBM writes them
+    landing: tuple[Component, ...]  # as any other writes them
 
 
 class Unmap(Struct, frozen=True):

@@ -34,6 +34,14 @@ def prefix_rows(component: Component, prefix: int) -> int:
     return prefix // component.tokens_per_row if component.span.kind == "all" else 0
 
 
+def piece_rows(component: Component, *, tokens: int, prefix: int, stop: int) -> tuple[int, int]:
+    """The rows [first, end) of tokens [prefix, stop) of a room: those whose last token is among them, and windows and
+    states with the room's last token. So the pieces of a room have each row once, wherever it is cut."""
+    if stop >= tokens:
+        return prefix_rows(component, prefix), component.rows(tokens)
+    return prefix_rows(component, prefix), prefix_rows(component, stop)
+
+
 class PrefixCache:
     """Leases slots of an arena and keeps the prompts that rooms leave; without `enabled` it keeps none."""
 

@@ -22,10 +22,11 @@ _F_ADD_SEALS = 1033  # fcntl's own name for it comes with Python 3.13
 class ArenaMemory:
     """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
 
-    __slots__ = ("_backing", "_use", "bytes_ready", "fd", "gpu", "hbm", "huge", "mapping", "needed")
+    __slots__ = ("_backing", "_use", "bytes_ready", "fd", "gpu", "hbm", "huge", "mapping", "needed", "staging_base")
 
-    def __init__(self, fd: int, mapping: Mapping, *, huge: bool, needed: int) -> None:
+    def __init__(self, fd: int, mapping: Mapping, *, huge: bool, needed: int, staging_base: int) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
+        self.staging_base = staging_base  # where the staging buffer begins, which ends with the arena
         self.needed = needed  # how many of its first bytes are backed by `prefault`
         self._backing = threading.Lock()
         self._use: Literal["", "served", "exported"] = ""
@@ -40,23 +41,26 @@ class ArenaMemory:
         *,
         huge_pages: HugePages = "auto",
         name: str = "pdtransfer-arena",
-        needed: int | None = None,
+        staging_bytes: int = 0,
     ) -> ArenaMemory:
         """An arena of at least `byte_count` bytes, rounded up to whole pages, all zero and not yet backed by memory.
 
-        With `needed` only this many of its first bytes, and at least a page, are to be backed until `need_all`: behind
-        them lies the range of HBM components, which writers that reach the GPU do not use.
+        Behind them lies a staging buffer of `staging_bytes`, for rows of HBM components whose writer does not reach the
+        GPU. It is backed after `need_all`.
 
-        `auto` takes huge pages if enough are free and all is needed. Raises WorldError, with both numbers, if the host
-        or a cgroup cannot back what is needed; without that check a later access would raise SIGBUS, or have some
+        `auto` takes huge pages if enough are free and there is no buffer. Raises WorldError, with both numbers, if the
+        host or a cgroup cannot back what is needed; without that check a later access would raise SIGBUS, or have some
         process killed.
         """
-        assert byte_count > 0
-        if huge_pages == "always" or (huge_pages == "auto" and (needed is None or needed >= byte_count)):
+        assert byte_count + staging_bytes > 0
+        page = mmap.PAGESIZE
+        staging_base, staging_bytes = -(-byte_count // page) * page, -(-staging_bytes // page) * page
+        byte_count = staging_base + staging_bytes
+        if huge_pages == "always" or (huge_pages == "auto" and not staging_bytes):
             wanted, free = -(-byte_count // HUGE_PAGE_BYTES), huge_pages_free()
             if wanted <= free:
                 try:
-                    return cls._of(wanted * HUGE_PAGE_BYTES, name, huge=True, needed=needed)
+                    return cls._of(wanted * HUGE_PAGE_BYTES, name, huge=True, staging_base=staging_base)
                 except WorldError:
                     if huge_pages == "always":
                         raise  # another process was faster, or a cgroup forbids it
@@ -65,17 +69,15 @@ class ArenaMemory:
                     f"huge_pages = always: {byte_count} bytes are {wanted} pages of 2 MiB, {free} are free; "
                     f"sysctl vm.nr_hugepages={wanted} sets them aside"
                 )
-        byte_count = -(-byte_count // mmap.PAGESIZE) * mmap.PAGESIZE
-        backed = byte_count if needed is None else min(byte_count, needed)
-        if (left := available_memory()).bytes < backed:
-            raise WorldError(f"an arena of {backed} bytes: {left.what} is {left.bytes} bytes")
-        arena = cls._of(byte_count, name, huge=False, needed=needed)
+        if (left := available_memory()).bytes < max(staging_base, page):
+            raise WorldError(f"an arena of {staging_base} bytes: {left.what} is {left.bytes} bytes")
+        arena = cls._of(byte_count, name, huge=False, staging_base=staging_base)
         if huge_pages == "auto":
             advise_huge(arena.mapping)
         return arena
 
     @classmethod
-    def _of(cls, byte_count: int, name: str, *, huge: bool, needed: int | None) -> ArenaMemory:
+    def _of(cls, byte_count: int, name: str, *, huge: bool, staging_base: int) -> ArenaMemory:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge else 0)
         try:
             fd = os.memfd_create(name, flags)
@@ -86,11 +88,16 @@ class ArenaMemory:
             # Not sealed against writes: peers write into it.
             fcntl.fcntl(fd, _F_ADD_SEALS, sum(SEALS.values()))
             page = HUGE_PAGE_BYTES if huge else mmap.PAGESIZE
-            end = byte_count if needed is None else min(byte_count, -(-max(1, needed) // page) * page)
-            return cls(fd, Mapping(mmap.mmap(fd, byte_count)), huge=huge, needed=end)
+            needed = min(byte_count, -(-max(1, staging_base) // page) * page)
+            return cls(fd, Mapping(mmap.mmap(fd, byte_count)), huge=huge, needed=needed, staging_base=staging_base)
         except OSError as error:
             os.close(fd)
             raise WorldError(f"an arena of {byte_count} bytes: {error.strerror}") from None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging buffer; 0 without one."""
+        return self.byte_count - self.staging_base if self.hbm is not None else 0
 
     @property
     def byte_count(self) -> int:

@@ -1,6 +1,6 @@
 """Memory of HBM components outside the arena: a GPU's, which peers of this host may open.
 
-The arena has a range for them as well, for rows of writers that cannot write the GPU. A row has the same slot in both.
+Rows of writers that cannot write the GPU land in the arena's staging buffer, and are copied up from there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from . import cuda_ipc, mapping
 log = logging.getLogger(__name__)
 
 
+def staging_bytes(host_buffer_gib: float, hbm_bytes: int) -> int:
+    """The size of a staging buffer: no larger than what it is for."""
+    return min(int(host_buffer_gib * (1 << 30)), hbm_bytes)
+
+
 class Hbm:
     """The memory of HBM components until `close`: `byte_count` bytes at `address` of GPU `device`, None: this process.
 
-    They stand for bytes [base, base + byte_count) of the arena. `handle` opens them in another process; it is empty if
-    no other process can.
+    Bases of the components count from `base`. `handle` opens the memory in another process; it is empty if no other
+    process can.
     """
 
     def __init__(

@@ -114,12 +114,12 @@ class EngineDescription:
 
     @property
     def hbm_base(self) -> int:
-        """The arena offset where HBM components begin, after all DRAM components."""
+        """The offset where HBM components begin, after all DRAM components: in the arena, or of a GPU's memory."""
         return -(-self.memory_bytes // HBM_ALIGNMENT) * HBM_ALIGNMENT
 
     @property
     def arena_bytes(self) -> int:
-        """Size of the arena in bytes, both memories included."""
+        """Size of an arena that holds both memories, as without a GPU."""
         return self.hbm_base + self.hbm_bytes if self.hbm_bytes else self.memory_bytes
 
     @property

@@ -39,9 +39,16 @@ class WriterTransport(Protocol):
     """The prefill side. Everything here is called on the loop's thread and never blocks it."""
 
     async def map(
-        self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None
+        self,
+        session: int,
+        reach: Reach,
+        components: tuple[Component, ...],
+        more: Ready = lambda _: None,
+        *,
+        landing: tuple[Component, ...] | None = None,
     ) -> int:
-        """Maps the arena that `reach` names; returns how many of its first bytes are ready.
+        """Maps the arena that `reach` names; returns how many of its first bytes are ready. `landing`: the components
+        as a writer that does not reach HBM writes them, where that is not as others do.
 
         Calls `more` on the loop's thread whenever more are ready, until all are or the session is unmapped. Raises
         TransportError where the arena cannot be reached, LayoutMismatchError where a component is of another model,
@@ -50,7 +57,7 @@ class WriterTransport(Protocol):
         ...
 
     def hbm_direct(self, session: int) -> bool:
-        """Whether the rows of HBM components go to the memory that they are for, and not to the arena's range for them.
+        """Whether the rows of HBM components go to the memory that they are for, and not to the arena.
         It is the same for as long as the session is mapped."""
         ...
 

@@ -15,12 +15,17 @@ from ..layout.pairing import Pairing
 Planes: TypeAlias = tuple[int, tuple[int, int]]  # a component of Register, and layers of it
 
 
-def paired(ours: Mapping[str, Component], components: tuple[Component, ...], arena_bytes: int) -> tuple[Pairing, ...]:
-    """A pairing for each of `components`, the peer's, in order.
+def paired(
+    ours: Mapping[str, Component], components: tuple[Component, ...], arena_bytes: int, *, hbm_end: int | None = None
+) -> tuple[Pairing, ...]:
+    """A pairing for each of `components`, the peer's, in order. Those in HBM end before `hbm_end`, where they are in a
+    memory of their own.
 
     Raises LayoutMismatchError where one is of another model than ours, RemoteProtocolError where it leaves the arena.
     """
-    return tuple(_paired(ours, index, theirs, arena_bytes) for index, theirs in enumerate(components))
+    ends = [arena_bytes if hbm_end is None or theirs.memory == "dram" else hbm_end for theirs in components]
+    parts = zip(components, ends, strict=True)
+    return tuple([_paired(ours, index, theirs, end) for index, (theirs, end) in enumerate(parts)])
 
 
 def _paired(held: Mapping[str, Component], index: int, theirs: Component, arena_bytes: int) -> Pairing:

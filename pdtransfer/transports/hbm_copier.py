@@ -1,4 +1,4 @@
-"""Copies landed rows of HBM components from the arena to their memory, off the loop, in turn between grants."""
+"""Copies landed rows of HBM components from the staging buffer up to their memory, off the loop, grants in turn."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from functools import partial
 from threading import Lock
 
 from ..errors import TransportError
-from ..handoff.effects import Lift
+from ..handoff.effects import Lift, LiftedRows
 from ..handoff.slot_allocator import slots_of
 from ..kernels.cancel import CancelWord
 from ..kernels.gpu import CudaEvent, gpu_at
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
 from ..layout.geometry import Int64s
-from ..layout.layout import Layout
 from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
 from .copier import PIECE_BYTES, Copier, CopyWork, Piece
@@ -31,11 +30,12 @@ The text says why not all of it was copied. Not called where the GPU cannot repo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ComponentRows:
-    """One component's rows, which have the same slots on both sides."""
+    """One component's rows on both sides."""
 
     target: Pool
     source: Pool
-    slots: Int64s
+    target_slots: Int64s
+    source_slots: Int64s
 
 
 class HbmCopier:
@@ -52,7 +52,7 @@ class HbmCopier:
 
     def lift(self, order: Lift) -> None:
         """Starts copying, in turn between grants."""
-        parts = [self._rows(part.component.layout, slots_of(part.extents)) for part in order.parts]
+        parts = [self._rows(part) for part in order.parts]
         self._copier.add(
             CopyWork(
                 turn=(order.session, order.grant), pieces=self._pieces(order, parts), cancel=CancelWord(),
@@ -68,41 +68,43 @@ class HbmCopier:
         """Stops copying, and returns once nothing is copied."""
         await self._copier.close()
 
-    def _rows(self, layout: Layout, slots: Int64s) -> _ComponentRows:
-        mapping = self._arena.mapping
+    def _rows(self, part: LiftedRows) -> _ComponentRows:
+        mapping, layout = self._arena.mapping, part.landed.component.layout
         if self._hbm.device is None:
             source = Pool(layout=layout, address=mapping.address)
         else:
             assert mapping.registered is not None
             source = Pool(layout=layout, address=mapping.registered.device_address, device=self._hbm.device, host=True)
-        return _ComponentRows(self._hbm.pool(layout), source, slots)
+        target = self._hbm.pool(part.target.component.layout)
+        return _ComponentRows(target, source, slots_of(part.target.extents), slots_of(part.landed.extents))
 
     def _pieces(self, order: Lift, parts: list[_ComponentRows]) -> Iterator[tuple[int, Piece]]:
         for part in parts:
             row_bytes = part.source.layout.row_bytes
             rows = max(1, PIECE_BYTES // row_bytes)
-            for first in range(0, len(part.slots), rows):
-                slots = part.slots[first : first + rows]
-                yield len(slots) * row_bytes, partial(self._piece, order, part, slots)
+            for first in range(0, len(part.source_slots), rows):
+                count = len(part.source_slots[first : first + rows])
+                yield count * row_bytes, partial(self._piece, order, part, first, count)
 
-    def _piece(self, order: Lift, part: _ComponentRows, slots: Int64s) -> int:
+    def _piece(self, order: Lift, part: _ComponentRows, first: int, count: int) -> int:
         """In the copier's thread; counts what has moved."""
-        checksum = self._copy(order, part, slots)
+        slots = part.target_slots[first : first + count], part.source_slots[first : first + count]
+        self._copy(order, part, *slots, count)
         with self._counting:
-            self.moved_bytes += len(slots) * part.target.layout.row_bytes
-        return checksum
+            self.moved_bytes += count * part.target.layout.row_bytes
+        return 0
 
-    def _copy(self, order: Lift, part: _ComponentRows, slots: Int64s) -> int:
+    def _copy(self, order: Lift, part: _ComponentRows, targets: Int64s, sources: Int64s, count: int) -> None:
         """In the copier's thread; returns once the rows are there."""
         if self._hbm.device is None:
-            kv_copy(part.target, part.source, slots, slots, len(slots))
-            return 0
+            kv_copy(part.target, part.source, targets, sources, count)
+            return
         here = gpu_at(self._hbm.device)
         if self._queue is None:
             self._queue = here.stream(), CudaEvent(here)
         (stream, copied), failure = self._queue, None
         try:
-            kv_copy(part.target, part.source, slots, slots, len(slots), stream=stream)
+            kv_copy(part.target, part.source, targets, sources, count, stream=stream)
         except Exception as error:  # noqa: BLE001 (it may have been queued all the same)
             failure = error
         try:
@@ -113,7 +115,6 @@ class HbmCopier:
             raise TransportError(str(failure or error)) from None
         if failure is not None:
             raise failure
-        return 0
 
     def _ended(self, order: Lift, work: CopyWork) -> None:
         if work.turn in self._lost:

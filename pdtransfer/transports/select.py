@@ -251,6 +251,7 @@ class PrefillTransports:
         components: tuple[Component, ...],
         more: Ready = lambda _: None,
         *,
+        landing: tuple[Component, ...] | None = None,
         peer: str = "",
     ) -> int:
         """As WriterTransport.map, with the transport that `reach` names; `peer` has offered it."""
@@ -266,7 +267,7 @@ class PrefillTransports:
         if self._guard is not None and TRANSPORTS[name].listens_everywhere:
             self._guard.expect(session, peer)
         try:
-            bytes_ready = await transport.map(session, reach, components, more)
+            bytes_ready = await transport.map(session, reach, components, more, landing=landing)
         except BaseException:
             self._sessions.pop(session, None)
             self._forget(session)

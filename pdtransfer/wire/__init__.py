@@ -59,6 +59,7 @@ from .messages import Reject as Reject
 from .messages import Released as Released
 from .messages import Sampling as Sampling
 from .messages import Setting as Setting
+from .messages import StagedLayout as StagedLayout
 from .messages import StepOrder as StepOrder
 from .messages import StepOrders as StepOrders
 from .messages import Tally as Tally

@@ -26,6 +26,7 @@ from ..limits import (
     NAME_LENGTH_MAX,
     PART_EXTENTS_MAX,
     PEERS_MAX,
+    PLANES_MAX,
     PROMPT_BYTES_MAX,
     STEP_ORDERS_MAX,
     TALLIES_MAX,
@@ -207,11 +208,18 @@ class Reach(Struct, array_like=True, frozen=True):
     token: Annotated[bytes, Meta(max_length=32)]  # a secret for one hand-over
     base: Bytes64  # mooncake: the arena's address there
     arena_bytes: Bytes64  # the arena's length
-    # shm: offsets [hbm_base, hbm_base + hbm_bytes) of the arena are also a GPU's memory, which this handle opens: who
-    # can writes there instead. Empty: nobody can.
+    # shm: offsets [hbm_base, hbm_base + hbm_bytes) of HBM components are a GPU's memory, which this handle opens: who
+    # can writes there. Empty: nobody can.
     hbm_handle: Annotated[bytes, Meta(max_length=HANDLE_BYTES_MAX)] = b""
-    hbm_base: Bytes64 = 0  # where in the arena HBM components begin
+    hbm_base: Bytes64 = 0  # the offset of HBM components that is the first byte of that memory
     hbm_bytes: Bytes64 = 0  # and how many bytes they have
+
+
+class StagedLayout(Struct, array_like=True, frozen=True):
+    """Where rows of an HBM component land in the arena: its layout, with other slots and bases."""
+
+    slots: Annotated[int, Meta(ge=1, le=0xFFFF_FFFF)]  # in place of the component's
+    bases: Annotated[bytes, Meta(max_length=8 * PLANES_MAX)]  # u64 arena offsets, one a plane, in their order
 
 
 class Register(_Wire, frozen=True):
@@ -219,9 +227,12 @@ class Register(_Wire, frozen=True):
 
     kind = Kind.REGISTER
     session: Id64  # a random u64 that decode mints, never 0; every message down to Drained opens with it
-    components: Components  # only this rank's planes; bases are arena offsets
+    components: Components  # only this rank's planes; bases are arena offsets, but see `staging`
     reach: Reach  # how to write there
     enable_hisparse: bool = False  # what the decode rank can do; last of v1.0
+    # HBM components have offsets of their own, and this is where rows of them land whose writer says hbm_direct false:
+    # one entry for each, in their order. Empty: where `components` says, in the arena. Since v1.5.
+    staging: Annotated[tuple[StagedLayout, ...], Meta(max_length=COMPONENTS_MAX)] = ()
 
 
 class Registered(_Wire, frozen=True):
@@ -256,6 +267,13 @@ class Grant(_Wire, frozen=True):
     time_left_ms: Milliseconds  # after this the grant fails at prefill
     enable_hisparse: bool = False  # what this request wants; last of v1.0
     verify: bool = False  # Landed is to carry a checksum of what was written
+    # The grant is for rows of tokens [prefix, stop) alone, and another follows where that is not all. Since v1.5.
+    stop: TokenCount = TOKENS_MAX
+
+    @property
+    def last(self) -> bool:
+        """Whether no grant of this room follows on its session."""
+        return self.stop >= self.tokens
 
 
 class Granted(_Wire, frozen=True):

@@ -234,6 +234,13 @@ def planes_of(layout: Layout) -> Iterator[tuple[int, str, int, Sequence[int]]]:
         yield at, plane.kind, plane.layer, range(plane.head_start, plane.head_start + plane.head_count)
 
 
+def touched(layout: Layout) -> np.ndarray:
+    """Every byte of every row, ascending."""
+    slots = np.arange(layout.slots)
+    rows = [layout.address(at, slots)[:, None] + np.arange(plane.row_bytes) for at, plane in enumerate(layout.planes)]
+    return np.sort(np.concatenate([each.ravel() for each in rows]))
+
+
 def plane(**changed: Any) -> Plane:
     """One of 16 slots a page, back to back, unless `changed` says something else."""
     fields: dict[str, Any] = {

@@ -169,7 +169,7 @@ class Grid:
             rank = self._by_name[self.shuffle.choice(sorted(left))]
             cell = left[rank.name].pop(0)
             if cell is not None:
-                self.take(rank, rank.core.push(room, cell))
+                self.take(rank, rank.core.push(room, cell, self.now))
             else:
                 self.take(rank, rank.core.finish(room, aux=b"aux of " + rank.name.encode(), now=self.now))
                 del left[rank.name]

@@ -204,7 +204,7 @@ class PrefillEnd(_End):
         for component in self.components:
             fields = {"first_row": 0, "layers": (0, LAYERS), "source_slots": np.arange(component.rows(tokens))}
             if changes.get("component", component.name) == component.name:
-                effects += self.core.push(room, Cell(**({"component": component.name} | fields | changes)))
+                effects += self.core.push(room, Cell(**({"component": component.name} | fields | changes)), 0.0)
         return effects
 
     def finish(self, room: int = 1, aux: bytes = b"aux") -> list[Any]:

@@ -39,9 +39,9 @@ SPECIMENS: dict[str, list[Any]] = {
     "Hello": [1, 1, 1, 1, _DECODE, [[_ROOM, "refused: block_size: prefill-0 has '16', decode-0 '32'"]]],
     "Welcome": [1, 2, 1, _PREFILL],
     "Reject": [1, 3, _SESSION, "refused", ["model: demo-gqa, this side has demo-mla"]],
-    "Register": [1, 4, _SESSION, [_COMPONENT], _HBM, True],
+    "Register": [1, 4, _SESSION, [_COMPONENT], _HBM, True, [[512, (65536).to_bytes(8, "little")]]],
     "Registered": [1, 5, _SESSION, 9437184, True],
-    "Grant": [1, 6, _SESSION, 1, _ROOM, 1000, 0, [_PART], True, 60000, True, True],
+    "Grant": [1, 6, _SESSION, 1, _ROOM, 1000, 0, [_PART], True, 60000, True, True, 1000],
     "Granted": [1, 7, _SESSION, 1],
     "Landed": [1, 8, _SESSION, 1, 2304000, b"first token and the like", bytes(range(8))],
     "Released": [1, 9, _SESSION, 1],
@@ -129,6 +129,10 @@ VARIANTS: dict[str, list[Any]] = {
     "Register of an indexer page, values and scales, in hbm": register(
         ["index", "hbm", 1, ["all", 0], [[*_index_page(0), *_index_page(1)], 64, 4096]]
     ),
+    "Register of a component in hbm, and of its staging buffer": [
+        *register(["latent", "hbm", 1, ["all", 0], [[[*_LATENT[:5], 9437184, *_LATENT[6:]]], 1, 4096]]),
+        [[512, (65536).to_bytes(8, "little")]],
+    ],
     "Register of a sliding window": register(["window", "dram", 1, ["last", 4096], _LAYOUT]),
     "Register of a sliding window, one token": register(["window", "dram", 1, ["last", 1], _LAYOUT]),
     "Register of a sliding window, the longest": register(["window", "dram", 1, ["last", 2**32 - 1], _LAYOUT]),
@@ -160,6 +164,11 @@ VARIANTS: dict[str, list[Any]] = {
     "Layout.slots most": register(component([plane()], 1, 1 << 40)),
     **{f'Plane.dtype "{dtype}"': register(component([plane(dtype=dtype)], 1, 4096)) for dtype in _DTYPES},
     "Grant to a rank that sends no rows": [1, 6, _SESSION, 2, _ROOM, 1000, 0, [], False, 60000, False],
+    "Grant of a piece that has no rows": [1, 6, _SESSION, 2, _ROOM, 1000, 488, [], False, 60000, False, False, 488],
+    "Grant of a piece": [
+        1, 6, _SESSION, 3, _ROOM, 1000, 488, [[0, 488, 256, bytes.fromhex("0010000000010000")]], False, 60000, False,
+        False, 744,
+    ],
     "Grant after a prefix, in two extents": [
         1, 6, _SESSION, 3, _ROOM, 1000, 488,
         [[0, 488, 512, bytes.fromhex("0010000000010000ffff00ff00010000")]], True, 1, False,

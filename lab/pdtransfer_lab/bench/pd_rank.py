@@ -46,7 +46,7 @@ from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.tracing.spans import TimedSpan, Timeline
 from pdtransfer.serve.worker import engine_thread
 from pdtransfer.serve.worker.cell_batching import Batching
-from pdtransfer.serve.worker.daemon import attach, create_engine
+from pdtransfer.serve.worker.daemon import attach, create_arena, create_engine
 from pdtransfer.serve.worker.engine_thread import (
     Compute,
     DecodeOutcome,
@@ -414,7 +414,7 @@ def _settings(config: PrefillConfig | DecodeConfig, engine: Any) -> NodeSettings
 
 def _arena(config: DecodeConfig, engine: Any) -> ArenaMemory:
     """As a daemon's, ready as a whole; it lasts as long as the process."""
-    arena = ArenaMemory.create(engine.description.arena_bytes, huge_pages=config.huge_pages, name=config.node)
+    arena = create_arena(config, engine.description)
     if config.device_index is not None:
         arena.gpu = here = gpu_at(config.device_index)
         if (node := here.numa_node) is not None:
@@ -423,6 +423,7 @@ def _arena(config: DecodeConfig, engine: Any) -> ArenaMemory:
             arena.hbm = Hbm.of_gpu(
                 config.device_index, base=engine.description.hbm_base, byte_count=engine.description.hbm_bytes
             )
+    arena.need_all()
     arena.prefault()
     attach(engine, arena)
     return arena

@@ -2,7 +2,7 @@
 
 On the CPU the engine's cache is allocated inside a memfd arena. On a card decode names the engine's own allocation to
 the writers of its host. Where neither is possible, rows land in host memory and are copied once more, to the engine's
-cache. The arena has a range for that, which takes no memory until the first writer comes that needs it.
+cache. The arena has a staging buffer for that, which takes no memory until the first writer comes that needs it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from ...errors import ConfigError, WorldError
 from ...kernels.gpu import gpu_at
 from ...layout.engine_pools import GpuMemory
+from ...limits import HOST_BUFFER_GIB
 from ...memory import cuda_ipc
 from ...memory.arena_memory import ArenaMemory
-from ...memory.hbm import Hbm
+from ...memory.hbm import Hbm, staging_bytes
 from .torch_memory import MeasuredTensors, PooledTensors, arena_tensor, pooled_bytes
 
 log = logging.getLogger(__name__)
@@ -87,11 +88,11 @@ class CacheMemory:
         mapping = self._landing[0].mapping
         return mapping.address <= address < mapping.address + mapping.byte_count
 
-    def beside(self, extent: Extent, byte_count: int) -> torch.Tensor:
-        """Memory of the host for the engine, uint8 (byte_count,) and all zero, in one arena with where rows for the
-        cache in `extent` land. Raises WorldError where the host cannot back it."""
+    def beside(self, extent: Extent, byte_count: int, *, host_buffer_gib: float = HOST_BUFFER_GIB) -> torch.Tensor:
+        """Memory of the host for the engine, uint8 (byte_count,) and all zero, in one arena with the staging buffer for
+        the cache in `extent`. Raises WorldError where the host cannot back it."""
         assert self._landing is None
-        arena = _arena(extent, beside=pooled_bytes([byte_count]), name="engine-host-pool")
+        arena = _arena(extent, host_buffer_gib, beside=pooled_bytes([byte_count]), name="engine-host-pool")
         self._landing = arena, extent
         return arena_tensor(arena)[:byte_count]
 
@@ -105,9 +106,9 @@ class CacheMemory:
             return self._arena.mapping.address
         return extent.first
 
-    def target(self, extent: Extent) -> Target:
-        """What decode offers to writers. Raises ConfigError for a cache in too many places, WorldError for memory that
-        the host does not have."""
+    def target(self, extent: Extent, *, host_buffer_gib: float = HOST_BUFFER_GIB) -> Target:
+        """What decode offers to writers, with a staging buffer of this size unless `beside` has made one. Raises
+        ConfigError for a cache in too many places, WorldError for memory that the host does not have."""
         if self._arena is not None and self._holds(self._arena, extent):
             self._target = Target(self._arena, self._arena.mapping.address, "dram", copied_up=False)
             return self._target
@@ -116,7 +117,7 @@ class CacheMemory:
             raise ConfigError(f"KV cache: {sum(self._sizes)} bytes are spread over a range of {byte_count}")
         if self._landing is not None and self._landing[1] != extent:
             raise ConfigError("KV cache: it is not where it was when host memory was set aside beside it")
-        arena = self._landing[0] if self._landing else _arena(extent, name="engine-landing")
+        arena = self._landing[0] if self._landing else _arena(extent, host_buffer_gib, name="engine-landing")
         assert arena.hbm is not None
         copied_up = not arena.hbm.handle
         if copied_up:
@@ -142,16 +143,18 @@ class CacheMemory:
         return extent.device is None and start <= extent.first and extent.end <= start + arena.byte_count
 
 
-def _arena(extent: Extent, *, beside: int = 0, name: str) -> ArenaMemory:
-    """An arena of `beside` bytes that are backed, and behind them the range for rows of the cache in `extent`: backed
-    only where no other process can write that."""
+def _arena(extent: Extent, host_buffer_gib: float, *, beside: int = 0, name: str) -> ArenaMemory:
+    """An arena of `beside` bytes that are backed, and behind them the staging buffer for rows of the cache in `extent`:
+    backed only where no other process can write that."""
     handle, byte_count = b"" if extent.device is None else exported(extent, extent.device), extent.end - extent.first
-    arena = ArenaMemory.create(beside + byte_count, name=name, needed=beside if handle else None)
+    arena = ArenaMemory.create(beside, name=name, staging_bytes=staging_bytes(host_buffer_gib, byte_count))
     arena.hbm = Hbm(
         base=beside, byte_count=byte_count, address=extent.first, device=extent.device, handle=handle, free=lambda: None
     )
     if extent.device is not None:
         arena.gpu = gpu_at(extent.device)
+    if not handle:
+        arena.need_all()
     arena.prefault()
     return arena
 

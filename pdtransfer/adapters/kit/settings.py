@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 from ...bounds import bound, match, port_range
 from ...bus.keys import Address, AllowList, KeyPair, address_of, check_exposure, is_loopback, key_of
 from ...errors import ConfigError
-from ...limits import Limits
+from ...limits import HOST_BUFFER_GIB, HOST_BUFFER_GIB_MAX, HOST_BUFFER_GIB_MIN, Limits
 from ...threads import AUTO, cpus_of
 from ...transports.options import Network, Protocol
 from ...transports.registry import check_name
@@ -43,6 +43,8 @@ class Settings:
     transport_ports: str = "21000-21999"  # of transports between hosts
     transport_protocol: Protocol = "tcp"
     copy_threads: int = 2  # prefill: threads that copy rows in host memory
+    # Decode: host memory for rows of prefill engines that do not reach its GPU; backed when the first of them comes.
+    host_buffer_gib: float = HOST_BUFFER_GIB
     verify: bool = False  # decode: read back what has landed, and compare its checksum with prefill's
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class Settings:
         bound("silence_s", self.silence_s, SILENCE_S_MIN, SILENCE_S_MAX)
         cpus_of(self.client_cpus, named="client_cpus")
         bound("copy_threads", self.copy_threads, 1, 64)
+        bound("host_buffer_gib", self.host_buffer_gib, HOST_BUFFER_GIB_MIN, HOST_BUFFER_GIB_MAX)
         check_name(self.transport)
         port_range("transport_ports", self.transport_ports)
 

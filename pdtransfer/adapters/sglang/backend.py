@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import json
 import logging
 import os
 import re
@@ -25,7 +24,6 @@ from sglang.srt.runtime_context import get_device, get_memory, get_parallel
 
 from ...bus.keys import address_of
 from ...client.api import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
-from ...environment import adapter_settings
 from ...errors import Cause, ConfigError, LocalProtocolError
 from ...handoff.identity_check import shown
 from ...layout.layout import DTYPE_BYTES
@@ -35,7 +33,6 @@ from ..kit.first_line import first_line
 from ..kit.heads import Heads
 from ..kit.model_facts import dtype_name, model_facts, model_name, named_facts
 from ..kit.reachable import Reachable, RequestError
-from ..kit.settings import Settings
 from . import dialect, process
 from .changes import Change
 from .decode import ReceivingSide
@@ -59,7 +56,7 @@ class Manager(dialect.KVManager):
     def __init__(self, args: Any, mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False) -> None:
         _join_logs()
         dialect.check_features(server_args)
-        self._settings = Settings.of(*_given())
+        self._settings = process.settings()
         self._prefill: SendingSide | None = None
         self._decode: ReceivingSide | None = None
         self.refusals = Refusals()
@@ -134,7 +131,7 @@ class Manager(dialect.KVManager):
 
     def _start_decode(self) -> None:
         memory, extent = self._memory()
-        target = memory.target(extent)
+        target = memory.target(extent, host_buffer_gib=self._settings.host_buffer_gib)
         described, args = self._pools(target.locate), self.kv_args
         components = described.components
         if dialect.has_host_buffers(args):
@@ -447,22 +444,6 @@ class BootstrapServer(CommonKVBootstrapServer):
     """SGLang's own, where prefill ranks register. The page sizes of both sides need not be equal."""
 
     page_size = property(lambda _: None, lambda *_: None)
-
-
-def _given() -> tuple[dict[str, Any], str]:
-    """The settings in PDTRANSFER_SGLANG: JSON, or the path of a file that has it."""
-    where, text = "PDTRANSFER_SGLANG", adapter_settings("sglang").strip()
-    try:
-        if text and not text.startswith("{"):
-            where = f"{where} = {text}"
-            with open(text, encoding="utf-8") as file:
-                text = file.read()
-        settings = json.loads(text or "{}")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{where}: must be a JSON object")
-    return settings, where
 
 
 def _join_logs() -> None:

@@ -103,7 +103,9 @@ def _allocate(original: Any, allocator: Any, dims: Any, dtype: Any, device: str 
     memory, extent = process.memory, process.extent
     if memory is None or extent is None or memory.has_beside() or not _receives_on_host():
         return original(allocator, dims, dtype=dtype, device=device)
-    tensor = memory.beside(extent, math.prod(dims) * dtype.itemsize).view(dtype).view(dims)
+    host_buffer_gib = process.settings().host_buffer_gib
+    beside = memory.beside(extent, math.prod(dims) * dtype.itemsize, host_buffer_gib=host_buffer_gib)
+    tensor = beside.view(dtype).view(dims)
     allocator.dims, allocator.dtype = dims, dtype
     return tensor
 

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, cast
 
+from ...environment import adapter_settings
+from ...errors import ConfigError
 from ..kit.cache_memory import CacheMemory, Extent
+from ..kit.settings import Settings
 
 memory: CacheMemory | None = None  # of the KV cache, once SGLang has allocated it
 extent: Extent | None = None  # where the cache is, if host memory has to be set aside beside it
 identity: dict[str, object] | None = None  # what peers compare of this rank, once it runs, as `shown` makes it
 decode: Any = None  # the manager, where this process decodes: it takes what bootstrap servers answer
+
+
+def settings() -> Settings:
+    """The settings in PDTRANSFER_SGLANG: JSON, or the path of a file that has it. Raises ConfigError."""
+    where, text = "PDTRANSFER_SGLANG", adapter_settings("sglang").strip()
+    try:
+        if text and not text.startswith("{"):
+            where = f"{where} = {text}"
+            with open(text, encoding="utf-8") as file:
+                text = file.read()
+        given: Any = json.loads(text or "{}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where}: must be a JSON object")
+    return Settings.of(cast("dict[str, Any]", given), where)

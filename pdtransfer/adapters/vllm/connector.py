@@ -142,7 +142,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sends:
             prefill = self._prefill_client(described, extent, ranks, facts)
         if self._receives:
-            target = self._memory.target(extent)
+            target = self._memory.target(extent, host_buffer_gib=self._settings.host_buffer_gib)
             decode = self._decode_client(components(target.base, target.memory), target.arena, ranks, facts)
         self._worker = WorkerSide(
             pools=described, prefill=prefill, decode=decode, time_left_s=self._settings.time_left_s,

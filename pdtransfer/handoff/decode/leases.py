@@ -8,16 +8,17 @@ import msgspec
 
 from ...errors import Cause
 from ...layout.layout import Component
-from ...limits import PART_EXTENTS_MAX, TEXT_LENGTH_MAX, Limits
+from ...limits import PART_EXTENTS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX, Limits
 from ...wire import Abort, Grant, Part, Released, pack_extents
 from ..effects import DecodeEffect, Send
-from ..prefix import PrefixCache, prefix_rows
+from ..prefix import PrefixCache, piece_rows
 from ..slot_allocator import Extents, Holding, cut
 from ..states import LEASE, Lease, LeaseEvent, SessionState
 from ..tables import step
 from ..timers import backoff_ms
 from .prefill_peers import PrefillPeers
-from .records import LeaseEntry, RoomRecord, SessionRecord
+from .records import LeaseEntry, RoomPiece, RoomRecord, SessionRecord
+from .staging import StagingBuffer
 
 TIME_LEFT_MS_MAX = 0xFFFF_FFFF  # that a Grant can carry
 
@@ -29,30 +30,37 @@ class Leases:
         self,
         peers: PrefillPeers,
         cache: PrefixCache,
+        staging: StagingBuffer,
         limits: Limits,
         out: Callable[[DecodeEffect], None],
         *,
         quarantine: Callable[[LeaseEntry, bool], None],
     ) -> None:
         """`quarantine` is called when a lease's quarantine begins (True) and ends."""
-        self._peers, self._cache, self._limits, self._out = peers, cache, limits, out
+        self._peers, self._cache, self._staging, self._limits, self._out = peers, cache, staging, limits, out
         self._quarantine = quarantine
         self.quarantined_bytes = 0
         self._quarantined: dict[Holding, int] = {}  # the number of quarantined leases of each
 
-    def grant(self, room: RoomRecord, session: SessionRecord, *, send_aux: bool, verify: bool, now: float) -> None:
-        """Leases the room's slots to one of its sessions; the lease adds its own claim on them."""
+    def grant(self, room: RoomRecord, session: SessionRecord, piece: RoomPiece, *, verify: bool, now: float) -> None:
+        """Leases a piece of the room to one of its sessions; the lease adds its own claim on the slots."""
         assert room.holding is not None
-        extents = session.extents_of(room.holding)
-        first_rows = [room.first_rows[index] for index in session.component_indices] if room.first_rows else None
-        parts = parts_of(session.components, extents, tokens=room.tokens, prefix=room.prefix, first_rows=first_rows)
-        message = Grant(
-            session.id, session.next_grant, room.id, room.tokens, room.prefix, parts, send_aux,
-            time_left_ms=0, enable_hisparse=room.enable_hisparse, verify=verify,
+        last = piece.stop == room.tokens
+        parts = parts_of(
+            session.components,
+            session.extents_of(room.holding, piece.staged),
+            [piece.first_rows[index] for index in session.component_indices],
+            tokens=room.tokens, prefix=piece.prefix, stop=piece.stop,
         )  # fmt: skip
-        lease = self._number(session, message, room.holding, room.deadline)
+        message = Grant(
+            session.id, session.next_grant, room.id, room.tokens, piece.prefix, parts,
+            send_aux=last and session.peer == room.sources[0],
+            time_left_ms=0, enable_hisparse=room.enable_hisparse, verify=verify and (last or bool(parts)),
+            stop=TOKENS_MAX if last else piece.stop,
+        )  # fmt: skip
+        lease = self._number(session, message, room.holding, room.deadline, piece.staged)
         room.leases.append(lease)
-        lease.holding.claims += 1
+        lease.claim()
         self.repeat(lease, now)
 
     def withdraw(self, room_id: int, session: SessionRecord, detail: str, now: float) -> None:
@@ -63,8 +71,10 @@ class Leases:
         self.abort(self._number(session, message, nothing, now), detail, now)
 
     @staticmethod
-    def _number(session: SessionRecord, message: Grant, holding: Holding, deadline: float) -> LeaseEntry:
-        lease = LeaseEntry(session, message, holding, deadline)
+    def _number(
+        session: SessionRecord, message: Grant, holding: Holding, deadline: float, staged: Holding | None = None
+    ) -> LeaseEntry:
+        lease = LeaseEntry(session, message, holding, deadline, staged)
         session.leases[message.grant] = lease
         session.next_grant += 1
         return lease
@@ -73,7 +83,7 @@ class Leases:
         """Sends what the lease's state requires, and repeats it until it is answered."""
         session, number = lease.session, lease.message.grant
         if lease.state is Lease.GRANTED:
-            if lease.granted or not session.covers(lease.holding, self._cache.arena.bytes_ready):
+            if lease.granted or not session.covers(lease, self._cache.arena.bytes_ready):
                 return  # Answered, or sent by `ready` once the slots are backed.
             left_ms = int(min(max(0.0, (lease.deadline - now) * 1e3), TIME_LEFT_MS_MAX))
             self._out(Send(session.peer, msgspec.structs.replace(lease.message, time_left_ms=left_ms)))
@@ -140,6 +150,7 @@ class Leases:
         del session.leases[number]
         self._peers.timers.clear(("lease", session.id, number))
         self._cache.drop(lease.holding)
+        self._staging.drop(lease.staged)
 
     def _count(self, lease: LeaseEntry, sign: int) -> None:
         """Counts the room's whole holding, growth included: none of it can be leased again. A room of several ranks
@@ -168,21 +179,21 @@ _PART_BYTES = 32  # upper bound of a part without its extents
 def parts_of(
     components: Sequence[Component],
     extents: Sequence[Extents],
+    first_rows: Sequence[int],
     *,
     tokens: int,
     prefix: int,
-    first_rows: Sequence[int] | None = None,
+    stop: int,
 ) -> tuple[Part, ...]:
-    """One Part for each of a session's components that has rows to send, without growth. A component of which the room
-    has no slots gets no Part. `first_rows`: the row of each component's first slot, by default row 0."""
+    """One Part for each of a session's components that has rows in this piece of a room, without growth. A component of
+    which the room has no slots gets no Part. `first_rows`: the row of each component's first slot."""
     parts: list[Part] = []
-    for index, (component, part_extents) in enumerate(zip(components, extents, strict=True)):
-        slots_from = 0 if first_rows is None else first_rows[index]
-        first = max(prefix_rows(component, prefix), slots_from)
-        rows = component.rows(tokens) - first
-        if rows > 0 and len(part_extents):
-            granted = cut(part_extents, first=first - slots_from, count=rows)
-            parts.append(Part(index, first, rows, pack_extents(granted)))
+    for index, (component, part_extents, slots_from) in enumerate(zip(components, extents, first_rows, strict=True)):
+        first, end = piece_rows(component, tokens=tokens, prefix=prefix, stop=stop)
+        first = max(first, slots_from)
+        if first < end and len(part_extents):
+            granted = cut(part_extents, first=first - slots_from, count=end - first)
+            parts.append(Part(index, first, end - first, pack_extents(granted)))
     return tuple(parts)
 
 

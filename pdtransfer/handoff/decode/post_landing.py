@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from ...layout.checksum import CHECKSUM_BYTES
 from ...wire import unpack_extents
-from ..effects import ComponentRows, DecodeEffect, Lift, StopLifting, StopVerifying, Verify
+from ..effects import ComponentRows, DecodeEffect, Lift, LiftedRows, StopLifting, StopVerifying, Verify
 from ..prefix import PrefixCache
+from ..slot_allocator import cut, slot_count
 from ..states import DecodeRoom
 from ..timers import TimerKey, Timers
 from .records import LeaseEntry, RoomRecord
+from .staging import StagingBuffer
 
 INDEX_KIND = "index"  # of a plane that makes a component an index
 
@@ -39,14 +41,11 @@ class LandedGrant:
 
 
 class PostLanding:
-    """Every landed grant whose rows are read back and compared with the writer's checksum, or copied from the arena to
-    the same slots in HBM. Effects go to `out`.
+    """Every landed grant whose rows are read back and compared with the writer's checksum, or copied from the staging
+    buffer to their slots in HBM. Effects go to `out`."""
 
-    Without `hbm_apart` HBM is a range of the arena itself, and nothing is copied.
-    """
-
-    def __init__(self, cache: PrefixCache, out: Callable[[DecodeEffect], None], *, hbm_apart: bool) -> None:
-        self._cache, self._out, self._hbm_apart = cache, out, hbm_apart
+    def __init__(self, cache: PrefixCache, staging: StagingBuffer, out: Callable[[DecodeEffect], None]) -> None:
+        self._cache, self._staging, self._out = cache, staging, out
         self._open: dict[tuple[int, int], LandedGrant] = {}  # by session and grant
         self.matched = self.mismatched = 0  # grants that were read back
         self.copies: Counter[str] = Counter()  # of one grant's rows of one component, by kind: "index" or "dense"
@@ -72,33 +71,38 @@ class PostLanding:
 
     def lift(self, room: RoomRecord, lease: LeaseEntry) -> None:
         """Has those rows of a landed grant copied that its writer could not write to HBM."""
-        rows = tuple([part for part in _landed_rows(lease) if part.component.memory == "hbm"])
-        if self._hbm_apart and not lease.session.hbm_direct and rows:
+        rows = _staged_rows(room, lease) if lease.session.stages else ()
+        if rows:
             order = Lift(lease.session.id, lease.message.grant, room.id, rows)
             self._begin(LandedGrant(order, room, lease))
 
     def verified(self, session: int, grant: int, checksum: int, detail: str) -> tuple[RoomRecord, str]:
         """Answers Verify, or `detail` is why not; returns the room, which may have failed meanwhile, and what is
         wrong. Wrong rows are not copied, nor those of an ended room."""
-        landed = self._end(session, grant)
-        if wrong := detail or landed.unlike(checksum):
+        landed = self._open.pop((session, grant))
+        wrong = detail or landed.unlike(checksum)
+        if wrong:
             self.mismatched += not detail
-            return landed.room, f"{landed.lease.session.peer}: grant {grant}: {wrong}"
-        self.matched += 1
-        if landed.room.state in (DecodeRoom.LANDING, DecodeRoom.SETTLING):
-            self.lift(landed.room, landed.lease)
-        return landed.room, ""
+            wrong = f"{landed.lease.session.peer}: grant {grant}: {wrong}"
+        else:
+            self.matched += 1
+            if landed.room.state in (DecodeRoom.LANDING, DecodeRoom.SETTLING):
+                self.lift(landed.room, landed.lease)  # claims the rows before the claim of this check ends
+        self._end(landed)
+        return landed.room, wrong
 
     def lifted(self, session: int, grant: int, detail: str) -> tuple[RoomRecord, str]:
         """Answers Lift: nothing of this grant is copied any more. Returns as `verified`."""
-        landed = self._end(session, grant)
+        landed = self._open.pop((session, grant))
+        self._end(landed)
         if detail:
             return landed.room, f"{landed.lease.session.peer}: grant {grant} was not copied to HBM: {detail}"
-        for part in landed.order.parts:
-            kinds = {plane.kind for plane in part.component.layout.planes}
+        assert isinstance(landed.order, Lift)
+        for target in [part.target for part in landed.order.parts]:
+            kinds = {plane.kind for plane in target.component.layout.planes}
             kind = "index" if INDEX_KIND in kinds else "dense"
             self.copies[kind] += 1
-            self.copied_bytes[kind] += part.component.bytes_of(int(part.extents[:, 1].sum()))
+            self.copied_bytes[kind] += target.component.bytes_of(slot_count(target.extents))
         return landed.room, ""
 
     def stop(self, room: RoomRecord) -> None:
@@ -109,27 +113,38 @@ class PostLanding:
                 self._out(stopping(session, grant))
 
     def _begin(self, landed: LandedGrant) -> None:
-        landed.lease.holding.claims += 1
+        landed.lease.claim()
         landed.room.post_landing_count += 1
         self._open[landed.order.session, landed.order.grant] = landed
         self._out(landed.order)
 
-    def _end(self, session: int, grant: int) -> LandedGrant:
-        landed = self._open.pop((session, grant))
+    def _end(self, landed: LandedGrant) -> None:
         landed.room.post_landing_count -= 1
         self._cache.drop(landed.lease.holding)
-        return landed
+        self._staging.drop(landed.lease.staged)
 
 
 def _landed_rows(lease: LeaseEntry) -> tuple[ComponentRows, ...]:
     return tuple(
         [
             ComponentRows(
-                lease.session.components[part.component], part.first_row, unpack_extents("Part.extents", part.extents)
+                lease.session.targets[part.component], part.first_row, unpack_extents("Part.extents", part.extents)
             )
             for part in lease.message.parts
         ]
     )
+
+
+def _staged_rows(room: RoomRecord, lease: LeaseEntry) -> tuple[LiftedRows, ...]:
+    """The rows of a landed grant in the staging buffer, and the room's own slots for them."""
+    session, holding, lifted = lease.session, lease.holding, list[LiftedRows]()
+    for part, landed in zip(lease.message.parts, _landed_rows(lease), strict=True):
+        component, index = session.components[part.component], session.component_indices[part.component]
+        if component.memory == "hbm":
+            first = part.first_row - (room.first_rows[index] if room.first_rows else 0)
+            extents = cut(holding.extents[index], first=first, count=part.rows)
+            lifted.append(LiftedRows(landed, ComponentRows(component, part.first_row, extents)))
+    return tuple(lifted)
 
 
 class PrefixPublish:

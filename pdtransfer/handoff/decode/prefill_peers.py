@@ -32,6 +32,7 @@ from ...wire import (
 )
 from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, Send
 from ..identity_check import differences
+from ..landing import staging_of
 from ..liveness import Liveness, PeerProcess
 from ..peers import Peers, full
 from ..sharing import share_of, wrong_fields
@@ -50,6 +51,7 @@ class PrefillPeers:
         self,
         identity: Identity,
         components: tuple[Component, ...],
+        landing: tuple[Component, ...],
         limits: Limits,
         mint: Callable[[], int],
         out: Callable[[DecodeEffect], None],
@@ -64,8 +66,10 @@ class PrefillPeers:
         may_be_one: Callable[[str, str], bool],
         unusable_changed: Callable[[], None],
     ) -> None:
-        """`merged` is called with an endpoint and the peer that it stands for from now on."""
+        """`landing` are the components as writers see them that do not reach HBM. `merged` is called with an endpoint
+        and the peer that it stands for from now on."""
         self.identity, self._components, self._limits, self._mint, self._out = identity, components, limits, mint, out
+        self._landing = landing
         self._enable_hisparse = enable_hisparse
         self._up, self._lost, self._unreachable, self._quiet = up, lost, unreachable, quiet
         self._merged, self._may_be_one, self._unusable_changed = merged, may_be_one, unusable_changed
@@ -223,7 +227,10 @@ class PrefillPeers:
         share = share_of(self._components, theirs.holds, ours.ranks.tp_rank)
         names = [(component.name, component.memory) for component in self._components]
         indices = tuple(names.index((component.name, component.memory)) for component in share)
-        peer.session = SessionRecord(self._mint(), name, share, indices, window, theirs.frame_bytes_max)
+        landing = share
+        if self._landing is not self._components and any(component.memory == "hbm" for component in share):
+            landing = share_of(self._landing, theirs.holds, ours.ranks.tp_rank)
+        peer.session = SessionRecord(self._mint(), name, share, landing, indices, window, theirs.frame_bytes_max)
         self.sessions[peer.session.id] = peer.session
         self._out(Offer(name, peer.session.id))
 
@@ -415,7 +422,8 @@ class PrefillPeers:
         assert session.reach is not None
         session.repeat_ms = backoff_ms(session.repeat_ms, self._limits.resend_ms, self._limits.resend_ms_max)
         self.timers.set(("register", session.id, 0), now + session.repeat_ms / 1e3)
-        register = Register(session.id, session.components, session.reach, self._enable_hisparse)
+        staging = staging_of(session.components, session.landing)
+        register = Register(session.id, session.components, session.reach, self._enable_hisparse, staging)
         self._out(Send(session.peer, register))
 
     def _ping(self, peer: PeerRecord, now: float) -> Ping | None:

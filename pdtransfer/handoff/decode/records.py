@@ -17,6 +17,16 @@ from ..slot_allocator import Extents, Holding, end_of, slots_below, slots_of
 from ..states import DecodeRoom, Lease, SessionState
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoomPiece:
+    """Tokens [prefix, stop) of a room, which one Grant asks of a source."""
+
+    prefix: int
+    stop: int
+    first_rows: tuple[int, ...]  # of each of the node's components: the row of the first slot in the extents below
+    staged: Holding | None = None  # slots of the staging buffer, in place of the room's own in HBM
+
+
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
     """The granted side of one Grant, until a proof ends it. A room knows its leases; a lease does not know its room."""
@@ -25,6 +35,7 @@ class LeaseEntry:
     message: Grant
     holding: Holding
     deadline: float
+    staged: Holding | None = None  # slots of the staging buffer, in place of those in HBM
     state: Lease = Lease.GRANTED
     granted: bool = False
     aborted: float = 0.0  # when Abort was first sent
@@ -36,6 +47,12 @@ class LeaseEntry:
     def __post_init__(self) -> None:
         components = self.session.components
         self.kv_bytes = sum([components[part.component].bytes_of(part.rows) for part in self.message.parts])
+
+    def claim(self) -> None:
+        """Adds a claim on its slots."""
+        self.holding.claims += 1
+        if self.staged is not None:
+            self.staged.claims += 1
 
     def check(self, message: Landed) -> None:
         """Raises RemoteProtocolError where Landed contradicts the Grant."""
@@ -52,6 +69,7 @@ class SessionRecord:
     id: int
     peer: str
     components: tuple[Component, ...]  # that this rank sends: its share of the node's own
+    landing: tuple[Component, ...]  # as a writer that does not reach HBM writes them; the same object where that is so
     component_indices: tuple[int, ...]  # of each of them among the node's own
     window: int
     frame_bytes_max: int  # that its peer accepts
@@ -67,21 +85,42 @@ class SessionRecord:
     verdict: tuple[Cause, str] = Cause.PEER_LOST, ""  # why it was condemned
     parted: bool = False  # its peer said Goodbye
 
-    def extents_of(self, holding: Holding) -> tuple[Extents, ...]:
-        """Where the rows of its components go."""
-        return tuple([holding.extents[index] for index in self.component_indices])
+    @property
+    def stages(self) -> bool:
+        """Whether rows of HBM components land in the staging buffer. Not known before its writer has the arena."""
+        return not self.hbm_direct and self.landing is not self.components
 
-    def covers(self, holding: Holding, arena_ready: int) -> bool:
+    def stages_rows_of(self, holding: Holding) -> bool:
+        """Whether some rows of a room with these slots land in the staging buffer."""
+        parts = zip(self.components, self.extents_of(holding), strict=True)
+        return self.stages and any(component.memory == "hbm" and len(extents) for component, extents in parts)
+
+    @property
+    def targets(self) -> tuple[Component, ...]:
+        """Its components where their rows land."""
+        return self.landing if self.stages else self.components
+
+    def extents_of(self, holding: Holding, staged: Holding | None = None) -> tuple[Extents, ...]:
+        """The slots of its components, those in HBM of the staging buffer where `staged` has some."""
+        parts = zip(self.component_indices, self.components, strict=True)
+        return tuple(
+            [
+                (staged if staged is not None and component.memory == "hbm" else holding).extents[index]
+                for index, component in parts
+            ]
+        )
+
+    def covers(self, lease: LeaseEntry, arena_ready: int) -> bool:
         """Whether the writer and this node are both ready where the rows of its components go.
 
         `arena_ready`: how many of the arena's first bytes this node has ready; its GPU may reach no others. Slots of
-        HBM may be leased before the arena's range for them is ready.
+        the staging buffer may be leased before the writer has it ready.
         """
         assert self.reach is not None
         ready = min(self.bytes_ready, arena_ready)
         return ready >= self.reach.arena_bytes or all(
             (self.hbm_direct and component.memory == "hbm") or end_of(extents) <= slots_below(component.layout, ready)
-            for component, extents in zip(self.components, self.extents_of(holding), strict=True)
+            for component, extents in zip(self.targets, self.extents_of(lease.holding, lease.staged), strict=True)
         )
 
     @property
@@ -92,8 +131,7 @@ class SessionRecord:
     @property
     def has_window_slot(self) -> bool:
         """Whether one more grant would lie inside the window."""
-        oldest = next(iter(self.leases), self.next_grant)
-        return self.next_grant + self.reserved - oldest < self.window
+        return len(self.leases) + self.reserved < self.window
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +173,8 @@ class RoomRecord:
     reserved: dict[str, SessionRecord] = field(default_factory=dict[str, SessionRecord])  # window slots, by source
     holding: Holding | None = None
     leases: list[LeaseEntry] = field(default_factory=list[LeaseEntry])
+    staged: tuple[SessionRecord, ...] = ()  # that have further pieces to send, through the staging buffer
+    stop: int = 0  # tokens of which these have had their Grants
     aux: bytes = b""
     post_landing_count: int = 0  # grants that are read back or copied to HBM
 
@@ -142,6 +182,13 @@ class RoomRecord:
     def keys(self) -> tuple[bytes, ...]:
         """The keys of its prompt's blocks."""
         return self.demand.keys
+
+    @property
+    def whole(self) -> RoomPiece:
+        """All of it in one piece, in its own slots."""
+        assert self.holding is not None
+        first_rows = self.first_rows or (0,) * len(self.holding.extents)
+        return RoomPiece(prefix=self.prefix, stop=self.tokens, first_rows=first_rows)
 
     def slots_of(self, components: Sequence[Component]) -> dict[str, NDArray[np.int64]]:
         """The slots of each component by name, one a row, growth included. A room has slots of one component of each
@@ -153,7 +200,7 @@ class RoomRecord:
     def uses(self, session: SessionRecord) -> bool:
         """Whether the room fails when the session does."""
         granted = any(lease.session is session and lease.state is not Lease.ENDED for lease in self.leases)
-        return granted or self.reserved.get(session.peer) is session
+        return granted or session in self.staged or self.reserved.get(session.peer) is session
 
     def rename(self, source: str, into: str) -> bool:
         """A source is known by another name from now on; returns True where that is a source already."""
@@ -162,6 +209,11 @@ class RoomRecord:
         self.sources = tuple([into if name == source else name for name in self.sources])
         self.leaders = tuple([into if name == source else name for name in self.leaders])
         return False
+
+    def reserve(self, session: SessionRecord) -> None:
+        """Takes a slot of a session's window."""
+        session.reserved += 1
+        self.reserved[session.peer] = session
 
     def unreserve(self) -> None:
         """Gives its window slots back."""

@@ -35,8 +35,9 @@ from ..tables import step
 from .leases import Leases, fits_a_grant, reason_of
 from .post_landing import PostLanding, PrefixPublish
 from .prefill_peers import PrefillPeers
-from .records import LeaseEntry, PeerRecord, RoomRecord, SessionRecord
+from .records import LeaseEntry, PeerRecord, RoomPiece, RoomRecord, SessionRecord
 from .room_request import RoomRequest, refusal
+from .staging import StagingBuffer
 from .waiting_rooms import Coverage, WaitingRooms, WindowSlots, Withdrawals
 
 
@@ -51,18 +52,22 @@ class DecodeSessions:
         mint: Callable[[], int],
         *,
         enable_hisparse: bool = False, prefix_cache: bool = True, verify: bool = False, bytes_ready: int | None = None,
-        hbm_apart: bool = False, engine_slots: bool = False,
+        landing: Sequence[Component] | None = None, engine_slots: bool = False,
         may_be_one: Callable[[str, str], bool] = lambda _, __: False,
         quarantine: Callable[[LeaseEntry, bool], None] = lambda _, __: None,
         unusable_changed: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """With `hbm_apart` HBM is a separate memory, ready from the start. Rows whose writer cannot reach it land in
-        the arena and are copied. With `engine_slots` each room brings its slots, and RoomDrained returns them.
-        `may_be_one` returns whether two endpoints lead to one process, if that reports so at both. `quarantine` is
-        called when a lease's quarantine begins (True) and ends, `unusable_changed` when what `PrefillPeers.unusable`
-        returns may be another."""
+        """With `landing` HBM is a separate memory, ready from the start. Rows whose writer cannot reach it land in the
+        arena, in the staging buffer that `landing` describes (`layout.staging.staged`), and are copied. With
+        `engine_slots` each room brings its slots, and RoomDrained returns them. `may_be_one` returns whether two
+        endpoints lead to one process, if that reports so at both. `quarantine` is called when a lease's quarantine
+        begins (True) and ends, `unusable_changed` when what `PrefillPeers.unusable` returns may be another."""
         self._limits, self._verify, self._enable_hisparse = limits, verify, enable_hisparse
+        components = tuple(components)
+        landing = components if landing is None else tuple(landing)
+        hbm_apart = landing is not components
         self.arena = SlotAllocator(components, bytes_ready, hbm_apart=hbm_apart, engine_slots=engine_slots)
+        self.staging = StagingBuffer(landing, bytes_ready)
         prefix_cache = prefix_cache and not engine_slots
         self.cache = PrefixCache(
             self.arena, limits, model=identity.model, weights=identity.weights, enabled=prefix_cache
@@ -75,15 +80,17 @@ class DecodeSessions:
         self.window_slots = WindowSlots(Coverage(self.arena.components, limits.sessions_max))
         self.withdrawals = withdrawals = Withdrawals(limits.rooms_max, limits.room_deadline_ms / 1e3)
         self.prefill_peers = PrefillPeers(
-            identity, tuple(components), limits, mint, self._out.append,
+            identity, components, landing, limits, mint, self._out.append,
             enable_hisparse=enable_hisparse,
             up=lambda peer: self._connect(peer.name), lost=self._session_lost, unreachable=self._peer_unreachable,
             quiet=self._quiet, withdrawn=withdrawals.in_hello, merged=self._peers_merged, may_be_one=may_be_one,
             unusable_changed=unusable_changed,
         )  # fmt: skip
-        self.leases = Leases(self.prefill_peers, self.cache, limits, self._out.append, quarantine=quarantine)
+        self.leases = Leases(
+            self.prefill_peers, self.cache, self.staging, limits, self._out.append, quarantine=quarantine
+        )
         self.prefix_publish = PrefixPublish(self.cache, self.prefill_peers.timers)
-        self.post_landing = PostLanding(self.cache, self._out.append, hbm_apart=hbm_apart)
+        self.post_landing = PostLanding(self.cache, self.staging, self._out.append)
 
     # Calls of the engine
 
@@ -192,6 +199,7 @@ class DecodeSessions:
     def ready(self, bytes_ready: int, now: float) -> list[DecodeEffect]:
         """The first `bytes_ready` bytes of the arena are backed with memory: slots in them may be leased."""
         self.arena.grow(bytes_ready)
+        self.staging.slots.grow(bytes_ready)
         self.leases.grown(now)
         return self._effects(now)
 
@@ -300,16 +308,25 @@ class DecodeSessions:
         room, unless it has ended, is READY after its last grant once nothing is left to verify or copy."""
         lease.check(message)
         if room is None:
+            self._landed_too_late(lease, now)
             return ""
         room.aux = room.aux or message.aux
         if wrong := self.post_landing.landed(room, lease, message.checksum):
             return wrong
-        if all(other is lease or other.state is Lease.ENDED for other in room.leases):
+        if lease.session in room.staged:
+            self._next_piece(room, [lease.session])
+        elif not room.staged and all(other is lease or other.state is Lease.ENDED for other in room.leases):
             if room.post_landing_count:
                 room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.LAND)
             else:
                 self._ready(room, now)
         return ""
+
+    def _landed_too_late(self, lease: LeaseEntry, now: float) -> None:
+        """The room has ended meanwhile. A writer that waits for its next piece is informed again: no Abort of a landed
+        grant is repeated, and the first may be lost."""
+        if not lease.message.last and lease.message.room not in self.rooms:
+            self.withdrawals.put(lease.session.peer, lease.message.room, lease.detail, now, until=lease.deadline)
 
     # Rooms
 
@@ -410,8 +427,51 @@ class DecodeSessions:
                 self._fail(room, Cause.FULL, text, now)
                 continue
             self._out.append(RoomLeased(room.id))
+            room.stop = room.prefix
+            room.staged = tuple([session for session in sessions if session.stages_rows_of(holding)])
             for session in sessions:
-                self.leases.grant(room, session, send_aux=session.peer == room.sources[0], verify=self._verify, now=now)
+                if session not in room.staged:
+                    self.leases.grant(room, session, room.whole, verify=self._verify, now=now)
+            if room.staged and room.prefix < room.tokens:
+                self._grant_piece(room, self.staging.begin(room), now)
+            elif room.staged:  # windows and states alone
+                self._next_piece(room, room.staged)
+
+    def _next_piece(self, room: RoomRecord, sessions: Sequence[SessionRecord]) -> None:
+        """These sessions may have the next piece, and keep their window slots for it. When all of them may, the room
+        waits for slots of the staging buffer."""
+        for session in sessions:
+            room.reserve(session)
+        if len(room.reserved) == len(room.staged):
+            self.staging.line[room.id] = room
+
+    def _stage(self, now: float) -> bool:
+        """Grants the next pieces of rooms that wait for the staging buffer, the oldest first. Returns True where a room
+        has failed, which may have freed what others wait for."""
+        waiting, failed = set[str](), False
+        for room in list(self.staging.line.values()):
+            if any(session.peer in waiting for session in room.staged):
+                continue  # rooms of one peer keep their order, too
+            if (unfit := self._unfit(room, now)) is not None:
+                self._fail(room, *unfit, now)
+                failed = True
+            elif peers := self.staging.waits_for(room):
+                waiting |= peers
+            elif (piece := self.staging.next(room)) is not None:
+                del self.staging.line[room.id]
+                room.unreserve()
+                self._grant_piece(room, piece, now)
+            else:
+                break
+        return failed
+
+    def _grant_piece(self, room: RoomRecord, piece: RoomPiece, now: float) -> None:
+        sessions, room.stop = room.staged, piece.stop
+        if piece.stop == room.tokens:
+            room.staged = ()
+        for session in sessions:
+            self.leases.grant(room, session, piece, verify=self._verify, now=now)
+        self.staging.drop(piece.staged)
 
     def _unfit(self, room: RoomRecord, now: float) -> tuple[Cause, str] | None:
         """Why one of the room's sources may not be granted now; None if all may."""
@@ -445,6 +505,7 @@ class DecodeSessions:
         before = room.state
         room.state = step(DECODE_ROOM, before, DecodeRoomEvent.FAIL)
         self.window_slots.leave(room)
+        self.staging.line.pop(room.id, None)
         self._named(room)
         self.admission.withdraw(room.id)
         if before in (DecodeRoom.LANDING, DecodeRoom.SETTLING):
@@ -489,6 +550,8 @@ class DecodeSessions:
     def _effects(self, now: float) -> list[DecodeEffect]:
         """Returns the effects so far. Slots are leased first, since any call may have freed some."""
         self._admit(now)
+        while self.staging.line and self._stage(now):
+            self._admit(now)
         if self.withdrawals.rooms:
             self._withdraw(now)
         out = [*self._out, *map(RoomDrained, self.arena.drained)]

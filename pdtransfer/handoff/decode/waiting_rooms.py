@@ -16,6 +16,7 @@ from ...layout.layout import Component
 from ...limits import TEXT_LENGTH_MAX, WITHDRAWN_MAX
 from ...wire import Withdrawn
 from ..sharing import uncovered
+from ..states import Lease
 from .records import RoomRecord, SessionRecord
 
 HELLOS = 3  # that name a room: ZeroMQ loses one where a connection is made anew
@@ -135,8 +136,7 @@ class WindowSlots:
         """
         source, complete = session.peer, list[RoomRecord]()
         while session.has_window_slot and (room := self.rooms.pop(source)) is not None:
-            session.reserved += 1
-            room.reserved[source] = session
+            room.reserve(session)
             if len(room.reserved) == len(room.sources):
                 del self._incomplete[room.id]
                 gap = self._coverage.gap(room.reserved[name] for name in room.sources)
@@ -180,7 +180,7 @@ class Withdrawals:
 
     def add(self, room: RoomRecord, detail: str, now: float) -> None:
         """Adds a room that has failed, for those of its sources that have no Grant of it."""
-        granted = {lease.session.peer for lease in room.leases}
+        granted = {lease.session.peer for lease in room.leases if lease.message.last or lease.state is not Lease.ENDED}
         for source in room.sources:
             if source not in granted:
                 whole_group = room.sources == room.leaders

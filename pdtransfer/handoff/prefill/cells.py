@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from ...errors import Cause, LocalProtocolError
 from ...layout.geometry import bounds_of
 from ...layout.layout import Component
+from ...wire import Grant
 from ..effects import Write
 from ..ready_gate import ReadyGate
 from ..slot_allocator import ExtentSet
-from ..states import PrefillRoom
+from ..states import PrefillRoom, WriterGrantState
 from .writer_grants import WriterGrant, WriterSession
 
 
@@ -41,7 +42,10 @@ class OpenRoom:
     deadline: float
     state: PrefillRoom = PrefillRoom.OPEN
     cells: list[Cell] = field(default_factory=list[Cell])
-    grants: list[WriterGrant] = field(default_factory=list[WriterGrant])
+    grants: dict[int, WriterGrant] = field(default_factory=dict[int, WriterGrant])  # the latest of each session
+    prefix: int = 0  # the first tokens that no decode rank needs
+    granted_bytes: int = 0
+    offered_tokens: int = 0  # the end of the tokens of which rows were offered
     aux: bytes = b""
     cause: Cause = Cause.REFUSED
     detail: str = ""
@@ -71,6 +75,8 @@ class OpenRoom:
         if (offered := self._offered.get(key)) is None:
             offered = self._offered[key] = ExtentSet()
         offered.add_run(cell.first_row, end_row - cell.first_row)
+        if component.span.kind == "all":
+            self.offered_tokens = max(self.offered_tokens, end_row * component.tokens_per_row)
         self.cells.append(cell)
 
     def admits(self, peer: str) -> bool:
@@ -82,19 +88,38 @@ class OpenRoom:
         """Whether every decode rank has granted."""
         return len(self.grants) == self.grant_count
 
+    @property
+    def landed(self) -> bool:
+        """Whether the last grant of every decode rank has landed."""
+        return self.leased and all(
+            grant.last and grant.state is WriterGrantState.LANDED for grant in self.grants.values()
+        )
+
     def meet(self, grant: WriterGrant, ranks: int) -> None:
-        """Adds a grant, of a group of this many decode ranks; the first one decides what the engine left open."""
+        """Adds a grant, of a group of this many decode ranks; the first one decides what the engine left open. A
+        further one of its session replaces the one before, which has landed."""
         assert grant.message is not None
-        self.grants.append(grant)
+        if grant.session.id not in self.grants:
+            self.prefix = min(self.prefix, grant.message.prefix) if self.grants else grant.message.prefix
+        self.grants[grant.session.id] = grant
+        self.granted_bytes += grant.kv_bytes
         if self.tokens is None:
             self.tokens = grant.message.tokens
         if self.grant_count is None:
             self.grant_count = ranks
 
-    @property
-    def prefix(self) -> int:
-        """The first tokens that no decode rank needs."""
-        return min([grant.message.prefix for grant in self.grants if grant.message is not None], default=0)
+    def misplaced(self, message: Grant) -> str:
+        """What is wrong with a further grant of a session that has granted; empty where it is the next piece."""
+        before = self.grants[message.session]
+        if before.message is None or before.last:
+            return f"grants: session {message.session:#x} has two for room {self.id:016x}"
+        if before.state is not WriterGrantState.LANDED:
+            return f"grants: grant {before.number} of room {self.id:016x} has not landed, it is {before.state.value}"
+        if message.prefix != before.message.stop:
+            return f"Grant.prefix: {message.prefix}, grant {before.number} of this room ends at {before.message.stop}"
+        if message.stop == message.prefix:
+            return f"Grant.stop: {message.stop}, only the first piece of a room may have no tokens"
+        return ""
 
 
 def started(grant: WriterGrant, cell: Cell) -> list[Write]:

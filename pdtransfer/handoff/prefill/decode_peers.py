@@ -33,6 +33,7 @@ from ...wire import (
 from ..component_variants import repeated
 from ..effects import Map, PrefillEffect, Send, Unmap
 from ..identity_check import differences
+from ..landing import landing_of
 from ..liveness import Liveness, PeerProcess
 from ..peers import Peers, full
 from ..sharing import pair_share
@@ -222,6 +223,7 @@ class DecodePeers:
             self._open(peer, message, now)
 
     def _open(self, peer: DecodePeer, message: Register, now: float) -> None:
+        landing = landing_of(message)
         if lines := self._differences(message):
             self._table.refuse(peer.name, message.session, lines)
             return
@@ -232,10 +234,10 @@ class DecodePeers:
             self._table.reject(peer.name, message.session, Cause.FULL, text)
             return
         self._table.fits(peer.name)
-        session = WriterSession(message.session, peer.name, message, peer.window)
+        session = WriterSession(message.session, peer.name, message, landing, peer.window)
         self.sessions[session.id] = session
         if session.components:
-            self._out(Map(session.id, message.reach, message.components))
+            self._out(Map(session.id, message.reach, message.components, landing))
         else:  # Nothing is mapped: a late Register of a dead process goes undetected.
             self._supersede(session, now)
             self.mapped(session.id, message.reach.arena_bytes)
@@ -268,7 +270,8 @@ class DecodePeers:
         for index, theirs in enumerate(message.components):
             where = f"Register.components[{index}]"
             try:
-                theirs.layout.check_within(message.reach.arena_bytes, "Register.reach.arena_bytes")
+                if theirs.memory == "dram" or not message.staging:
+                    theirs.layout.check_within(message.reach.arena_bytes, "Register.reach.arena_bytes")
                 if theirs.memory == "hbm" and message.reach.hbm_handle:
                     _check_hbm(theirs, message.reach)
             except ValueError as error:

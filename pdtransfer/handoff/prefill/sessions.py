@@ -111,7 +111,7 @@ class PrefillSessions:
             self._attach(grant, room, now)
         return self._effects()
 
-    def push(self, room_id: int, cell: Cell) -> list[PrefillEffect]:
+    def push(self, room_id: int, cell: Cell, now: float) -> list[PrefillEffect]:
         """Offers a computed cell, which is read until the room is drained. A room that has failed ignores it.
 
         Raises LocalProtocolError for cells that overlap, lie outside the room or the pool, or come after finish.
@@ -122,9 +122,10 @@ class PrefillSessions:
         if room.state is not PrefillRoom.OPEN:
             raise LocalProtocolError(f"room: {room_id:016x} is {room.state.value}; no cell may follow")
         room.offer(cell, self._components)
-        for grant in room.grants:
+        for grant in list(room.grants.values()):
             if grant.state is WriterGrantState.ACTIVE:
                 self._out += started(grant, cell)
+                self._complete(grant, room, now)
         return self._effects()
 
     def finish(self, room_id: int, *, aux: bytes, now: float) -> list[PrefillEffect]:
@@ -141,7 +142,7 @@ class PrefillSessions:
             raise LocalProtocolError(f"aux: {len(aux)} bytes of at most {AUX_BYTES_MAX}")
         room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.FINISH)
         room.aux = aux
-        for grant in list(room.grants):
+        for grant in list(room.grants.values()):
             self._complete(grant, room, now)
         return self._effects()
 
@@ -322,7 +323,8 @@ class PrefillSessions:
         opened."""
         room = self.rooms.get(room_id)
         if room is not None:
-            if any(grant.session.peer == peer for grant in room.grants) or (room.admits(peer) and not room.leased):
+            has_granted = any(grant.session.peer == peer for grant in room.grants.values())
+            if has_granted or (room.admits(peer) and not room.leased):
                 self._fail(room, Cause.ABORTED, f"{peer} gave it up: {detail}" if detail else f"{peer} gave it up", now)
         elif room_id and room_id not in self._ended:
             self._withdrawn.setdefault(room_id, {})[peer] = detail
@@ -335,15 +337,15 @@ class PrefillSessions:
         assert message is not None
         self._stop_waiting(grant)
         grant.step(WriterGrantEvent.OPEN)
+        further = grant.session.id in room.grants
         if room.state is PrefillRoom.FAILED:
             self._grant_ends.fail(grant, room.cause, room.detail, now)
         elif not room.admits(peer):
             text = f"room: {room.id:016x} is for {sorted(room.peers or ())}, not for {peer}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
-        elif any(other.session is grant.session for other in room.grants):
-            text = f"grants: session {grant.session.id:#x} has two for room {room.id:016x}"
+        elif further and (text := room.misplaced(message)):
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
-        elif room.leased:
+        elif room.leased and not further:
             text = f"grants: one more than the {room.grant_count} that the engine expects"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
         else:
@@ -352,26 +354,32 @@ class PrefillSessions:
                 text = f"tokens: the grant has {message.tokens}, the engine {room.tokens}"
                 self._fail_grant(grant, Cause.BREACH, text, now)
                 return
-            if room.leased:
+            if room.leased and not further:
                 self._out.append(RoomLeased(room.id, message.tokens, room.prefix))
             for cell in room.cells:
                 self._out += started(grant, cell)
             self._complete(grant, room, now)
 
     def _complete(self, grant: WriterGrant, room: OpenRoom, now: float) -> None:
-        """Lands an active grant whose bytes are all written, once the engine has finished the room."""
-        if grant.state is not WriterGrantState.ACTIVE or grant.in_flight or room.state is not PrefillRoom.FINISHED:
+        """Lands an active grant whose bytes are all written, once the engine has finished the room. A grant that
+        another one follows lands once the engine has offered rows for that."""
+        if grant.state is not WriterGrantState.ACTIVE or grant.in_flight:
             return
-        if grant.written_bytes != grant.kv_bytes:
+        finished, whole = room.state is PrefillRoom.FINISHED, grant.written_bytes == grant.kv_bytes
+        assert grant.message is not None
+        followed = not grant.last and room.offered_tokens > grant.message.stop
+        if not finished and not (whole and followed):
+            return
+        if not whole:
             text = f"cells: {grant.written_bytes} bytes were offered, the grant is {grant.kv_bytes}"
             self._fail_grant(grant, Cause.ENGINE, text, now)
             return
         self._grant_ends.land(grant, room.aux, now)
-        if room.leased and all(other.state is WriterGrantState.LANDED for other in room.grants):
+        if room.landed:
             room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.LAND)
             room.detail = "the room has landed already"
             self._timers.clear(("room", room.id, 0))
-            self._out.append(RoomLanded(room.id, sum(granted.kv_bytes for granted in room.grants)))
+            self._out.append(RoomLanded(room.id, room.granted_bytes))
             self._drain_if_quiet(room)
 
     def _fail_grant(self, grant: WriterGrant, cause: Cause, detail: str, now: float) -> None:
@@ -408,7 +416,7 @@ class PrefillSessions:
     def _room_of(self, grant: WriterGrant) -> OpenRoom | None:
         """The room of this grant, if the grant was added to it."""
         room = None if grant.room is None else self.rooms.get(grant.room)
-        return room if room is not None and grant in room.grants else None
+        return room if room is not None and room.grants.get(grant.session.id) is grant else None
 
     def _fail(self, room: OpenRoom, cause: Cause, detail: str, now: float) -> None:
         """Fails a room, once, and its grants; its pages are safe when nothing is in flight."""
@@ -418,13 +426,13 @@ class PrefillSessions:
         room.cause, room.detail = cause, detail[:TEXT_LENGTH_MAX]
         self._timers.clear(("room", room.id, 0))
         self._out.append(RoomFailed(room.id, cause, room.detail))
-        for grant in list(room.grants):
+        for grant in list(room.grants.values()):
             self._fail_grant(grant, cause, detail, now)
         self._drain_if_quiet(room)
 
     def _drain_if_quiet(self, room: OpenRoom) -> None:
         ended = room.state in (PrefillRoom.FAILED, PrefillRoom.LANDED)
-        if ended and room.id in self.rooms and not any(grant.in_flight for grant in room.grants):
+        if ended and room.id in self.rooms and not any(grant.in_flight for grant in room.grants.values()):
             del self.rooms[room.id]
             self._remember(room.id, room.cause, room.detail)
             self._out.append(RoomDrained(room.id))
@@ -442,6 +450,9 @@ class PrefillSessions:
             self._timers.clear(("end", session.id, grant.number))
             if grant.state not in WRITER_GRANT_ENDS:
                 self._fail_grant(grant, cause, detail, now)
+        for room in list(self.rooms.values()):
+            if (latest := room.grants.get(session.id)) is not None and not latest.last:
+                self._fail(room, cause, detail, now)  # the piece that should follow will not come
 
     def _effects(self) -> list[PrefillEffect]:
         out = self._out.copy()

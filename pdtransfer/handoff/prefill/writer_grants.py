@@ -1,11 +1,12 @@
 """The received side of each Grant: one session's grants, from the first message to the acknowledged end.
 
-Ended numbers are a floor and a few numbers above it. Only acknowledged ends raise the floor, so a late message never
-meets a forgotten number, and the window bounds the memory.
+Numbers whose ends were acknowledged are kept as runs, so a late message never meets a forgotten number. The window
+bounds the gaps between them, and so the memory.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ from ...layout.layout import Component
 from ...limits import TEXT_LENGTH_MAX, Limits
 from ...wire import Drained, Failed, Grant, Landed, Part, Register, unpack_extents
 from ..effects import PrefillEffect, Send, StopWriting
-from ..prefix import prefix_rows
+from ..prefix import piece_rows
 from ..slot_allocator import Extents, ExtentSet, end_of, slot_count, slots_below, slots_of
 from ..states import (
     WRITER_GRANT,
@@ -103,6 +104,11 @@ class WriterGrant:
         return None if self.message is None else self.message.room
 
     @property
+    def last(self) -> bool:
+        """Whether no grant of its room follows on its session."""
+        return self.message is None or self.message.last
+
+    @property
     def verify(self) -> bool:
         """Whether decode wants a checksum."""
         return self.message is not None and self.message.verify
@@ -131,6 +137,44 @@ class WriterGrant:
         self.step(busy[event] if self.in_flight else event)
 
 
+class Numbers:
+    """Numbers from 1 on, each added once, as runs: one more than there are gaps between them."""
+
+    __slots__ = ("_count", "_ends", "_starts")
+
+    def __init__(self) -> None:
+        self._starts, self._ends, self._count = [1], [1], 0
+
+    def add(self, number: int) -> None:
+        """Adds a number that is not there."""
+        index = bisect_right(self._starts, number)  # of the run behind it
+        assert index
+        assert self._ends[index - 1] <= number, f"{number} is there"
+        self._count += 1
+        joins = index < len(self._starts) and self._starts[index] == number + 1
+        if self._ends[index - 1] == number:
+            self._ends[index - 1] = self._ends.pop(index) if joins else number + 1
+            if joins:
+                del self._starts[index]
+        elif joins:
+            self._starts[index] = number
+        else:
+            self._starts.insert(index, number)
+            self._ends.insert(index, number + 1)
+
+    def __contains__(self, number: int) -> bool:
+        index = bisect_right(self._starts, number)
+        return index > 0 and number < self._ends[index - 1]
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def runs(self) -> int:
+        """How many runs they are."""
+        return len(self._starts)
+
+
 @dataclass(slots=True, eq=False)
 class WriterSession:
     """One decode rank's arena as this prefill rank may write it."""
@@ -138,14 +182,15 @@ class WriterSession:
     id: int
     peer: str
     register: Register  # the first; it repeats
+    landing: tuple[Component, ...]  # its components as a writer that does not reach HBM writes them
     window: int
     state: WriterState = WriterState.MAPPING
     in_use: bool = False  # a message followed Register
     bytes_ready: int = 0
     hbm_direct: bool = False  # this rank writes HBM directly
     slots_ready: tuple[int, ...] = ()  # the same in slots of each component
-    floor: int = 1  # every lower number has ended, acknowledged
-    acked: set[int] = field(default_factory=set[int])  # the same, above the floor
+    acked: Numbers = field(default_factory=Numbers)  # of grants that have ended, acknowledged
+    highest: int = 0  # number that was taken
     grants: dict[int, WriterGrant] = field(default_factory=dict[int, WriterGrant])
     writes: dict[int, tuple[WriterGrant, int]] = field(default_factory=dict[int, tuple[WriterGrant, int]])
     next_write: int = 1
@@ -153,8 +198,8 @@ class WriterSession:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """The memories of decode's arena that this rank writes."""
-        return self.register.components
+        """What this rank writes, where it does."""
+        return self.register.components if self.hbm_direct else self.landing
 
     @property
     def open(self) -> bool:
@@ -176,25 +221,26 @@ class WriterSession:
 
     def known_end(self, number: int) -> bool:
         """Whether this grant has ended and decode acknowledged it."""
-        return number < self.floor or number in self.acked
+        return number in self.acked
 
     def outside(self, number: int) -> bool:
         """Whether the number lies beyond the window. Such a message is not answered: decode may know of ends before
         this rank does."""
-        return number >= self.floor + self.window
+        return max(self.highest, number) - len(self.acked) > self.window
 
     def acknowledge(self, number: int) -> None:
         """Decode acknowledged the end of grant `number`."""
         del self.grants[number]
         self.acked.add(number)
-        while self.floor in self.acked:
-            self.acked.remove(self.floor)
-            self.floor += 1
 
     def admit(self, message: Grant, now: float) -> WriterGrant:
         """A new grant, checked against Register; RemoteProtocolError names a wrong field, and nothing is kept."""
         if message.tokens < 1 or message.prefix > message.tokens:
             raise RemoteProtocolError("Grant.prefix", f"{message.prefix} of {message.tokens} tokens")
+        if message.stop < message.prefix:
+            raise RemoteProtocolError("Grant.stop", f"{message.stop}, the prefix is {message.prefix}")
+        if message.send_aux and not message.last:
+            raise RemoteProtocolError("Grant.send_aux", f"true, of tokens up to {message.stop} of {message.tokens}")
         shares: list[Share] = []
         try:
             for index, part in enumerate(message.parts):
@@ -204,14 +250,14 @@ class WriterSession:
             raise
         deadline = now + message.time_left_ms / 1e3
         grant = WriterGrant(self, message.grant, message, tuple(shares), deadline)
-        self.grants[message.grant] = grant
+        self.grants[message.grant], self.highest = grant, max(self.highest, message.grant)
         return grant
 
     def refuse(self, number: int) -> WriterGrant:
         """An aborted number that was never granted: it has ended from the start, for the Grant that may follow."""
         grant = WriterGrant(self, number, None, (), 0.0)
         grant.step(WriterGrantEvent.ABORT)
-        self.grants[number] = grant
+        self.grants[number], self.highest = grant, max(self.highest, number)
         return grant
 
     def unclaim(self, shares: tuple[Share, ...]) -> None:
@@ -226,13 +272,14 @@ class WriterSession:
         if any(share.component == part.component for share in before):
             raise RemoteProtocolError(f"{field_name}.component", f"{part.component} is there twice")
         component = self.components[part.component]
-        tokens, rows_total = message.tokens, component.rows(message.tokens)
-        if part.first_row < (rows_held := prefix_rows(component, message.prefix)):
+        first, end_row = piece_rows(component, tokens=message.tokens, prefix=message.prefix, stop=message.stop)
+        if part.first_row < first:
             prefix = f"a prefix of {message.prefix}"
-            text = f"{part.first_row}, decode holds {rows_held} rows of {component.name} for {prefix}"
+            text = f"{part.first_row}, decode holds {first} rows of {component.name} for {prefix}"
             raise RemoteProtocolError(f"{field_name}.first_row", text)
-        if part.rows < 1 or part.first_row + part.rows > rows_total:
-            text = f"rows {part.first_row}+{part.rows}, {component.name} has {rows_total} for {tokens} tokens"
+        if part.rows < 1 or part.first_row + part.rows > end_row:
+            tokens = message.tokens if message.last else message.stop
+            text = f"rows {part.first_row}+{part.rows}, {component.name} has {end_row} for {tokens} tokens"
             raise RemoteProtocolError(f"{field_name}.rows", text)
         extents = unpack_extents(f"{field_name}.extents", part.extents)
         slots, granted, end = component.layout.slots, slot_count(extents), end_of(extents)

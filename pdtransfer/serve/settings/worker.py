@@ -15,7 +15,7 @@ from ...bounds import bound, device_index, match, port_range, power_of_two
 from ...bus.keys import is_loopback
 from ...environment import socket_directory
 from ...errors import ConfigError
-from ...limits import TOKENS_MAX
+from ...limits import HOST_BUFFER_GIB, HOST_BUFFER_GIB_MAX, HOST_BUFFER_GIB_MIN, TOKENS_MAX
 from ...wire import Ranks
 from .node import BUILT_IN, FACTORY, NODE_NAME, STAMP, NodeConfig, flag, node_name
 from .ranks import FREE, check_advertise, check_device, check_ranks, device_of
@@ -217,6 +217,13 @@ class DecodeConfig(WorkerConfig):
     host_layout: Annotated[HostLayout, flag("How the arena is laid out.")] = "page_first"
     batch_max: Annotated[int, flag("Requests in one decode step.")] = 64
     huge_pages: Annotated[Literal["auto", "never", "always"], flag("Back the arena with 2 MiB pages.")] = "auto"
+    host_buffer_gib: Annotated[
+        float,
+        flag(
+            "With KV on a GPU: host memory for rows of prefill workers that do not reach it, in GiB. It is backed when "
+            "the first of them comes."
+        ),
+    ] = HOST_BUFFER_GIB
     socket_directory: Annotated[
         Path, Parameter(help="Where the arena is handed over; by default private to this user.", show_default=False)
     ] = field(default_factory=socket_directory)
@@ -240,6 +247,7 @@ class DecodeConfig(WorkerConfig):
 
             TRANSPORTS[self.transport].check(self.network)
         bound("batch_max", self.batch_max, 1, 65_536)
+        bound("host_buffer_gib", self.host_buffer_gib, HOST_BUFFER_GIB_MIN, HOST_BUFFER_GIB_MAX)
         for name in _OF_HISPARSE:
             value, default = getattr(self, name), DecodeConfig.__dataclass_fields__[name].default
             if name != "retract_policy":

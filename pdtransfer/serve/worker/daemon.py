@@ -29,7 +29,7 @@ from ...kernels import native
 from ...kernels.gpu import gpu_at
 from ...limits import LOAD_MS
 from ...memory.arena_memory import ArenaMemory
-from ...memory.hbm import Hbm
+from ...memory.hbm import Hbm, staging_bytes
 from ...transports.select import needs_no_guard
 from ..engine_api import DecodeEngine, EngineConfig, EngineDescription
 from ..firewall import Firewall, admit_networks, firewall_for
@@ -130,13 +130,7 @@ def run(config: Config) -> int:
 
 async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -> ArenaMemory:
     """Makes the arena of a decode rank, which its engine reads from now on."""
-    in_hbm = config.device_index is not None and engine.description.hbm_bytes
-    arena = ArenaMemory.create(
-        engine.description.arena_bytes,
-        huge_pages=config.huge_pages,
-        name=config.node,
-        needed=engine.description.hbm_base if in_hbm else None,
-    )
+    arena = create_arena(config, engine.description)
     if config.device_index is not None:
         arena.gpu = here = gpu_at(config.device_index)
         if (node := here.numa_node) is not None and not arena.mapping.bind(node):
@@ -159,6 +153,16 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -
         raise meeting.StoppedError
     attach(engine, arena)
     return arena
+
+
+def create_arena(config: DecodeConfig, description: EngineDescription) -> ArenaMemory:
+    """With a GPU, HBM components are there, and the arena has a staging buffer for them."""
+    if config.device_index is None:
+        return ArenaMemory.create(description.arena_bytes, huge_pages=config.huge_pages, name=config.node)
+    buffer_bytes = staging_bytes(config.host_buffer_gib, description.hbm_bytes)
+    return ArenaMemory.create(
+        description.memory_bytes, huge_pages=config.huge_pages, name=config.node, staging_bytes=buffer_bytes
+    )
 
 
 def attach(engine: DecodeEngine, arena: ArenaMemory) -> None:

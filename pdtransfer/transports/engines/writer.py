@@ -138,10 +138,12 @@ class EngineWriter:
         reach: Reach,
         components: tuple[Component, ...],
         more: Ready = lambda _: None,  # noqa: ARG002
+        *,
+        landing: tuple[Component, ...] | None = None,
     ) -> int:
         """As WriterTransport. All is ready at once, since decode grants only what it has backed."""
         assert session not in self._sessions, f"session {session:#x} is mapped already"
-        targets = targets_of(reach)
+        targets, components = targets_of(reach), landing or components
         pairings = paired(self._components, components, reach.arena_bytes)
         if self._closing:
             raise TransportError("this writer is closing")

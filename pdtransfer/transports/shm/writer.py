@@ -45,7 +45,8 @@ _lost: list[_WritableArena] = []  # they stay mapped and locked: a GPU may write
 class _WritableArena:
     """What a writer may write of one decode rank: the arena, and the memory of HBM components if a GPU reaches it."""
 
-    pairings: tuple[Pairing, ...]  # one for each component of Register
+    components: tuple[Component, ...]  # those of Register, where this writer writes them
+    pairings: tuple[Pairing, ...]  # one for each of them
     mapping: Mapping  # it keeps the lock that came with `fd`
     needed: int  # bytes of the mapping, from 0, in which rows land: no others are entered or registered
     hbm: Exported | None
@@ -81,7 +82,6 @@ class _WritableArena:
 class _Session:
     """One session of the writer; `arena` is None while it is being mapped."""
 
-    components: tuple[Component, ...]
     reach: Reach
     arena: _WritableArena | None = None
     cuts: dict[Planes, Pairing] = field(default_factory=dict[Planes, Pairing])
@@ -132,16 +132,22 @@ class ShmWriter:
         self._unmapped = asyncio.Event()
 
     async def map(
-        self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None
+        self,
+        session: int,
+        reach: Reach,
+        components: tuple[Component, ...],
+        more: Ready = lambda _: None,
+        *,
+        landing: tuple[Component, ...] | None = None,
     ) -> int:
         """As WriterTransport. What is ready is in our page table, and was backed by the arena's owner."""
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         if self._closing:
             raise TransportError("this writer is closing")
-        mapped = self._sessions[session] = _Session(components, reach)
+        mapped = self._sessions[session] = _Session(reach)
         try:
             fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids, keep_line=self._keep_line)
-            attached = self._apart.submit(self._attach, fd, reach, components)
+            attached = self._apart.submit(self._attach, fd, reach, components, landing or components)
             try:
                 arena = await asyncio.shield(asyncio.wrap_future(attached))
             except asyncio.CancelledError:
@@ -182,33 +188,37 @@ class ShmWriter:
         if not mapped.leaving:
             arena.close_fd()
 
-    def _attach(self, fd: int, reach: Reach, components: tuple[Component, ...]) -> _WritableArena:
+    def _attach(
+        self, fd: int, reach: Reach, components: tuple[Component, ...], landing: tuple[Component, ...]
+    ) -> _WritableArena:
         """In a worker thread."""
         with ExitStack() as undo:
             undo.callback(os.close, fd)
-            pairings = paired(self._components, components, reach.arena_bytes)
             mapping = map_received(fd, reach.arena_bytes)
             undo.callback(mapping.close)
             prepare_copies(self._gpu)
             hbm = self._opened(reach) if any(component.memory == "hbm" for component in components) else None
             if hbm is not None:
                 undo.callback(hbm.close)
+            components = landing if hbm is None else components
+            hbm_end = None if hbm is None else reach.hbm_base + reach.hbm_bytes
+            pairings = paired(self._components, components, reach.arena_bytes, hbm_end=hbm_end)
             ends = [component.layout.end for component in components if component.memory != "hbm"]
             needed = mapping.byte_count if hbm is None else max(ends, default=0)
-            arena = _WritableArena(pairings, mapping, needed, hbm, fd)
+            arena = _WritableArena(components, pairings, mapping, needed, hbm, fd)
             self._enter(arena)
             undo.pop_all()
         return arena
 
     def _opened(self, reach: Reach) -> Exported | None:
         """In a worker thread, under the arena's lock: the memory of HBM components. None where our GPU does not reach
-        it: then their rows land in the arena, and decode copies them up."""
+        it: then their rows land in the staging buffer, and decode copies them up."""
         if self._gpu is None or not reach.hbm_handle:
             return None
         try:
             hbm = self._gpu.open(reach.hbm_handle)
         except (TransportError, WorldError) as error:
-            log.info("rows of HBM components land in the arena at %s: %s", reach.address, error)
+            log.info("rows of HBM components land in the staging buffer at %s: %s", reach.address, error)
             return None
         if hbm.byte_count < reach.hbm_bytes:
             hbm.close()
@@ -274,7 +284,7 @@ class ShmWriter:
             partial(self._ended, order),
             source_address=self._pool_address,
             target_address=mapped.arena.mapping.address,
-            lines=lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None,
+            lines=lines_for(order, self._components, mapped.arena.components, mapped.lines) if order.verify else None,
         )
         self._writer.add(job, here=True)
 
@@ -282,7 +292,7 @@ class ShmWriter:
         key = order.component, order.layers
         if (pools := mapped.pools.get(key)) is None:
             assert self._gpu is not None
-            theirs = mapped.components[order.component]
+            theirs = arena.components[order.component]
             target = theirs.layout.layers(*order.layers)
             source = facing(self._components[theirs.name].layout, target)
             device, host = self._gpu.ordinal, theirs.memory != "hbm" or arena.hbm is None
@@ -297,7 +307,7 @@ class ShmWriter:
                 Pool(layout=target, address=there, device=device, host=host),
             )
         source, target = pools
-        staged = Staged.of(mapped.components[order.component].name, source) if order.verify else None
+        staged = Staged.of(arena.components[order.component].name, source) if order.verify else None
         report = partial(self._ended, order)
         return GpuWrite(order=order, source=source, target=target, report=report, staged=staged)
 

@@ -1,7 +1,8 @@
 """A decode client here and a prefill client in another process, each with memory on a device of its own.
 
 The KV lands in the arena, the index in HBM: decode's GPU's, or memory of this process where there is no GPU, which
-nobody else reaches, so that rows are copied up. Both hold canaries wherever nothing has landed.
+nobody else reaches, so that rows land in the staging buffer and are copied up. All hold canaries wherever nothing has
+landed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.support.layout_tensors import CANARY
 from tests.support.paths import REPO
 
 PATIENCE_S = 60.0
+BUFFER_BYTES = 256 << 10  # an eighth of the index: a large room crosses in dozens of pieces
 
 
 class _Bytes:
@@ -111,9 +113,10 @@ def two(devices: tuple[str, str], **options: Any) -> Iterator[Two]:
     ours = device_index(devices[1])
     kv, index = pool_of(KV, name="page_first", page_size=1), pool_of(INDEX, name="page_first")
     base = -(-len(kv.memory) // HBM_ALIGNMENT) * HBM_ALIGNMENT
-    arena = ArenaMemory.create(base + len(index.memory), huge_pages="never")
+    arena = ArenaMemory.create(len(kv.memory), huge_pages="never", staging_bytes=BUFFER_BYTES)
     if ours is not None:
         arena.gpu = gpus.gpu_at(ours)
+    arena.need_all()
     arena.prefault()
     arena.mapping.array[:] = CANARY
     place = {"base": base, "byte_count": len(index.memory)}

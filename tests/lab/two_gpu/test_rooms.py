@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pdtransfer.bounds import device_index
 from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from tests.lab.two_gpu.clients import Landed, Two, holds, two
+from tests.lab.two_gpu.hbm_prefill import INDEX, pool_of
 from tests.support.internals import node_of, sessions_of
 
 STILL_S = 0.3  # dozens of launches
@@ -34,9 +36,8 @@ def both(devices: tuple[str, str], direct: bool) -> Iterator[Two]:
 
 
 def untouched(it: Two) -> bool:
-    """Whether nothing has landed in the arena's range for HBM."""
-    assert it.arena.hbm is not None
-    return holds(it.arena.mapping.array[it.arena.hbm.base :][: it.arena.hbm.byte_count])
+    """Whether nothing has landed in the staging buffer."""
+    return holds(torch.from_numpy(it.arena.mapping.array[it.arena.staging_base :]))
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["ipc", "copied-up"])
@@ -50,10 +51,13 @@ def test_both_components_of_a_room_are_exact_to_the_byte_and_nothing_else_is_tou
         for room, tokens in ROOMS:
             into.add(it.ready(room), room, tokens)
         into.check(it)
-        assert it.core.post_landing.copies.total() == (0 if direct else len(ROOMS))
+        rows = sum(tokens for _, tokens in ROOMS)
+        copied_bytes = it.core.post_landing.copied_bytes.total()
+        assert copied_bytes == (0 if direct else rows * pool_of(INDEX).layout.row_bytes)
+        assert (it.core.post_landing.copies.total() > len(ROOMS)) is not direct, "large rooms cross in pieces"
         (session,) = it.core.prefill_peers.sessions.values()
         assert session.hbm_direct is direct
-        assert untouched(it) is direct, "where rows are written to HBM, the arena's range stays as it is"
+        assert untouched(it) is direct, "where rows are written to HBM, the buffer stays as it is"
         for room, _ in ROOMS:
             it.decode.release(room)
         it.until(lambda: it.core.idle)

@@ -120,7 +120,7 @@ class Siege:
         self.on_prefill(self.prefill.open(room, tokens=tokens, now=self.now, deadline=deadline, peers=[D]))
         for component in components(1024, 4, page_first=False):
             cell = Cell(component.name, 0, (0, LAYERS), np.arange(component.rows(tokens)))
-            self.on_prefill(self.prefill.push(room, cell))
+            self.on_prefill(self.prefill.push(room, cell, self.now))
         self.unfinished.append(room)
 
     def rave(self) -> None:

@@ -148,7 +148,7 @@ def test_prefill_pairs_both_twins_with_its_one_component_and_writes_the_one_that
         writes: list[Write] = []
         for component in end.components:
             cell = Cell(component.name, 0, (0, LAYERS), np.arange(component.rows(8)))
-            writes += of(end.core.push(room, cell), Write)
+            writes += of(end.core.push(room, cell, 0.0), Write)
         assert sorted(write.component for write in writes) == sorted([place, 1])
         for write in writes:
             end.core.wrote(0xA0, write.write, Outcome.LANDED, "", end.now)

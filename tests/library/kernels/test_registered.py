@@ -52,7 +52,7 @@ def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: ArenaMe
 
 def test_what_is_needed_first_is_registered_to_its_end_and_the_rest_behind_it() -> None:
     arena, gpu, reported = (
-        ArenaMemory.create(8 * MIB, huge_pages="never", needed=3 * MIB),
+        ArenaMemory.create(3 * MIB, huge_pages="never", staging_bytes=5 * MIB),
         FakeRegistrar(),
         list[int](),
     )

@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 from pdtransfer.layout.layout import Buffer, Layout
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS, ITEM_LAYOUTS
 from tests.support.effort import some
-from tests.support.layout_tensors import Model, Pool, c4, dsa_index, mha, mla, models, plane, pools
+from tests.support.layout_tensors import Model, Pool, c4, dsa_index, mha, mla, models, plane, pools, touched
 
 bounded = settings(max_examples=some(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def touched(layout: Layout) -> np.ndarray:
-    """Every byte of every row, ascending."""
-    slots = np.arange(layout.slots)
-    rows = [layout.address(at, slots)[:, None] + np.arange(plane.row_bytes) for at, plane in enumerate(layout.planes)]
-    return np.sort(np.concatenate([each.ravel() for each in rows]))
 
 
 def check(layout: Layout) -> None:

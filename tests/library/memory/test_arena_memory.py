@@ -98,14 +98,13 @@ def test_an_arena_beyond_the_hosts_memory_is_refused_with_both_values() -> None:
         allocate(left.bytes * 2)
 
 
-def test_a_range_that_no_writer_needs_takes_no_memory_until_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be larger than the host's memory: it stands for a GPU's."""
+def test_a_staging_buffer_that_no_writer_needs_takes_no_memory_until_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     left = available_memory.available_memory().bytes
-    made = ArenaMemory.create(2 * left, needed=MIB + 1)
+    made = ArenaMemory.create(MIB + 1, staging_bytes=2 * left)
     assert made.prefault()
     assert made.bytes_ready == made.needed == MIB + mmap.PAGESIZE
     assert os.fstat(made.fd).st_blocks * 512 < 4 * MIB  # huge pages may be larger than what was asked for
-    none = ArenaMemory.create(4 * MIB, needed=0, huge_pages="never")
+    none = ArenaMemory.create(0, huge_pages="never", staging_bytes=4 * MIB)
     none.prefault()
     assert os.fstat(none.fd).st_blocks * 512 == mmap.PAGESIZE, "a writer maps no arena of which nothing is backed"
     none.need_all()

@@ -157,9 +157,10 @@ class Copy:
         where = f"{node.name} writes slots {targets[0]}.. of {self.mapping.name} for grant {self.order.grant}"
         if lease is None or lease.state is Lease.ENDED or not lease.holding.claims:
             world.fail(f"{where}, which has no lease on them any more")
-        if is_free(core.arena.free[self.component], int(targets[0])):
+        staged = self.session.stages and self.theirs.memory == "hbm"
+        if is_free((core.staging.slots if staged else core.arena).free[self.component], int(targets[0])):
             world.fail(f"{where}, which are free")
-        if is_shared(core.cache, self.component, int(targets[0])):
+        if not staged and is_shared(core.cache, self.component, int(targets[0])):
             world.fail(f"{where}, which rooms share")
         target = world.decodes[self.mapping.name]
         if target.core is core and target.rooms[self.order.room].drained:

@@ -9,11 +9,13 @@ from msgspec.structs import replace
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.slot_allocator import slots_of
 from pdtransfer.handoff.states import Lease, SessionState
 from pdtransfer.layout.checksum import MASK
 from pdtransfer.layout.layout import Component
+from pdtransfer.layout.staging import staged
 from pdtransfer.wire import (
     Abort,
     Drained,
@@ -27,6 +29,7 @@ from pdtransfer.wire import (
     Reach,
     Register,
     Registered,
+    unpack_extents,
 )
 
 from .copies import Backing, Mapping, is_free
@@ -45,15 +48,22 @@ if TYPE_CHECKING:
     from .world import World
 
 
+STAGING_GAP = 256  # bytes that a buffer's first page may be moved by, to be aligned
+
+
 class DecodeNode(Process):
     """One decode rank; a daemon, where the world has routers."""
 
     def __init__(self, world: World, name: str, *, shape: Shape, ranks: Ranks) -> None:
         super().__init__(world, name)
         self.components = components(world.profile.arena_tokens, 1, shape, page_first=True, kv_first=False)
+        self._slot_bytes = sum(c.bytes_of(c.layout.slots) for c in self.components)
+        self.landing, self._arena_bytes = None, self._slot_bytes
         if world.profile.apart:
-            self.components = replace(self.components[0], memory="hbm"), self.components[1]
-        self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.components)
+            self.components = kv, c4 = replace(self.components[0], memory="hbm"), self.components[1]
+            room = (kv.bytes_of(world.profile.staging_tokens) + STAGING_GAP) // ROW * ROW
+            self.landing = staged(self.components, base=c4.layout.end, byte_count=room)
+            self._arena_bytes = self.landing[0].layout.end
         self._ranks = ranks
         self.rooms: dict[int, Target] = {}
         self.group: Group | None = None
@@ -61,7 +71,7 @@ class DecodeNode(Process):
 
     def start(self) -> None:
         world, p = self.world, self.world.profile
-        self.memory, self.hbm = memory(self.components), memory(self.components)
+        self.memory, self.hbm = memory(self.landing or self.components), memory(self.components)
         self.lifter = Lifter(self)
         ends = [*sorted(world.rng.randrange(1, self._arena_bytes) for _ in range(p.chunks - 1)), self._arena_bytes]
         self.arena = Backing(self.memory, ends[0], self.hbm if p.apart else None)
@@ -72,7 +82,7 @@ class DecodeNode(Process):
         )
         self.core = DecodeSessions(
             self.identity, self.components, self.limits, lambda: world.rng.getrandbits(63) + 1,
-            verify=p.verify, bytes_ready=ends[0], hbm_apart=p.apart, engine_slots=p.placed,
+            verify=p.verify, bytes_ready=ends[0], landing=self.landing, engine_slots=p.placed,
             may_be_one=lambda first, second: plain(first) == plain(second),
         )  # fmt: skip
         self.slots = [[*range(each.layout.slots)] for each in self.components]  # that the engine may choose
@@ -88,6 +98,8 @@ class DecodeNode(Process):
         self.revoked: set[int] = set()
         self.offered: set[int] = set()  # sessions whose token is good: once
         self._read: set[tuple[int, int]] = set()  # grants that were read back, or are not to be
+        self.settling: set[tuple[int, int]] = set()  # grants that are being read back or copied up
+        self._staged: dict[int, list[Grant]] = {}  # by slot of the staging buffer: those of the latest room there
         self._evicted = 0
         self.ends: Counter[str] = Counter()  # of sessions by peer, and its deaths before this life
         self.ends.update({name: node.deaths for name, node in world.prefills.items()})
@@ -232,6 +244,7 @@ class DecodeNode(Process):
                 self.lines.detach(session)
                 self._fence(session)
             case fx.Verify():
+                self.settling.add((effect.session, effect.grant))
                 self.later(world.stretch(world.profile.write, 1.0), lambda: self._verify(effect))
             case fx.StopVerifying(session, grant):
                 self._stop_verifying(session, grant)
@@ -255,8 +268,8 @@ class DecodeNode(Process):
         reach = Reach("shm", "host", self.name, b"token", 0, len(self.memory) * ROW)
         if not self.world.profile.apart or self.world.profile.verify:
             return reach
-        base = self.components[1].layout.end
-        return replace(reach, hbm_handle=b"hbm", hbm_base=base, hbm_bytes=len(self.memory) * ROW - base)
+        base, end = self.components[1].layout.end, self.components[0].layout.end
+        return replace(reach, hbm_handle=b"hbm", hbm_base=base, hbm_bytes=end - base)
 
     def where(self, component: Component) -> Int64s:
         """The memory that the engine finds its rows in."""
@@ -349,20 +362,27 @@ class DecodeNode(Process):
         world, total, names = self.world, 0, [each.name for each in self.components]
         for part in order.parts:
             slots = slots_of(part.extents)
-            free = self.core.arena.free[names.index(part.component.name)]
+            staged = self.landing is not None and part.component.memory == "hbm"
+            allocator = self.core.staging.slots if staged else self.core.arena
+            free = allocator.free[names.index(part.component.name)]
             if any(is_free(free, slot) for slot in slots.tolist()):
                 world.fail(f"{self.name} reads slots {slots[0]}.. for grant {order.grant}, which are free")
             got = self.memory[places(part.component)[:, :, slots]]
             total += checksum(part.component, holds(part.component).layers, part.first_row, got)
         world.seen["grants read back"] += 1
         world.seen["grants read back after the room failed"] += self.rooms[order.room].failed
+        self.settling.discard((order.session, order.grant))
         self.perform(self.core.verified(order.session, order.grant, total & MASK, "", self.clock))
 
     def _stop_verifying(self, session: int, grant: int) -> None:
         """Now and then it is too late."""
         if (session, grant) not in self._read and self.world.rng.random() < 0.5:
             self._read.add((session, grant))
-            self.later(0.0005, lambda: self.perform(self.core.verified(session, grant, 0, "stopped", self.clock)))
+            self.later(0.0005, lambda: self._stopped(session, grant))
+
+    def _stopped(self, session: int, grant: int) -> None:
+        self.settling.discard((session, grant))
+        self.perform(self.core.verified(session, grant, 0, "stopped", self.clock))
 
     def _count_end(self, peer: str) -> None:
         """Where nothing is lost and nobody stops, a session ends because a process has died, and for nothing else."""
@@ -373,19 +393,48 @@ class DecodeNode(Process):
     def _check_grant(self, peer: str, message: Grant) -> None:
         """Who keeps too much in quarantine gets nothing new, no session more than its window, no room more time."""
         session = self.core.prefill_peers.sessions[message.session]
-        if (
-            len(session.leases) > session.window
-            or message.grant - next(iter(session.leases), message.grant) >= session.window
-        ):
+        if len(session.leases) > session.window:
             self.world.fail(f"{self.name} grants {message.grant}, outside the window of {session.window}")
         target = self.rooms[message.room]
         if abs(message.time_left_ms / 1e3 - max(0.0, target.deadline - self.clock)) > 0.01:
             self.world.fail(f"{self.name} grants room {message.room} {message.time_left_ms} ms, which it has not")
         kept, share = self.core.prefill_peers.peers[peer].quarantined_bytes, self.limits.quarantine_fraction_max
-        if message.grant > self.granted[session.id] and kept > share * self._arena_bytes:
+        if message.grant > self.granted[session.id] and kept > share * self._slot_bytes:
             self.world.fail(f"{self.name} grants slots to {peer}, which keeps {kept} bytes in quarantine")
+        if message.grant > self.granted[session.id]:
+            self._check_staged(session, message)
         self.grants_of[message.room].add((session.id, message.grant))
         self.granted[session.id] = max(message.grant, self.granted[session.id])
+
+    def _check_staged(self, session: SessionRecord, message: Grant) -> None:
+        """Invariant 1: a slot of the staging buffer is one room's until each write, check and copy of it has ended."""
+        world, sessions = self.world, self.core.prefill_peers.sessions
+        parts = [part for part in message.parts if session.stages and session.targets[part.component].memory == "hbm"]
+        world.seen["pieces"] += not message.last
+        for part in parts:
+            for slot in slots_of(unpack_extents("extents", part.extents)).tolist():
+                holders = self._staged.get(slot, [])
+                for other in holders:
+                    leased = other.session in sessions and other.grant in sessions[other.session].leases
+                    if (other.room, other.prefix) != (message.room, message.prefix) and (
+                        leased or (other.session, other.grant) in self.settling
+                    ):
+                        world.fail(f"{self.name} grants slot {slot} of its buffer, which grant {other.grant} has")
+                same = [other for other in holders if (other.room, other.prefix) == (message.room, message.prefix)]
+                self._staged[slot] = [*same, message]
+
+    def _check_staging(self, leases: list[LeaseEntry]) -> None:
+        """What is taken of the buffer is held by pieces that somebody still writes, reads back or copies up."""
+        core, world = self.core, self.world
+        staging = core.staging
+        for place, free in enumerate(staging.slots.free):
+            taken = sum(int(holding.own[place][:, 1].sum()) for holding in staging.held)
+            if taken != free.ready - free.free_slots:
+                world.fail(f"{self.name}: {free.ready - free.free_slots} staging slots are taken, {taken} are held")
+        users = {id(lease.staged) for lease in leases}
+        users |= {id(landed.lease.staged) for landed in core.post_landing._open.values()}
+        if {id(holding) for holding in staging.held} != users - {id(None)}:
+            world.fail(f"{self.name}: {len(staging.held)} pieces have slots of the buffer, {len(users)} use them")
 
     def check_ledger(self) -> None:
         """What is taken is held by rooms and leases, and quarantine is counted as what it holds."""
@@ -394,6 +443,7 @@ class DecodeNode(Process):
         held = {id(lease.holding): lease.holding for lease in leases}
         held |= {id(room.holding): room.holding for room in core.rooms.values() if room.holding is not None}
         held |= {id(landed.lease.holding): landed.lease.holding for landed in core.post_landing._open.values()}
+        self._check_staging(leases)
         blocks = core.cache._blocks
         for place, free in enumerate(core.arena.free):
             taken = sum(int(holding.own[place][:, 1].sum()) for holding in held.values())
@@ -441,12 +491,12 @@ class DecodeNode(Process):
             leases = {s.id: list(s.leases) for s in core.prefill_peers.sessions.values()}
             world.fail(f"{self.name} is not idle: rooms {list(core.rooms)}, leases {leases}")
         core.cache.clear()
-        for free in core.arena.free:
+        for free in (*core.arena.free, *core.staging.slots.free):
             if free.free_slots != free.slots or free.fragmentation:
                 world.fail(f"{self.name} leaks {free.slots - free.free_slots} slots")
         if core.admission.inflight_bytes or len(core.admission) or core.leases.quarantined_bytes:
             world.fail(f"{self.name} ends with bytes in flight, in the queue or in quarantine")
-        waiting = core.window_slots.rooms or core.unnamed
+        waiting = core.window_slots.rooms or core.unnamed or core.staging.line
         if len(core.prefill_peers.sessions) != self._sessions_in_the_end or waiting:
             world.fail(f"{self.name} ends with sessions that nobody fenced, or rooms that wait")
         for peer in core.prefill_peers.peers.values():

@@ -1,7 +1,9 @@
-"""Rows that are copied from a decode's arena to its HBM, piece by piece and late; a copy may fail, or stop too late."""
+"""Rows that are copied from a decode's staging buffer to its HBM, piece by piece and late; a copy may fail, or stop too
+late."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,17 @@ from .pools import ROW, Int64s, holds, places
 if TYPE_CHECKING:
     from .decodes import DecodeNode
 
-Piece = tuple[int, Int64s, Int64s, Int64s]  # a component's place, slots, which words their rows are, and what they say
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of one component, on their way up."""
+
+    place: int  # of the component among the node's
+    staged: Int64s  # slots
+    slots: Int64s
+    source: Int64s  # places of words
+    target: Int64s
+    words: Int64s  # what they are filled with
 
 
 class Lifter:
@@ -27,22 +39,27 @@ class Lifter:
     def perform(self, effect: fx.DecodeEffect) -> None:
         """What is its own; the others need nothing."""
         if isinstance(effect, fx.Lift):
+            self._node.settling.add((effect.session, effect.grant))
             self._lift(effect)
         elif isinstance(effect, fx.StopLifting):
             self._stopped.add((effect.session, effect.grant))
 
     def _lift(self, order: fx.Lift) -> None:
         node, world = self._node, self._node.world
-        pieces: list[Piece] = []
+        pieces: list[Rows] = []
         for part in order.parts:
-            slots, whole = slots_of(part.extents), places(part.component)
-            place = next(at for at, each in enumerate(node.components) if each.name == part.component.name)
+            landed, target = part.landed, part.target
+            staged, slots = slots_of(landed.extents), slots_of(target.extents)
+            source, whole = places(landed.component)[:, :, staged], places(target.component)[:, :, slots]
+            place = next(at for at, each in enumerate(node.components) if each.name == target.component.name)
+            rows = target.first_row, target.first_row + len(slots)
+            if landed.first_row != target.first_row or len(staged) != len(slots):
+                world.fail(f"{node.name} copies up other rows for grant {order.grant} than have landed")
+            words = node.rooms[order.room].room.words(target.component, place, rows, holds(target.component))
             cuts = sorted({0, len(slots), *(world.rng.randrange(len(slots) + 1) for _ in range(2))})
-            rows = part.first_row, part.first_row + len(slots)
-            words = node.rooms[order.room].room.words(part.component, place, rows, holds(part.component))
             pieces += [
-                (place, slots[low:high], whole[:, :, slots[low:high]], words[:, :, low:high])
-                for low, high in pairwise(cuts)
+                Rows(place, staged[cut], slots[cut], source[:, :, cut], whole[:, :, cut], words[:, :, cut])
+                for cut in [slice(*ends) for ends in pairwise(cuts)]
             ]
         world.rng.shuffle(pieces)
         fails = not world.healed and world.rng.random() < world.profile.lift_fails
@@ -51,7 +68,7 @@ class Lifter:
         each = 3 * world.stretch(world.profile.write, 1.0) / (len(pieces) + 1)
         node.later(each, lambda: self._next(order, pieces, each, fails=fails))
 
-    def _next(self, order: fx.Lift, pieces: list[Piece], each: float, *, fails: bool) -> None:
+    def _next(self, order: fx.Lift, pieces: list[Rows], each: float, *, fails: bool) -> None:
         """Invariant 1: these slots are the room's still, on either side, and no other room's. And 3: what is read there
         has landed, and lies where this node's GPU reaches the arena."""
         node, world = self._node, self._node.world
@@ -59,18 +76,21 @@ class Lifter:
         if not pieces or stopped:
             detail = "the copy failed" if fails else "stopped" if pieces else ""
             world.seen["grants copied up"] += not detail
+            node.settling.discard((order.session, order.grant))
             node.perform(node.core.lifted(order.session, order.grant, detail, node.clock))
             return
-        place, slots, at, words = pieces.pop()
-        where = f"{node.name} copies up slots {slots[0]}.. for grant {order.grant}"
-        if any(is_free(node.core.arena.free[place], slot) for slot in slots.tolist()):
+        rows = pieces.pop()
+        where = f"{node.name} copies up slots {rows.staged[0]}.. to {rows.slots[0]}.. for grant {order.grant}"
+        if any(is_free(node.core.arena.free[rows.place], slot) for slot in rows.slots.tolist()):
             world.fail(f"{where}, which are free")
-        if any(is_shared(node.core.cache, place, slot) for slot in slots.tolist()):
+        if any(is_free(node.core.staging.slots.free[rows.place], slot) for slot in rows.staged.tolist()):
+            world.fail(f"{where}, and the former are free")
+        if any(is_shared(node.core.cache, rows.place, slot) for slot in rows.slots.tolist()):
             world.fail(f"{where}, which rooms share")
-        if (int(at.max()) + 1) * ROW > node.reached:
+        if (int(rows.source.max()) + 1) * ROW > node.reached:
             world.fail(f"{where}, beyond the {node.reached} bytes that its GPU reaches")
-        if (node.memory[at] != words).any():
+        if (node.memory[rows.source] != rows.words).any():
             world.fail(f"{where}, which have not landed")
         world.seen["pieces copied up after the room failed"] += node.rooms[order.room].failed
-        node.hbm[at] = node.memory[at]
+        node.hbm[rows.target] = node.memory[rows.source]
         node.later(each, lambda: self._next(order, pieces, each, fails=fails))

@@ -10,7 +10,7 @@ from pdtransfer.errors import Cause
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.sharing import holds_of
-from pdtransfer.handoff.states import WRITER_GRANT_ENDS, SessionState, WriterGrantState
+from pdtransfer.handoff.states import WRITER_GRANT_ENDS, PrefillRoom, SessionState, WriterGrantState
 from pdtransfer.layout.layout import Component
 from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
 
@@ -155,7 +155,7 @@ class PrefillNode(Process):
         self.promises.received(source, message, effects)
         self.promises.superseded(source, message, before)
         self.perform(effects)
-        if session is not None and session.grants and max(session.grants) >= session.floor + session.window:
+        if session is not None and len(session.grants) > session.window:
             self.world.fail(f"{self.name} keeps grants beyond the window of {session.window}")
 
     def send(self, peer: str, message: Message) -> None:
@@ -171,6 +171,11 @@ class PrefillNode(Process):
                 deadline = self.grant_deadlines[grant.session.id, grant.number]
                 if self.clock > max(deadline, self.thawed) + 1e-6:
                     self.world.fail(f"{self.name} waits for the room of grant {grant.number} beyond its deadline")
+        for room in self.core.rooms.values() if self.world.profile.apart else ():
+            for grant in room.grants.values():
+                waits = room.state in (PrefillRoom.OPEN, PrefillRoom.FINISHED) and not grant.last
+                if waits and not grant.session.open:
+                    self.world.fail(f"{self.name} waits for a piece of room {room.id} from a session that has ended")
         if self.desk is not None:
             self.desk.send_load()
         self.alarm.arm()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse", "apart", "placed", "led", "hasty", "waiting",
-    "strangers", "spelled", "starved", "lines",
+    "strangers", "spelled", "starved", "lines", "staged",
 )  # fmt: skip
 
 
@@ -77,6 +77,7 @@ class Profile:
     corrupts: float = 0.0  # a write of which other bits arrive than left
     apart: bool = False  # decode's KV is in HBM, which some writers reach and others not
     lift_fails: float = 0.0  # a grant that is not copied up
+    staging_tokens: int = 0  # that the staging buffer before it has slots for
     led: bool = False  # half of the rooms name the leader of a worker alone, which learns its group late
     dial_fails: float = 0.0  # a rank that a leader named, and that cannot be dialled this time
     spellings: int = 1  # names of each process that is dialled
@@ -217,11 +218,35 @@ def _checked(base: Profile, rng: random.Random) -> Profile:
 def _apart(base: Profile, rng: random.Random) -> Profile:
     """Little of it, so that slots are soon another room's."""
     return replace(
-        base, apart=True, lift_fails=rng.choice([0.0, 0.05]), families=rng.choice([0, 0, 3]),
+        base, apart=True, staging_tokens=rng.choice([8, 16, 64]), lift_fails=rng.choice([0.0, 0.05]),
+        families=rng.choice([0, 0, 3]),
         arena_tokens=rng.choice([64, 128]), duplicate=rng.choice([0.0, 0.2]), write_tail=rng.choice([0.0, 1.5]),
         abort=rng.choice([0.1, 0.4]), ranks=rng.random() < 0.3, verify=rng.random() < 0.3, loss=rng.choice([0.0, 0.1]),
         kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), write_fails=rng.choice([0.0, 0.05]),
         opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0), chunks=rng.choice([1, 1, 8]), backing=1.0,
+    )  # fmt: skip
+
+
+def _staged(base: Profile, rng: random.Random) -> Profile:
+    """A staging buffer that holds a part of one room. Nothing but loss, so that a room that only waits is seen, or a
+    prefill that freezes, which no other may feel."""
+    staged = replace(
+        base, apart=True, staging_tokens=rng.choice([4, 8, 32]), prefills=rng.randint(2, 3), pool_tokens=4096,
+        arena_tokens=4096, window=64, write=rng.choice([0.0001, 0.01]),
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return replace(
+            staged, isolation=True, abort=0.0, freezes=1, freeze=(4.0, 8.0), staging_tokens=rng.choice([16, 64]),
+            write=0.0001, delay=0.0002, span=rng.choice([0.2, 1.0]),
+        )  # fmt: skip
+    if rng.random() < 0.5:  # rooms that wait for the pages of rooms that wait for decode
+        staged = replace(staged, pool_tokens=rng.choice([64, 128]))
+    else:  # rooms that wait for slots of rooms that wait for a window
+        staged = replace(staged, arena_tokens=rng.choice([64, 256]), window=rng.choice([1, 2, 64]))
+    return replace(
+        staged, patient=True, deadline=(20.0, 30.0), loss=rng.choice([0.0, 0.05]), duplicate=rng.choice([0.0, 0.1]),
+        opens_late=rng.choice([0.0, 0.3]), abort=rng.choice([0.0, 0.2]), verify=rng.random() < 0.3,
+        hasty=rng.choice([0.0, 0.3]),
     )  # fmt: skip
 
 
@@ -230,7 +255,8 @@ def _placed(base: Profile, rng: random.Random) -> Profile:
     return replace(
         base, placed=True, arena_tokens=rng.choice([64, 128, 256]), duplicate=rng.choice([0.0, 0.2]),
         write_tail=rng.choice([0.0, 1.5]), write_deaf=rng.choice([0.0, 0.3]), abort=rng.choice([0.1, 0.5]),
-        ranks=rng.random() < 0.4, verify=rng.random() < 0.2, apart=rng.random() < 0.2, loss=rng.choice([0.0, 0.1]),
+        ranks=rng.random() < 0.4, verify=rng.random() < 0.2, apart=rng.random() < 0.2, staging_tokens=16,
+        loss=rng.choice([0.0, 0.1]),
         kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), write_fails=rng.choice([0.0, 0.05]),
         write_unknown=rng.choice([0.0, 0.01]), opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
         chunks=rng.choice([1, 1, 8]), backing=1.0,
@@ -374,6 +400,7 @@ FURTHER = {
     "shared": _shared,
     "growing": _growing,
     "apart": _apart,
+    "staged": _staged,
     "placed": _placed,
     "led": _led,
     "hasty": _hasty,

@@ -55,18 +55,16 @@ class _Mapped:
     window: int
     grants: dict[int, Grant] = field(default_factory=dict[int, Grant])  # taken, and their ends not acknowledged
     slots: dict[int, Slots] = field(default_factory=dict[int, "Slots"])  # of these
-    rooms: dict[int, int] = field(default_factory=dict[int, int])  # the grant that each was written for
+    rooms: dict[int, Grant] = field(default_factory=dict[int, Grant])  # the grant that each was written for last
     ended: set[int] = field(default_factory=set[int])
     acknowledged: set[int] = field(default_factory=set[int])
-    floor: int = 1
+    highest: int = 0  # number that was taken
 
     def acknowledge(self, number: int) -> None:
         if number in self.ended:
             self.grants.pop(number, None)
             self.slots.pop(number, None)
             self.acknowledged.add(number)
-            while self.floor in self.acknowledged:
-                self.floor += 1
 
 
 class WriterPromises:
@@ -141,8 +139,10 @@ class WriterPromises:
             self._node.fail(f"{what} beside its slots")
         if allowed is not None and session.peer not in allowed:
             self._node.fail(f"{what}, the room is for {allowed}")
-        if session.rooms.setdefault(order.room, order.grant) != order.grant:
-            self._node.fail(f"{what}, and for grant {session.rooms[order.room]} of the same session")
+        before = session.rooms.get(order.room, grant)
+        session.rooms[order.room] = grant
+        if before is not grant and (before.grant not in session.ended or before.stop > grant.prefix):
+            self._node.fail(f"{what}, and for grant {before.grant} of the same session")
 
     def _granted(self, peer: str, message: Grant, answers: list[Message]) -> None:
         session, number = self._sessions.get(message.session), message.grant
@@ -155,10 +155,9 @@ class WriterPromises:
             return
         if not any(isinstance(answer, Granted) and answer.grant == number for answer in answers):
             return
-        if number >= session.floor + session.window:
-            self._node.fail(
-                f"takes grant {number} of {peer}, outside the window of {session.window} from {session.floor}"
-            )
+        session.highest = max(session.highest, number)
+        if session.highest - len(session.acknowledged) > session.window:
+            self._node.fail(f"takes grant {number} of {peer}, outside the window of {session.window}")
         slots = slots_in(message)
         for other in session.slots.keys() - session.ended:
             taken = session.slots[other]
@@ -225,7 +224,7 @@ class OwnerPromises:
                 self._node.fail(f"greets {peer}, with which it has a session")
             case Grant(session=session):
                 leases = self._node.core.prefill_peers.sessions[session].leases
-                if message.grant - next(iter(leases), message.grant) >= self._windows[session]:
+                if len(leases) > self._windows[session]:
                     self._node.fail(f"grants {peer} {message.grant}, outside the window of {self._windows[session]}")
             case _:
                 pass

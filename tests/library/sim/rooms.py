@@ -181,7 +181,7 @@ class Source(_Part):
             slots, here = self.source_slots[low:high], holds(component)
             at = places(component)[layers[0] - here.layers[0] : layers[1] - here.layers[0]]
             node.pool[at[:, :, slots]] = self.room.words(component, index, (low, high), Shape(layers, here.heads))
-            node.perform(node.core.push(self.room.id, Cell(component.name, low, layers, slots)))
+            node.perform(node.core.push(self.room.id, Cell(component.name, low, layers, slots), node.clock))
         if cells:
             node.later(world.rng.expovariate(500.0), lambda: self._compute(cells))
         else:

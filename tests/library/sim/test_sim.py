@@ -40,6 +40,14 @@ def test_every_world_with_hbm_apart_keeps_the_invariants(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_with_a_small_staging_buffer_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="staged")
+    assert not tally.failure, tally.failure
+    for what in ("grants copied up", "writes to HBM", "ready", "pieces"):
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_whose_engine_chooses_the_slots_keeps_the_invariants(chunk: int) -> None:
     tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="placed")
     assert not tally.failure, tally.failure

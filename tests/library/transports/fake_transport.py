@@ -117,6 +117,8 @@ class FakeWriter:
         reach: Reach,
         components: tuple[Component, ...],
         more: Ready = lambda _: None,
+        *,
+        landing: tuple[Component, ...] | None = None,
     ) -> int:
         """Takes the whole arena."""
         assert session not in self._sessions

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import WorldError
-from pdtransfer.handoff.effects import ComponentRows, Lift
+from pdtransfer.handoff.effects import ComponentRows, Lift, LiftedRows
 from pdtransfer.kernels import kv_copy
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.memory.hbm import Hbm
@@ -53,7 +53,8 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
 
     async def run() -> None:
         up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory, lambda _, text: texts.append(text))  # type: ignore[arg-type]
-        up.lift(Lift(1, 2, 3, (ComponentRows(component, 0, EXTENTS),)))
+        rows = ComponentRows(component, 0, EXTENTS)
+        up.lift(Lift(1, 2, 3, (LiftedRows(rows, rows),)))
         await until(lambda: texts or up._lost)
         await up.close()
         assert up.moved_bytes == (len(SLOTS) * source.layout.row_bytes if texts == [""] else 0)

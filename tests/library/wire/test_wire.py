@@ -312,8 +312,8 @@ def specimen(message):
 
 
 def test_hisparse_is_where_register_and_grant_of_v1_0_end():
-    assert Register.__struct_fields__[-1] == "enable_hisparse"
-    assert Grant.__struct_fields__[-2:] == ("enable_hisparse", "verify")
+    assert Register.__struct_fields__[-2:] == ("enable_hisparse", "staging")
+    assert Grant.__struct_fields__[-3:] == ("enable_hisparse", "verify", "stop")
 
 
 @pytest.mark.parametrize("message", WITH_FLAG)
@@ -380,10 +380,11 @@ def test_a_newer_peer_with_an_unknown_field_inside_a_struct_interoperates_both_w
 
 def test_a_newer_peer_may_append_to_every_struct_of_a_register():
     _, kind, *fields = SPECIMENS["Register"]
-    session, (component,), reach, flag = fields
+    session, (component,), reach, flag, (staging,) = fields
     name, memory, tokens_per_row, span, (planes, page_size, slots) = component
     layout = [[[*plane, "later"] for plane in planes], page_size, slots, "later"]
-    newer = [session, [[name, memory, tokens_per_row, [*span, 1], layout, None]], [*reach, b"later"], flag, [1]]
+    later = [[name, memory, tokens_per_row, [*span, 1], layout, None]], [*reach, b"later"], flag
+    newer = [session, *later, [[*staging, "later"]], [1]]
     assert decode(frame(kind, *newer)) == specimen(Register)
 
 

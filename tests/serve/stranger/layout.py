@@ -19,6 +19,28 @@ def row_count(component: Fields, tokens: int) -> int:
     return -(-tokens // component["tokens_per_row"])
 
 
+def piece_rows(component: Fields, grant: Fields) -> tuple[int, int]:
+    """The rows [first, end) that a grant may ask for: those whose last token is in [prefix, stop), and with the room's
+    end its last row, its window and its state."""
+    first = grant["prefix"] // component["tokens_per_row"] if component["span"]["kind"] == "all" else 0
+    if grant["stop"] >= grant["tokens"]:
+        return first, row_count(component, grant["tokens"])
+    return first, grant["stop"] // component["tokens_per_row"] if component["span"]["kind"] == "all" else 0
+
+
+def landing(register: Fields) -> list[Fields]:
+    """The components as a writer that does not reach HBM writes them: those in HBM where `staging` says."""
+    staging, components = iter(register["staging"]), []
+    for component in register["components"]:
+        if component["memory"] == "hbm" and register["staging"]:
+            entry, layout = next(staging), component["layout"]
+            bases = struct.unpack(f"<{len(layout['planes'])}Q", entry["bases"])
+            planes = [plane | {"base": base} for plane, base in zip(layout["planes"], bases, strict=True)]
+            component = component | {"layout": layout | {"planes": planes, "slots": entry["slots"]}}
+        components.append(component)
+    return components
+
+
 def offset(layout: Fields, plane: Fields, slot: int) -> int:
     """Of a slot's row in a plane, from the beginning of the arena."""
     page, row = divmod(slot, layout["page_size"])
@@ -49,7 +71,11 @@ def places(component: Fields, part: Fields) -> Iterator[tuple[Fields, int, int]]
 
 
 def fault(components: list[Fields], grant: Fields) -> str:
-    """What is wrong with a grant's parts (section 4, Grants), as one line that names the field; empty: nothing."""
+    """What is wrong with a grant (section 4, Grants), as one line that names the field; empty: nothing."""
+    if grant["stop"] < grant["prefix"]:
+        return f"Grant.stop: {grant['stop']}, the prefix is {grant['prefix']}"
+    if grant["send_aux"] and grant["stop"] < grant["tokens"]:
+        return f"Grant.send_aux: true, of tokens up to {grant['stop']} of {grant['tokens']}"
     for at, part in enumerate(grant["parts"]):
         name = f"Grant.parts[{at}]"
         if part["component"] >= len(components):
@@ -59,8 +85,11 @@ def fault(components: list[Fields], grant: Fields) -> str:
             return f"{name}.extents: {len({*slots})} slots, and rows = {part['rows']}"
         if slots and max(slots) >= component["layout"]["slots"]:
             return f"{name}.extents: slot {max(slots)} of {component['layout']['slots']}"
-        if part["first_row"] + part["rows"] > row_count(component, grant["tokens"]):
-            return f"{name}.rows: beyond those of {grant['tokens']} tokens"
+        first, end = piece_rows(component, grant)
+        if part["first_row"] < first:
+            return f"{name}.first_row: decode holds {first} rows"
+        if part["first_row"] + part["rows"] > end:
+            return f"{name}.rows: beyond those of {min(grant['stop'], grant['tokens'])} tokens"
     return ""
 
 

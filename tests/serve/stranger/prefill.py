@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.serve.stranger.layout import checksum, fault, places, row_sum
+from tests.serve.stranger.layout import checksum, fault, landing, places, row_sum
 from tests.serve.stranger.peer import Fields, Link, Unusable
 from tests.serve.stranger.worker import Room, Worker
 
@@ -18,6 +18,7 @@ class Session:
     target: Any  # its arena, once it is mapped
     waiting: dict[int, Fields] = field(default_factory=dict)  # grants whose room has not begun
     ends: dict[int, tuple[str, Fields]] = field(default_factory=dict)  # of grants: the message and its fields
+    stops: dict[int, int] = field(default_factory=dict)  # by room: where its latest piece has ended
     acknowledged: set[int] = field(default_factory=set)
 
 
@@ -83,7 +84,7 @@ class Prefill(Worker):
         if number in session.ends:
             self._send_grant_end(session, number)
             return
-        if wrong := fault(session.register["components"], grant):
+        if wrong := fault(landing(session.register), grant):
             link.send("Reject", session=grant["session"], reason="breach", fields=[wrong])
             self._leave(grant["session"])
             return
@@ -99,9 +100,14 @@ class Prefill(Worker):
         if room.end is not None:
             self._fail(session, grant, room.end["reason"], "the room has ended")
             return
+        before = session.stops.get(grant["room"], grant["prefix"])
+        if before != grant["prefix"]:
+            self._fail(session, grant, "breach", f"Grant.prefix: {grant['prefix']}, the grant before ends at {before}")
+            return
+        session.stops[grant["room"]] = grant["stop"]
         total = size = 0
         for part in grant["parts"]:
-            component = session.register["components"][part["component"]]
+            component = landing(session.register)[part["component"]]
             for plane, row, at in places(component, part):
                 content = self.row(room.ids, component["name"], plane, row)
                 session.target.write(at, content)
@@ -116,7 +122,8 @@ class Prefill(Worker):
             checksum=checksum(total) if grant["verify"] else b"",
         )
         self.landed.append(size)
-        room.grants_landed, room.kv_bytes = room.grants_landed + 1, room.kv_bytes + size
+        last = grant["stop"] >= grant["tokens"]
+        room.grants_landed, room.kv_bytes = room.grants_landed + last, room.kv_bytes + size
         if room.grants_landed == len(room.begin["peers"]):
             self.end(room, "done", "")
 

@@ -162,7 +162,7 @@ def site() -> Iterator[Site]:
 def made_site(groups: Groups = ONE, rows: str = "blocks", *, copied_up: bool = False, **side: Any) -> Iterator[Site]:
     """With `copied_up` the cache is memory that prefill does not reach."""
     source = np.random.default_rng(1).random(SHAPE, np.float32)
-    arena = ArenaMemory.create(source.nbytes)
+    arena = ArenaMemory.create(0 if copied_up else source.nbytes, staging_bytes=source.nbytes if copied_up else 0)
     view, address, memory = arena.mapping.view, arena.mapping.address, "dram"
     if copied_up:
         arena.hbm = Hbm.of_process(base=0, byte_count=source.nbytes)

@@ -1,5 +1,5 @@
 """A prefill and a decode client in one process, whose decode side has HBM apart from its arena: two memories of equal
-layout, each compared whole with what it should hold."""
+layout, each compared whole with what it should hold. Its writer has no GPU: rows for HBM land in a staging buffer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ SLOTS = 256
 
 @dataclass
 class HbmPair(Pair):
-    """`target` is the arena's DRAM, `hbm` the other memory, `landing` the arena's range for it."""
+    """`target` is the arena's DRAM, `hbm` the other memory."""
 
     hbm: np.ndarray = None  # type: ignore[assignment]
-    landing: np.ndarray = None  # type: ignore[assignment]
     arena_of: ArenaMemory = None  # type: ignore[assignment]
 
 
@@ -40,7 +39,7 @@ def in_hbm(one: Component, base: int, name: str | None = None) -> Component:
 
 @contextmanager
 def hbm_pair(
-    *, twin: bool = True, source: tuple[str, int, int] = ("layer_first", 16, 512),
+    *, twin: bool = True, staging_rows: int = SLOTS, source: tuple[str, int, int] = ("layer_first", 16, 512),
     target: tuple[str, int, int] = ("page_first", 1, SLOTS), **options: Any,
 ) -> Iterator[HbmPair]:  # fmt: skip
     """With `twin` a kv in each memory, else only the one in HBM."""
@@ -49,7 +48,10 @@ def hbm_pair(
     pools[0].fill(np.arange(pools[0].slots))
     size = len(pools[1].memory)
     base = -(-size // HBM_ALIGNMENT) * HBM_ALIGNMENT
-    arena = ArenaMemory.create(base + size, huge_pages="never")
+    buffer_bytes = staging_rows * pools[1].layout.row_bytes + 256
+    arena = ArenaMemory.create(base, huge_pages="never", staging_bytes=buffer_bytes)
+    arena.need_all()
+    arena.prefault()
     arena.mapping.array[:] = CANARY
     arena.hbm = Hbm.of_process(base=base, byte_count=size)
     hbm = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(arena.hbm.address))
@@ -65,9 +67,9 @@ def hbm_pair(
     try:
         with prefill, decode:
             pair = HbmPair(prefill, decode, *pools)
-            pair.hbm, pair.landing, pair.arena_of = hbm, arena.mapping.array[base : base + size], arena
+            pair.hbm, pair.arena_of = hbm, arena
             yield pair
-            del pair.landing, pair
+            del pair
     finally:
         for name in ("memory", "tensor"):
             pools[1].__dict__.pop(name, None)

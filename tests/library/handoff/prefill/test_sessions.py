@@ -125,7 +125,7 @@ def test_each_cell_is_written_where_its_rows_and_layers_belong() -> None:
     end.open()
     end.receive(grant(at=20))
     sources = np.array([40, 41, 42])
-    (write,) = of(end.core.push(1, Cell("kv", 3, (1, 3), sources)), Write)
+    (write,) = of(end.core.push(1, Cell("kv", 3, (1, 3), sources), 0.0), Write)
     assert write.layers == (1, 3)
     assert write.source_slots.tolist() == [40, 41, 42]
     assert write.target_slots.tolist() == [23, 24, 25]
@@ -201,18 +201,18 @@ def test_a_cell_outside_the_room_or_the_pool_is_refused(changes: dict) -> None:
     end.open()
     fields = {"component": "kv", "first_row": 0, "layers": (0, LAYERS), "source_slots": np.arange(8)} | changes
     with pytest.raises(LocalProtocolError):
-        end.core.push(1, Cell(**fields))
+        end.core.push(1, Cell(**fields), 0.0)
     assert end.push() == [], "nothing of it was kept"
 
 
 def test_rows_are_offered_once_a_layer() -> None:
     end = PrefillEnd()
     end.open()
-    end.core.push(1, Cell("kv", 0, (0, 2), np.arange(8)))
-    end.core.push(1, Cell("kv", 0, (2, 3), np.arange(8)))
-    end.core.push(1, Cell("c4", 0, (0, 3), np.arange(1)))
+    end.core.push(1, Cell("kv", 0, (0, 2), np.arange(8)), 0.0)
+    end.core.push(1, Cell("kv", 0, (2, 3), np.arange(8)), 0.0)
+    end.core.push(1, Cell("c4", 0, (0, 3), np.arange(1)), 0.0)
     with pytest.raises(LocalProtocolError, match="offered already"):
-        end.core.push(1, Cell("kv", 7, (1, 3), np.arange(1)))
+        end.core.push(1, Cell("kv", 7, (1, 3), np.arange(1)), 0.0)
 
 
 def test_misuse_by_the_engine_is_reported_to_the_engine() -> None:
@@ -303,29 +303,29 @@ def test_released_for_what_was_never_granted_is_ignored() -> None:
     assert of(end.receive(grant(3)), Send) == [Send(D, Granted(S, 3))]
 
 
-def test_a_grant_outside_the_window_goes_unanswered_until_the_floor_has_moved() -> None:
+def test_a_grant_outside_the_window_goes_unanswered_until_an_end_is_acknowledged() -> None:
     end = PrefillEnd()
     end.up()
     far = grant(LIMITS.window + 1, 5, at=40)
     assert end.receive(far, Abort(S, LIMITS.window + 1)) == []
-    ended(end, 1, 1)
+    ended(end, 2, 1)
     assert end.receive(far) == []
-    end.released(1)
-    assert of(end.receive(far), Send) == [Send(D, Granted(S, far.grant))]
+    end.released(2)
+    assert of(end.receive(far), Send) == [Send(D, Granted(S, far.grant))], "number 1 is open, and another has ended"
 
 
-def test_the_floor_passes_only_ends_that_were_acknowledged() -> None:
+def test_numbers_are_over_once_their_ends_were_acknowledged_in_any_order() -> None:
     end = PrefillEnd()
     end.up()
     for number in (1, 2, 3):
         ended(end, number, number)
-    end.released(3)
-    end.released(2)
-    assert end.core.sessions[S].floor == 1
-    assert end.receive(grant(2), grant(3), Abort(S, 3)) == []
-    end.released(1)
-    assert end.core.sessions[S].floor == 4
-    assert end.core.sessions[S].acked == set()
+    acked = end.core.sessions[S].acked
+    for number, runs in ((3, 2), (1, 2), (2, 1)):
+        end.released(number)
+        assert number in acked
+        assert acked.runs == runs, "they take no more memory than there are gaps"
+        assert end.receive(grant(number), Abort(S, number)) == []
+    assert 4 not in acked
 
 
 def test_abort_before_its_grant_refuses_the_number_forever() -> None:
@@ -675,8 +675,9 @@ def test_a_rank_that_is_lost_fails_the_room_for_the_other() -> None:
 
 def test_registered_reports_what_is_mapped_and_a_repeated_register_is_answered_once_it_is() -> None:
     end = PrefillEnd()
+    own = components(SLOTS, 1, page_first=True)
     assert sent(end.receive(end.hello()), Welcome)
-    assert of(end.receive(end.register()), Map) == [Map(S, REACH, components(SLOTS, 1, page_first=True))]
+    assert of(end.receive(end.register()), Map) == [Map(S, REACH, own, own)]
     assert end.receive(end.register()) == []
     assert sent(end.core.mapped(S, ARENA_BYTES), Registered) == [Registered(S, ARENA_BYTES)]
     assert sent(end.receive(end.register()), Registered) == [Registered(S, ARENA_BYTES)]

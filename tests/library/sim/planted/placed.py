@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdtransfer.handoff.decode import leases, room_request
-from pdtransfer.handoff.decode.records import SessionRecord
+from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.effects import RoomDrained, RoomReady
 from pdtransfer.handoff.slot_allocator import Extents, FreeExtents, Holding, SlotAllocator
@@ -109,8 +109,8 @@ def granted_before_it_is_backed(patch: Patch) -> None:
     """The engine chose the slots, so they are taken to be ready."""
     covers = SessionRecord.covers
 
-    def trusting(self: SessionRecord, holding: Holding, ready: int) -> bool:
-        return holding.chosen_for is not None or covers(self, holding, ready)
+    def trusting(self: SessionRecord, lease: LeaseEntry, ready: int) -> bool:
+        return lease.holding.chosen_for is not None or covers(self, lease, ready)
 
     patch(SessionRecord, "covers", trusting)
 
@@ -119,7 +119,7 @@ def rows_count_from_the_first_slot(patch: Patch) -> None:
     """The first slot is row 0's, though the engine gave slots only to later rows."""
     whole = leases.parts_of
 
-    def from_zero(components: Sequence[Any], extents: Sequence[Extents], **more: Any) -> tuple[Part, ...]:
-        return whole(components, extents, **{**more, "first_rows": None})
+    def from_zero(components: Any, extents: Sequence[Extents], firsts: Sequence[int], **more: Any) -> tuple[Part, ...]:
+        return whole(components, extents, [0] * len(firsts), **more)
 
     patch(leases, "parts_of", from_zero)

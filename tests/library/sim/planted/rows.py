@@ -13,6 +13,7 @@ from pdtransfer.handoff.decode.post_landing import LandedGrant, PostLanding
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.decode.staging import StagingBuffer
 from pdtransfer.handoff.effects import Lift, Verify
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
 from pdtransfer.handoff.prefill.writer_grants import WriterGrant
@@ -75,7 +76,7 @@ def keys_without_what_comes_before(patch: Patch) -> None:
 
 def granted_before_it_is_ready(patch: Patch) -> None:
     """A Grant is sent whether or not its writer has its slots ready."""
-    patch(SessionRecord, "covers", lambda self, holding, ready: True)
+    patch(SessionRecord, "covers", lambda self, lease, ready: True)
 
 
 def more_reported_ready_than_there_is(patch: Patch) -> None:
@@ -134,10 +135,9 @@ def _uncounted(patch: Patch, order: type[Verify | Lift]) -> None:
         begin(self, landed)
         landed.room.post_landing_count -= isinstance(landed.order, order)
 
-    def ended(self: PostLanding, session: int, grant: int) -> LandedGrant:
-        landed = self._open[session, grant]
+    def ended(self: PostLanding, landed: LandedGrant) -> None:
         landed.room.post_landing_count += isinstance(landed.order, order)
-        return end(self, session, grant)
+        end(self, landed)
 
     patch(PostLanding, "_begin", uncounted)
     patch(PostLanding, "_end", ended)
@@ -149,20 +149,18 @@ def slots_not_claimed_while_they_are_copied_up(patch: Patch) -> None:
 
 
 def _unclaimed(patch: Patch, order: type[Verify | Lift]) -> None:
-    """Slots are not claimed for this order of a grant."""
+    """The room's slots are not claimed for this order of a grant."""
     begin, end = PostLanding._begin, PostLanding._end
 
     def unclaimed(self: PostLanding, landed: LandedGrant) -> None:
         begin(self, landed)
         landed.lease.holding.claims -= isinstance(landed.order, order)
 
-    def ended(self: PostLanding, session: int, grant: int) -> LandedGrant:
-        landed = self._open[session, grant]
+    def ended(self: PostLanding, landed: LandedGrant) -> None:
         wrong = isinstance(landed.order, order)
         landed.lease.holding.claims += 2 * wrong
-        end(self, session, grant)
+        end(self, landed)
         landed.lease.holding.claims -= wrong
-        return landed
 
     patch(PostLanding, "_begin", unclaimed)
     patch(PostLanding, "_end", ended)
@@ -190,9 +188,10 @@ def copied_up_before_it_has_landed(patch: Patch) -> None:
 
 
 def copied_up_from_where_no_card_reaches(patch: Patch) -> None:
-    """A Grant is sent as soon as its writer has its slots, whether or not decode's own GPU reaches them."""
-    covers = SessionRecord.covers
-    patch(SessionRecord, "covers", lambda self, holding, ready: covers(self, holding, 1 << 60))
+    """Slots of the staging buffer are granted as soon as a writer has them, where decode's own GPU may not reach."""
+    covers, init = SessionRecord.covers, StagingBuffer.__init__
+    patch(SessionRecord, "covers", lambda self, lease, ready: covers(self, lease, 1 << 60))
+    patch(StagingBuffer, "__init__", lambda self, landing, ready: init(self, landing, None))
 
 
 def landed_taken_for_lifted(patch: Patch) -> None:
@@ -210,10 +209,9 @@ def ready_with_the_first_sum(patch: Patch) -> None:
     """A room of several ranks is READY when the first of its grants was read back."""
     end = PostLanding._end
 
-    def hasty(self: PostLanding, session: int, grant: int) -> LandedGrant:
-        landed = end(self, session, grant)
+    def hasty(self: PostLanding, landed: LandedGrant) -> None:
+        end(self, landed)
         landed.room.post_landing_count = 0
-        return landed
 
     patch(PostLanding, "_end", hasty)
 

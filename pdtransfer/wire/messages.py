@@ -231,7 +231,7 @@ class Register(_Wire, frozen=True):
     reach: Reach  # how to write there
     enable_hisparse: bool = False  # what the decode rank can do; last of v1.0
     # HBM components have offsets of their own, and this is where rows of them land whose writer says hbm_direct false:
-    # one entry for each, in their order. Empty: where `components` says, in the arena. Since v1.5.
+    # one entry for each, in their order. Empty: where `components` says, in the arena. Since v1.7.
     staging: Annotated[tuple[StagedLayout, ...], Meta(max_length=COMPONENTS_MAX)] = ()
 
 
@@ -267,7 +267,7 @@ class Grant(_Wire, frozen=True):
     time_left_ms: Milliseconds  # after this the grant fails at prefill
     enable_hisparse: bool = False  # what this request wants; last of v1.0
     verify: bool = False  # Landed is to carry a checksum of what was written
-    # The grant is for rows of tokens [prefix, stop) alone, and another follows where that is not all. Since v1.5.
+    # The grant is for rows of tokens [prefix, stop) alone, and another follows where that is not all. Since v1.7.
     stop: TokenCount = TOKENS_MAX
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -197,11 +197,12 @@ def parts_of(
     return tuple(parts)
 
 
-def fits_a_grant(extents: Sequence[Extents], frame_bytes_max: int) -> bool:
-    """Whether one Grant can name these extents: the protocol bounds those of a part, the peer the bytes of a frame."""
-    frame_bytes = _GRANT_BYTES
-    for part_extents in extents:
-        if len(part_extents) > PART_EXTENTS_MAX:
-            return False
-        frame_bytes += _PART_BYTES + 8 * len(part_extents)
-    return frame_bytes <= frame_bytes_max
+def too_many_extents(sessions: Iterable[SessionRecord], holding: Holding, staged: Holding | None = None) -> str:
+    """Why one Grant to each of these sessions cannot name the slots; empty where it can. The protocol bounds the
+    extents of a part, the peer the bytes of a frame."""
+    for session in sessions:
+        counts = [len(extents) for extents in session.extents_of(holding, staged)]
+        frame_bytes = _GRANT_BYTES + sum([_PART_BYTES + 8 * count for count in counts])
+        if max(counts, default=0) > PART_EXTENTS_MAX or frame_bytes > session.frame_bytes_max:
+            return f"extents: {counts} are more than one Grant can hold"
+    return ""

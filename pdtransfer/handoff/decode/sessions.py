@@ -32,7 +32,7 @@ from ..prefix import PrefixCache
 from ..slot_allocator import SlotAllocator
 from ..states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, SessionState
 from ..tables import step
-from .leases import Leases, fits_a_grant, reason_of
+from .leases import Leases, reason_of, too_many_extents
 from .post_landing import PostLanding, PrefixPublish
 from .prefill_peers import PrefillPeers
 from .records import LeaseEntry, PeerRecord, RoomPiece, RoomRecord, SessionRecord
@@ -422,8 +422,7 @@ class DecodeSessions:
             room.prefix = room.prefix or holding.prefix
             sessions = list(room.reserved.values())
             room.unreserve()
-            if not all(fits_a_grant(session.extents_of(holding), session.frame_bytes_max) for session in sessions):
-                text = f"extents: {[len(extents) for extents in holding.extents]} are more than one Grant can hold"
+            if text := too_many_extents(sessions, holding):
                 self._fail(room, Cause.FULL, text, now)
                 continue
             self._out.append(RoomLeased(room.id))
@@ -457,21 +456,28 @@ class DecodeSessions:
                 failed = True
             elif peers := self.staging.waits_for(room):
                 waiting |= peers
-            elif (piece := self.staging.next(room)) is not None:
-                del self.staging.line[room.id]
-                room.unreserve()
-                self._grant_piece(room, piece, now)
-            else:
+            elif (piece := self.staging.next(room)) is None:
                 break
+            else:
+                del self.staging.line[room.id]
+                failed |= not self._grant_piece(room, piece, now)
         return failed
 
-    def _grant_piece(self, room: RoomRecord, piece: RoomPiece, now: float) -> None:
+    def _grant_piece(self, room: RoomRecord, piece: RoomPiece, now: float) -> bool:
+        """Grants a piece to each source that stages; returns False where the room has failed instead."""
+        assert room.holding is not None
+        room.unreserve()
         sessions, room.stop = room.staged, piece.stop
-        if piece.stop == room.tokens:
-            room.staged = ()
-        for session in sessions:
-            self.leases.grant(room, session, piece, verify=self._verify, now=now)
+        text = too_many_extents(sessions, room.holding, piece.staged)
+        if text:
+            self._fail(room, Cause.FULL, text, now)
+        else:
+            if piece.stop == room.tokens:
+                room.staged = ()
+            for session in sessions:
+                self.leases.grant(room, session, piece, verify=self._verify, now=now)
         self.staging.drop(piece.staged)
+        return not text
 
     def _unfit(self, room: RoomRecord, now: float) -> tuple[Cause, str] | None:
         """Why one of the room's sources may not be granted now; None if all may."""

@@ -13,7 +13,7 @@ from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.effects import Lift, Offer, RoomFailed, RoomReady, StopLifting, Verify
 from pdtransfer.handoff.landing import staging_of
 from pdtransfer.layout.checksum import CHECKSUM_BYTES
-from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.layout.staging import staged
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Abort, Drained, Grant, Registered, Reject, StagedLayout
@@ -224,6 +224,28 @@ def test_slots_of_a_piece_come_back_by_proof_and_its_source_is_informed_where_it
     (abort,) = sent(end.core.abort(4, end.now), Abort)
     assert abort.room == 4
     assert abort.grant not in (each.message.grant for each in end.core.rooms[2].leases)
+
+
+def test_a_piece_that_no_frame_could_carry_fails_its_room_and_nobody_elses() -> None:
+    dense, slots = twins()[2], 32_768
+    layout = Layout(dense.layout.planes, dense.layout.page_size, slots)
+    components = (msgspec.structs.replace(dense, layout=layout),)
+    buffer_bytes = slots * LAYERS * ROW + 256
+    landing = staged(components, base=BASE, byte_count=buffer_bytes)
+    end = ApartEnd(components=components, landing=landing, enable_hisparse=False)
+    end.core.dial(P, end.now)
+    (offer,) = of(end.receive(end.welcome(frame_bytes_max=1 << 16)), Offer)
+    reach = msgspec.structs.replace(REACH, arena_bytes=BASE + buffer_bytes)
+    end.core.offered(offer.session, reach, end.now)
+    end.receive(Registered(offer.session, reach.arena_bytes))
+    ones = end.core.staging.slots.free[0]
+    held = [ones.allocate(1) for _ in range(slots)]
+    ones.free(np.concatenate(held[::2]))  # every other slot: 16,384 extents of one
+    effects = end.land(end.granted(1, tokens=slots // 4, growth=0))
+    assert [(failed.room, failed.cause) for failed in of(effects, RoomFailed)] == [(1, Cause.FULL)]
+    assert ones.free_slots == slots // 2
+    assert len(end.piece(2, tokens=8_000, growth=0).parts[0].extents) == 8 * 8_000
+    assert end.core.arena.free[0].free_slots == slots - 8_000
 
 
 def test_pieces_of_a_lost_peer_stay_until_the_fence() -> None:

@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-vllm compose-demo dist docs test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang clean
+.PHONY: demo demo-vllm compose-demo dist docs test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang venv-aiperf clean
 
 # A small pretrained model answers, which is fetched the first time; ARGS='--model stamp' is the engine without one.
 SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
@@ -119,6 +119,11 @@ venv-sglang: .venv-sglang$(OF_VERSION)/.stamp
 
 .venv-sglang$(OF_VERSION)/.stamp: pyproject.toml tools/venv tests/engines/requirements-sglang.txt $(wildcard tests/engines/stubs/*/*.py)
 	@PYTHON='$(PYTHON)' tools/venv sglang $(VERSION)
+
+venv-aiperf: .venv-aiperf/.stamp
+
+.venv-aiperf/.stamp: tools/venv
+	@PYTHON='$(PYTHON)' tools/venv aiperf
 
 clean:
 	rm -rf .venv .venv-* build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache

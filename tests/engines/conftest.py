@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import sglang_engine, vllm_engine
 from tests.support.vllm_engine import Checkpoints, StartEngine, VllmEngine
+from tests.support.vllm_server import ServerPair, server_pair
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,3 +46,10 @@ def start_engine(checkpoints: Checkpoints, tmp_path: Path) -> Iterator[StartEngi
             return stack.enter_context(VllmEngine(checkpoints.path(family), tmp_path / f"{name}.log", **options))
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def vllm_servers(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPair]:
+    """Two vLLM servers behind our router, for all tests that break neither."""
+    with server_pair(checkpoints, tmp_path_factory.mktemp("servers")) as started:
+        yield started

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 from urllib.error import HTTPError, URLError
 
+from tests.support.asked_features import TEMPLATE
 from tests.support.json_process import end_of
 from tests.support.paths import REPO
 from tests.support.sglang_engine import free_port
-from tests.support.vllm_engine import ENVIRONMENT, KV_BYTES, PYTHON, START_S
+from tests.support.tiny_tokenizer import END, START, write_tokenizer
+from tests.support.vllm_engine import ENVIRONMENT, KV_BYTES, PYTHON, START_S, Checkpoints
+from tests.support.vllm_pair import settles, transfer
 
 ANSWER_S = 240.0
 END_S = 20.0
@@ -110,3 +116,54 @@ def router(prefill: Addressed, decode: Addressed, log: Path, *, engine: str = "v
         "--limits.turn-tokens-max", "0",  # every prompt is handed over, also one that decode has answered before
     ]  # fmt: skip
     return HttpProcess(command, port, log, {})
+
+
+@dataclass
+class ServerPair:
+    """A prefill and a decode server of vLLM, and our router in front of both."""
+
+    prefill: HttpProcess
+    decode: HttpProcess
+    router: HttpProcess
+    bootstrap_port: int  # where prefill answers proxies that ask for its name
+    model: Path
+    checkpoints: Checkpoints
+
+    def received(self) -> tuple[float, float]:
+        """Hand-offs that decode has received, and their bytes."""
+        return (
+            self.decode.metric("vllm:pdtransfer_rooms_total", end="received"),
+            self.decode.metric("vllm:pdtransfer_bytes_total", direction="received"),
+        )
+
+    def handed_over(self, path: str, body: dict[str, Any]) -> tuple[Any, float]:
+        """The answer to a request of the router, and the bytes that landed for it."""
+        rooms, byte_count = self.received()
+        answer = self.router.post(path, body)
+        settles(lambda: self.received()[0] > rooms, True)
+        return answer, self.received()[1] - byte_count
+
+
+@contextmanager
+def server_pair(checkpoints: Checkpoints, folder: Path) -> Iterator[ServerPair]:
+    """One of a model that has a tokenizer of bytes, a chat template and a LoRA adapter, "tuned"."""
+    model = shutil.copytree(checkpoints.path("llama_bytes"), folder / "model")
+    words = write_tokenizer(folder / "words", vocabulary=300, special=(START, END), template=TEMPLATE)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(words / name, model)
+    checkpoints.adapter(model, folder / "tuned")
+    options = [
+        "--enable-lora", "--lora-modules", f"tuned={folder / 'tuned'}", "--max-lora-rank", "8", "--max-loras", "1",
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-prompt-embeds",
+    ]  # fmt: skip
+    bootstrap_port = free_port()
+    listens = {"bind": f"tcp://127.0.0.1:{free_port()}", "bootstrap": f"127.0.0.1:{bootstrap_port}"}
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(
+                vllm_server(model, folder / f"{role}.log", *options, transfer=transfer(role, time_left_s=60.0, **more))
+            )
+            for role, more in (("kv_producer", listens), ("kv_consumer", {}))
+        )
+        front = stack.enter_context(router(prefill.ready(), decode.ready(), folder / "router.log"))
+        yield ServerPair(prefill, decode, front.ready(), bootstrap_port, model, checkpoints)

@@ -1,0 +1,124 @@
+"""llm-d's routing sidecar as far as it decides what two vLLM servers are sent, after its `pkg/sidecar/proxy`.
+
+It runs beside a decode server. Its proxy names the prefill server in a header, and it sends a request to both.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from typing import Any, cast
+from urllib.parse import urlsplit
+from uuid import uuid1
+
+PREFILLER = "x-prefiller-host-port"
+ANSWER_S = 240.0
+# As null, so that vLLM's own connector finds the names that it reads.
+NIXL_V2: dict[str, Any] = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+Headers = list[tuple[str, str]]
+_LIMITS = ("max_tokens", "max_completion_tokens", "min_tokens")  # of completions and of chats
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A status, and a body or a stream as it came."""
+
+    status: int
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+    @property
+    def streamed(self) -> list[Any]:
+        """The events of a stream, which must be whole."""
+        *events, done, rest = self.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", ""), self.text
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """One that stands before the server at `decoder`, with `--kv-connector` `connector`."""
+
+    decoder: str
+    connector: str
+    bootstrap_port: int  # --mooncake-bootstrap-port
+
+    def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Answered:
+        """Answers a request as the sidecar does."""
+        request = _decoded(json.dumps(body))
+        kept = [(name, value) for name, value in headers.items() if name.lower() != PREFILLER]
+        prefillers = [value for name, value in headers.items() if name.lower() == PREFILLER]
+        if not prefillers:
+            return _send(self.decoder + path, request, kept)
+        prefiller = prefillers[0].split(",")[0].strip()
+        protocol = {"nixlv2": self._nixl_v2, "mooncake": self._mooncake}[self.connector]
+        return protocol(f"http://{prefiller}", path, request, kept)
+
+    def _nixl_v2(self, prefiller: str, path: str, request: dict[str, Any], headers: Headers) -> Answered:
+        """Prefill first. Decode gets what prefill has returned, whatever that is. Where the client has sent an
+        X-Request-Id, both requests have two."""
+        headers = [*headers, ("X-Request-Id", str(uuid1()))]
+        alone = request | {"kv_transfer_params": NIXL_V2, "stream": False} | dict.fromkeys(_LIMITS, 1)
+        alone.pop("stream_options", None)
+        prefilled = _send(prefiller + path, alone, headers)
+        if prefilled.status >= 400:
+            return prefilled
+        params = _decoded(prefilled.text).get("kv_transfer_params")
+        return _send(self.decoder + path, request | {"kv_transfer_params": params}, headers)
+
+    def _mooncake(self, prefiller: str, path: str, request: dict[str, Any], headers: Headers) -> Answered:
+        """Both at once, after a question to prefill's bootstrap server. Nobody looks at prefill's answer."""
+        bootstrap = f"{prefiller.rpartition(':')[0]}:{self.bootstrap_port}"
+        ranks = _decoded(_ask("GET", f"{bootstrap}/query", []).text)
+        rank, engine = next(iter(ranks.items()))
+        shared = {"transfer_id": f"xfer-{uuid1()}"}
+        sends = {"do_remote_prefill": False, "do_remote_decode": True} | shared
+        receives = {"do_remote_prefill": True, "do_remote_decode": False} | shared
+        receives |= {"remote_bootstrap_addr": bootstrap, "remote_engine_id": engine["engine_id"]}
+        alone = request | {"kv_transfer_params": sends, "max_tokens": 1, "stream": False}
+        alone |= {"max_completion_tokens": 1} if "max_completion_tokens" in request else {}
+        alone.pop("stream_options", None)
+        to_prefill = (prefiller + path, alone, [*headers, ("X-data-parallel-rank", rank)])
+        threading.Thread(target=_send, args=to_prefill, daemon=True).start()
+        return _send(self.decoder + path, request | {"kv_transfer_params": receives}, headers)
+
+
+def _decoded(text: str | bytes) -> dict[str, Any]:
+    """As Go decodes JSON into any: each number is a float of 64 bits."""
+    return json.loads(text, parse_int=float)
+
+
+def _encoded(value: Any) -> Any:
+    """As Go encodes such a float: without a point where it has no fraction."""
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        return {name: _encoded(fields[name]) for name in sorted(fields)}
+    if isinstance(value, list):
+        return [_encoded(member) for member in cast("list[Any]", value)]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e21 else value
+
+
+def _send(url: str, body: dict[str, Any], headers: Headers) -> Answered:
+    content = json.dumps(_encoded(body)).encode()
+    return _ask("POST", url, [*headers, ("Content-Type", "application/json")], content)
+
+
+def _ask(method: str, url: str, headers: Headers, content: bytes = b"") -> Answered:
+    parts = urlsplit(url)
+    with closing(HTTPConnection(parts.netloc, timeout=ANSWER_S)) as connection:
+        connection.putrequest(method, parts.path)
+        for name, value in [*headers, ("Content-Length", str(len(content)))]:
+            connection.putheader(name, value)
+        connection.endheaders(content)
+        response = connection.getresponse()
+        return Answered(response.status, response.read().decode(errors="replace"))

@@ -24,6 +24,7 @@ def tokens(server: HttpProcess, prompt: list[int]) -> list[int]:
     return answer["choices"][0]["token_ids"]
 
 
+@pytest.mark.full  # ranks without requests compute in step with the others: eight processes want a core each
 @pytest.mark.timeout(900)
 def test_each_data_parallel_rank_hands_over(checkpoints: Checkpoints, tmp_path: Path) -> None:
     model = checkpoints.path("llama")

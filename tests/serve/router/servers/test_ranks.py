@@ -140,6 +140,23 @@ def test_ranks_leave_with_their_server_once_none_has_a_request() -> None:
     assert not pool.prefill
 
 
+def test_a_rank_that_is_no_more_and_busy_is_the_only_one_that_stays() -> None:
+    """Of ranks 0 to 2 the last one has a request while the server comes back with one."""
+    pool = ServerPool(["http://p"], ["http://d"], Limits())
+    first = pool.prefill[0]
+    pool.resize(first, 3)
+    busy = pool.prefill[2]
+    busy.unfinished = 1
+    pool.resize(first, 1)
+    assert not pool.left(first)
+    pool.resize(first, 1)
+    assert pool.prefill == [first, busy]
+    assert not busy.usable
+    busy.unfinished = 0
+    assert not pool.left(first)
+    assert pool.prefill == [first]
+
+
 def test_both_roles_of_a_rank_are_one_engine() -> None:
     pool = ServerPool(["http://s"], ["http://s"], Limits())
     assert pool.prefill[0].twin is pool.decode[0]

@@ -82,13 +82,14 @@ class ServerPool:
         no more gets no new requests."""
         ranks = {rank.rank or 0: rank for rank in self.ranks(server)}
         server.rank = 0 if count > 1 else None
-        for number in range(1, max(count, len(ranks))):
-            rank = ranks.get(number)
-            if rank is None:
-                rank = self._new(server.url, server.role)
+        for number in range(1, count):
+            if number not in ranks:
+                rank = ranks[number] = self._new(server.url, server.role)
                 rank.rank, rank.why, rank.down_since = number, server.why, server.down_since
                 self._of(server.role).append(rank)
-            rank.departure = server.departure if number < count else Departure.LEAVES
+        for number, rank in ranks.items():
+            if number > 0:
+                rank.departure = server.departure if number < count else Departure.LEAVES
         self._pair_twins()
 
     def add(self, url: str, role: Role) -> Server | None:

@@ -1,15 +1,49 @@
-"""What doctor tries for the ports of engines, whatever library they are of."""
+"""What doctor tries for engines, whatever library they are of: their ports, and whether their package loads."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ...environment import child_environment
 from ...limits import ENGINES_A_SESSION, ENGINES_MAX, Limits
 from ...probe import Seen, ok, read, sockets, warn, within
 
 _PORT_MAX = 0xFFFF
+_IMPORT_S = 30.0
+
+
+def version_of(package: str) -> str:
+    """The version of a package, empty where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def why_not_loaded(code: str, *arguments: str) -> str:
+    """Why `code`, which imports a package, fails in a process of its own, since a wrong package may crash the process;
+    empty where it does not. Raises TimeoutError, with the reason."""
+    try:
+        tried = subprocess.run(  # noqa: S603 (our own line)
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_IMPORT_S,
+            env=child_environment(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"does not load within {_IMPORT_S:.0f} s") from None
+    if not tried.returncode:
+        return ""
+    last = (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
+    return f"does not load: {last[:200]}"
 
 
 def engine_ports(root: Path, ranges: Sequence[tuple[int, int]]) -> Seen:

@@ -448,7 +448,7 @@ def test_doctor_checks_the_ports_from_flag_environment_or_file(
 def wheels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Sets the installed wheels, by name."""
     installed = {"mooncake-transfer-engine-non-cuda": "1.2"}
-    monkeypatch.setattr(mooncake, "_version", lambda name: installed.get(name, ""))
+    monkeypatch.setattr(mooncake, "version_of", lambda name: installed.get(name, ""))
     monkeypatch.setattr(mooncake, "why_not", lambda: "")
     monkeypatch.setattr(MooncakeLibrary, "why_not", lambda _: "")
     return installed

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,14 @@ from pdtransfer.errors import Cause, WorldError
 from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
 from pdtransfer.handoff.ready_gate import AllEvents, ReadyGate
 from pdtransfer.kernels import checksum_copy, registered
-from pdtransfer.kernels.pools import State
+from pdtransfer.kernels.pools import Pool, State
 from pdtransfer.layout.checksum import lines_of, runs_of
+from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.tracing.spans import Timeline
 from pdtransfer.transports import gpu_writer
+from pdtransfer.transports.gpu_writer import GpuWrite
 from pdtransfer.wire import Granted
 from tests.support import client_pair
 from tests.support.client_pair import settings
@@ -78,6 +81,22 @@ async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: A
     assert [write for write, _, _ in both.ended] == [2, 1], "the small one waits for two launches, not for ten"
     assert both.right
     await both.close()
+
+
+@pytest.mark.parametrize(("host", "rows"), [(True, 4), (False, 64)])
+def test_a_launch_to_another_gpu_is_as_long_as_one_across_the_bus(
+    monkeypatch: pytest.MonkeyPatch, host: bool, rows: int
+) -> None:
+    """So it carries more: many small ones take longer to make than to run."""
+    monkeypatch.undo()  # the sizes that are in use
+    byte_count = 4 << 20
+    layout = Layout((Plane(0, "kv", "uint8", 0, 1, 0, byte_count, byte_count, byte_count),), 1, SLOTS)
+    target = Pool(layout=layout, address=0, device=0, host=host)
+    order: Any = SimpleNamespace(source_slots=EVERY)
+    write = GpuWrite(order=order, source=target, target=target, report=print)
+    assert write.piece_end == rows
+    write.rows_taken = SLOTS - 1
+    assert write.piece_end == SLOTS
 
 
 class CudaEvent:

@@ -22,6 +22,8 @@ from tests.support.vllm_pair import LENGTHS, SENDS, TOKENS, VllmPair, handed_ove
 
 WINDOWS = 63, 64, 65, 190, 191, 192, 193, 318, 319, 320, 321, 446, 447, 448, 449
 CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
+# Without a graph vLLM's build for CPUs makes no room for what a stage gets from the one before it.
+STAGES = {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
 TIME_LEFT_S = 20.0  # after which either side gives a hand-off up
 
 Family = tuple[VllmPair, VllmEngine]  # and one engine that does both
@@ -155,13 +157,10 @@ def test_ranks_of_unequal_groups_hand_over_in_both_directions(
 
 
 def test_prefill_may_have_several_stages(checkpoints: Checkpoints, tmp_path: Path, llama: Family) -> None:
-    """Each stage sends its own layers, and decode learns of both from one answer. Without a graph vLLM's build for CPUs
-    makes no room for what a stage gets from the one before it."""
+    """Each stage sends its own layers, and decode learns of both from one answer."""
     good, single = llama
-    graph = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
     config = {"kv_transfer_config": transfer("kv_producer", time_left_s=TIME_LEFT_S)}
-    staged = graph | config | {"pipeline_parallel_size": 2}
-    with VllmEngine(checkpoints.path("llama"), tmp_path / "staged.log", **CHUNKS | staged) as prefill:
+    with VllmEngine(checkpoints.path("llama"), tmp_path / "staged.log", **CHUNKS | STAGES | config) as prefill:
         pair = VllmPair(prefill, good.decode)
         pair.ready()
         asked = prompts(*LENGTHS, seed=25)
@@ -172,6 +171,28 @@ def test_prefill_may_have_several_stages(checkpoints: Checkpoints, tmp_path: Pat
         assert pair.identity["pp_size"] == 2
         assert rooms(pair.decode)["received"] - before == len(LENGTHS)
         assert rooms(prefill)["sent"] == 2 * (len(LENGTHS) + 1), "each stage counts for itself"
+
+
+def test_decode_may_have_several_stages(checkpoints: Checkpoints, tmp_path: Path, llama: Family) -> None:
+    """Each stage receives its own layers: of a prefill engine that has all of them, and of one with stages."""
+    good, single = llama
+    both = {"kv_transfer_config": transfer("kv_both", verify=True, time_left_s=TIME_LEFT_S)}
+    options = CHUNKS | STAGES | both
+    with ExitStack() as stack:
+        decode, prefill = (
+            stack.enter_context(VllmEngine(checkpoints.path("llama"), tmp_path / f"{name}.log", **options))
+            for name in ("decode", "prefill")
+        )
+        received = 0
+        for pair in (VllmPair(good.prefill, decode), VllmPair(prefill, decode)):
+            pair.ready()
+            for order in ("serial", "decode first"):
+                asked = prompts(*LENGTHS, seed=len(order))
+                made = handed_over(pair, asked, order=order)
+                assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
+            pair.settles()
+            received += 2 * (2 * len(LENGTHS) + 1)
+            assert rooms(decode) == {"received": received}, "each stage counts for itself"
 
 
 def test_prompts_that_either_engine_has_cached_cross_in_part(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -81,8 +81,6 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._pooled: AbstractContextManager | None = None
         self._on_card = False
         parallel = vllm_config.parallel_config
-        if self._receives and parallel.pipeline_parallel_size > 1:
-            raise ConfigError("pipeline_parallel_size: decode engines with several stages cannot receive yet")
         if self._settings.bootstrap and parallel.data_parallel_size > 1:
             raise ConfigError("bootstrap: each data parallel rank is an engine of its own: only one can listen there")
         if role is KVConnectorRole.SCHEDULER:

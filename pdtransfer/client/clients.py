@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from ..bus.keys import AllowList
 from ..errors import LocalProtocolError, PDTransferError
+from ..handoff.component_variants import NO_STAND_INS, StandIns
 from ..handoff.decode.room_request import RoomRequest, chosen_rows
 from ..handoff.effects import (
     DecodeEvent,
@@ -358,7 +359,9 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
     RoomDrained for the room: it follows RoomReady and RoomFailed once nobody can write them any more. After RoomReady
     that is at once. After an abort, a deadline or the death of a peer it takes until there is a proof. Components may
     then lie in the same memory, as the groups of a hybrid model do, each with its own layers, if they number their
-    slots alike; a slot belongs to one room and one component at a time.
+    slots alike; a slot belongs to one room and one component at a time. `stand_ins` names those components that
+    describe the bytes of another one by other rows: by the name of each that of the other. A room brings the slots of
+    both. A prefill rank that has the other one writes that, one that has only the stand-in writes the stand-in.
     """
 
     def __init__(
@@ -370,6 +373,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         options: ArenaOptions | None = None,
         enable_hisparse: bool = False,
         engine_slots: bool = False,
+        stand_ins: StandIns = NO_STAND_INS,
         prefix_cache: bool = True,
         verify: bool = False,
     ) -> None:
@@ -384,6 +388,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 options=options,
                 enable_hisparse=enable_hisparse,
                 engine_slots=engine_slots,
+                stand_ins=stand_ins,
                 prefix_cache=prefix_cache,
                 verify=verify,
             )

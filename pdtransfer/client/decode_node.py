@@ -14,6 +14,7 @@ from ..bus.gone import Gone
 from ..bus.keys import AllowList, revoked
 from ..disconnect import disconnect
 from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
+from ..handoff.component_variants import NO_STAND_INS, StandIns
 from ..handoff.decode.records import LeaseEntry
 from ..handoff.decode.room_request import RoomRequest
 from ..handoff.decode.sessions import DecodeSessions
@@ -67,6 +68,7 @@ class DecodeNode:
         options: ArenaOptions | None = None,
         enable_hisparse: bool = False,
         engine_slots: bool = False,
+        stand_ins: StandIns = NO_STAND_INS,
         prefix_cache: bool = True,
         verify: bool = False,
         others: Others = NO_OTHERS,
@@ -104,6 +106,7 @@ class DecodeNode:
             bytes_ready=arena.bytes_ready or (None if arena.needed == arena.byte_count else 0),
             landing=self._landing(components, arena),
             engine_slots=engine_slots,
+            stand_ins=stand_ins,
             may_be_one=lambda first, second: self.bus.may_be_one(first, second),  # noqa: PLW0108 -- made below
             quarantine=self._on_quarantine,
             unusable_changed=unusable_changed,

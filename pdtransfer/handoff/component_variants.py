@@ -1,14 +1,32 @@
-"""Components registered under one name in both memories: which of the two a room uses.
+"""Components that describe the same KV: which of them a room uses, and which a writer.
 
-A HiSparse request keeps its rows in DRAM, any other in HBM. A component that is registered once serves both.
+Of two under one name in both memories a HiSparse request uses that in DRAM, any other that in HBM. A component that is
+registered once serves both.
+
+Two of unequal names may describe the same bytes by unequal rows, as whole blocks and as tokens. One of them stands in
+for the other, with writers that do not have the other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from ..layout.layout import Component
+
+StandIns = Mapping[str, str]
+"""By a component's name: the name of the one that it stands in for."""
+NO_STAND_INS: StandIns = MappingProxyType({})
+
+
+def used_with(components: Sequence[Component], names: Collection[str], stand_ins: StandIns) -> tuple[Component, ...]:
+    """The components without those that are not used with a writer that has the `names`: of each pair one stays."""
+    unused = {
+        original if stand_in in names and original not in names else stand_in
+        for stand_in, original in stand_ins.items()
+    }
+    return tuple(component for component in components if component.name not in unused)
 
 
 def leased(components: Sequence[Component], *, enable_hisparse: bool) -> tuple[bool, ...]:

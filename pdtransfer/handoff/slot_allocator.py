@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import LocalProtocolError
 from ..layout.layout import Component, Layout
-from .component_variants import labels, repeated
+from .component_variants import NO_STAND_INS, StandIns, labels, repeated
 
 Extents = NDArray[np.int64]
 """(n, 2) int64: start, count."""
@@ -214,30 +214,34 @@ class SlotAllocator:
         *,
         hbm_apart: bool = False,
         engine_slots: bool = False,
+        stand_ins: StandIns = NO_STAND_INS,
     ) -> None:
         """With `hbm_apart` all slots of HBM components may be leased from the start: they are in another memory.
 
         With `engine_slots` the engine's allocator chooses every slot (`take`). It knows nothing of backing, so all
         slots may be taken from the start, and Grants wait until theirs are backed. Components may then lie in the same
-        memory, each with its own layers, and share one numbering of slots.
+        memory, each with its own layers, and share one numbering of slots. `stand_ins` are numbered by themselves: who
+        takes slots of one takes those of the component that it stands in for as well.
         """
         if name := repeated(components):
             raise LocalProtocolError(f"components: {name!r} is registered twice in one memory")
         self.components = tuple(components)
-        self.engine_slots = engine_slots
+        self.engine_slots, self.stand_ins = engine_slots, stand_ins
         self.drained: list[int] = []  # rooms whose chosen slots have become free; the caller takes them
         ready = None if bytes_ready is None or engine_slots else 0
         free = [
             FreeExtents(c.layout.slots, c.layout.page_size, None if hbm_apart and c.memory == "hbm" else ready)
             for c in self.components
         ]
-        memories = aliases(self.components) if engine_slots else range(len(self.components))
+        memories = aliases(self.components, stand_ins) if engine_slots else range(len(self.components))
         self.free = tuple([free[first] for first in memories])
         sizes = dict[int, int]()
         for component, first in zip(self.components, memories, strict=True):
-            sizes[first] = max(sizes.get(first, 0), component.bytes_of(component.layout.slots))
+            if component.name not in stand_ins:
+                sizes[first] = max(sizes.get(first, 0), component.bytes_of(component.layout.slots))
         self.slot_bytes = sum(sizes.values())  # of all slots; components in the same memory count once
-        self._row_bytes = tuple(c.layout.row_bytes for c in self.components)
+        # The bytes of a stand-in are those of the other one, which is leased with it.
+        self._row_bytes = tuple(0 if c.name in stand_ins else c.layout.row_bytes for c in self.components)
         self.bytes_ready = 0 if bytes_ready is not None else max(c.layout.end for c in self.components)
         self.grow(bytes_ready or 0)
 
@@ -299,12 +303,16 @@ class SlotAllocator:
         return [free.lacking(count) for free, count in zip(self.free, rows, strict=True)]
 
 
-def aliases(components: Sequence[Component]) -> list[int]:
+def aliases(components: Sequence[Component], stand_ins: StandIns = NO_STAND_INS) -> list[int]:
     """For each component the index of the first one that lies in the same memory: some of their planes begin at the
-    same byte. Raises LocalProtocolError where two such components number their slots differently."""
+    same byte. A stand-in counts by itself. Raises LocalProtocolError where two other such components number their slots
+    differently."""
     first_at: dict[int, int] = {}  # by the base of a plane
     firsts: list[int] = []
     for index, component in enumerate(components):
+        if component.name in stand_ins:
+            firsts.append(index)
+            continue
         layout = component.layout
         bases = layout.table[:, 3].tolist()
         met = {first_at[base] for base in bases if base in first_at}

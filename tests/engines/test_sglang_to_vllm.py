@@ -13,7 +13,7 @@ import pytest
 from tests.engines.sglang_bridge import Bridge, prefill_server
 from tests.support.sglang_engine import RefusedError
 from tests.support.vllm_engine import Checkpoints, VllmEngine, prompts
-from tests.support.vllm_pair import VllmPair, settles, transfer
+from tests.support.vllm_pair import settles, transfer
 
 TOKENS = 24
 LENGTHS = 5, 31, 32, 33, 127, 128, 129, 300, 700
@@ -132,21 +132,3 @@ def test_a_killed_prefill_engine_is_replaced_by_computing(checkpoints: Checkpoin
         prefill.kill()
         assert [decode.generated(each).tokens for each in added] == expected
         made.settles()
-
-
-def test_blocks_of_unequal_sizes_cross_by_tokens(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    model = checkpoints.path("llama")
-    sends = transfer("kv_producer", rows="tokens", verify=True)
-    with (
-        VllmEngine(model, tmp_path / "p.log", **CHUNKS, block_size=32, kv_transfer_config=sends) as prefill,
-        VllmEngine(model, tmp_path / "d.log", **CHUNKS, block_size=64, kv_transfer_config=receives()) as decode,
-    ):
-        pair = VllmPair(prefill, decode)
-        pair.ready()
-        asked = prompts(*LENGTHS)
-        labels = [pair.label() for _ in asked]
-        added = [pair.begin_decode(prompt, label, tokens=TOKENS) for prompt, label in zip(asked, labels, strict=True)]
-        for prompt, label in zip(asked, labels, strict=True):
-            pair.begin_prefill(prompt, label)
-        assert [decode.generated(each).tokens for each in added] == decode.generate(asked, tokens=TOKENS)
-        pair.settles()

@@ -156,6 +156,31 @@ def test_ranks_of_unequal_groups_hand_over_in_both_directions(
         assert [rooms(each) for each in (one, two)] == [{"received": 5, "sent": 5}, {"received": 10, "sent": 10}]
 
 
+def test_blocks_of_unequal_sizes_hand_over_in_both_directions(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """With the defaults of both: each engine sends and receives, and answers as it does alone."""
+    with ExitStack() as stack:
+
+        def start(size: int) -> VllmEngine:
+            both = transfer("kv_both", verify=True, time_left_s=TIME_LEFT_S)
+            options = CHUNKS | {"kv_transfer_config": both, "block_size": size}
+            return stack.enter_context(VllmEngine(checkpoints.path("llama"), tmp_path / f"{size}.log", **options))
+
+        small, large = start(32), start(128)
+        for pair in (VllmPair(small, large), VllmPair(large, small)):
+            pair.ready()
+            asked = prompts(*LENGTHS, seed=32)
+            expected = pair.decode.generate(asked, tokens=TOKENS)
+            for order in ("serial", "decode first"):
+                made = handed_over(pair, asked, order=order)
+                assert [each.tokens for each in made] == expected
+            pair.settles()
+        assert [row.state for row in compare(identity(small), identity(large)) if row.name == "block_size"] == [
+            "may differ"
+        ]
+        count = 2 * len(LENGTHS) + 1
+        assert [rooms(each) for each in (small, large)] == [{"received": count, "sent": count}] * 2
+
+
 def test_prefill_may_have_several_stages(checkpoints: Checkpoints, tmp_path: Path, llama: Family) -> None:
     """Each stage sends its own layers, and decode learns of both from one answer."""
     good, single = llama
@@ -183,16 +208,24 @@ def test_decode_may_have_several_stages(checkpoints: Checkpoints, tmp_path: Path
             stack.enter_context(VllmEngine(checkpoints.path("llama"), tmp_path / f"{name}.log", **options))
             for name in ("decode", "prefill")
         )
+        one, staged = VllmPair(good.prefill, decode), VllmPair(prefill, decode)
         received = 0
-        for pair in (VllmPair(good.prefill, decode), VllmPair(prefill, decode)):
+        for pair, orders in ((one, ["serial", "decode first"]), (staged, ["serial"])):
             pair.ready()
-            for order in ("serial", "decode first"):
+            for order in orders:
                 asked = prompts(*LENGTHS, seed=len(order))
                 made = handed_over(pair, asked, order=order)
                 assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
             pair.settles()
-            received += 2 * (2 * len(LENGTHS) + 1)
+            received += 2 * (len(orders) * len(LENGTHS) + 1)
             assert rooms(decode) == {"received": received}, "each stage counts for itself"
+        [prompt] = prompts(200, seed=26)
+        one.begin_decode(prompt, one.label(), tokens=TOKENS, request="gone")
+        settles(lambda: decode.state()["requests"], 1)
+        decode.abort("gone")
+        one.settles()
+        settles(lambda: rooms(decode), {"received": received, "failed": 2})
+        assert one.serial(prompt, tokens=TOKENS).tokens == single.generate([prompt], tokens=TOKENS)[0]
 
 
 def test_prompts_that_either_engine_has_cached_cross_in_part(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -525,17 +558,18 @@ def test_engines_that_do_not_fit_are_refused_with_both_values(
     pair, single = llama
     with ExitStack() as stack:
 
-        def start(name: str, dtype: str, **more: Any) -> VllmEngine:
-            options = CHUNKS | more | {"kv_transfer_config": transfer("kv_consumer", time_left_s=TIME_LEFT_S)}
+        def start(name: str, dtype: str, *, rows: str = "auto", **more: Any) -> VllmEngine:
+            receives = transfer("kv_consumer", time_left_s=TIME_LEFT_S, rows=rows)
+            options = CHUNKS | more | {"kv_transfer_config": receives}
             path = checkpoints.path("llama")
             return stack.enter_context(VllmEngine(path, tmp_path / f"{name}.log", dtype=dtype, **options))
 
         other_name = start("name", "bfloat16", served_model_name="another")
-        other_size = start("size", "float32", block_size=64)
+        other_size = start("size", "float32", rows="blocks", block_size=64)
         prompt, fine = prompts(200, 150, seed=18)
         for engine, differs, line in (
             (other_name, "model", r"model: d-\S+ has 'another \(KV bfloat16\)', p-\S+ '\S*llama \(KV float32\)'"),
-            (other_size, "block_size", r"refused: block_size: d-\S+ has '64', p-\S+ '128'$"),
+            (other_size, "block_size", r"refused: block_size: d-\S+ has '64', p-\S+ '128'"),
         ):
             blocks = engine.ready()["blocks"] - 1
             one, two = (identity(each) for each in (pair.prefill, engine))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,21 +121,27 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             heads = Heads(1, ranks)
 
         kv = dialect.kv_views(kv_caches, self._groups)
-        kinds = dialect.kinds_of(self._vllm_config, kv) if self._settings.rows == "tokens" else None
+        rows, kinds = dialect.rows_of(self._settings.rows, self._vllm_config, kv, self._groups, heads=heads.total)
         states = dialect.states_of(self._kv_cache_config, self._groups)
+        facts = dialect.facts_of(self._vllm_config, kv)
+        of_blocks = dialect.facts_of_blocks(self._vllm_config, kv, self._groups)
 
         def components(base: int, memory: Any) -> Pools:
-            return pools(
-                kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, base=base, heads=heads,
-                memory=memory, kinds=kinds, states=states,
+            one = partial(
+                pools, kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, base=base, heads=heads,
+                memory=memory, states=states,
             )  # fmt: skip
+            if rows != "auto":
+                return one(kinds=kinds)
+            return one().or_tokens(one(kinds=kinds), weights_digest(of_blocks).hex()[:16])
 
-        if kinds is None:
-            facts = dialect.facts_of(self._vllm_config, kv, self._groups)
-        else:
-            facts = dialect.facts_of_model(self._vllm_config, kv)
+        if rows == "tokens":
+            facts, of_blocks = dialect.facts_of_model(self._vllm_config, kv), {}
+        elif rows == "blocks":
+            facts |= of_blocks
         facts |= dialect.states_fact(self._kv_cache_config, self._groups, ranks.tp_size)
-        self._facts = dialect.shown_facts(self._vllm_config, kv, facts, self._settings.rows)
+        shown_rows = "blocks+tokens" if rows == "auto" else rows
+        self._facts = dialect.shown_facts(self._vllm_config, kv, facts | of_blocks, shown_rows)
         described = components(self._memory.base(extent), "dram")
         prefill = decode = target = None
         if self._sends:
@@ -189,7 +196,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         options = ArenaOptions(transport=self._settings.transport, network=self._settings.network)
         client = DecodeClient(
             self._node("d", ranks, facts), described.components, arena, options=options, engine_slots=True,
-            prefix_cache=False, verify=self._settings.verify,
+            stand_ins=described.stand_ins, prefix_cache=False, verify=self._settings.verify,
         )  # fmt: skip
         client.start()
         return client

@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.logger import init_logger
 
 from ...errors import ConfigError
+from ...limits import PLANES_MAX
 from ...wire import Ranks
 from ..kit.model_facts import dtype_name, model_facts, named_facts
 from . import token_rows
@@ -129,8 +130,8 @@ def number_of(vllm_config: Any, ranks: Ranks) -> int:
     return engine * ranks.tp_size * ranks.pp_size + ranks.pp_rank * ranks.tp_size + ranks.tp_rank
 
 
-def facts_of(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:
-    """All that makes two engines' blocks the same bytes for the same tokens, whatever their tensor parallel sizes."""
+def facts_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
+    """All that makes two engines' tokens the same numbers."""
     model = vllm_config.model_config
     return {
         "config": _digest(model.hf_config.to_dict()),
@@ -138,12 +139,18 @@ def facts_of(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup
         "cache": _cache_dtype(views),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
+        **_speculation(vllm_config),
+    }
+
+
+def facts_of_blocks(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:
+    """All that makes blocks of these tokens the same bytes, whatever the engines' tensor parallel sizes."""
+    return {
         "attention": _backends(vllm_config, views),
         # Not how many layers they have here: of a stage's layers these are a part, and the configuration has them all.
         "groups": [[group.block_size, group.window, group.chunk] for group, _ in groups if not group.state],
         # On the CPU the kernels pack keys for what the processor can do.
         "processor": _processor() if all(view.device.type == "cpu" for view in views.values()) else "",
-        **_speculation(vllm_config),
     }
 
 
@@ -231,6 +238,32 @@ def served_name(vllm_config: Any) -> str:
     """What clients call the model, as other engines compare it: by default its name or path."""
     name = getattr(vllm_config.model_config, "served_model_name", None) or vllm_config.model_config.model
     return str(name[0] if isinstance(name, list) else name)
+
+
+def rows_of(
+    wanted: str, vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]], *, heads: int
+) -> tuple[str, dict[str, Kinds] | None]:
+    """What crosses where the settings want "auto", "blocks" or "tokens", and where the tokens of each layer are.
+
+    "auto" becomes "blocks" on GPUs, with several groups or a window, and where it is not known how blocks hold tokens,
+    or these are too many planes: those of the whole model with this many `heads`, so that its engines decide alike
+    whatever their tensor parallel sizes.
+    """
+    if wanted == "tokens":
+        return wanted, kinds_of(vllm_config, views)
+    [(group, _), *others] = groups
+    on_cpu = all(view.device.type == "cpu" for view in views.values())
+    if wanted == "blocks" or not on_cpu or others or group.state or group.window or group.chunk:
+        return "blocks", None
+    try:
+        kinds = kinds_of(vllm_config, views)
+    except (ConfigError, RuntimeError, TypeError) as error:  # the latter two: of an attention backend that is not known
+        log.info("blocks of another size cannot cross: %s", error)
+        return "blocks", None
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages * sum(token_rows.planes_of(each, heads) for each in kinds.values()) > PLANES_MAX:
+        return "blocks", None
+    return wanted, kinds
 
 
 def kinds_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Kinds]:

@@ -5,6 +5,7 @@ blocks cross as they are, and both engines need the same block size and backend.
 other tensor-parallel sizes take their own.
 
 Where it is known how blocks hold their tokens, rows may be tokens: then block sizes, backends and engines may differ.
+A cache may be described by both. Its tokens then stand in for its blocks, with peers whose blocks are others.
 
 The states of linear attention and of convolutions are one row a request (states.py).
 """
@@ -14,9 +15,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,6 +37,7 @@ KV, LATENT = "kv", "latent"  # a component, and a kind in it, as all adapters na
 class BlockRows:
     """How vLLM's blocks of a group become rows of its component."""
 
+    group: int  # its index in the list of groups
     component: Component
     block_size: int  # tokens; 1 of a state, which is one row
     parts: int = 1  # pages of a block, where rows are tokens
@@ -60,17 +63,30 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The components of a KV cache, one a group, and after which layer's name each (group, model layer) is complete."""
+    """The components of a KV cache, one a group, and after which layer's name each (group, model layer) is complete.
+
+    Components that are `stand_ins` for one of the others, by name, follow those.
+    """
 
     rows: tuple[BlockRows, ...]
     replicas: dict[str, tuple[int, int]]
     layers: tuple[tuple[int, ...], ...]  # of each group
-    complete_after: dict[str, tuple[int, int]]  # (index in components, layer)
+    complete_after: dict[str, tuple[int, int]]  # (index of the group, layer)
+    stand_ins: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def components(self) -> tuple[Component, ...]:
         """Of all groups."""
         return tuple(block_rows.component for block_rows in self.rows)
+
+    def or_tokens(self, tokens: Pools, fact: str) -> Pools:
+        """The same blocks, which cross to peers with this `fact` of their blocks, and `tokens` of the same cache, which
+        cross to others."""
+        [blocks], [by_token] = self.rows, tokens.rows
+        name = f"{blocks.component.name}-{fact}"
+        named = replace(blocks, component=msgspec.structs.replace(blocks.component, name=name))
+        replicas = {name: self.replicas[blocks.component.name]} | tokens.replicas
+        return replace(self, rows=(named, by_token), replicas=replicas, stand_ins={by_token.component.name: name})
 
 
 def pools(
@@ -141,7 +157,7 @@ def pools(
         except ValueError as error:
             raise ConfigError(f"{group.name}: {error}") from None
         span = Span("once" if group.state else "all")
-        rows.append(BlockRows(Component(component, memory, tokens_per_row, span, layout), block_size, parts))
+        rows.append(BlockRows(index, Component(component, memory, tokens_per_row, span, layout), block_size, parts))
         layers.append(tuple(last))
         complete_after |= {name: (index, layer) for layer, name in last.items()}
     return Pools(tuple(rows), replicas, tuple(layers), complete_after)

@@ -14,7 +14,9 @@ from ..kit.settings import Settings
 class ConnectorSettings(Settings):
     """Settings of kv_connector_extra_config beyond those of all adapters."""
 
-    rows: Literal["blocks", "tokens"] = "blocks"  # what crosses: vLLM's blocks as they are, or the tokens in them
+    # What crosses: vLLM's blocks as they are, or the tokens in them. With "auto" tokens cross between engines whose
+    # blocks differ, and blocks between others.
+    rows: Literal["auto", "blocks", "tokens"] = "auto"
     bootstrap: str = ""  # prefill: host:port of an HTTP server for proxies that ask for its name; none if empty
 
     def __post_init__(self) -> None:

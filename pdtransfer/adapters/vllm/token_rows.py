@@ -49,6 +49,14 @@ def kinds_of(name: str, layer: Any, view: torch.Tensor) -> Kinds:
     return kinds
 
 
+def planes_of(kinds: Kinds, heads: int) -> int:
+    """The planes of a layer of a model with this many heads: one a kind and head, or a number of a head where these lie
+    apart; a latent has one head."""
+    return sum(
+        1 if kind == "latent" else heads * (1 if view.stride(3) == 1 else view.shape[3]) for kind, view in kinds.items()
+    )
+
+
 def _write(layer: Any, view: torch.Tensor, token: int) -> Kinds:
     """Has vLLM write this token into the first page; returns what it wrote, by kind [1, heads, numbers]."""
     impl, heads, width = layer.impl, view.shape[1], view.shape[3]

@@ -33,7 +33,7 @@ from ..kit.failures_in_a_row import FailuresInARow
 from ..kit.quiesce import Quiescence
 from . import figures
 from .orders import Chunk, Open, Orders, Receive, Refuse, Withdraw
-from .pools import Pools
+from .pools import BlockRows, Pools
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class _Cell:
     """Rows of one component that a step computes, and their layers [first, end) that are computed and not pushed."""
 
     chunk: Chunk
-    group: int
+    block_rows: BlockRows
     rows: tuple[int, int]  # those behind the prompt included, in its last block
     pages: NDArray[np.int64]
     layers: tuple[int, int] | None = None
@@ -146,7 +146,7 @@ class WorkerSide:
         self._results = Results()
         self._chunks: list[Chunk] = []  # of this step
         self._cells: list[_Cell] = []  # of these chunks
-        self._computed: set[tuple[int, int]] = set()  # (component, layer) of this step
+        self._computed: set[tuple[int, int]] = set()  # (group, layer) of this step
         self._data = figures.empty()
         self._copied_bytes = 0  # of copied_up_bytes, that were taken
 
@@ -174,10 +174,11 @@ class WorkerSide:
             self._withdraw(withdrawal)
         self._chunks = list(orders.chunks)
         self._cells = [
-            _Cell(chunk, rows.group, block_rows.rows_of(rows.first, rows.end), block_rows.pages(rows.blocks))
+            _Cell(chunk, block_rows, block_rows.rows_of(rows.first, rows.end), block_rows.pages(rows.blocks))
             for chunk in orders.chunks
             for rows in chunk.rows
-            for block_rows in [self._rows[rows.group]]
+            for block_rows in self._rows
+            if block_rows.group == rows.group
         ]
         self._computed = set()
 
@@ -201,10 +202,10 @@ class WorkerSide:
         if not self._chunks or self._prefill is None:
             return
         event = cache(event)
-        for component, layers in enumerate(self._layers):
+        for group, layers in enumerate(self._layers):
             for layer in layers:
-                if (component, layer) not in self._computed:
-                    self._compute((component, layer), event)
+                if (group, layer) not in self._computed:
+                    self._compute((group, layer), event)
         for cell in self._cells:
             self._push(cell, event)
         for chunk in self._chunks:
@@ -269,8 +270,7 @@ class WorkerSide:
             self._decode.expect(
                 room, tokens=order.tokens, prefix=order.prefix, sources=order.sources, time_left_s=self._time_left_s,
                 slots={
-                    rows.component.name: rows.slots(blocks, order.tokens)
-                    for rows, blocks in zip(self._rows, order.slots, strict=True)
+                    rows.component.name: rows.slots(order.slots[rows.group], order.tokens) for rows in self._rows
                 },
             )  # fmt: skip
         except LocalProtocolError as error:
@@ -306,13 +306,13 @@ class WorkerSide:
             self._decode.withdraw(order.room, sources=order.sources, detail=detail)
 
     def _compute(self, key: tuple[int, int], event: Callable[[], Event | None]) -> None:
-        """Adds a layer to the cells of its component, and pushes those that are large enough."""
+        """Adds a layer to the cells of its group, and pushes those that are large enough."""
         self._computed.add(key)
-        component, layer = key
-        layout = self._rows[component].component.layout
+        group, layer = key
         for cell in self._cells:
-            if cell.group != component:
+            if cell.block_rows.group != group:
                 continue
+            layout = cell.block_rows.component.layout
             if cell.layers is not None and (cell.layers[1] > layer or layout.row_bytes_of(cell.layers[1], layer)):
                 self._push(cell, event)  # a layer between them is not computed yet
             cell.layers = cell.layers[0] if cell.layers is not None else layer, layer + 1
@@ -324,7 +324,7 @@ class WorkerSide:
         layers, cell.layers = cell.layers, None
         sending = self._sending.get(cell.chunk.request_id)
         if layers is not None and sending is not None and not sending.drained:
-            component = self._rows[cell.group].component
+            component = cell.block_rows.component
             rows = cell.rows[0], min(cell.rows[1], component.rows(sending.tokens))
             self._prefill.push(
                 sending.room, cell.pages, rows=rows, layers=layers, component=component.name, after=event()

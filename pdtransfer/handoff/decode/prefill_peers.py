@@ -30,6 +30,7 @@ from ...wire import (
     Welcome,
     Withdrawn,
 )
+from ..component_variants import StandIns, used_with
 from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, Send
 from ..identity_check import differences
 from ..landing import staging_of
@@ -57,6 +58,7 @@ class PrefillPeers:
         out: Callable[[DecodeEffect], None],
         *,
         enable_hisparse: bool,
+        stand_ins: StandIns,
         up: Callable[[PeerRecord], None],
         lost: Callable[[SessionRecord, Cause, str, float], None],
         unreachable: Callable[[PeerRecord, Cause, str, float], None],
@@ -69,7 +71,7 @@ class PrefillPeers:
         """`landing` are the components as writers see them that do not reach HBM. `merged` is called with an endpoint
         and the peer that it stands for from now on."""
         self.identity, self._components, self._limits, self._mint, self._out = identity, components, limits, mint, out
-        self._landing = landing
+        self._landing, self._stand_ins = landing, stand_ins
         self._enable_hisparse = enable_hisparse
         self._up, self._lost, self._unreachable, self._quiet = up, lost, unreachable, quiet
         self._merged, self._may_be_one, self._unusable_changed = merged, may_be_one, unusable_changed
@@ -224,12 +226,15 @@ class PrefillPeers:
             self.mark_seen(peer.session, now)
             return
         window = min(theirs.window, self._limits.window)
-        share = share_of(self._components, theirs.holds, ours.ranks.tp_rank)
+        names_held = {holding.component for holding in theirs.holds}
+        usable = used_with(self._components, names_held, self._stand_ins)
+        share = share_of(usable, theirs.holds, ours.ranks.tp_rank)
         names = [(component.name, component.memory) for component in self._components]
         indices = tuple(names.index((component.name, component.memory)) for component in share)
         landing = share
         if self._landing is not self._components and any(component.memory == "hbm" for component in share):
-            landing = share_of(self._landing, theirs.holds, ours.ranks.tp_rank)
+            usable = used_with(self._landing, names_held, self._stand_ins)
+            landing = share_of(usable, theirs.holds, ours.ranks.tp_rank)
         peer.session = SessionRecord(self._mint(), name, share, landing, indices, window, theirs.frame_bytes_max)
         self.sessions[peer.session.id] = peer.session
         self._out(Offer(name, peer.session.id))

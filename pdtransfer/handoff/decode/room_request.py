@@ -15,7 +15,7 @@ from ..admission import Admission, Demand
 from ..component_variants import labels, leased, shares_prefixes
 from ..effects import ComponentRows, RoomFailed
 from ..prefix import PrefixCache, prefix_rows
-from ..slot_allocator import extents_of, slot_count
+from ..slot_allocator import SlotAllocator, extents_of, slot_count
 from .records import RoomRecord
 
 
@@ -65,17 +65,21 @@ class RoomRequest:
         sources = tuple(map(names, self.sources))
         if not sources or len(set(sources)) != len(sources):
             raise LocalProtocolError(f"sources: {list(self.sources)} must name at least one rank, each once")
-        demand = self._demand(cache.arena.components)
+        demand = self._demand(cache.arena)
         first_rows = () if chosen is None else tuple([rows.first_row for rows in chosen])
         return RoomRecord(
             self.room, tokens, prefix, demand, sources, deadline, self.enable_hisparse,
             leaders=sources if self.whole_group else (), first_rows=first_rows,
         )  # fmt: skip
 
-    def _demand(self, components: Sequence[Component]) -> Demand:
+    def _demand(self, arena: SlotAllocator) -> Demand:
+        components = arena.components
         if self.chosen is not None:
             counts = [slot_count(rows.extents) for rows in self.chosen]
-            byte_count = sum([rows.component.bytes_of(count) for rows, count in zip(self.chosen, counts, strict=True)])
+            parts = zip(self.chosen, counts, strict=True)
+            byte_count = sum(
+                [rows.component.bytes_of(n) for rows, n in parts if rows.component.name not in arena.stand_ins]
+            )
             return Demand(tuple(counts), byte_count)
         counts, byte_count = list[int](), 0
         for component, used in zip(components, leased(components, enable_hisparse=self.enable_hisparse), strict=True):

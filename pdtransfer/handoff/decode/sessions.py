@@ -27,6 +27,7 @@ from ...wire import (
     Welcome,
 )
 from ..admission import Admission
+from ..component_variants import NO_STAND_INS, StandIns
 from ..effects import DecodeEffect, Dial, PeerRefused, RoomDrained, RoomFailed, RoomLeased, RoomReady, Send, SessionLost
 from ..prefix import PrefixCache
 from ..slot_allocator import SlotAllocator
@@ -52,21 +53,24 @@ class DecodeSessions:
         mint: Callable[[], int],
         *,
         enable_hisparse: bool = False, prefix_cache: bool = True, verify: bool = False, bytes_ready: int | None = None,
-        landing: Sequence[Component] | None = None, engine_slots: bool = False,
+        landing: Sequence[Component] | None = None, engine_slots: bool = False, stand_ins: StandIns = NO_STAND_INS,
         may_be_one: Callable[[str, str], bool] = lambda _, __: False,
         quarantine: Callable[[LeaseEntry, bool], None] = lambda _, __: None,
         unusable_changed: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """With `landing` HBM is a separate memory, ready from the start. Rows whose writer cannot reach it land in the
         arena, in the staging buffer that `landing` describes (`layout.staging.staged`), and are copied. With
-        `engine_slots` each room brings its slots, and RoomDrained returns them. `may_be_one` returns whether two
+        `engine_slots` each room brings its slots, and RoomDrained returns them; then some components may be `stand_ins`
+        of others, and a room brings the slots of both. `may_be_one` returns whether two
         endpoints lead to one process, if that reports so at both. `quarantine` is called when a lease's quarantine
         begins (True) and ends, `unusable_changed` when what `PrefillPeers.unusable` returns may be another."""
         self._limits, self._verify, self._enable_hisparse = limits, verify, enable_hisparse
         components = tuple(components)
         landing = components if landing is None else tuple(landing)
         hbm_apart = landing is not components
-        self.arena = SlotAllocator(components, bytes_ready, hbm_apart=hbm_apart, engine_slots=engine_slots)
+        self.arena = SlotAllocator(
+            components, bytes_ready, hbm_apart=hbm_apart, engine_slots=engine_slots, stand_ins=stand_ins
+        )
         self.staging = StagingBuffer(landing, bytes_ready)
         prefix_cache = prefix_cache and not engine_slots
         self.cache = PrefixCache(
@@ -77,11 +81,11 @@ class DecodeSessions:
         self.draining = False
         self._out: list[DecodeEffect] = []
         self.unnamed: WaitingRooms[RoomRecord] = WaitingRooms()  # at each leader that has not named its ranks
-        self.window_slots = WindowSlots(Coverage(self.arena.components, limits.sessions_max))
+        self.window_slots = WindowSlots(Coverage(self.arena.components, limits.sessions_max, stand_ins))
         self.withdrawals = withdrawals = Withdrawals(limits.rooms_max, limits.room_deadline_ms / 1e3)
         self.prefill_peers = PrefillPeers(
             identity, components, landing, limits, mint, self._out.append,
-            enable_hisparse=enable_hisparse,
+            enable_hisparse=enable_hisparse, stand_ins=stand_ins,
             up=lambda peer: self._connect(peer.name), lost=self._session_lost, unreachable=self._peer_unreachable,
             quiet=self._quiet, withdrawn=withdrawals.in_hello, merged=self._peers_merged, may_be_one=may_be_one,
             unusable_changed=unusable_changed,

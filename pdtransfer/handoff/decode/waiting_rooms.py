@@ -15,6 +15,7 @@ from ...errors import Cause
 from ...layout.layout import Component
 from ...limits import TEXT_LENGTH_MAX, WITHDRAWN_MAX
 from ...wire import Withdrawn
+from ..component_variants import NO_STAND_INS, StandIns, used_with
 from ..sharing import uncovered
 from ..states import Lease
 from .records import RoomRecord, SessionRecord
@@ -28,8 +29,8 @@ class Coverage:
     The answers for the latest `kept_max` sets of sessions of one decode rank are kept.
     """
 
-    def __init__(self, components: Sequence[Component], kept_max: int) -> None:
-        self._components, self._kept_max = components, kept_max
+    def __init__(self, components: Sequence[Component], kept_max: int, stand_ins: StandIns = NO_STAND_INS) -> None:
+        self._components, self._kept_max, self._stand_ins = components, kept_max, stand_ins
         self._known: dict[tuple[int, ...], str] = {}  # by session ids, which are never used again
 
     def gap(self, sessions: Iterable[SessionRecord]) -> str:
@@ -38,7 +39,9 @@ class Coverage:
         key = tuple([session.id for session in sessions])
         text = self._known.get(key)
         if text is None:
-            text = uncovered(self._components, {session.peer: session.components for session in sessions})
+            shares = {session.peer: session.components for session in sessions}
+            names = {component.name for share in shares.values() for component in share}
+            text = uncovered(used_with(self._components, names, self._stand_ins), shares)
             if len(self._known) >= self._kept_max:
                 del self._known[next(iter(self._known))]
             self._known[key] = text

@@ -1,0 +1,222 @@
+"""Workers whose blocks differ: their tokens cross, and blocks as they are between those whose blocks are alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
+
+import torch
+
+from pdtransfer import (
+    ArenaMemory,
+    Cause,
+    DecodeClient,
+    LocalProtocolError,
+    NodeSettings,
+    PrefillClient,
+    RoomDrained,
+    RoomFailed,
+    WriterOptions,
+    room_id,
+)
+from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
+from pdtransfer.adapters.vllm.pools import Pools, pools
+from pdtransfer.adapters.vllm.token_rows import planes_of
+from pdtransfer.adapters.vllm.worker import WorkerSide
+from pdtransfer.handoff.component_variants import used_with
+from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases
+from pdtransfer.wire import Ranks
+from tests.support.client_pair import LIMITS, Late
+from tests.support.waiting import wait_for
+
+LAYERS, BLOCKS, HEADS, SIZE = 2, 16, 2, 4
+NAMES = [f"model.layers.{layer}.attn" for layer in range(LAYERS)]
+PROMPT = 100
+
+
+def described(cache: np.ndarray, base: int) -> Pools:
+    """Of a cache float32 (layers, blocks, heads, tokens, keys and values), by blocks and by tokens. Engines with equal
+    blocks have the same fact of them."""
+    tokens = cache.shape[3]
+    views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
+    by_token = {name: view.transpose(1, 2) for name, view in views.items()}
+    kinds = {name: {"k": view[..., :SIZE], "v": view[..., SIZE:]} for name, view in by_token.items()}
+    groups = [(KVGroup(0, tokens), NAMES)]
+    heads = Heads(HEADS, Ranks())
+    blocks, rows = (pools(views, groups, blocks=BLOCKS, base=base, heads=heads, kinds=each) for each in (None, kinds))
+    return blocks.or_tokens(rows, f"{tokens} tokens")
+
+
+def tokens_of(cache: np.ndarray, blocks: list[int], count: int = PROMPT) -> np.ndarray:
+    """The first tokens in these blocks, (tokens, layers, heads, numbers)."""
+    by_token = np.moveaxis(cache[:, blocks], 3, 2)  # layers, blocks, tokens, heads, numbers
+    return np.moveaxis(by_token.reshape(LAYERS, -1, HEADS, 2 * SIZE), 0, 1)[:count]
+
+
+def settings(node: str) -> NodeSettings:
+    return NodeSettings(node=node, model="m", weights=b"w", limits=LIMITS)
+
+
+@dataclass
+class Prefill:
+    """One prefill engine with blocks of this many tokens."""
+
+    cache: np.ndarray
+    client: PrefillClient
+    worker: WorkerSide
+
+    @property
+    def block_size(self) -> int:
+        return self.cache.shape[3]
+
+    def blocks(self, seed: int) -> list[int]:
+        """Blocks for a prompt."""
+        return np.random.default_rng(seed).permutation(BLOCKS)[: -(-PROMPT // self.block_size)].tolist()
+
+    def send(self, room: str, blocks: list[int], *, after: Late | None = None) -> None:
+        """Computes a prompt in two steps."""
+        middle = len(blocks) // 2
+        for first, end in ((0, middle), (middle, len(blocks))):
+            chunk = Chunk(room, (Rows(0, first, end, tuple(blocks[:end])),), last=end == len(blocks))
+            self.worker.begin(Orders(opens=[Open(room, room, PROMPT)] if not first else [], chunks=[chunk]))
+            self.worker.end(lambda: after)
+
+
+@dataclass
+class Decode:
+    """A decode engine."""
+
+    cache: np.ndarray
+    client: DecodeClient
+    worker: WorkerSide
+
+    def receive(self, room: str, source: Prefill, blocks: list[int], *, prefix: int = 0) -> None:
+        order = Receive(room, room_id(room), (source.client.endpoint,), PROMPT, prefix, (tuple(blocks),))
+        self.worker.begin(Orders(receives=[order]))
+
+
+@contextmanager
+def engines(decode_size: int, *prefill_sizes: int) -> Iterator[tuple[Decode, list[Prefill]]]:
+    with ExitStack() as stack:
+        prefills: list[Prefill] = []
+        for index, size in enumerate(prefill_sizes):
+            cache = np.random.default_rng(index).random((LAYERS, BLOCKS, HEADS, size, 2 * SIZE), np.float32)
+            made = described(cache, cache.ctypes.data)
+            writer = WriterOptions(pool_address=cache.ctypes.data)
+            client = PrefillClient(settings(f"p{index}"), made.components, writer=writer, replicas=made.replicas)
+            stack.enter_context(client)
+            prefills.append(Prefill(cache, client, WorkerSide(pools=made, prefill=client, decode=None, time_left_s=20)))
+        shape = LAYERS, BLOCKS, HEADS, decode_size, 2 * SIZE
+        arena = ArenaMemory.create(4 * int(np.prod(shape)))
+        target = np.frombuffer(arena.mapping.view, np.float32, int(np.prod(shape))).reshape(shape)
+        made = described(target, arena.mapping.address)
+        client = DecodeClient(
+            settings("d"), made.components, arena, engine_slots=True, stand_ins=made.stand_ins, prefix_cache=False,
+            verify=True,
+        )  # fmt: skip
+        stack.enter_context(client)
+        yield Decode(target, client, WorkerSide(pools=made, prefill=None, decode=client, time_left_s=20)), prefills
+
+
+def received(decode: Decode, prefills: list[Prefill], *names: str) -> None:
+    """Waits until these requests are received; none has failed."""
+    waited = set(names)
+
+    def polled() -> bool:
+        for prefill in prefills:
+            prefill.worker.results(())
+        results = decode.worker.results(())
+        assert not results.failed
+        waited.difference_update(results.received)
+        return not waited
+
+    wait_for(polled)
+
+
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(8, 32), (32, 8), (16, 64), (64, 16)])
+def test_tokens_land_in_blocks_of_another_size(prefill_size: int, decode_size: int) -> None:
+    blocks = [5, 3, 9, 1, 7, 2, 4, 6, 8, 10, 12, 11, 13][: -(-PROMPT // decode_size)]
+    with engines(decode_size, prefill_size) as (decode, [prefill]):
+        source = prefill.blocks(1)
+        decode.receive("room", prefill, blocks)
+        prefill.send("room", source)
+        received(decode, [prefill], "room")
+        assert np.array_equal(tokens_of(decode.cache, blocks), tokens_of(prefill.cache, source))
+        assert np.count_nonzero(decode.cache) == PROMPT * LAYERS * HEADS * 2 * SIZE, "nothing behind the prompt"
+
+
+def test_tokens_that_decode_has_do_not_cross() -> None:
+    with engines(32, 8) as (decode, [prefill]):
+        source, blocks = prefill.blocks(2), [5, 3, 9, 1]
+        decode.receive("room", prefill, blocks, prefix=64)
+        prefill.send("room", source)
+        received(decode, [prefill], "room")
+        assert not decode.cache[:, [5, 3]].any()
+        assert np.array_equal(tokens_of(decode.cache, blocks)[64:], tokens_of(prefill.cache, source)[64:])
+
+
+def test_engines_with_equal_blocks_and_with_others_hand_over_to_one() -> None:
+    """Between the former blocks cross as they are: with what stands in the last one behind the prompt."""
+    with engines(32, 32, 8) as (decode, prefills):
+        alike, other = prefills
+        sources = [prefill.blocks(3) for prefill in prefills]
+        targets = [[5, 3, 9, 1], [2, 8, 7, 6]]
+        for name, prefill, source, target in zip("ab", prefills, sources, targets, strict=True):
+            decode.receive(name, prefill, target)
+            prefill.send(name, source)
+        received(decode, prefills, "a", "b")
+        assert np.array_equal(decode.cache[:, targets[0]], alike.cache[:, sources[0]])
+        assert np.array_equal(tokens_of(decode.cache, targets[1]), tokens_of(other.cache, sources[1]))
+        assert not decode.cache[:, 6, :, PROMPT % 32 :].any()
+
+
+def test_a_block_belongs_to_one_room_whatever_its_rows() -> None:
+    with engines(32, 32, 8) as (decode, [alike, other]):
+        held = Late()
+        decode.receive("a", other, [5, 3, 9, 1])
+        other.send("a", other.blocks(4), after=held)
+        decode.receive("b", alike, [2, 8, 7, 1])
+        events = list[object]()
+        wait_for(lambda: events.extend(decode.client.poll()) or len(events) == 2)
+        failed, drained = events
+        assert isinstance(failed, RoomFailed)
+        assert failed.cause is Cause.REFUSED
+        assert re.search(r"'group0-32 tokens' belong to a room that has not drained", failed.detail)
+        assert drained == RoomDrained(room_id("b"))
+        held.fired = True
+        received(decode, [alike, other], "a")
+
+
+def test_of_each_pair_a_writer_uses_what_it_has() -> None:
+    cache = np.zeros((LAYERS, BLOCKS, HEADS, 8, 2 * SIZE), np.float32)
+    made = described(cache, cache.ctypes.data)
+    blocks, tokens = made.components
+
+    def used(*names: str) -> list[str]:
+        return [component.name for component in used_with(made.components, names, made.stand_ins)]
+
+    assert used("kv", blocks.name) == [blocks.name]
+    assert used(blocks.name) == [blocks.name]
+    assert used("kv", "group0-other") == ["kv"]
+    assert used() == used("other") == [blocks.name], "so that a refusal names what is missing"
+    assert aliases(made.components, made.stand_ins) == [0, 1]
+    with pytest.raises(LocalProtocolError, match="share memory, but not slots, page_size and page_stride"):
+        aliases(made.components)
+    arena = SlotAllocator(made.components, engine_slots=True, stand_ins=made.stand_ins)
+    assert arena.slot_bytes == cache.nbytes, "the same bytes count once"
+    assert tokens.bytes_of(tokens.layout.slots) == cache.nbytes
+
+
+def test_numbers_that_lie_apart_are_planes_of_their_own() -> None:
+    rows = torch.zeros(BLOCKS, 8, HEADS, SIZE)
+    apart = torch.zeros(BLOCKS, HEADS, SIZE, 8).permute(0, 3, 1, 2)
+    assert planes_of({"k": apart, "v": rows}, 3) == 3 * SIZE + 3
+    assert planes_of({"latent": rows}, 3) == 1

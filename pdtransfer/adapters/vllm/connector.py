@@ -121,10 +121,10 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             heads = Heads(1, ranks)
 
         kv = dialect.kv_views(kv_caches, self._groups)
-        rows, kinds = dialect.rows_of(self._settings.rows, self._vllm_config, kv, self._groups, heads=heads.total)
         states = dialect.states_of(self._kv_cache_config, self._groups)
         facts = dialect.facts_of(self._vllm_config, kv)
         of_blocks = dialect.facts_of_blocks(self._vllm_config, kv, self._groups)
+        rows, kinds = dialect.rows_of(self._settings.rows, self._vllm_config, kv, self._groups, heads=heads.total)
 
         def components(base: int, memory: Any) -> Pools:
             one = partial(
@@ -135,6 +135,13 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
                 return one(kinds=kinds)
             return one().or_tokens(one(kinds=kinds), weights_digest(of_blocks).hex()[:16])
 
+        described_at = self._memory.base(extent)
+        if rows == "auto":
+            try:
+                components(described_at, "dram")
+            except ConfigError as error:  # of the tokens, or of the blocks as well, which is raised below
+                log.info("blocks of another size cannot cross: %s", error)
+                rows, kinds = "blocks", None
         if rows == "tokens":
             facts, of_blocks = dialect.facts_of_model(self._vllm_config, kv), {}
         elif rows == "blocks":
@@ -142,7 +149,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         facts |= dialect.states_fact(self._kv_cache_config, self._groups, ranks.tp_size)
         shown_rows = "blocks+tokens" if rows == "auto" else rows
         self._facts = dialect.shown_facts(self._vllm_config, kv, facts | of_blocks, shown_rows)
-        described = components(self._memory.base(extent), "dram")
+        described = components(described_at, "dram")
         prefill = decode = target = None
         if self._sends:
             prefill = self._prefill_client(described, extent, ranks, facts)

@@ -251,9 +251,9 @@ def rows_of(
     """
     if wanted == "tokens":
         return wanted, kinds_of(vllm_config, views)
-    [(group, _), *others] = groups
     on_cpu = all(view.device.type == "cpu" for view in views.values())
-    if wanted == "blocks" or not on_cpu or others or group.state or group.window or group.chunk:
+    whole = [group for group, _ in groups if not (group.state or group.window or group.chunk)]
+    if wanted == "blocks" or not on_cpu or len(whole) != 1 or len(groups) != 1:
         return "blocks", None
     try:
         kinds = kinds_of(vllm_config, views)

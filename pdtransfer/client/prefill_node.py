@@ -40,7 +40,7 @@ from ..threads import in_thread
 from ..transports.device_events import Event, EventQueue
 from ..transports.options import WriterOptions, of_node
 from ..transports.select import PrefillTransports
-from ..wire import Goodbye, Landed, Member, Message, Released
+from ..wire import Goodbye, Grant, Landed, Member, Message, Released
 from .core_driver import EffectRunner, LoopClock, Ticker
 from .settings import NO_OTHERS, NodeSettings, Others, PeerTimed
 
@@ -162,6 +162,15 @@ class PrefillNode:
             self._time_handoff(self._handed_off, peer, message)
         if not self._others.receive(peer, message):
             self._run(self.core.receive(peer, message, self._clock.now()))
+            if type(message) is Grant:
+                self._expect_rows(peer, message)
+
+    def _expect_rows(self, peer: str, message: Grant) -> None:
+        """Tells the transport of a grant that was not refused: its rows may still have to be computed."""
+        session = self.core.sessions.get(message.session)
+        if session is not None and session.peer == peer and (grant := session.grants.get(message.grant)) is not None:
+            for share in grant.shares:
+                self.transport.expect_rows(session.id, share.component, share.extents)
 
     def way_of(self, room: int) -> tuple[str, str]:
         """The first decode rank that has granted for the room, by its node or the name of its key, and the transport

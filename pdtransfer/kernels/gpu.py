@@ -340,7 +340,7 @@ class Gpu:
             raise
         with self._lock:
             self._registrations[address] = device_address
-            self.borders = np.array(sorted(self._registrations.values()), np.int64)
+            self.borders = np.insert(self.borders, np.searchsorted(self.borders, device_address), device_address)
         return device_address
 
     def host_unregister(self, address: int) -> None:
@@ -348,8 +348,8 @@ class Gpu:
         self.enter()
         self.call("cuMemHostUnregister", address)
         with self._lock:
-            self._registrations.pop(address, None)
-            self.borders = np.array(sorted(self._registrations.values()), np.int64)
+            device_address = self._registrations.pop(address)
+            self.borders = np.delete(self.borders, np.searchsorted(self.borders, device_address))
 
     # Calls into the driver
 

@@ -1,4 +1,4 @@
-"""Registers host memory with a GPU, chunk by chunk as it is backed, and unregisters it before it is unmapped."""
+"""Registers host memory with a GPU, part by part, and unregisters it before it is unmapped."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Registrar(Protocol):
 
 
 class RegisteredMemory:
-    """Memory of this process whose first `bytes_ready` bytes are registered, contiguous from `device_address`.
+    """Memory of this process of which parts are registered: its byte n, where it is, lies at `device_address` + n.
 
-    Registrations are of at most CHUNK_BYTES, one behind the other; one transfer of the copy engine must not cross the
-    border of two. Not thread-safe.
+    `grow` registers it from the beginning on, `bytes_ready` bytes by now, in chunks of CHUNK_BYTES; `add` any part. A
+    kernel may cross the border of two registrations; one transfer of the copy engine must not. Not thread-safe.
     """
 
     __slots__ = ("_chunks", "_gpu", "address", "byte_count", "bytes_ready", "device_address")
@@ -35,27 +35,31 @@ class RegisteredMemory:
         self._chunks: list[int] = []
         self.bytes_ready = self.device_address = 0
 
+    def add(self, first: int, end: int) -> None:
+        """Registers bytes [first, end), none of which is registered. Slow: call it outside the event loop.
+
+        Raises WorldError if the GPU refuses, or sees them apart from the others; those stay registered.
+        """
+        address = self.address + first
+        try:
+            device_address = self._gpu.host_register(address, end - first)
+        except WorldError as error:
+            text = f"host memory: bytes {first} to {end} of {self.byte_count} cannot be registered: {error}"
+            raise WorldError(text) from None
+        self._chunks.append(address)
+        if len(self._chunks) == 1:
+            self.device_address = device_address - first
+        elif device_address != self.device_address + first:
+            raise WorldError(f"registered memory is not contiguous: {device_address:#x} at {first}")
+
     def grow(self, end: int, *, rest: bool = False) -> int:
         """Registers all chunks below `end` and returns bytes_ready; with `rest` a smaller one as well, up to `end`.
-        Slow: call it outside the event loop.
-
-        Raises WorldError if the GPU refuses; earlier chunks stay registered.
-        """
+        Raises as `add`."""
         while self.bytes_ready < end:
             size = min(CHUNK_BYTES, (end if rest else self.byte_count) - self.bytes_ready)
             if self.bytes_ready + size > end:
                 break
-            address = self.address + self.bytes_ready
-            try:
-                device_address = self._gpu.host_register(address, size)
-            except WorldError as error:
-                done = f"{self.bytes_ready} of {self.byte_count} bytes of host memory are registered"
-                raise WorldError(f"{done}, the next {size} are refused: {error}") from None
-            self._chunks.append(address)
-            if self.bytes_ready == 0:
-                self.device_address = device_address
-            elif device_address != self.device_address + self.bytes_ready:
-                raise WorldError(f"registered memory is not contiguous: {device_address:#x} at {self.bytes_ready}")
+            self.add(self.bytes_ready, self.bytes_ready + size)
             self.bytes_ready += size
         return self.bytes_ready
 

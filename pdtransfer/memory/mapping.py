@@ -105,9 +105,17 @@ class Mapping:
         `rest` no more follows at once, and all below `end` is registered. Returns the number of first bytes that it can
         access by now. Raises WorldError if the GPU refuses more.
         """
+        return self._registered_with(gpu).grow(end, rest=rest)
+
+    def register_part(self, gpu: Registrar, first: int, end: int) -> None:
+        """Lets a GPU, the same one in each call, access bytes [first, end), which are backed and not registered yet.
+        Raises WorldError if the GPU refuses."""
+        self._registered_with(gpu).add(first, end)
+
+    def _registered_with(self, gpu: Registrar) -> RegisteredMemory:
         if self.registered is None:
             self.registered = RegisteredMemory(gpu, self.address, self.byte_count)
-        return self.registered.grow(end, rest=rest)
+        return self.registered
 
     def bind(self, node: int) -> bool:
         """Prefers this NUMA node for memory that is not backed yet; False if the kernel refuses."""
@@ -157,24 +165,19 @@ def map_received(fd: int, byte_count: int) -> Mapping:
         raise TransportError(f"arena: {byte_count} bytes cannot be mapped ({error.strerror})") from None
 
 
-def enter_backed(
-    received: Mapping, fd: int, first: int, byte_count_max: int, backed: int = 0, *, end: int | None = None
-) -> tuple[int, int]:
-    """Enters in this process's page table the part of a received arena from `first` to the first hole, at most
-    `byte_count_max` bytes of it, and nothing from `end` on.
+def backed_end(fd: int, needed: int, backed: int = 0) -> int:
+    """How many of the first `needed` bytes of a received arena its owner has backed. `backed` of them were by an
+    earlier call: looking for a hole takes 30 ns for each page before it.
 
-    Returns the end of that part, and the hole, which is `backed` of the next call: looking for it takes 30 ns for each
-    page before it. Where at most UNBACKED_BYTES_MAX are missing, it backs them itself.
+    All of them where at most UNBACKED_BYTES_MAX fewer are backed, anywhere in the arena: whoever enters the bytes that
+    are missing backs them.
     """
-    end = received.byte_count if end is None else end
-    if end - first > UNBACKED_BYTES_MAX:
-        if backed < min(end, first + byte_count_max):
-            backed = os.lseek(fd, first, os.SEEK_HOLE)
-        backed = min(backed, os.fstat(fd).st_blocks * 512)
-        end = end if end - backed <= UNBACKED_BYTES_MAX else max(first, backed)
-    end = min(end, first + byte_count_max)
-    received.prefault(first=first, end=end)
-    return end, backed
+    there = os.fstat(fd).st_blocks * 512
+    if needed - there <= UNBACKED_BYTES_MAX:
+        return needed
+    if backed < there:
+        backed = os.lseek(fd, backed, os.SEEK_HOLE)
+    return min(backed, there)
 
 
 def allocate(byte_count: int, *, huge_pages: HugePages = "auto") -> Mapping:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..handoff.effects import Outcome, Write
 from ..handoff.ready_gate import ReadyGate
+from ..handoff.slot_allocator import Extents
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..probe import Probe
@@ -68,6 +69,10 @@ class WriterTransport(Protocol):
     def waits(self, gate: ReadyGate) -> bool:
         """Whether this transport waits for such a gate itself, off the loop. Else it gets a write once its gate is
         open."""
+        ...
+
+    def expect_rows(self, session: int, component: int, extents: Extents) -> None:
+        """Writes of these slots are about to follow: starts, off the loop, what they would wait for."""
         ...
 
     def write(self, order: Write) -> None:

@@ -20,6 +20,7 @@ from ..errors import ConfigError, TransportError, WorldError
 from ..handoff.effects import Outcome, Write
 from ..handoff.events import Spans
 from ..handoff.ready_gate import ReadyGate
+from ..handoff.slot_allocator import Extents
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
@@ -289,6 +290,11 @@ class PrefillTransports:
     def _forget(self, session: int) -> None:
         if self._guard is not None:
             self._guard.forget(session)
+
+    def expect_rows(self, session: int, component: int, extents: Extents) -> None:
+        """As WriterTransport.expect_rows, of a session that may be mapped no more."""
+        if (transport := self._sessions.get(session)) is not None:
+            transport.expect_rows(session, component, extents)
 
     def write(self, order: Write) -> None:
         """As WriterTransport.write, of a session that may be mapped no more, with a gate that may be closed."""

@@ -43,6 +43,18 @@ class FakeRegistrar:
         self.log.append(f"register {byte_count}")
         return address + self.shift
 
+    def reaches(self, pool: Pool, slots: Slots) -> bool:
+        """Whether the rows of these slots of a host pool are registered."""
+        parts = np.array(sorted(self.registered.items()), np.int64)
+        rows = np.arange(slots.start, slots.stop) if isinstance(slots, range) else slots
+        for index, plane in enumerate(pool.layout.planes):
+            first = pool.address - self.shift + pool.layout.address(index, rows.astype(np.int64))
+            for byte in (first, first + plane.row_bytes - 1):
+                part = np.searchsorted(parts[:, 0], byte, side="right") - 1
+                if (part < 0).any() or (byte >= parts[part].sum(axis=1)).any():
+                    return False
+        return True
+
     def host_unregister(self, address: int) -> None:
         byte_count = self.registered[address]
         assert mapped(address, byte_count), "unmapped before it was unregistered"
@@ -148,6 +160,7 @@ class FakeLauncher:
         assert not source.host
         assert target.device == source.device == self.gpu.ordinal
         shift = self.gpu.shift if target.host else 0
+        assert not target.host or self.gpu.reaches(target, ours), "rows outside of what is registered"
         there = Pool(layout=target.layout, address=target.address - shift)
         progress = Progress()
         kv_copy(there, replace(source, device=None), ours, theirs, rows, progress=progress, cancel=cancel)

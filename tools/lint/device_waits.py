@@ -74,7 +74,7 @@ MAY_WAIT_FOR_A_WHOLE_DEVICE = {
     ("transports.gpu_launcher.GpuLauncher.fetch", "Gpu.pinned"): _GROWS,
     ("transports.gpu_launcher.WriterGpu.host_register", "Gpu.host_register"): _APART,
     ("transports.gpu_launcher.WriterGpu.host_unregister", "Gpu.host_unregister"): _APART,
-    ("kernels.registered.RegisteredMemory.grow", "Gpu.host_register"): _APART,
+    ("kernels.registered.RegisteredMemory.add", "Gpu.host_register"): _APART,
     ("kernels.registered.RegisteredMemory.close", "Gpu.host_unregister"): _APART,
     ("memory.cuda_ipc._take", "Gpu.ipc_open"): _APART,
     ("memory.cuda_ipc._release", "Gpu.ipc_close"): _APART,

@@ -244,7 +244,19 @@ class _StridedRows(NamedTuple):
 
 
 def _parts(rows: _StridedRows, borders: Int64s) -> list[_StridedRows]:
-    """Splits rows at the borders. A row that contains a border becomes two parts."""
+    """Splits rows at the borders, of which there may be thousands. A row that contains a border becomes two parts."""
+    whole, left = list[_StridedRows](), [rows]
+    while left:
+        part = left.pop()
+        if parts := _parts_at_a_border(part, borders):
+            left += [piece for piece in reversed(parts) if piece.rows]
+        else:
+            whole.append(part)
+    return whole
+
+
+def _parts_at_a_border(rows: _StridedRows, borders: Int64s) -> list[_StridedRows]:
+    """The rows split at one border, some parts perhaps without rows; none where they cross no border."""
     for start, stride in ((rows.source, rows.source_stride), (rows.target, rows.target_stride)):
         end = start + stride * (rows.rows - 1) + rows.bytes
         at = int(np.searchsorted(borders, start, side="right"))
@@ -256,8 +268,8 @@ def _parts(rows: _StridedRows, borders: Int64s) -> list[_StridedRows]:
             parts[1:2] = parts[1].halves(inside)
         elif inside:  # in the gap behind that row
             parts = [rows.some(0, row + 1), rows.some(row + 1, rows.rows)]
-        return [part for each in parts if each.rows for part in _parts(each, borders)]
-    return [rows]
+        return parts
+    return []
 
 
 def _handles(events: list[Any]) -> Any:

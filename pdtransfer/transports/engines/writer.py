@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
 from ...handoff.ready_gate import ReadyGate
+from ...handoff.slot_allocator import Extents
 from ...layout.checksum import MASK, Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
@@ -227,6 +228,9 @@ class EngineWriter:
     def waits(self, gate: ReadyGate) -> bool:  # noqa: ARG002
         """Returns False: a slot of the ring must not wait for a gate."""
         return False
+
+    def expect_rows(self, session: int, component: int, extents: Extents) -> None:
+        """As WriterTransport: there is nothing that a write would wait for."""
 
     def write(self, order: Write) -> None:
         """Gathers it piece by piece, in turn with other grants, as slots of the ring come free."""

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import os
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
-from ...errors import TransportError, WorldError
+from ...errors import PDTransferError, TransportError, WorldError
 from ...handoff.effects import Outcome, Write
 from ...handoff.ready_gate import ReadyGate
 from ...handoff.sharing import facing
+from ...handoff.slot_allocator import Extents, extents_of
 from ...kernels.pools import Pool
-from ...kernels.registered import CHUNK_BYTES
 from ...layout.checksum import Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
-from ...memory.mapping import Mapping, enter_backed, map_received
+from ...memory.mapping import Mapping, map_received
 from ...threads import in_pool, in_thread
 from ...wire import Reach
 from ..base import Ready, WakeHint, Wrote
 from ..component_match import Planes, lines_for, paired
-from ..copier import Copier, CopyWork, copy_job
+from ..copier import CANCELLED, Copier, CopyWork, copy_job
 from ..gpu_launcher import Exported, WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from ..options import WriterOptions
+from .entering import EnteredArena, parts_of
 from .handover import receive
 
 _HANDOVER_SECONDS = 5.0
 _MAP_THREADS = 4
-_ENTER_BYTES = CHUNK_BYTES  # of an arena at a time, some 50 ms: rooms land in it before the rest is ready
 _FOLLOW_SECONDS = 0.05  # the arena's owner backs some 100 MiB meanwhile
+_Result = TypeVar("_Result")
 
 log = logging.getLogger(__name__)
 
@@ -47,28 +51,18 @@ class _WritableArena:
 
     components: tuple[Component, ...]  # those of Register, where this writer writes them
     pairings: tuple[Pairing, ...]  # one for each of them
-    mapping: Mapping  # it keeps the lock that came with `fd`
-    needed: int  # bytes of the mapping, from 0, in which rows land: no others are entered or registered
+    mapping: Mapping  # it keeps the lock that came with the arena's descriptor
+    entered: EnteredArena
     hbm: Exported | None
-    fd: int  # of the arena, until all of it is ready; then -1
-    bytes_ready: int = 0  # of the mapping
-    bytes_backed: int = 0  # by the arena's owner, when last looked
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether all bytes are ready in which rows land."""
-        return self.bytes_ready == self.needed
-
-    def close_fd(self) -> None:
-        """Closes the descriptor; the mapping keeps the lock. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+    def awaits(self, component: int) -> bool:
+        """Whether rows of this component may land in bytes that are not entered yet."""
+        return not self.entered.whole and (self.hbm is None or self.components[component].memory != "hbm")
 
     def close(self) -> None:
         """In a worker thread. Releases HBM first: a free lock of the arena proves that neither is written. What the GPU
         does not release stays mapped, and its lock stays locked."""
-        self.close_fd()
+        self.entered.close_fd()
         try:
             if self.hbm is not None:
                 self.hbm.close()
@@ -88,14 +82,14 @@ class _Session:
     lines: dict[Planes, Lines] = field(default_factory=dict[Planes, Lines])
     pools: dict[Planes, tuple[Pool, Pool]] = field(default_factory=dict[Planes, tuple[Pool, Pool]])
     writes: int = 0  # that were not reported yet
+    held: dict[int, Write] = field(default_factory=dict[int, Write])  # those whose slots are being entered
     unknown: bool = False  # whether one of its writes has ended so
     leaving: bool = False
-    following: asyncio.Task[None] | None = None  # enters the rest of the arena in the page table
-    growing: bool = False  # a thread does so now
+    entering: int = 0  # how many threads enter bytes of the arena, or are about to
 
     def grantable(self, arena: _WritableArena) -> int:
-        """How many of the arena's first bytes may be granted: all, once those in which rows land are ready."""
-        return self.reach.arena_bytes if arena.is_ready else arena.bytes_ready
+        """How many of the arena's first bytes may be granted: all, once those in which rows land are backed."""
+        return self.reach.arena_bytes if arena.entered.is_ready else arena.entered.bytes_ready
 
     def pairing(self, arena: _WritableArena, component: int, layers: tuple[int, int]) -> Pairing:
         """The component's planes of these layers, neighbours fused."""
@@ -108,7 +102,8 @@ class ShmWriter:
     """A WriterTransport. Make it on the loop's thread.
 
     `components` are the pool's own, and meet a session's components by name. With a `gpu` their addresses are the
-    GPU's, and it writes: a mapped arena is registered with it, and is ready only then.
+    GPU's, and it writes: what it writes of an arena is registered with it. An arena is ready as far as its owner has
+    backed it. A write waits until its slots are entered, which they are ahead of the rest.
     """
 
     def __init__(
@@ -127,6 +122,8 @@ class ShmWriter:
         self._gpu = gpu
         self._writer = Copier(options.copy_threads) if gpu is None else GpuWriter(gpu.launcher, gpu.spans, wake_hint)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pdtransfer-enter")  # of what rows are about to land in
+        self._tasks = set[asyncio.Task[None]]()
         self._sessions: dict[int, _Session] = {}
         self._closing = False
         self._unmapped = asyncio.Event()
@@ -140,7 +137,7 @@ class ShmWriter:
         *,
         landing: tuple[Component, ...] | None = None,
     ) -> int:
-        """As WriterTransport. What is ready is in our page table, and was backed by the arena's owner."""
+        """As WriterTransport. What is ready was backed by the arena's owner."""
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         if self._closing:
             raise TransportError("this writer is closing")
@@ -163,30 +160,42 @@ class ShmWriter:
             self._forget(session)
             raise
         mapped.arena = arena
-        mapped.following = self._loop.create_task(self._follow(session, mapped, arena, more))
-        return mapped.grantable(arena)
+        ready = mapped.grantable(arena)
+        self._spawn(self._follow(session, mapped, arena, ready, more))
+        return ready
 
-    async def _follow(self, session: int, mapped: _Session, arena: _WritableArena, more: Ready) -> None:
-        """Enters the rest, piece by piece. After a whole piece the next one comes at once: a partial one means that the
-        arena's owner has backed no more yet."""
-        entered_bytes = arena.bytes_ready
-        while not arena.is_ready and not mapped.leaving:
-            await asyncio.sleep(_FOLLOW_SECONDS if entered_bytes < _ENTER_BYTES else 0.0)
-            if mapped.leaving:
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow(self, session: int, mapped: _Session, arena: _WritableArena, ready: int, more: Ready) -> None:
+        """Enters the rest, step by step, and reports what its owner backs meanwhile. After a step the next one comes at
+        once: without one, the owner has backed no more yet."""
+        while not mapped.leaving:
+            if mapped.grantable(arena) > ready:
+                ready = mapped.grantable(arena)
+                more(ready)
+            if arena.entered.whole:
+                arena.entered.close_fd()
                 return
-            mapped.growing = True
             try:
-                entered_bytes = await self._loop.run_in_executor(self._apart, self._enter, arena)
-            except Exception as error:  # noqa: BLE001 (whatever it is, what is ready stays in use)
-                log.error("session %#x: only %d bytes of its arena can be used: %s", session, arena.bytes_ready, error)
+                if not await self._enter(session, mapped, self._apart, arena.entered.enter_next):
+                    await asyncio.sleep(_FOLLOW_SECONDS)
+            except Exception as error:  # noqa: BLE001 (whatever it is, what is entered stays in use)
+                log.error("session %#x: its arena is entered no further ahead of its rows: %s", session, error)
                 return
-            finally:
-                mapped.growing = False
-                self._leave(session, mapped)
-            if entered_bytes and not mapped.leaving:
-                more(mapped.grantable(arena))
-        if not mapped.leaving:
-            arena.close_fd()
+
+    async def _enter(
+        self, session: int, mapped: _Session, threads: ThreadPoolExecutor, call: Callable[[], _Result]
+    ) -> _Result:
+        """Makes a call that enters bytes of the arena, in a thread: until its end the arena stays mapped."""
+        mapped.entering += 1
+        try:
+            return await self._loop.run_in_executor(threads, call)
+        finally:
+            mapped.entering -= 1
+            self._leave(session, mapped)
 
     def _attach(
         self, fd: int, reach: Reach, components: tuple[Component, ...], landing: tuple[Component, ...]
@@ -204,11 +213,13 @@ class ShmWriter:
             hbm_end = None if hbm is None else reach.hbm_base + reach.hbm_bytes
             pairings = paired(self._components, components, reach.arena_bytes, hbm_end=hbm_end)
             ends = [component.layout.end for component in components if component.memory != "hbm"]
-            needed = mapping.byte_count if hbm is None else max(ends, default=0)
-            arena = _WritableArena(components, pairings, mapping, needed, hbm, fd)
-            self._enter(arena)
+            needed = mapping.byte_count  # where HBM is written directly, without a staging buffer in the arena
+            if hbm is not None:
+                needed = min(needed, -(-max(ends, default=0) // mmap.PAGESIZE) * mmap.PAGESIZE)
+            entered = EnteredArena(mapping, fd, needed, self._gpu)
+            entered.enter_next()
             undo.pop_all()
-        return arena
+        return _WritableArena(components, pairings, mapping, entered, hbm)
 
     def _opened(self, reach: Reach) -> Exported | None:
         """In a worker thread, under the arena's lock: the memory of HBM components. None where our GPU does not reach
@@ -231,17 +242,6 @@ class ShmWriter:
         mapped = self._sessions.get(session)
         return mapped is not None and mapped.arena is not None and mapped.arena.hbm is not None
 
-    def _enter(self, arena: _WritableArena) -> int:
-        """In a worker thread: enters one more piece in the page table; returns how many bytes are ready by that."""
-        before, needed = arena.bytes_ready, arena.needed
-        entered, arena.bytes_backed = enter_backed(
-            arena.mapping, arena.fd, before, _ENTER_BYTES, arena.bytes_backed, end=needed
-        )
-        if self._gpu is not None and needed:  # without rows to land it is mapped for its lock alone
-            entered = arena.mapping.register(self._gpu, entered, rest=entered == needed)
-        arena.bytes_ready = entered
-        return entered - before
-
     def unmap(self, session: int) -> None:
         """Drops the mapping, and with it the lock, once the session's writes have been reported; idempotent."""
         if (mapped := self._sessions.get(session)) is not None:
@@ -249,10 +249,10 @@ class ShmWriter:
             self._leave(session, mapped)
 
     def _leave(self, session: int, mapped: _Session) -> None:
-        quiet = not mapped.writes and not mapped.growing
+        quiet = not mapped.writes and not mapped.entering
         if mapped.leaving and mapped.arena is not None and quiet and self._sessions.get(session) is mapped:
             if mapped.unknown:
-                mapped.arena.close_fd()
+                mapped.arena.entered.close_fd()
                 _lost.append(mapped.arena)
             else:
                 in_pool(self._apart, mapped.arena.close)  # it takes long for a large one
@@ -275,16 +275,56 @@ class ShmWriter:
             self._loop.call_soon(self._wrote, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
             return
         mapped.writes += 1
+        if mapped.arena.awaits(order.component):
+            mapped.held[order.write] = order
+            self._spawn(self._write_entered(mapped, mapped.arena, order))
+        else:
+            self._start(mapped, mapped.arena, order)
+
+    async def _write_entered(self, mapped: _Session, arena: _WritableArena, order: Write) -> None:
+        """Starts a write once its slots are entered, unless it was cancelled meanwhile."""
+        text, pairing = "", mapped.pairing(arena, order.component, order.layers)
+        try:
+            await self._enter(
+                order.session, mapped, self._ahead,
+                lambda: arena.entered.enter(parts_of(pairing, extents_of(order.target_slots))),
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
+            text = str(error) or type(error).__name__
+        if mapped.held.pop(order.write, None) is None:
+            return
+        if text:
+            self._report(mapped, order, Outcome.FAILED, text)
+        else:
+            self._start(mapped, arena, order)
+
+    def expect_rows(self, session: int, component: int, extents: Extents) -> None:
+        """As WriterTransport: enters their slots. What fails here fails their writes, with the reason."""
+        mapped = self._sessions.get(session)
+        if mapped is None or (arena := mapped.arena) is None or mapped.leaving or not arena.awaits(component):
+            return
+
+        def enter() -> None:
+            if not mapped.leaving:
+                arena.entered.enter(parts_of(arena.pairings[component], extents))
+
+        async def attempt() -> None:
+            with suppress(PDTransferError, RuntimeError):  # no thread starts while the interpreter exits
+                await self._enter(session, mapped, self._ahead, enter)
+
+        self._spawn(attempt())
+
+    def _start(self, mapped: _Session, arena: _WritableArena, order: Write) -> None:
         if isinstance(self._writer, GpuWriter):
-            self._writer.add(self._gpu_write(mapped, mapped.arena, order))
+            self._writer.add(self._gpu_write(mapped, arena, order))
             return
         job = copy_job(
             order,
-            mapped.pairing(mapped.arena, order.component, order.layers),
+            mapped.pairing(arena, order.component, order.layers),
             partial(self._ended, order),
             source_address=self._pool_address,
-            target_address=mapped.arena.mapping.address,
-            lines=lines_for(order, self._components, mapped.arena.components, mapped.lines) if order.verify else None,
+            target_address=arena.mapping.address,
+            lines=lines_for(order, self._components, arena.components, mapped.lines) if order.verify else None,
         )
         self._writer.add(job, here=True)
 
@@ -314,15 +354,22 @@ class ShmWriter:
     def _ended(self, order: Write, work: CopyWork | GpuWrite) -> None:
         """On the loop."""
         mapped = self._sessions[order.session]
-        mapped.writes -= 1
         mapped.unknown |= work.outcome is Outcome.UNKNOWN
+        self._report(mapped, order, work.outcome, work.text, work.checksum)
+
+    def _report(self, mapped: _Session, order: Write, outcome: Outcome, text: str, checksum: int = 0) -> None:
+        mapped.writes -= 1
         try:
-            self._wrote(order, work.outcome, work.text, work.checksum)
+            self._wrote(order, outcome, text, checksum)
         finally:
             self._leave(order.session, mapped)
 
     def cancel(self, session: int, grant: int) -> None:
         """Stops this grant's writes at their next rows. Each still reports: FAILED, unless it had ended."""
+        if (mapped := self._sessions.get(session)) is not None:
+            for order in [order for order in mapped.held.values() if order.grant == grant]:
+                del mapped.held[order.write]
+                self._loop.call_soon(self._report, mapped, order, Outcome.FAILED, CANCELLED)
         self._writer.stop(session, grant)
 
     async def fence(self, session: int) -> bool:  # noqa: ARG002 (of any session)
@@ -339,6 +386,7 @@ class ShmWriter:
             await self._unmapped.wait()
         await self._writer.close()
         await in_thread(self._apart.shutdown)
+        await in_thread(self._ahead.shutdown)
 
 
 def _discard(attached: Future[_WritableArena]) -> None:

@@ -30,12 +30,13 @@ from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.handoff.states import DecodeRoom
+from pdtransfer.layout.geometry import Int64s
 from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.memory.mapping import Mapping
 from pdtransfer.transports.device_events import POLL_S, Event, EventQueue
 from pdtransfer.transports.options import ArenaOptions, WriterOptions
-from pdtransfer.transports.shm import writer as shm_writer
+from pdtransfer.transports.shm import entering
+from pdtransfer.transports.shm.entering import EnteredArena
 from pdtransfer.wire import (
     Begin,
     Goodbye,
@@ -508,28 +509,33 @@ async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_re
 
 
 @on_loop
-async def test_a_room_lands_in_the_first_piece_of_an_arena_while_the_next_is_entered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    piece, enter, let_go = 10 * 4_096, shm_writer.enter_backed, threading.Event()
+async def test_a_room_lands_while_the_rest_of_its_arena_is_yet_to_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter, enter_next, go_on = EnteredArena.enter, EnteredArena.enter_next, threading.Event()
+    demands, steps = list[Int64s](), list[bool]()
 
-    def entered(
-        mapping: Mapping, fd: int, first: int, byte_count_max: int, backed: int, *, end: int
-    ) -> tuple[int, int]:
-        if first:
-            assert let_go.wait(60)
-        return enter(mapping, fd, first, byte_count_max, backed, end=end)
+    def entered(arena: EnteredArena, parts: Int64s) -> None:
+        demands.append(parts)
+        enter(arena, parts)
 
-    monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
-    monkeypatch.setattr(shm_writer, "enter_backed", entered)
+    def later(arena: EnteredArena) -> bool:
+        assert not steps or go_on.wait(60), "the first step is a part of mapping it"
+        steps.append(enter_next(arena))
+        return steps[-1]
+
+    monkeypatch.setattr(EnteredArena, "enter", entered)
+    monkeypatch.setattr(EnteredArena, "enter_next", later)
+    monkeypatch.setattr(entering, "STEP_BYTES", 4_096)
+    monkeypatch.setattr(entering, "PIECE_BYTES", 4_096)
     async with nodes() as it:
+        it.decode.dial(it.endpoint)
+        sessions = it.decode.core.prefill_peers.sessions
+        await until(lambda: [session.bytes_ready for session in sessions.values()] == [TARGET.layout.end])
         it.expect(1)
+        await until(lambda: demands)  # of the Grant: nothing is pushed yet
         it.send(1)
         await it.ready(1)
-        (session,) = it.decode.core.prefill_peers.sessions.values()
-        assert session.bytes_ready == piece
-        let_go.set()
-        await until(lambda: session.bytes_ready == TARGET.layout.end)
+        assert steps == [True]
+        go_on.set()
 
 
 @on_loop

@@ -71,7 +71,7 @@ def test_what_is_needed_first_is_registered_to_its_end_and_the_rest_behind_it() 
 def test_a_refusal_in_the_middle_leaves_what_was_ready_and_is_let_go_in_the_end(refused: int) -> None:
     arena, gpu = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar(refused=refused)
     arena.gpu = gpu
-    with pytest.raises(WorldError, match=rf"{2 * MIB * refused} of {5 * MIB} bytes.*CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(WorldError, match=rf"bytes {2 * MIB * refused} to .* of {5 * MIB} .*CUDA_ERROR_OUT_OF_MEMORY"):
         arena.prefault()
     assert arena.bytes_ready == 2 * MIB * refused
     assert len(gpu.registered) == refused
@@ -122,6 +122,21 @@ def test_a_received_arena_is_registered_as_the_owners_is(arena: ArenaMemory) -> 
     os.close(fd)
     assert [received.register(gpu, end) for end in (MIB, 3 * MIB, 5 * MIB)] == [0, 2 * MIB, 5 * MIB]
     received.close()
+    assert gpu.registered == {}
+
+
+def test_parts_are_registered_in_any_order_at_the_addresses_of_one_range(arena: ArenaMemory) -> None:
+    gpu = FakeRegistrar()
+    arena.prefault()
+    for first, end in ((3 * MIB, 5 * MIB), (0, MIB)):
+        arena.mapping.register_part(gpu, first, end)
+    assert arena.mapping.registered is not None
+    assert arena.mapping.registered.device_address == arena.mapping.address + gpu.shift
+    assert gpu.registered == {arena.mapping.address: MIB, arena.mapping.address + 3 * MIB: 2 * MIB}
+    gpu.shift += 4_096
+    with pytest.raises(WorldError, match="is not contiguous"):
+        arena.mapping.register_part(gpu, MIB, 2 * MIB)
+    arena.close()
     assert gpu.registered == {}
 
 

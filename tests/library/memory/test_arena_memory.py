@@ -18,6 +18,7 @@ from pdtransfer.memory import arena_memory, available_memory
 from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.mapping import allocate, map_received
+from pdtransfer.transports.shm.entering import EnteredArena
 
 F_ADD_SEALS, SEAL, SHRINK, GROW, WRITE, FUTURE_WRITE = 1033, 1, 2, 4, 8, 16
 MIB = 1 << 20
@@ -266,7 +267,7 @@ def test_a_received_arena_of_another_size_is_refused_with_both_values(announced:
     os.close(fd)
 
 
-def test_an_arena_that_is_entered_by_pieces_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked, seek = list[int](), os.lseek
 
     def counted(fd: int, first: int, how: int) -> int:
@@ -277,17 +278,16 @@ def test_an_arena_that_is_entered_by_pieces_is_looked_through_once(monkeypatch: 
     monkeypatch.setattr(os, "lseek", counted)
     made = ArenaMemory.create(8 * MIB, huge_pages="never")
     made.mapping.prefault(end=5 * MIB)
-    received = map_received(made.fd, 8 * MIB)
-    done, backed = 0, 0
-    for end in (2 * MIB, 4 * MIB, 5 * MIB, 5 * MIB):
-        done, backed = mappings.enter_backed(received, made.fd, done, 2 * MIB, backed)
-        assert (done, backed) == (end, 5 * MIB)
+    backed = 0
+    for _ in range(3):
+        backed = mappings.backed_end(made.fd, 8 * MIB, backed)
+        assert backed == 5 * MIB
+    made.mapping.prefault(first=6 * MIB)
+    assert mappings.backed_end(made.fd, 8 * MIB, backed) == 5 * MIB, "what is behind a hole is not ready"
+    assert looked == [0, 5 * MIB], "never again for what is known to be there"
     made.mapping.prefault()
-    for end in (7 * MIB, 8 * MIB):
-        done, backed = mappings.enter_backed(received, made.fd, done, 2 * MIB, backed)
-        assert (done, backed) == (end, 8 * MIB)
-    assert looked == [0, 4 * MIB, 5 * MIB, 5 * MIB], "no more for a piece that is known to be there"
-    received.close()
+    assert mappings.backed_end(made.fd, 8 * MIB, backed) == 8 * MIB
+    assert len(looked) == 2, "and for no hole where as much is backed as is needed"
     made.close()
 
 
@@ -295,13 +295,15 @@ def test_what_an_arenas_owner_takes_back_meanwhile_is_not_backed_for_it(monkeypa
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     made = ArenaMemory.create(4 * MIB, huge_pages="never")
     made.mapping.prefault()
-    received = map_received(made.fd, 4 * MIB)
-    done, backed = mappings.enter_backed(received, made.fd, 0, MIB, 0)
-    assert (done, backed) == (MIB, 4 * MIB)
+    entered = EnteredArena(map_received(made.fd, 4 * MIB), os.dup(made.fd), 4 * MIB, None)
+    entered.enter(np.array([[0, MIB]]))
+    assert entered.bytes_ready == 4 * MIB
     made.mapping._map.madvise(mmap.MADV_REMOVE, MIB, 3 * MIB)
-    assert mappings.enter_backed(received, made.fd, done, MIB, backed) == (MIB, MIB)
+    with pytest.raises(TransportError, match=f"below byte {3 * MIB}, its owner has backed {MIB}"):
+        entered.enter(np.array([[2 * MIB, 3 * MIB]]))
+    assert not entered.enter_next()
     assert os.fstat(made.fd).st_blocks * 512 == MIB
-    received.close()
+    entered.close_fd()
     made.close()
 
 

@@ -16,6 +16,7 @@ from pdtransfer.errors import TransportError
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.handoff.ready_gate import ReadyGate
 from pdtransfer.handoff.sharing import pair_share
+from pdtransfer.handoff.slot_allocator import Extents
 from pdtransfer.kernels import checksum_copy, numpy_copy
 from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.layout.checksum import lines_of, runs_of
@@ -140,6 +141,9 @@ class FakeWriter:
     def waits(self, gate: ReadyGate) -> bool:
         """As WriterTransport says."""
         return False
+
+    def expect_rows(self, session: int, component: int, extents: Extents) -> None:
+        pass
 
     def write(self, order: Write) -> None:
         """Pends; on a session that is not mapped it fails."""

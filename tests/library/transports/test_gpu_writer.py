@@ -26,12 +26,14 @@ from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.tracing.spans import Timeline
 from pdtransfer.transports import gpu_writer
+from pdtransfer.transports.copier import CANCELLED
 from pdtransfer.transports.gpu_writer import GpuWrite
 from pdtransfer.wire import Granted
 from tests.support import client_pair
 from tests.support.client_pair import settings
+from tests.support.entered_ahead import PAGE_BYTES, Ahead
 from tests.support.fake_gpu import FakeGpu, FakeLauncher, Held
-from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component
+from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, component, layer_first
 from tests.support.waiting import on_loop, until
 
 PIECE_ROWS = 256
@@ -510,7 +512,7 @@ async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked
 @on_loop
 async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: ArenaMemory, directory: Path) -> None:
     gpu = FakeGpu()
-    gpu.refused = 1
+    gpu.refused = 0
     both = Pair(arena, directory, gpu=gpu)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
@@ -523,7 +525,7 @@ async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: ArenaMemo
 
 
 @on_loop
-async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
+async def test_a_growing_arena_is_ready_as_far_as_it_is_backed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
@@ -533,12 +535,144 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
     both = Pair(made, directory, gpu=gpu)
     made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
     reach = await both.owner.offer(WRITER)
-    assert await both.writer.map(WRITER, reach, (component(both.target),), progress.append) == 2 << 20
+    assert await both.writer.map(WRITER, reach, (component(both.target),), progress.append) == 3 << 20
     made.prefault()
     await until(lambda: bool(progress) and progress[-1] == made.byte_count)
-    assert sum(gpu.registered.values()) == made.byte_count
+    await until(lambda: sum(gpu.registered.values()) == made.byte_count)
     await both.close()
     made.close()
+
+
+def pages(arena: ArenaMemory, gpu: FakeGpu) -> set[int]:
+    """The pages of the arena that are registered, by the writer's own mapping of it."""
+    base = min(gpu.registered)  # its first page is the first
+    return {
+        (address - base + offset) // PAGE_BYTES
+        for address, size in list(gpu.registered.items())  # a thread may add to them
+        for offset in range(0, size, PAGE_BYTES)
+    }
+
+
+def page_span(first: int) -> range:
+    """The pages of memory in which the rows of a page of slots lie, from byte `first` on."""
+    return range(first // PAGE_BYTES, (first + PAGE * ROW - 1) // PAGE_BYTES + 1)
+
+
+@on_loop
+async def test_a_write_waits_for_the_pages_of_its_own_rows_alone(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, gpu = Ahead(monkeypatch), FakeGpu()
+    arena.prefault()
+    both = Pair(arena, directory, gpu=gpu)
+    both.target = layer_first()
+    assert await both.map() == arena.byte_count, "all of it may be granted"
+    assert pages(arena, gpu) == {0}
+    slots = np.concatenate((np.arange(300, 310), np.arange(5_000, 5_003)))[::-1]
+    both.want(both.write(EVERY[:13], slots, grant=1))
+    await until(lambda: bool(both.ended))
+    assert both.ended[0][1] is Outcome.LANDED
+    assert both.right
+    rows = [both.target.address(layer, slots) for layer in range(LAYERS)]
+    needed = {int(byte) // PAGE_BYTES for row in rows for byte in (*row, *(row + ROW - 1))}
+    bases = [both.target.address(layer, PAGE * page) for layer in range(LAYERS) for page in (4, 78)]
+    allowed = {page for base in bases for page in page_span(base)} | {0}
+    assert needed <= pages(arena, gpu) <= allowed
+    ahead.finish(monkeypatch)
+    await until(lambda: pages(arena, gpu) == set(range(arena.byte_count // PAGE_BYTES)))
+    both.want(both.write(EVERY, EVERY[::-1].copy(), grant=2))
+    await until(lambda: len(both.ended) == 2)
+    assert both.right
+    await both.close()
+    assert gpu.registered == {}, "each part was let go once, before it was unmapped"
+
+
+@on_loop
+async def test_rows_that_are_expected_are_entered_before_they_are_written(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, gpu = Ahead(monkeypatch), FakeGpu()
+    arena.prefault()
+    both = Pair(arena, directory, gpu=gpu)
+    await both.map()
+    both.writer.expect_rows(WRITER, 0, np.array([[100, 50]]))
+    needed = -(-50 * LAYERS * ROW // PAGE_BYTES)
+    await until(lambda: len(pages(arena, gpu)) > needed)
+    calls = gpu.calls
+    both.want(both.write(EVERY[:50], EVERY[100:150], grant=1))
+    await until(lambda: bool(both.ended))
+    assert gpu.calls == calls
+    assert both.right
+    both.writer.unmap(WRITER)
+    both.writer.expect_rows(WRITER, 0, np.array([[200, 50]]))  # of a session that is over: nothing happens
+    ahead.finish(monkeypatch)
+    await both.close()
+    assert gpu.registered == {}
+
+
+@on_loop
+async def test_pages_that_the_card_refuses_fail_their_write_alone(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead, gpu = Ahead(monkeypatch), FakeGpu()
+    arena.prefault()
+    both = Pair(arena, directory, gpu=gpu)
+    await both.map()
+    gpu.refused = 1
+    both.write(EVERY[:50], EVERY[100:150], grant=1)
+    await until(lambda: bool(both.ended))
+    ((write, outcome, text),) = both.ended
+    assert (write, outcome) == (1, Outcome.FAILED)
+    first = int(both.target.address(0, 100)) // PAGE_BYTES * PAGE_BYTES
+    assert text.startswith(f"host memory: bytes {first} to {first + PAGE_BYTES} of {arena.byte_count} cannot be regist")
+    assert text.endswith("CUDA_ERROR_OUT_OF_MEMORY")
+    both.want(both.write(EVERY[:50], EVERY[100:150], grant=2))
+    await until(lambda: len(both.ended) == 2)
+    assert both.ended[1][1] is Outcome.LANDED, "it is tried again for rows that need it"
+    assert both.right
+    gpu.refused = gpu.calls
+    ahead.finish(monkeypatch)
+    await until(lambda: "entered no further ahead of its rows: host memory" in caplog.text)
+    both.want(both.write(EVERY, EVERY, grant=3))
+    await until(lambda: len(both.ended) == 3)
+    assert both.ended[2][1] is Outcome.LANDED
+    assert both.right
+    await both.close()
+    assert gpu.registered == {}
+
+
+@on_loop
+async def test_an_arena_stays_mapped_while_it_is_entered_and_a_cancelled_write_does_not_wait_for_that(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, gpu, held, register = Ahead(monkeypatch), FakeGpu(), Held(), FakeGpu.host_register
+    arena.prefault()
+    both = Pair(arena, directory, gpu=gpu)
+    await both.map()
+
+    def slow(gpu: FakeGpu, address: int, byte_count: int) -> int:
+        held()
+        return register(gpu, address, byte_count)
+
+    monkeypatch.setattr(FakeGpu, "host_register", slow)
+    both.write(EVERY[:50], EVERY[100:150], grant=1)
+    both.write(EVERY[:50], EVERY[200:250], grant=2)
+    await until(held.reached.is_set)
+    both.writer.cancel(WRITER, 1)
+    assert both.ended == [], "never from within cancel"
+    await until(lambda: both.ended == [(1, Outcome.FAILED, CANCELLED)])
+    both.writer.cancel(WRITER, 2)
+    await until(lambda: len(both.ended) == 2)
+    both.owner.revoke(WRITER)
+    both.writer.unmap(WRITER)
+    await asyncio.sleep(0.05)
+    assert not both.owner.quiet(WRITER), "a thread registers it"
+    held.open.set()
+    ahead.finish(monkeypatch)
+    await until(lambda: both.owner.quiet(WRITER))
+    assert gpu.registered == {}, "the fake has seen each part mapped when it was let go"
+    assert gpu.launched == []
+    await both.close()
 
 
 @pytest.mark.parametrize("kind", [WorldError, OSError])

@@ -28,11 +28,12 @@ from pdtransfer.layout.layout import Component, Span, expand_pages
 from pdtransfer.layout.pairing import pair
 from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.memory.mapping import Mapping
 from pdtransfer.transports import copier
 from pdtransfer.transports.copier import Copier, CopyWork, copy_job
 from pdtransfer.transports.options import WriterOptions
 from pdtransfer.transports.shm import arena as shm_arena
-from pdtransfer.transports.shm import handover
+from pdtransfer.transports.shm import entering, handover
 from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.transports.shm.handover import receive
@@ -465,19 +466,29 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
 
 
 @on_loop
-async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_the_others(
+async def test_all_that_is_backed_of_an_arena_is_ready_before_a_writer_has_entered_it(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    piece = arena.byte_count // 3 // 4_096 * 4_096
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
-    monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
+    monkeypatch.setattr(entering, "STEP_BYTES", 4_096)
     arena.mapping.prefault()
-    progress: list[int] = []
+    progress = list[int]()
     decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1), ignore_end)
-    assert await prefill.map(WRITER, await decode.offer(WRITER), (), progress.append) == piece
-    assert progress == []
-    await until(lambda: progress[-1:] == [arena.byte_count])
-    assert progress == [*range(2 * piece, arena.byte_count, piece), arena.byte_count]
+    enter, entered, go_on = Mapping.prefault, list[int](), threading.Event()
+
+    def slow(mapping: Mapping, *, first: int, end: int) -> bool:
+        entered.append(end - first)
+        assert first == 0 or go_on.wait(60)
+        return enter(mapping, first=first, end=end)
+
+    monkeypatch.setattr(Mapping, "prefault", slow)
+    assert await prefill.map(WRITER, await decode.offer(WRITER), (), progress.append) == arena.byte_count
+    await until(lambda: len(entered) == 2)
+    assert entered == [4_096, 4_096], "a step at a time"
+    monkeypatch.setattr(entering, "STEP_BYTES", arena.byte_count)
+    go_on.set()
+    await until(lambda: sum(entered) == arena.byte_count)
+    assert progress == [], "there is nothing to add"
     await prefill.close()
     await decode.close()
 

@@ -1,0 +1,137 @@
+"""The bytes of a received arena that a writer has entered: in its page table, and registered with its GPU.
+
+Entering takes as long as the arena is large, so a session does not wait for it. What rows are about to land in is
+entered first, by whole pieces, and the rest behind it, in steps that leave the driver free for launches in between.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+
+import numpy as np
+
+from ...errors import TransportError
+from ...handoff.slot_allocator import Extents
+from ...kernels.registered import Registrar
+from ...layout.geometry import Int64s
+from ...layout.pairing import Pairing
+from ...memory.mapping import Mapping, backed_end
+
+PIECE_BYTES = 2 << 20  # entered as one, or not at all: a huge page, and so a bound of how many registrations there are
+STEP_BYTES = 32 << 20  # entered by one call: some 6 ms, during which rows that are about to land wait
+
+
+class Parts:
+    """Disjoint parts [first, end) of a range of bytes; those that touch are one."""
+
+    __slots__ = ("_ends", "_firsts")
+
+    def __init__(self) -> None:
+        self._firsts, self._ends = list[int](), list[int]()  # both ascending
+
+    def missing(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The parts of [first, end) that are not here, ascending."""
+        gaps = list[tuple[int, int]]()
+        for index in range(bisect_right(self._ends, first), len(self._firsts)):
+            if self._firsts[index] >= end:
+                break
+            if first < self._firsts[index]:
+                gaps.append((first, self._firsts[index]))
+            first = self._ends[index]
+        return gaps if first >= end else [*gaps, (first, end)]
+
+    def add(self, first: int, end: int) -> None:
+        """Adds a part, no byte of which is here."""
+        index = bisect_right(self._firsts, first)
+        assert not index or self._ends[index - 1] <= first
+        assert index == len(self._firsts) or end <= self._firsts[index]
+        if index < len(self._firsts) and self._firsts[index] == end:
+            end = self._ends.pop(index)
+            del self._firsts[index]
+        if index and self._ends[index - 1] == first:
+            self._ends[index - 1] = end
+        else:
+            self._firsts.insert(index, first)
+            self._ends.insert(index, end)
+
+
+def parts_of(pairing: Pairing, extents: Extents) -> Int64s:
+    """The pieces of the target in which rows of these slots lie, as disjoint parts: int64 (n, 2), ascending, each the
+    first byte and the end."""
+    if not len(pairing.table) or not len(extents):
+        return np.empty((0, 2), np.int64)
+    base, page_stride, row_stride, row_bytes = pairing.table[:, 3:].T[:, :, None]
+    size = pairing.target_page_size
+    first_page, last_page = extents[:, 0] // size, (extents.sum(axis=1) - 1) // size
+    firsts = (base + first_page * page_stride).ravel() // PIECE_BYTES * PIECE_BYTES
+    ends = (base + last_page * page_stride + (size - 1) * row_stride + row_bytes).ravel()
+    order = np.argsort(firsts, kind="stable")
+    firsts, ends = firsts[order], np.maximum.accumulate(-(-ends[order] // PIECE_BYTES) * PIECE_BYTES)
+    opens = np.flatnonzero(np.concatenate(([True], firsts[1:] > ends[:-1])))
+    return np.stack((firsts[opens], ends[np.append(opens[1:], len(ends)) - 1]), axis=1)
+
+
+class EnteredArena:
+    """Enters the first `needed` bytes of a received arena, and with a `gpu` registers them, part by part and each once.
+
+    `enter` and `enter_next` are called in worker threads; each waits for those of other threads.
+    """
+
+    def __init__(self, mapping: Mapping, fd: int, needed: int, gpu: Registrar | None) -> None:
+        """Takes `fd`, the arena's descriptor, over."""
+        self._mapping, self._fd, self._needed, self._gpu = mapping, fd, needed, gpu
+        self._lock, self._entered = threading.Lock(), Parts()
+        self._backed = 0  # by the arena's owner, when last looked
+        self.bytes_ready = 0  # that its owner has backed: rows may be granted there
+        self.whole = not needed  # whether all is entered
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its owner has backed all that is needed."""
+        return self.bytes_ready == self._needed
+
+    def enter(self, parts: Int64s) -> None:
+        """Enters what is missing of these parts, which rows are about to land in.
+
+        Raises TransportError where the owner has not backed them, WorldError where there is no memory for the page
+        table, or the GPU refuses; what was entered before stays.
+        """
+        with self._lock:
+            if self.whole:
+                return
+            self._look()
+            for first, end in parts.tolist():
+                self._enter(first, min(end, self.bytes_ready))
+
+    def enter_next(self) -> bool:
+        """Enters a step of what is missing from the beginning; whether there was any. Raises as `enter`."""
+        with self._lock:
+            self._look()
+            gap = next(iter(self._entered.missing(0, self._backed)), None)
+            if gap is not None:
+                self._enter(gap[0], min(gap[1], gap[0] + STEP_BYTES))
+            return gap is not None
+
+    def _look(self) -> None:
+        self._backed = backed_end(self._fd, self._needed, self._backed)
+        self.bytes_ready = max(self.bytes_ready, self._backed)
+
+    def _enter(self, first: int, end: int) -> None:
+        if end > self._backed:
+            raise TransportError(f"arena: rows are to land below byte {end}, its owner has backed {self._backed}")
+        for gap_first, gap_end in self._entered.missing(first, end):
+            for start in range(gap_first, gap_end, STEP_BYTES):
+                stop = min(start + STEP_BYTES, gap_end)
+                self._mapping.prefault(first=start, end=stop)
+                if self._gpu is not None:
+                    self._mapping.register_part(self._gpu, start, stop)
+                self._entered.add(start, stop)
+        self.whole = not self._entered.missing(0, self._needed)
+
+    def close_fd(self) -> None:
+        """Closes the descriptor, which nothing here needs any more; the mapping keeps the lock. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

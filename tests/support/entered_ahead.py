@@ -1,0 +1,34 @@
+"""Arenas of which a writer enters nothing but what rows are about to land in, until a test lets it go on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pdtransfer.transports.shm import entering
+from pdtransfer.transports.shm.entering import EnteredArena
+
+PAGE_BYTES = 4_096
+
+
+class Ahead:
+    """But for the first piece of an arena when it is mapped; pieces are pages of memory, by default."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, piece_bytes: int = PAGE_BYTES) -> None:
+        self.go_on, self.steps = threading.Event(), 0
+        enter_next = EnteredArena.enter_next
+
+        def step(arena: EnteredArena) -> bool:
+            self.steps += 1
+            assert self.steps == 1 or self.go_on.wait(60)
+            return enter_next(arena)
+
+        monkeypatch.setattr(entering, "STEP_BYTES", piece_bytes)
+        monkeypatch.setattr(entering, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(EnteredArena, "enter_next", step)
+
+    def finish(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lets it enter the rest, in one step."""
+        monkeypatch.setattr(entering, "STEP_BYTES", 1 << 40)
+        self.go_on.set()

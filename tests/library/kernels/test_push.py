@@ -208,6 +208,13 @@ def test_rows_are_cut_at_borders_and_one_with_a_border_in_it_goes_in_pieces(bord
     assert len(parts) <= 2 + 3 * len(borders)
 
 
+def test_rows_are_cut_at_thousands_of_borders() -> None:
+    rows, row, stride = 5_000, 8, 64
+    runs, strides = np.array([(0, 1 << 20, row)]), np.array([(row, stride, rows)])
+    parts, _, _ = lanes.cut(runs, strides, (1 << 20) + stride * np.arange(rows, dtype=np.int64))
+    assert parts.tolist() == [[row * n, (1 << 20) + stride * n, row] for n in range(rows)]
+
+
 def test_runs_are_cut_at_borders_of_either_side_and_nowhere_else() -> None:
     runs = np.array([(0, 1_000, 100), (500, 2_000, 50), (900, 50, 10)])
     parts, _, origins = lanes.cut(runs, None, np.array([0, 40, 500, 1_010, 1_050, 2_050]))

@@ -57,10 +57,12 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def export(memory: GpuMemory) -> Handle:
-    """Names a GPU's memory to other processes. Raises WorldError for memory that has no handle, as that of an
-    allocator which maps it piece by piece (torch with expandable_segments)."""
+    """Names a GPU's memory to other processes. Raises WorldError for memory in several allocations, and for such as
+    has no handle, as that of an allocator which maps it piece by piece (torch with expandable_segments)."""
     here = gpus.gpu_at(memory.device)
-    base = here.range_of(memory.address)[0]
+    base, whole = here.range_of(memory.address)
+    if memory.address - base + memory.byte_count > whole:
+        raise WorldError(f"it lies in several allocations, the first has {whole} bytes")
     return Handle("gpu", memory.byte_count, memory.address - base, here.uuid, here.ipc_handle(base))
 
 

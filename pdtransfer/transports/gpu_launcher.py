@@ -20,9 +20,10 @@ from ..kernels.kv_copy import check_copy, kv_copy, prepare
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
 from ..kernels.ring import lanes
 from ..kernels.staging import Staging
+from ..layout.engine_pools import GpuMemory
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout, Plane
-from ..memory.cuda_ipc import Handle, Opened
+from ..memory.cuda_ipc import Handle, Opened, export
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
 PEER_BLOCKS = 16  # of a copy between GPUs, or within one GPU
@@ -189,6 +190,10 @@ class WriterGpu:
 
     def host_unregister(self, address: int) -> None:
         self._gpu.host_unregister(address)
+
+    def export(self, address: int, byte_count: int) -> Handle:
+        """Names this GPU's memory to a process of ours that reads it. Raises WorldError where it has no handle."""
+        return export(GpuMemory(device=self.ordinal, address=address, byte_count=byte_count))
 
     def open(self, handle: bytes) -> Exported:
         """Opens another process's memory of a GPU, for this GPU to write. Raises TransportError where it cannot."""

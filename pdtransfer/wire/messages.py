@@ -208,8 +208,8 @@ class Reach(Struct, array_like=True, frozen=True):
     token: Annotated[bytes, Meta(max_length=32)]  # a secret for one hand-over
     base: Bytes64  # mooncake: the arena's address there
     arena_bytes: Bytes64  # the arena's length
-    # shm: offsets [hbm_base, hbm_base + hbm_bytes) of HBM components are a GPU's memory, which this handle opens: who
-    # can writes there. Empty: nobody can.
+    # Offsets [hbm_base, hbm_base + hbm_bytes) of HBM components are a GPU's memory. shm: this handle opens it, and who
+    # can writes there; mooncake, since v1.8: u64, big-endian, its address there, as `base`. Empty: nobody can.
     hbm_handle: Annotated[bytes, Meta(max_length=HANDLE_BYTES_MAX)] = b""
     hbm_base: Bytes64 = 0  # the offset of HBM components that is the first byte of that memory
     hbm_bytes: Bytes64 = 0  # and how many bytes they have

@@ -17,6 +17,7 @@ from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool, Progress, Slots, State
 from pdtransfer.layout.layout import Layout
+from pdtransfer.memory.cuda_ipc import Handle
 from pdtransfer.serve.tracing.spans import Timeline
 
 _libc = ctypes.CDLL(None)
@@ -198,11 +199,18 @@ class FakeGpu(FakeRegistrar):
         self.asleep = threading.Event()  # it waits for gates
         self.spans: Timeline | None = None
         self.exported: dict[bytes, FakeExported] = {}  # by handle
+        self.named: Handle | None = None  # its memory, for a process of this writer
         self.is_locked: Callable[[], bool] = lambda: True  # whether this writer's lock on the arena is held
         self.launching: Callable[[], None] = lambda: None
         self.waiting: Callable[[], None] = lambda: None
         self.draining: Callable[[], None] = lambda: None
         self.fetching: Callable[[], None] = lambda: None
+
+    def export(self, address: int, byte_count: int) -> Handle:
+        if self.named is None:
+            raise WorldError("GPU 5: cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE")
+        assert mapped(address, byte_count)
+        return self.named
 
     def open(self, handle: bytes) -> FakeExported:
         if handle not in self.exported:

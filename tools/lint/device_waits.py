@@ -44,6 +44,7 @@ _SHELL = "a GPU's own, for those below"
 _START = "before anybody is served"
 _GROWS = "the first time, and each time that twice as much is needed"
 _APART = "a session comes or goes: in a thread beside the writer's loop, or at a start or an end"
+_ENGINES = "in a process of engines, which has a context of its own"
 MAY_WAIT_FOR_A_WHOLE_DEVICE = {
     ("kernels.gpu.Gpu.finish", "cuCtxSynchronize"): _SHELL,
     ("kernels.gpu.Gpu.allocate", "cuMemAlloc"): _SHELL,
@@ -60,6 +61,8 @@ MAY_WAIT_FOR_A_WHOLE_DEVICE = {
         "Gpu.finish",
     ): "a launch of which nobody knows any more if it was made",
     ("transports.gpu_launcher.GpuLauncher.try_out", "Gpu.allocate"): _START,
+    ("transports.engines.card.CudaCard.open", "cuIpcCloseMemHandle"): _ENGINES,
+    ("transports.engines.card_probe.main", "Gpu.allocate"): _ENGINES,
     ("transports.gpu_launcher.GpuLauncher.try_out", "Gpu.free"): _START,
     ("adapters.kit.cache_memory.made_in_one_piece", "empty_cache"): _START,
     ("memory.hbm.Hbm.of_gpu", "Gpu.allocate"): _START,

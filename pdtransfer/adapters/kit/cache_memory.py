@@ -188,13 +188,9 @@ def made_in_one_piece(
 def exported(extent: Extent, device: int) -> bytes:
     """The handle by which processes of this host write a card's memory; empty, with the reason in the log, where they
     cannot."""
-    here, byte_count = gpu_at(device), extent.end - extent.first
+    memory = GpuMemory(device=device, address=extent.first, byte_count=extent.end - extent.first)
     try:
-        base, whole = here.range_of(extent.first)
-        if extent.first - base + byte_count <= whole:
-            return cuda_ipc.export(GpuMemory(device=device, address=extent.first, byte_count=byte_count)).packed
-        why = f"it lies in several allocations, the first has {whole} bytes"
+        return cuda_ipc.export(memory).packed
     except WorldError as error:
-        why = str(error)
-    log.warning("KV cache on GPU %d: no other process can write to it: %s. %s", device, why, _MENDED_BY)
-    return b""
+        log.warning("KV cache on GPU %d: no other process can write to it: %s. %s", device, error, _MENDED_BY)
+        return b""

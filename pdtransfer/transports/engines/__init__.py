@@ -39,8 +39,7 @@ class EngineTransport:
     def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:
         from .arena import EngineArena
 
-        del hbm_direct  # all rows land in the arena
-        return EngineArena(self._library, memory, options.network, lost=lost)
+        return EngineArena(self._library, memory, options.network, hbm_direct=hbm_direct, lost=lost)
 
     def writer(
         self,

@@ -8,13 +8,17 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ...errors import ConfigError, TransportError
 from ...memory.arena_memory import ArenaMemory
+from ...memory.cuda_ipc import Handle
 from ...wire import Reach
 from ..options import Network
+from .cards import CardMemory, CardUse, Span, remembered
 from .library import Library
 from .process import EngineProcess
-from .settings import REACH_KIND, check_host, engines_left
+from .settings import REACH_KIND, check_host, engines_left, packed_address
 
 # Far from where the kernel maps memory of no given place.
 _BASE_FIRST, _BASE_END = 0x1000_0000_0000, 0x5000_0000_0000
@@ -42,13 +46,21 @@ class EngineArena:
         arena: ArenaMemory,
         network: Network,
         *,
+        hbm_direct: bool = True,
         lost: Callable[[int, str], None] = lambda _, __: None,
     ) -> None:
+        """Without `hbm_direct` no writer gets a GPU's memory: all rows land in the arena."""
         arena.use("served")
         self._library = library
         self._arena, self._network, self._lost, self._warned = arena, network, lost, False
         self._sessions: dict[int, _Offered] = {}
         self._ended, self._closing = asyncio.Event(), False
+        self._card = CardUse(
+            library, network, self._hbm_handle if hbm_direct else lambda: None,
+            what="rows of HBM components land in the staging buffer",
+        )  # fmt: skip
+        self._waiting: set[int] = set()  # sessions whose process is started once that is known
+        self._card_used: list[Span] = []  # where the last sessions had it
         places = (_BASE_END - _BASE_FIRST) // _BASE_STEP
         self._next_base = _BASE_FIRST + secrets.randbelow(places) * _BASE_STEP
 
@@ -56,8 +68,11 @@ class EngineArena:
         """Starts a process for this session, with the arena at an address that no earlier one had: writes meant for an
         earlier one are refused. The writer dials the network's host, or else `host`."""
         assert session not in self._sessions, f"session {session:#x} has its engine already"
-        if self._closing:
-            raise TransportError("this arena is closing")
+        self._waiting.add(session)
+        handle = await self._card.handle()
+        if self._closing or session not in self._waiting:
+            raise TransportError("this arena is closing" if self._closing else "the session has ended meanwhile")
+        self._waiting.remove(session)
         taken = sum(offered.process.engines for offered in self._sessions.values())
         engines = engines_left(self._network, taken=taken)
         host = self._network.host or host or "127.0.0.1"
@@ -70,21 +85,31 @@ class EngineArena:
             log.warning(text, *self._network.ports, self._library.open_ports)
             self._warned = True
         base, byte_count = self._place(), self._arena.byte_count
+        card = None if handle is None else CardMemory(handle=handle, used=tuple(self._card_used))
         process = EngineProcess(
             self._library, self._network, host=host, memory=self._arena.fd, byte_count=byte_count, base=base,
-            engines=engines, session=session, died=lambda: self._died(session),
+            engines=engines, card=card, session=session, died=lambda: self._died(session),
         )  # fmt: skip
         offered = self._sessions[session] = _Offered(process)
         port, *others = await process.ready()
         offered.ready = True
         log.debug("session %#x: engine %d listens at %s:%d", session, process.pid, host, port)
-        return Reach(
+        reach = Reach(
             transport=REACH_KIND, host=f"{host}:{port}", address=",".join(map(str, others)), token=b"", base=base,
             arena_bytes=byte_count,
         )  # fmt: skip
+        hbm = self._arena.hbm
+        if card is None or hbm is None:
+            return reach
+        if not (address := process.card_address):
+            self._card.report(process.why_no_card)
+            return reach
+        self._card_used = remembered(self._card_used, (address, address + hbm.byte_count))
+        return replace(reach, hbm_handle=packed_address(address), hbm_base=hbm.base, hbm_bytes=hbm.byte_count)
 
     def revoke(self, session: int) -> None:
         """Ends the session's process: nothing that a writer has sent or will send reaches the arena through it."""
+        self._waiting.discard(session)
         if (offered := self._sessions.get(session)) is not None:
             offered.revoked = True
             offered.process.kill()
@@ -107,6 +132,10 @@ class EngineArena:
         while any(not offered.process.dead for offered in self._sessions.values()):
             self._ended.clear()
             await self._ended.wait()
+
+    def _hbm_handle(self) -> Handle | None:
+        hbm = self._arena.hbm
+        return None if hbm is None or not hbm.handle else Handle.unpack(hbm.handle)
 
     def _died(self, session: int) -> None:
         self._ended.set()

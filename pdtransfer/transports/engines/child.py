@@ -37,9 +37,16 @@ if TYPE_CHECKING or __package__:
 else:
     Turns = _loaded("turns", os.path.join(os.path.dirname(__file__), "..", "turns.py")).Turns
 
-HELLO = struct.Struct("<BB")  # READY or LISTENS and a number of ports, which follow; or NOT_READY, and a text follows
+# READY or LISTENS and a number of ports, which follow, with READY also CARD_AT; or NOT_READY, and a text follows
+HELLO = struct.Struct("<BB")
 PORT = struct.Struct("<H")
 ORDER = struct.Struct("<BxxxIIQQ")  # kind, slot, number of operations, offset of their table in the ring, turn
+CARD = struct.Struct(
+    "<16s64sQQQ"
+)  # of a GPU's memory: its UUID, CUDA's handle, first byte there, bytes, place; see main
+SPAN = struct.Struct("<QQ")  # addresses: first, end
+CARD_AT = struct.Struct("<Q")  # the address of a GPU's memory; 0 where it is not reached, and a text follows
+CARD_PACKET_BYTES_MAX = CARD.size + 4_096 * SPAN.size
 REPLY = struct.Struct("<BxxxI")  # kind, slot; a packet has several
 OPERATION = struct.Struct("<QQQ")  # offset in the ring, or behind its end in the pool; target address; bytes
 
@@ -101,15 +108,18 @@ class Engine(Protocol):
 
 
 def main() -> None:
-    """child.py arena|sender PARENT SOCKET DRIVER PROTOCOL HOST FIRST LAST HELD ENGINES MEMORY BYTES BASE [SENDING...]
+    """child.py arena|sender PARENT SOCKET DRIVER CARD PROTOCOL HOST FIRST LAST HELD ENGINES MEMORY BYTES BASE [SENDING]
 
     DRIVER is the file of the library's ENGINE, whose ports are FIRST to LAST. Where HELD is 1, it reports all ports
     that its engines listen on, and waits for a packet before it goes on.
+    CARD is empty, or the file of the class by which it opens a GPU's memory. The first packet from the parent names
+    that memory, as CARD and SPANs: addresses where it may not lie. An arena serves it besides. A sender has it for its
+    pool, whose offset 0 is `place` bytes before it. Where it is not reached, all works as without.
     SENDING is POOL POOL_BYTES TARGET_BASE TARGET...
     A sender has one engine for each target; the targets are engines of one process that have the same memory. POOL is
     -1 for none. Where not all ENGINES can be started, it works with those that can.
     """
-    role, parent, number, driver, protocol, host, first, last, held, *numbers = sys.argv[1:]
+    role, parent, number, driver, card, protocol, host, first, last, held, *numbers = sys.argv[1:]
     engine_count, memory, byte_count, base, *more = numbers
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -119,6 +129,7 @@ def main() -> None:
     pipe = socket.socket(fileno=int(number))
     try:
         address = _mapped(libc, int(memory), int(byte_count), int(base))
+        reached, place, card_bytes, why = _opened(card, pipe) if card else (0, 0, 0, "")
         start = partial(
             _loaded("driver", driver).ENGINE, host, protocol, (int(first), int(last)), serves=role == "arena"
         )
@@ -127,7 +138,7 @@ def main() -> None:
             return
         if role == "sender":
             pool, pool_bytes, target_base, *targets = more
-            pool_address = _pool(libc, int(pool), int(pool_bytes))
+            pool_address = reached - place if reached else _pool(libc, int(pool), int(pool_bytes))
             lines = _lines(engines, targets, int(target_base))
             for engine in engines:
                 engine.read(address, int(byte_count))
@@ -135,15 +146,42 @@ def main() -> None:
         else:
             for engine in engines:
                 engine.serve(address, int(byte_count))
+            if reached:
+                reached, why = _served(engines, reached, card_bytes)
             serve = partial(_enter, libc, pipe, int(memory), address, int(byte_count))
     except Exception as error:  # noqa: BLE001 (whatever it is, the parent gets it)
         text = f"{type(error).__name__}: {error}" if not isinstance(error, RuntimeError) else str(error)
         pipe.send(HELLO.pack(NOT_READY, 0) + text.encode()[:400])
         return
     ports = b"".join(PORT.pack(engine.port) for engine in engines)
-    pipe.send(HELLO.pack(READY, len(engines)) + ports)
+    pipe.send(HELLO.pack(READY, len(engines)) + ports + CARD_AT.pack(reached) + why.encode()[:400])
     serve()
     os._exit(0)  # destroying an engine takes a second, for nothing
+
+
+_kept: list[Any] = []  # what has a GPU's memory open, as long as this process lives
+
+
+def _opened(path: str, pipe: socket.socket) -> tuple[int, int, int, str]:
+    """Where the GPU's memory is that the parent names, its place and its bytes; 0, and why it is not reached."""
+    packet = pipe.recv(CARD_PACKET_BYTES_MAX)
+    uuid, handle, offset, byte_count, place = CARD.unpack_from(packet)
+    try:
+        card = _loaded("card", path).CARD(uuid)
+        _kept.append(card)
+        return card.open(handle, offset, byte_count, list(SPAN.iter_unpack(packet[CARD.size :]))), place, byte_count, ""
+    except Exception as error:  # noqa: BLE001 (whatever it is, rows need not go to the GPU's memory, or come from it)
+        return 0, place, byte_count, str(error)
+
+
+def _served(engines: list[Engine], address: int, byte_count: int) -> tuple[int, str]:
+    """The address, once all engines serve this memory of a GPU; 0, and why one does not."""
+    try:
+        for engine in engines:
+            engine.serve(address, byte_count)
+    except Exception as error:  # noqa: BLE001 (whatever the library raises)
+        return 0, str(error)
+    return address, ""
 
 
 def _let_go(pipe: socket.socket) -> bool:

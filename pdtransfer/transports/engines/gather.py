@@ -144,8 +144,7 @@ class CopyGatherer:
         job, piece = gather.job, gather.piece
         order = job.order
         if job.straight:
-            gather.runs = job.cut.straight(piece, order.source_slots, order.target_slots)
-            return 0
+            return _plan_straight(gather)
         rows = job.cut.gather(piece, order.source_slots)
         between = rows, self._pool_address, gather.ring.address(gather.slot)
         checksum: int | None = 0
@@ -164,6 +163,13 @@ class CopyGatherer:
         return checksum
 
 
+def _plan_straight(gather: Gather) -> int:
+    """Where a piece leaves the pool, and goes; its slot takes no rows."""
+    job = gather.job
+    gather.runs = job.cut.straight(gather.piece, job.order.source_slots, job.order.target_slots)
+    return 0
+
+
 def _by() -> kernels.NativeCopy:
     """This process's copy, without streaming stores, since what is sent next should be in the cache."""
     return replace(kernels.native(), streams=0)
@@ -179,6 +185,7 @@ class LaunchGatherer:
     def __init__(self, gpu: WriterGpu, pool_address: int, components: dict[str, Component], over: Gathered) -> None:
         self._gpu, self._pool_address, self._components, self._over = gpu, pool_address, components, over
         self._gpu_writer = GpuWriter(gpu.launcher, gpu.spans)
+        self._planner = Copier(1, name="plan")  # of what leaves from the GPU's memory itself, without a launch
 
     def prepare(self, ring: SendRing) -> None:
         prepare_copies(self._gpu)
@@ -189,6 +196,13 @@ class LaunchGatherer:
 
     def add(self, gather: Gather) -> GatherWork:
         job, piece = gather.job, gather.piece
+        if job.straight:
+            plan = CopyWork(
+                turn=(job.order.session, job.order.grant), pieces=iter([(0, partial(_plan_straight, gather))]),
+                cancel=CancelWord(), report=partial(self._over, job),
+            )  # fmt: skip
+            self._planner.add(plan)
+            return plan
         source, ring = job.cut.layouts(piece)
         first = gather.slot * piece.room
         device = self._gpu.ordinal
@@ -210,6 +224,7 @@ class LaunchGatherer:
 
     async def close(self) -> None:
         await self._gpu_writer.close()
+        await self._planner.close()
 
     def _find_runs(self, gather: Gather) -> None:
         """In the thread that launches."""

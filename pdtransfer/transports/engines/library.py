@@ -23,6 +23,12 @@ class Library(Protocol):
         ...
 
     @property
+    def card(self) -> str:
+        """The path of a module whose `CARD` opens a GPU's memory for an engine, as `card.CudaCard` does; empty where no
+        engine of this library is given one. As the driver's module it imports nothing of this package."""
+        ...
+
+    @property
     def by_name_alone(self) -> bool:
         """As Transport.by_name_alone."""
         ...

@@ -17,6 +17,7 @@ from ...errors import TransportError
 from ..options import Network
 from ..port_guard import GuardedPorts, PortGuard
 from . import child
+from .cards import CardMemory
 from .library import Library
 
 _READY_SECONDS = 10.0  # an idle host takes 0.1 s; a peer that does not answer the handshake takes all of it
@@ -57,6 +58,7 @@ class EngineProcess:
         base: int = 0,
         engines: int = 1,
         sending: Sending | None = None,
+        card: CardMemory | None = None,
         session: int = 0,
         received: Callable[[bytes], None] = lambda _: None,
         died: Callable[[], None] = lambda: None,
@@ -72,6 +74,7 @@ class EngineProcess:
         self._guard, self._session, self._dials_itself = network.guard, session, library.dials_itself
         self._guarded: GuardedPorts | None = None
         self.dead = False
+        self.card_address, self.why_no_card = 0, ""  # once it is ready: where it has the GPU's memory, or why not
         self.engines = engines if sending is None else len(sending.targets)  # perhaps fewer once it is ready
         with ExitStack() as undo:
             try:
@@ -90,12 +93,14 @@ class EngineProcess:
                     numbers = self.engines, memory, byte_count, base
                     # By its path: as a module it would import the package first.
                     command = [sys.executable, "-P", child.__file__, role, os.getpid(), theirs.fileno(), library.driver]
+                    command.append(library.card if card is not None else "")
+                    environment = library.environment(network, engines=self.engines, host=dialled)
                     self._process = subprocess.Popen(  # noqa: S603 (our own file)
                         list(map(str, (*command, network.protocol, host, *network.ports, held, *numbers, *more))),
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=self._log if self._log >= 0 else subprocess.DEVNULL,
-                        env=library.environment(network, engines=self.engines, host=dialled),
+                        env=environment if card is None else environment | card.environment,
                         pass_fds=passed,
                     )
                 undo.callback(_end, self._process)
@@ -105,6 +110,8 @@ class EngineProcess:
             undo.pop_all()
         self.pid = self._process.pid
         self._pipe.setblocking(False)
+        if card is not None:
+            self.send(card.packet)  # not as an argument, which every user of this host could read
         self._loop.add_reader(self._pidfd, self._gone)
         self._loop.add_reader(self._pipe, self._readable)
 
@@ -189,7 +196,10 @@ class EngineProcess:
         if kind == child.LISTENS:
             self._listens.set_result(tuple(port for (port,) in child.PORT.iter_unpack(after)))
         elif kind == child.READY:
-            ports = tuple(port for (port,) in child.PORT.iter_unpack(after))
+            count, card_at = packet[1] * child.PORT.size, packet[1] * child.PORT.size + child.CARD_AT.size
+            ports = tuple(port for (port,) in child.PORT.iter_unpack(after[:count]))
+            (self.card_address,) = child.CARD_AT.unpack(after[count:card_at])
+            self.why_no_card = after[card_at:].decode(errors="replace")
             if len(ports) < self.engines:
                 text = (
                     "%d of %d engines could be started in process %d: pdtransfer doctor reports how many ports are left"

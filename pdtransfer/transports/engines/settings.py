@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import struct
 
 from ...errors import ConfigError, TransportError
 from ...limits import ENGINES_A_SESSION, ENGINES_MAX
+from ...wire import Reach
 from ..options import Network
 
 REACH_KIND = "mooncake"  # of every library's Reach: this kind names engines by their ports
+
+_ADDRESS = struct.Struct(">Q")
+_ADDRESS_END = 1 << 62
 
 _ENGINES_MIN, _CORES_AN_ENGINE = 2, 4  # two are faster than one on two cores, too
 
@@ -37,3 +42,21 @@ def engines_left(network: Network, *, taken: int) -> int:
     if taken >= ENGINES_MAX:
         raise TransportError(f"engines: {taken} of {ENGINES_MAX}, one at least for each session")
     return min(network.streams or engines_for(), -(-ENGINES_A_SESSION * (ENGINES_MAX - taken) // ENGINES_MAX))
+
+
+def packed_address(address: int) -> bytes:
+    """The address of a GPU's memory in an engine's process, as Reach.hbm_handle has it."""
+    return _ADDRESS.pack(address)
+
+
+def hbm_address(reach: Reach) -> int:
+    """The address of offset 0 of HBM components for an engine that writes; 0 where their rows land in the arena. Raises
+    TransportError for one that a peer may not name."""
+    if not reach.hbm_handle:
+        return 0
+    if len(reach.hbm_handle) != _ADDRESS.size:
+        raise TransportError(f"hbm_handle: {len(reach.hbm_handle)} bytes, must be {_ADDRESS.size}")
+    first: int = _ADDRESS.unpack(reach.hbm_handle)[0]
+    if not reach.hbm_base < first <= _ADDRESS_END - reach.hbm_bytes:
+        raise TransportError(f"hbm_handle: {reach.hbm_bytes} bytes of a GPU's memory cannot be at {first:#x}")
+    return first - reach.hbm_base

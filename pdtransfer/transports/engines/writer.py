@@ -20,6 +20,7 @@ from ...handoff.slot_allocator import Extents
 from ...layout.checksum import MASK, Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
+from ...memory.cuda_ipc import Handle
 from ...wire import Reach
 from ..base import Ready, Wrote
 from ..component_match import Planes, lines_for, paired
@@ -28,11 +29,12 @@ from ..gpu_launcher import WriterGpu
 from ..options import WriterOptions
 from ..turns import Turns
 from . import child
+from .cards import CardMemory, CardUse
 from .gather import CopyGatherer, Gather, Gatherer, GatherWork, LaunchGatherer, RingJob
 from .library import Library
 from .process import EngineProcess, Sending
 from .ring import Cut, SendRing
-from .settings import REACH_KIND, engines_left
+from .settings import REACH_KIND, engines_left, hbm_address
 
 _PORTS = re.compile(r"([1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*)?")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}:[1-9][0-9]{0,4}")
@@ -60,6 +62,7 @@ class EngineSession:
     lines: dict[Planes, Lines] = field(default_factory=dict[Planes, Lines])
     turns: Turns[RingJob] = field(default_factory=Turns[RingJob])  # by grant, those that are not exhausted
     jobs: dict[int, set[RingJob]] = field(default_factory=dict[int, set[RingJob]])  # not yet reported, by grant
+    hbm: int = 0  # the address there of offset 0 of HBM components; 0: their rows land in the arena
     straight: bool = False  # its process can read the pool
     held: dict[int, int] = field(default_factory=dict[int, int])  # slots, by grant
     batches: dict[int, RingJob] = field(default_factory=dict[int, RingJob])  # those under way, by slot
@@ -89,6 +92,10 @@ class EngineSession:
             pairing = self.pairings[component].within_layers(*layers).fused()
             found = self.cuts[component, layers] = self.gatherer.cut(pairing)
         return found
+
+    def base(self, component: int) -> int:
+        """The address there of offset 0 of a component."""
+        return self.hbm if self.hbm and self.components[component].memory == "hbm" else self.reach.base
 
     def may_take(self, job: RingJob) -> bool:
         """Whether the job's grant may hold one more slot."""
@@ -129,6 +136,9 @@ class EngineWriter:
             if gpu is None
             else LaunchGatherer(gpu, options.pool_address, self._components, self._gathered)
         )
+        self._pool_address, self._gpu = options.pool_address, gpu
+        what = "rows leave from a ring in host memory"
+        self._card = CardUse(library, options.network, self._pool_handle, what=what)
         self._sessions: dict[int, EngineSession] = {}
         self._ending: set[EngineSession] = set()  # unmapped, but not gone
         self._closing = False
@@ -144,18 +154,23 @@ class EngineWriter:
     ) -> int:
         """As WriterTransport. All is ready at once, since decode grants only what it has backed."""
         assert session not in self._sessions, f"session {session:#x} is mapped already"
-        targets, components = targets_of(reach), landing or components
-        pairings = paired(self._components, components, reach.arena_bytes)
+        targets, hbm = targets_of(reach), hbm_address(reach)
+        components = components if hbm else landing or components
+        hbm_end = reach.hbm_base + reach.hbm_bytes if hbm else None
+        pairings = paired(self._components, components, reach.arena_bytes, hbm_end=hbm_end)
         if self._closing:
             raise TransportError("this writer is closing")
-        sessions = (*self._sessions.values(), *self._ending)
-        taken = sum(each.process.engines for each in sessions if each.process is not None)
-        engines = engines_left(self._network, taken=taken)
         mapped = self._sessions[session] = EngineSession(
-            id=session, reach=reach, components=components, pairings=pairings, ring=SendRing(), gatherer=self._gatherer
-        )
-        mapped.straight = self._pool_fd >= 0
+            id=session, reach=reach, components=components, pairings=pairings, ring=SendRing(), gatherer=self._gatherer,
+            hbm=hbm, straight=self._pool_fd >= 0,
+        )  # fmt: skip
         try:
+            handle = await self._card.handle()
+            _check_wanted(mapped)
+            sessions = (*self._sessions.values(), *self._ending)
+            taken = sum(each.process.engines for each in sessions if each.process is not None)
+            engines = engines_left(self._network, taken=taken)
+            card = None if handle is None else CardMemory(handle=handle, place=self._first_byte - self._pool_address)
             pool_bytes = os.fstat(self._pool_fd).st_size if mapped.straight else 0
             process = mapped.process = EngineProcess(
                 self._library, self._network, host="127.0.0.1",
@@ -163,10 +178,14 @@ class EngineWriter:
                 sending=Sending(
                     targets=targets[:engines], base=reach.base, pool=self._pool_fd, pool_bytes=pool_bytes
                 ),
-                session=session, received=lambda packet: self._on_replies(mapped, packet),
+                card=card, session=session, received=lambda packet: self._on_replies(mapped, packet),
                 died=lambda: self._died(mapped),
             )  # fmt: skip
             await process.ready()  # it has met the peer's engines: a ring takes memory only from now on
+            if card is not None:
+                mapped.straight = bool(process.card_address)
+                if not mapped.straight:
+                    self._card.report(process.why_no_card)
             _check_wanted(mapped)
             await asyncio.shield(self._apart(mapped, self._gatherer.prepare, mapped.ring))
             _check_wanted(mapped)
@@ -179,9 +198,22 @@ class EngineWriter:
             raise
         return reach.arena_bytes
 
-    def hbm_direct(self, session: int) -> bool:  # noqa: ARG002
-        """Returns False: all rows land in the arena, and decode copies up those of HBM components."""
-        return False
+    def hbm_direct(self, session: int) -> bool:
+        """As WriterTransport. Where decode's engines do not reach its GPU, all rows land in the arena."""
+        return (mapped := self._sessions.get(session)) is not None and bool(mapped.hbm)
+
+    @property
+    def _first_byte(self) -> int:
+        """The address of the pool's first byte."""
+        layouts = [component.layout for component in self._components.values()]
+        return self._pool_address + min(int(layout.table[:, 3].min()) for layout in layouts)
+
+    def _pool_handle(self) -> Handle | None:
+        """The pool in a GPU's memory, for engines that send from it."""
+        if self._gpu is None or not self._library.reads_pool(self._network):
+            return None
+        end = self._pool_address + max(component.layout.end for component in self._components.values())
+        return self._gpu.export(self._first_byte, end - self._first_byte)
 
     def unmap(self, session: int) -> None:
         """Ends the session's process once its writes have been reported; idempotent."""
@@ -298,7 +330,8 @@ class EngineWriter:
 
     def _send(self, mapped: EngineSession, job: RingJob, gather: Gather) -> None:
         assert mapped.process is not None
-        table, count = mapped.ring.write_table(gather.slot, gather.runs, mapped.reach.base, straight=job.straight)
+        base = mapped.base(job.order.component)
+        table, count = mapped.ring.write_table(gather.slot, gather.runs, base, straight=job.straight)
         if not mapped.batches:
             mapped.last_reply = self._loop.time()
             if mapped.watch is None:
@@ -350,8 +383,8 @@ class EngineWriter:
         if mapped.broken:
             return
         mapped.broken = text
-        assert mapped.process is not None
-        mapped.process.kill()
+        if mapped.process is not None:
+            mapped.process.kill()
         for job in [job for jobs in mapped.jobs.values() for job in jobs]:
             self._fail(mapped, job, text)
             self._settle(mapped, job)

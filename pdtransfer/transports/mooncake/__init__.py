@@ -6,6 +6,7 @@ import os
 
 from ...environment import pip_install
 from ...probe import Probe
+from ..engines import card
 from ..options import Network
 from .settings import environment, why_not
 
@@ -14,6 +15,7 @@ class MooncakeLibrary:
     """A Library."""
 
     name, driver = "mooncake", os.path.join(os.path.dirname(__file__), "driver.py")
+    card = card.__file__
 
     by_name_alone, dials_itself, open_ports = False, False, "can read and write the arena"
 

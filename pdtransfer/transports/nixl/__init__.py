@@ -16,6 +16,7 @@ class NixlLibrary:
     """A Library."""
 
     name, driver = "nixl", os.path.join(os.path.dirname(__file__), "driver.py")
+    card = ""  # no memory but the arena, as below
 
     by_name_alone = True  # over TCP, UCX writes and reads any address of the process that a peer names
     dials_itself = True  # each agent has a connection to itself, for copies that nobody here asks for

@@ -27,6 +27,7 @@ from pdtransfer.kernels import gpu as gpus
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.serve.engine_api import HBM_ALIGNMENT
+from pdtransfer.transports.options import ArenaOptions
 from tests.lab.two_gpu.hbm_prefill import INDEX, KV, PAGE, SLOTS, named, pool_of
 from tests.support.client_pair import Expected, settings, slots_of_pages
 from tests.support.internals import core_of
@@ -108,7 +109,7 @@ class Two:
 
 
 @contextmanager
-def two(devices: tuple[str, str], **options: Any) -> Iterator[Two]:
+def two(devices: tuple[str, str], *, transport: str = "auto", **options: Any) -> Iterator[Two]:
     """Prefill's pool on the first device, decode's HBM, and the GPU that its arena is registered with, the second."""
     ours = device_index(devices[1])
     kv, index = pool_of(KV, name="page_first", page_size=1), pool_of(INDEX, name="page_first")
@@ -125,14 +126,15 @@ def two(devices: tuple[str, str], **options: Any) -> Iterator[Two]:
     fill(hbm)
     own = [named(kv, "kv"), named(index, "index", memory="hbm", base=base)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.lab.two_gpu.hbm_prefill", devices[0]], cwd=REPO,
+        [sys.executable, "-m", "tests.lab.two_gpu.hbm_prefill", devices[0], transport], cwd=REPO,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
     )  # fmt: skip
     try:
         assert process.stdout is not None
         endpoint = process.stdout.readline().strip()
-        with DecodeClient(settings("d"), own, arena, **options) as decode:
+        arena_options = ArenaOptions(transport=transport)
+        with DecodeClient(settings("d"), own, arena, options=arena_options, **options) as decode:
             yield Two(decode, process, endpoint, arena, hbm)
             process.kill()
             process.wait()

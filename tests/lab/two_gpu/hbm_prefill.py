@@ -1,5 +1,5 @@
-"""A prefill client in a process of its own, its pool on the device that argv names, as two_gpu/clients drives it: stdin
-is one command a line. Every slot of either component holds content that is hashed of what it is."""
+"""A prefill client in a process of its own, as two_gpu/clients drives it: argv names the device of its pool, and the
+transport. stdin is one command a line. Every slot of either component holds content that is hashed of what it is."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def send(client: PrefillClient, how: str, room: int, tokens: int) -> None:
 
 
 def main() -> None:
-    device = sys.argv[1] if len(sys.argv) > 1 else "cuda:0"
+    device, transport = sys.argv[1:]
     kv, index = pools()
     whole = torch.from_numpy(np.concatenate([kv.memory, index.memory])).to(device)
     if whole.is_cuda:
         torch.cuda.synchronize(device)
     own = [named(kv, "kv"), named(index, "index", base=len(kv.memory))]
-    writer = WriterOptions(pool_address=whole.data_ptr(), device=device_index(device))
+    writer = WriterOptions(pool_address=whole.data_ptr(), device=device_index(device), transport=transport)
     with PrefillClient(settings("p"), own, writer=writer) as client:
         print(client.endpoint, flush=True)
         while True:

@@ -14,6 +14,10 @@ import torch
 
 from pdtransfer.bounds import device_index
 from pdtransfer.handoff.effects import RoomFailed, RoomReady
+from pdtransfer.memory.cuda_ipc import Handle
+from pdtransfer.transports.engines.cards import why_no_card
+from pdtransfer.transports.mooncake import MooncakeLibrary
+from pdtransfer.transports.options import Network
 from tests.lab.two_gpu.clients import Landed, Two, holds, two
 from tests.lab.two_gpu.hbm_prefill import INDEX, pool_of
 from tests.support.internals import node_of, sessions_of
@@ -23,15 +27,22 @@ ROOMS = ((1, 1), (2, 1_000), (3, 2_111), (4, 64))  # and the tokens of each
 LARGE = 8_000
 
 
+WAYS = pytest.mark.parametrize("way", ["ipc", "mooncake", "copied-up"])
+
+
 @contextmanager
-def both(devices: tuple[str, str], direct: bool) -> Iterator[Two]:
-    """Two clients, the writer of which reaches HBM or not."""
-    if direct and None in map(device_index, devices):
+def both(devices: tuple[str, str], way: str) -> Iterator[Two]:
+    """Two clients, the writer of which reaches HBM itself, by decode's engines, or not."""
+    if way == "mooncake" and (reason := MooncakeLibrary().why_not()):
+        pytest.skip(reason)
+    if None in map(device_index, devices[way == "mooncake" :] if way != "copied-up" else ()):
         pytest.skip("without a GPU no process reaches HBM, or what stands for it, of another one")
-    with two(devices, prefix_cache=False) as it:
+    with two(devices, transport="mooncake" if way == "mooncake" else "auto", prefix_cache=False) as it:
         assert it.arena.hbm is not None
-        if not direct:
+        if way == "copied-up":
             it.arena.hbm.handle = b""
+        if way == "mooncake" and (why := why_no_card(MooncakeLibrary(), Network(), Handle.unpack(it.arena.hbm.handle))):
+            pytest.skip(f"engines do not reach the GPU's memory: {why}")
         yield it
 
 
@@ -40,12 +51,12 @@ def untouched(it: Two) -> bool:
     return holds(torch.from_numpy(it.arena.mapping.array[it.arena.staging_base :]))
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["ipc", "copied-up"])
+@WAYS
 def test_both_components_of_a_room_are_exact_to_the_byte_and_nothing_else_is_touched(
-    devices: tuple[str, str], direct: bool
+    devices: tuple[str, str], way: str
 ) -> None:
-    with both(devices, direct) as it:
-        into = Landed()
+    with both(devices, way) as it:
+        into, direct = Landed(), way != "copied-up"
         for room, tokens in ROOMS:
             it.send(room, tokens, growth=5)
         for room, tokens in ROOMS:
@@ -63,11 +74,11 @@ def test_both_components_of_a_room_are_exact_to_the_byte_and_nothing_else_is_tou
         it.until(lambda: it.core.idle)
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["ipc", "copied-up"])
+@WAYS
 def test_rooms_that_are_aborted_on_the_way_give_slots_back_that_nobody_writes_any_more(
-    devices: tuple[str, str], direct: bool, measured: Callable[[str], None]
+    devices: tuple[str, str], way: str, measured: Callable[[str], None]
 ) -> None:
-    with both(devices, direct) as it:
+    with both(devices, way) as it:
         into = Landed()
         it.send(99, 100)  # a tenant, whose rows stay as they are
         into.add(it.ready(99), 99, 100)
@@ -103,11 +114,11 @@ def wiped(it: Two, into: Landed) -> Callable[[], bool]:
     )
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["ipc", "copied-up"])
+@WAYS
 def test_a_killed_prefills_slots_stay_in_quarantine_until_nobody_writes_them(
-    devices: tuple[str, str], direct: bool, measured: Callable[[str], None]
+    devices: tuple[str, str], way: str, measured: Callable[[str], None]
 ) -> None:
-    with both(devices, direct) as it:
+    with both(devices, way) as it:
         into = Landed()
         it.send(1, 100)
         into.add(it.ready(1), 1, 100)
@@ -116,12 +127,12 @@ def test_a_killed_prefills_slots_stay_in_quarantine_until_nobody_writes_them(
         it.wait_for_line("Leased 2")
         killed = time.monotonic()
         it.process.send_signal(signal.SIGKILL)
-        shm = node_of(it.decode).transport._made["shm"]
+        offered = node_of(it.decode).transport._made["mooncake" if way == "mooncake" else "shm"]
 
         def fenced() -> bool:
             if it.free != free:
                 return False
-            assert all(shm.quiet(each) for each in list(sessions_of(shm))), "its lock is held, and its slots are free"
+            assert all(offered.quiet(each) for each in list(sessions_of(offered))), "its slots are free too early"
             return True
 
         it.until(fenced)

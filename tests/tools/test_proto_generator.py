@@ -96,7 +96,7 @@ def test_a_meaning_of_several_lines_stands_in_the_tables_whole():
     meanings = {field["name"]: field["meaning"] for field in [*begin["fields"], *reach["fields"]]}
     assert meanings["peers"].startswith("To decode: endpoints")
     assert meanings["peers"].endswith("by their nodes' names.")
-    assert meanings["hbm_handle"].startswith("shm: offsets [hbm_base")
+    assert meanings["hbm_handle"].startswith("Offsets [hbm_base")
     for table in [*SCHEMA["messages"], *SCHEMA["structs"]]:
         for text in [table["meaning"], *(field["meaning"] for field in table["fields"])]:
             assert text, table["name"]

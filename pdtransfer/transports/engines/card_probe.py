@@ -1,8 +1,8 @@
 """card_probe.py DRIVER CARD UUID PROTOCOL FIRST LAST: tries whether engines read and write a GPU's memory.
 
 Two engines of the library in DRIVER send some bytes of the GPU to itself, over `PROTOCOL` and ports FIRST to LAST. The
-last line on stderr is the reason where they do not arrive. It is started by its path, as an engine's process is, since a build
-without CUDA may crash.
+last line on stderr is the reason where they do not arrive. It is started by its path, as an engine's process is, since
+a build without CUDA may crash.
 """
 
 from __future__ import annotations

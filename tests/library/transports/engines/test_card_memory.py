@@ -245,7 +245,7 @@ async def test_a_fence_of_decode_in_mid_transfer_leaves_the_card_as_it_is() -> N
 
 @on_loop
 async def test_a_pool_that_an_engine_reads_ends_its_write_only_with_the_engine() -> None:
-    """The GPU's memory is read by another process: a write is over once its status is known, or that process is dead."""
+    """The GPU's memory is read by another process: a write is over once its status is known, or that is dead."""
     async with card_pair() as it:
         await it.map()
         engine = sessions_of(it.writer)[SESSION].process

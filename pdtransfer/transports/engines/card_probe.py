@@ -15,7 +15,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 _BYTES = 1 << 20  # several of the pieces that a library copies at a time
-_SECONDS = 10.0
+_SECONDS = 20.0
 _LOOK_S = 0.001
 
 

@@ -16,7 +16,7 @@ from ..options import Network
 from . import card_probe, child
 from .library import Library
 
-_PROBE_SECONDS = 20.0  # a CUDA context takes seconds on a host of many GPUs
+_PROBE_SECONDS = 30.0  # a CUDA context takes seconds on a host of many GPUs
 _TEXT_BYTES_MAX = 300
 _USED_BYTES_MAX = 4 << 40  # of addresses that are not used again: those of the last sessions
 

@@ -198,34 +198,39 @@ def test_prefill_may_have_several_stages(checkpoints: Checkpoints, tmp_path: Pat
         assert rooms(prefill)["sent"] == 2 * (len(LENGTHS) + 1), "each stage counts for itself"
 
 
-def test_decode_may_have_several_stages(checkpoints: Checkpoints, tmp_path: Path, llama: Family) -> None:
-    """Each stage receives its own layers: of a prefill engine that has all of them, and of one with stages."""
+@pytest.mark.parametrize("prefill_stages", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_decode_may_have_several_stages(
+    prefill_stages: int, checkpoints: Checkpoints, tmp_path: Path, llama: Family
+) -> None:
+    """Each stage receives its own layers: of a prefill engine that has all of them, and of one with stages, which keep
+    seven processes busy with those of the other tests."""
     good, single = llama
-    both = {"kv_transfer_config": transfer("kv_both", verify=True, time_left_s=TIME_LEFT_S)}
-    options = CHUNKS | STAGES | both
     with ExitStack() as stack:
-        decode, prefill = (
-            stack.enter_context(VllmEngine(checkpoints.path("llama"), tmp_path / f"{name}.log", **options))
-            for name in ("decode", "prefill")
-        )
-        one, staged = VllmPair(good.prefill, decode), VllmPair(prefill, decode)
-        received = 0
-        for pair, orders in ((one, ["serial", "decode first"]), (staged, ["serial"])):
-            pair.ready()
-            for order in orders:
-                asked = prompts(*LENGTHS, seed=len(order))
-                made = handed_over(pair, asked, order=order)
-                assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
-            pair.settles()
-            received += 2 * (len(orders) * len(LENGTHS) + 1)
-            assert rooms(decode) == {"received": received}, "each stage counts for itself"
+
+        def start(role: str, **extra: Any) -> VllmEngine:
+            config = {"kv_transfer_config": transfer(role, time_left_s=TIME_LEFT_S, **extra)}
+            log = tmp_path / f"{role}.log"
+            return stack.enter_context(VllmEngine(checkpoints.path("llama"), log, **CHUNKS | STAGES | config))
+
+        decode = start("kv_consumer", verify=True)
+        pair = VllmPair(good.prefill if prefill_stages == 1 else start("kv_producer"), decode)
+        pair.ready()
+        # Proxies that ask decode first know the first rank's port alone, and expect the others behind it.
+        orders = ["serial", "decode first"] if prefill_stages == 1 else ["serial"]
+        for order in orders:
+            asked = prompts(*LENGTHS, seed=len(order))
+            made = handed_over(pair, asked, order=order)
+            assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
+        pair.settles()
+        received = 2 * (len(orders) * len(LENGTHS) + 1)
+        assert rooms(decode) == {"received": received}, "each stage counts for itself"
         [prompt] = prompts(200, seed=26)
-        one.begin_decode(prompt, one.label(), tokens=TOKENS, request="gone")
-        settles(lambda: decode.state()["requests"], 1)
+        pair.begin_decode(prompt, pair.label(), tokens=TOKENS, request="gone")
+        settles(lambda: decode.state()["free_blocks"] < pair.blocks["decode"], True)
         decode.abort("gone")
-        one.settles()
+        pair.settles()
         settles(lambda: rooms(decode), {"received": received, "failed": 2})
-        assert one.serial(prompt, tokens=TOKENS).tokens == single.generate([prompt], tokens=TOKENS)[0]
+        assert pair.serial(prompt, tokens=TOKENS).tokens == single.generate([prompt], tokens=TOKENS)[0]
 
 
 def test_prompts_that_either_engine_has_cached_cross_in_part(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def engines(prefill_stages: int, decode_stages: int) -> Iterator[Engines]:
             components = described(cache[layers], base, layers.start, ranks)
             client = PrefillClient(settings("p", ranks), components.components, writer=WriterOptions(pool_address=base))
             stack.enter_context(client)
-            made.prefill.append(WorkerSide(pools=components, prefill=client, decode=None, time_left_s=20.0))
+            made.prefill.append(WorkerSide(pools=components, prefill=client, decode=None, time_left_s=60))
             made.sources.append(client.endpoint)
         for ranks, layers in parts(decode_stages):
             shape: Any = cache[layers].shape
@@ -103,7 +103,7 @@ def engines(prefill_stages: int, decode_stages: int) -> Iterator[Engines]:
                 settings("d", ranks), components.components, arena, engine_slots=True, prefix_cache=False, verify=True
             )
             stack.enter_context(client)
-            made.decode.append(WorkerSide(pools=components, prefill=None, decode=client, time_left_s=20.0))
+            made.decode.append(WorkerSide(pools=components, prefill=None, decode=client, time_left_s=60))
             made.targets.append(target)
             made.received.append(set())
             made.failed.append(set())

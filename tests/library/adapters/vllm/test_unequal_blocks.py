@@ -113,7 +113,7 @@ def engines(decode_size: int, *prefill_sizes: int) -> Iterator[tuple[Decode, lis
             writer = WriterOptions(pool_address=cache.ctypes.data)
             client = PrefillClient(settings(f"p{index}"), made.components, writer=writer, replicas=made.replicas)
             stack.enter_context(client)
-            prefills.append(Prefill(cache, client, WorkerSide(pools=made, prefill=client, decode=None, time_left_s=20)))
+            prefills.append(Prefill(cache, client, WorkerSide(pools=made, prefill=client, decode=None, time_left_s=60)))
         shape = LAYERS, BLOCKS, HEADS, decode_size, 2 * SIZE
         arena = ArenaMemory.create(4 * int(np.prod(shape)))
         target = np.frombuffer(arena.mapping.view, np.float32, int(np.prod(shape))).reshape(shape)
@@ -123,7 +123,7 @@ def engines(decode_size: int, *prefill_sizes: int) -> Iterator[tuple[Decode, lis
             verify=True,
         )  # fmt: skip
         stack.enter_context(client)
-        yield Decode(target, client, WorkerSide(pools=made, prefill=None, decode=client, time_left_s=20)), prefills
+        yield Decode(target, client, WorkerSide(pools=made, prefill=None, decode=client, time_left_s=60)), prefills
 
 
 def received(decode: Decode, prefills: list[Prefill], *names: str) -> None:

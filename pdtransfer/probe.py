@@ -33,19 +33,19 @@ class Probe:
     required: bool = False  # a failed probe counts as missing
 
 
-def ok(found: str) -> Seen:
+def ok(text: str) -> Seen:
     """No problem."""
-    return Seen("ok", found)
+    return Seen("ok", text)
 
 
-def warn(found: str, mend: str) -> Seen:
+def warn(text: str, mend: str) -> Seen:
     """A problem that pdtransfer works around."""
-    return Seen("warn", found, mend)
+    return Seen("warn", text, mend)
 
 
-def missing(found: str, mend: str) -> Seen:
+def missing(text: str, mend: str) -> Seen:
     """A required feature is missing."""
-    return Seen("missing", found, mend)
+    return Seen("missing", text, mend)
 
 
 def read(path: Path) -> str:

@@ -182,14 +182,14 @@ class Bus:
         """Whether two dialled endpoints lead to one process, if both report that they do. With keys both have its key.
         Without keys, on loopback, any user may listen and claim to be another: there both connections must end at one
         address, which the kernel vouches for. Beyond loopback an operator has insisted on trust."""
-        one, other = self._dialled.get(first), self._dialled.get(second)
-        if one is None or other is None or self._keys is not None or self._insecure:
-            return one is not None and other is not None and one.server_key == other.server_key
-        addresses = one.address, other.address
+        dialled, other = self._dialled.get(first), self._dialled.get(second)
+        if dialled is None or other is None or self._keys is not None or self._insecure:
+            return dialled is not None and other is not None and dialled.server_key == other.server_key
+        addresses = dialled.address, other.address
         if not all(addresses):
             return False
         if any(map(is_loopback_host, addresses)):
-            return (one.address, one.port) == (other.address, other.port)
+            return (dialled.address, dialled.port) == (other.address, other.port)
         return True
 
     def _evict_unreachable(self) -> bool:

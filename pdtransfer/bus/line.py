@@ -112,11 +112,11 @@ class SessionLine:
             self._unread_since = now
         return (now - self._unread_since) * 1e3 < self._limits.line_unread_ms
 
-    def _queued(self, what: int) -> int:
+    def _queued(self, queue: int) -> int:
         """Bytes that the kernel holds of one direction, as it counts them."""
         count = array.array("i", [0])
         try:
-            fcntl.ioctl(self._socket, what, count)
+            fcntl.ioctl(self._socket, queue, count)
         except OSError:  # ended: then the reader finds that
             return 0
         return count[0]

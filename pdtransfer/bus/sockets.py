@@ -305,9 +305,9 @@ class Sweep:
         self._left: list[int] = []
         self._cpu_s = self._checked_s = 0.0
 
-    def backlogged(self, known: set[bytes], *, unread_bytes_max: int) -> Iterator[TcpConnection]:
-        """Checks the next _SWEEP descriptors; yields those whose cookies are not in `known`. Costs nothing while
-        idle."""
+    def backlogged(self, cookies: set[bytes], *, unread_bytes_max: int) -> Iterator[TcpConnection]:
+        """Checks the next _SWEEP descriptors; yields those whose cookies are not in `cookies`. Costs nothing
+        while idle."""
         cpu_s, now_s = time.process_time(), time.monotonic()
         busy = (cpu_s - self._cpu_s) / max(1e-9, now_s - self._checked_s)
         self._cpu_s, self._checked_s = cpu_s, now_s
@@ -323,7 +323,7 @@ class Sweep:
             if (received_bytes(fd) or 0) <= unread_bytes_max or _port_of(fd) != self._port:
                 continue
             tcp = TcpConnection.of(fd, curve=False)
-            if tcp is not None and tcp.cookie not in known:
+            if tcp is not None and tcp.cookie not in cookies:
                 yield tcp
 
 

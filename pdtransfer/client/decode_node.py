@@ -347,7 +347,7 @@ class DecodeNode:
         except WorldError as error:
             log.error("%s", error)
             self._backing = None
-            for session in [each for each in self.core.prefill_peers.sessions if self._lands_here(each)]:
+            for session in [session for session in self.core.prefill_peers.sessions if self._lands_here(session)]:
                 self._unoffered(session, str(error))
 
     def _keep_line(self, session: int, line: socket.socket) -> None:

@@ -98,9 +98,9 @@ class Admission:
         """The first room of the queue; None if the queue is empty."""
         return next(iter(self._queue), None)
 
-    def admit(self, now: float, held: Holding | None = None) -> Holding | None:
+    def admit(self, now: float, chosen: Holding | None = None) -> Holding | None:
         """Leases slots for the head of the queue, which leaves it; None while it must wait. The queue must not be
-        empty. `held`: the slots that the head has already, since its engine chose them."""
+        empty. `chosen`: the slots that the head has already, since its engine chose them."""
         room, demand = next(iter(self._queue.items()))
         if self._stuck and self._stuck == self._found(demand):
             return None  # Spares a new search for a long prompt with every message that arrives while it waits.
@@ -110,7 +110,7 @@ class Admission:
         over = self.inflight_bytes + inflight_bytes > self._limits.inflight_bytes_max
         holding = None
         if not over or not self.inflight_bytes:  # a request alone may exceed the bound, or it would wait forever
-            holding = held or self._cache.allocate(demand.rows, blocks, queried=len(demand.keys))
+            holding = chosen or self._cache.allocate(demand.rows, blocks, queried=len(demand.keys))
         if holding is None:
             self._stuck = self._found(demand)
             return None

@@ -214,9 +214,9 @@ class PrefixCache:
         self.evicted_blocks += count
 
     @staticmethod
-    def _extents(blocks: Sequence[Block], component: int, own: Extents) -> Extents:
+    def _extents(blocks: Sequence[Block], component: int, extents: Extents) -> Extents:
         """All rows of a component in order."""
-        return np.concatenate([_joined(run for block in blocks for run in block.runs[component]), own])
+        return np.concatenate([_joined(run for block in blocks for run in block.runs[component]), extents])
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Extents:

@@ -57,10 +57,10 @@ def wrong_fields(theirs: Identity, ours: Identity, components: Sequence[Componen
         wrong += [
             (
                 f"holds[{index}].{axis}_end",
-                f"{axis}s {text_of([claimed])} of {claim.component!r}, which has {text_of([held])}",
+                f"{axis}s {text_of([claimed])} of {claim.component!r}, which has {text_of([actual])}",
             )
-            for axis, claimed, held in bounds
-            if claimed[0] < held[0] or claimed[1] > held[1]
+            for axis, claimed, actual in bounds
+            if claimed[0] < actual[0] or claimed[1] > actual[1]
         ]
     return wrong
 

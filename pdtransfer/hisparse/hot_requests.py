@@ -232,9 +232,9 @@ class HotRequests:
             self._scheduler.retract(room, after=self._pool.fence())
         for placement in turn.place:
             room = placement.request
-            what, loaded = ("preload", placement.tokens) if placement.preload else ("place", 0)
+            verb, loaded = ("preload", placement.tokens) if placement.preload else ("place", 0)
             with self._spans.span(
-                "swap-in", f"{what} {placement.tokens} tokens", room=room, byte_count=loaded * self._row_bytes
+                "swap-in", f"{verb} {placement.tokens} tokens", room=room, byte_count=loaded * self._row_bytes
             ):
                 self._pool.start(placement.row, self._slots[room], placement.tokens, placement.device_slots)
             self._placed[room] = placement

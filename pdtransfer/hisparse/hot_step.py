@@ -25,14 +25,14 @@ class HotStep:
         self._host[:rows] = -1
         inputs = self._inputs = self._host.to(device)
         # Replayed graphs read these. `like` has the request that each one of a filled up pass repeats.
-        own, lengths, real = inputs[:rows], inputs[rows : 2 * rows], inputs[-1:]
+        requests, lengths, real = inputs[:rows], inputs[rows : 2 * rows], inputs[-1:]
         self._like = inputs[2 * rows : -1]
         self._newest_filled = torch.zeros(rows, dtype=torch.int32, device=device)
         self._picks = torch.full((rows, top), -1, dtype=torch.int32, device=device)
-        self._newest = Replayed(lambda: pool.newest(own, lengths, real=real), device)
-        self._store = Replayed(lambda: pool.store(own, lengths, real=real), device)
+        self._newest = Replayed(lambda: pool.newest(requests, lengths, real=real), device)
+        self._store = Replayed(lambda: pool.store(requests, lengths, real=real), device)
         self._swap_in = [
-            Replayed(lambda group=group: pool.swap_in(group, self._picks, lengths, own, real=real), device)
+            Replayed(lambda group=group: pool.swap_in(group, self._picks, lengths, requests, real=real), device)
             for group in range(groups)
         ]
         self._requests, self._filled = 0, False

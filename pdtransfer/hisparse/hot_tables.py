@@ -94,8 +94,8 @@ class HotTables:
         slots[count : count + places] = device_slots[:-1]
         self._used.add(row)
         source: Any = self._device_address + row * slots.nbytes if self._device_address else slots
-        own = int(device_slots[-1])
-        self.assign(row, source, host_count=count, places=places, own=own, direct=direct, stream=stream)
+        own_slot = int(device_slots[-1])
+        self.assign(row, source, host_count=count, places=places, own_slot=own_slot, direct=direct, stream=stream)
         if self._events:
             self._events[row].record(stream)
 
@@ -104,10 +104,10 @@ class HotTables:
         if row in self._used:
             self._used.discard(row)
             source: Any = self._device_address or self._input[row]
-            self.assign(row, source, host_count=0, places=0, own=-1, direct=False, stream=stream)
+            self.assign(row, source, host_count=0, places=0, own_slot=-1, direct=False, stream=stream)
 
     def assign(
-        self, row: int, source: Any, *, host_count: int, places: int, own: int, direct: bool, stream: int = 0
+        self, row: int, source: Any, *, host_count: int, places: int, own_slot: int, direct: bool, stream: int = 0
     ) -> None:
         """Assigns `row` to a request, or frees it if `host_count` is 0, which keeps `held` and `refused`.
 
@@ -116,19 +116,19 @@ class HotTables:
         otherwise the buffer is empty.
         """
         if self._gpu is None:
-            self._assign_on_cpu(row, source, host_count, places, own, direct)
+            self._assign_on_cpu(row, source, host_count, places, own_slot, direct)
             return
         argument = self.argument
         argument.row, argument.sent, argument.host_count, argument.places = row, source, host_count, places
-        argument.own, argument.direct = own, direct
+        argument.own, argument.direct = own_slot, direct
         self._gpu.launch("hot_row", argument, blocks=_ROW_BLOCKS, threads=_ROW_THREADS, stream=stream)
 
-    def _assign_on_cpu(self, row: int, source: Any, host_count: int, places: int, own: int, direct: bool) -> None:
+    def _assign_on_cpu(self, row: int, source: Any, host_count: int, places: int, own_slot: int, direct: bool) -> None:
         self.host_slots[row, :host_count] = source[:host_count]
         self.host_slots[row, host_count:] = -1
         self.hot_slots[row, :places] = source[host_count : host_count + places]
         self.hot_slots[row, places:] = -1
-        self.own_slots[row] = own
+        self.own_slots[row] = own_slot
         if not host_count:
             return
         self.refused[row] = 0
@@ -213,13 +213,13 @@ def _newest_on_cpu(
     row_count, length = hot.host_slots.shape
     device[:], host[:] = spare, -1
     requests = np.arange(len(positions))
-    known = requests[(requests < real) & (rows >= 0) & (rows < row_count)]
-    row, position = rows[known], positions[known]
+    requested = requests[(requests < real) & (rows >= 0) & (rows < row_count)]
+    row, position = rows[requested], positions[requested]
     inside = (position >= 0) & (position < length)
     host_slots = np.where(inside, hot.host_slots[row, np.where(inside, position, 0)], -1)
     placed = inside & (position < hot.hot_slots.shape[1])
     device_slots = own_slots[row]
     device_slots[placed] = hot.hot_slots[row[placed], position[placed]]
     valid = inside & (host_slots >= 0) & (device_slots >= 0)
-    device[known[valid]], host[known[valid]] = device_slots[valid], host_slots[valid]
+    device[requested[valid]], host[requested[valid]] = device_slots[valid], host_slots[valid]
     np.add.at(refused, row[~valid], 1)

@@ -83,15 +83,15 @@ class Scheduler:
     def offer(self, request: int, host_slots: Int64s, *, tokens: int, growth: int) -> None:
         """Queues a request that has landed. One whose logical tokens were reserved before is always taken. Raises
         CapacityError for one that could never run, and with a `retry_ms` if the queue is full."""
-        known = self.coordinator.state(request)
-        if request in self._newcomers or known not in (None, SparseRequest.RESERVED):
+        state = self.coordinator.state(request)
+        if request in self._newcomers or state not in (None, SparseRequest.RESERVED):
             raise LocalProtocolError(f"request {request} is here already")
-        if known is None and self.full:
+        if state is None and self.full:
             most = self._limits.hisparse_queue_max
             raise CapacityError("queue entries", wanted=most + 1, available=most, retry_ms=self.retry_ms)
         self.coordinator.capacity.check(tokens=tokens, growth=growth)
         self.coordinator.capacity.check_host(host_slots, tokens=tokens + growth)
-        if known is None:
+        if state is None:
             self._newcomers[request] = _Newcomer(tokens, growth, host_slots)
             self._reserve()
         elif self.coordinator.alloc_logical_only(request, tokens=tokens, growth=growth):
@@ -120,8 +120,8 @@ class Scheduler:
         wanted = set(running)
         retract = [request for request in self._placed if request not in wanted]
         missing = [request for request in running if request not in self._placed]
-        found = [self._place(request) for request in missing if request in self._queue]
-        place = [placement for placement in found if placement is not None]
+        placements = [self._place(request) for request in missing if request in self._queue]
+        place = [placement for placement in placements if placement is not None]
         if len(place) < len(missing) and not (place or retract or self.coordinator.returning):
             raise WorldError(f"request {missing[0]} runs on the leader of this group, and cannot here")
         return SparseTurn(released=released, retract=retract, place=place)

@@ -231,18 +231,18 @@ class _Swap(NamedTuple):
 
 def _swap(hot: HotBuffers, row: int, top: Any, inside: Any, slots: Any) -> _Swap:
     """Swaps for a request longer than the buffer, and writes its device slots to `slots`."""
-    places, held, order = hot.hot_slots[row], hot.held[row], hot.order[row].copy()
+    places, positions, order = hot.hot_slots[row], hot.held[row], hot.order[row].copy()
     distinct, first = np.unique(top[inside], return_index=True)
     distinct = distinct[np.argsort(first)]
-    hit = np.isin(held[order], distinct) & (held[order] >= 0)
-    unused, missing = order[~hit], distinct[~np.isin(distinct, held)]
+    hit = np.isin(positions[order], distinct) & (positions[order] >= 0)
+    unused, missing = order[~hit], distinct[~np.isin(distinct, positions)]
     swapped_in = missing[: len(unused)]
     victims = unused[: len(swapped_in)]
-    held[victims] = swapped_in
+    positions[victims] = swapped_in
     hot.order[row] = np.concatenate((unused[len(swapped_in) :], order[hit], victims))
     place_of = np.full(hot.host_slots.shape[1] + 1, -1, np.int64)  # the last element is for positions outside
-    filled = held >= 0
-    place_of[held[filled]] = np.flatnonzero(filled)
+    filled = positions >= 0
+    place_of[positions[filled]] = np.flatnonzero(filled)
     place = place_of[np.where(inside, top, -1)]
     slots[:] = np.where(place >= 0, places[place], -1)
     copies = np.stack((hot.host_slots[row, swapped_in], places[victims])).astype(np.int64)

@@ -102,7 +102,7 @@ def copy(
         return checksum_ if kernels.copy(plan, source_address, target_address, cancel=cancel) else None
     table, runs, total = plan.pairing.table, plan.runs, ctypes.c_uint64(0)
     assert runs.dtype == table.dtype == lines.table.dtype == np.int64
-    assert all(each.flags.c_contiguous for each in (runs, table, lines.table, lines.seeds))
+    assert all(array.flags.c_contiguous for array in (runs, table, lines.table, lines.seeds))
     complete = by.copy(
         lines.table.ctypes.data, len(lines.table), lines.seeds.ctypes.data, lines.page_size, source_address,
         lines.woven, by.wide, first_row, max(1, _SLICE_BYTES // max(1, plan.pairing.row_bytes)),
@@ -120,7 +120,7 @@ def _with_numpy(lines: Lines, runs: Int64s, address: int, cancel: CancelWord) ->
             return None
         counts = piece[:, 2]
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        slots, numbers = (np.repeat(piece[:, at], counts) + within for at in (0, 1))
+        slots, numbers = (np.repeat(piece[:, column], counts) + within for column in (0, 1))
         for base, page_stride, row_stride, heads, head_bytes, first in lines.table.tolist():
             for head in range(heads):
                 plane = [base + head * head_bytes, page_stride, row_stride]

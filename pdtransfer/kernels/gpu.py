@@ -315,7 +315,7 @@ class Gpu:
         with self._lock_words:
             if not self._words:
                 host, device = self._pinned(_PAGE_BYTES)
-                self._words = [(host + at, device + at) for at in range(0, _PAGE_BYTES, _WORDS_BYTES)]
+                self._words = [(host + offset, device + offset) for offset in range(0, _PAGE_BYTES, _WORDS_BYTES)]
             return self._words.pop()
 
     def _pinned(self, byte_count: int) -> tuple[int, int]:

@@ -143,15 +143,20 @@ def by_pages(copy: CheckedCopy) -> tuple[CheckedCopy, CheckedCopy | None] | None
     end = first + (copy.rows - first) // size * size
     if end <= first:
         return None
-    pages = [each[first:end].reshape(-1, size) for each in slots]
-    if any((each != each[:, :1] // size * size + np.arange(size)).any() for each in pages):
+    pages = [side_slots[first:end].reshape(-1, size) for side_slots in slots]
+    if any((side_pages != side_pages[:, :1] // size * size + np.arange(size)).any() for side_pages in pages):
         return None
     whole = [
-        side._replace(listed=each[:, 0] // size, wide=True, granule=size, entries=len(each), limit=side.limit // size)
-        for side, each in zip(sides, pages, strict=True)
+        side._replace(
+            listed=side_pages[:, 0] // size, wide=True, granule=size, entries=len(side_pages), limit=side.limit // size
+        )
+        for side, side_pages in zip(sides, pages, strict=True)
     ]
-    left = [np.concatenate((each[:first], each[end:])) for each in slots]
-    rest = [side._replace(listed=each, wide=True, entries=len(each)) for side, each in zip(sides, left, strict=True)]
+    left = [np.concatenate((side_slots[:first], side_slots[end:])) for side_slots in slots]
+    rest = [
+        side._replace(listed=side_slots, wide=True, entries=len(side_slots))
+        for side, side_slots in zip(sides, left, strict=True)
+    ]
     of_pages = copy._replace(target_side=whole[0], source_side=whole[1], rows=end - first)
     others = copy._replace(target_side=rest[0], source_side=rest[1], rows=len(left[0]))
     return of_pages, others if others.rows else None
@@ -242,13 +247,13 @@ class Launch(NamedTuple):
 
 
 def launch_of(
-    target: Pool, source: Pool, target_side: Side, source_side: Side, rows: int, *, known: bool = True
+    target: Pool, source: Pool, target_side: Side, source_side: Side, rows: int, *, count_known: bool = True
 ) -> Launch:  # fmt: skip
-    """Builds the kernel's argument. `known`: `rows` is the count, not an upper bound."""
+    """Builds the kernel's argument. `count_known`: `rows` is the count, not an upper bound."""
     assert rows < 1 << 31, "the kernel counts with 32 bits"
     pairing = pairing_of(source.layout, target.layout)
     granule = source_side.granule
-    pages = granule == target_side.granule > 1 and known and rows % granule == 0
+    pages = granule == target_side.granule > 1 and count_known and rows % granule == 0
     whole = pages and granule_of(pairing, granule) == granule
     step = granule if whole else 1
     pairs = _pairs(target, source, step)
@@ -290,7 +295,9 @@ def _prepare_launch(
     target, source = copy.target, copy.source
     assert target.device is not None
     gpu = gpu_at(target.device)
-    launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, known=isinstance(count, int))
+    launch = launch_of(
+        target, source, copy.target_side, copy.source_side, copy.rows, count_known=isinstance(count, int)
+    )
     argument = launch.argument
     argument.count_at = 0 if isinstance(count, int) else _count_address(count)
     if cancel is not None:
@@ -402,9 +409,9 @@ def lanes_of(pairs: Int64s, *, far: bool) -> int:
     return max(at_once, _lanes(byte_count, _UNIT_BYTES, _LINE_BYTES // _UNIT_BYTES))
 
 
-def _lanes(byte_count: int, each: int, most: int) -> int:
-    """The least power of two of lanes of `each` bytes that hold `byte_count`, at most `most`."""
-    return min(most, 1 << (-(-byte_count // each) - 1).bit_length())
+def _lanes(byte_count: int, lane_bytes: int, most: int) -> int:
+    """The least power of two of lanes of `lane_bytes` bytes that hold `byte_count`, at most `most`."""
+    return min(most, 1 << (-(-byte_count // lane_bytes) - 1).bit_length())
 
 
 def pair_major(pairs: Int64s, *, base: int, stride: int) -> bool:
@@ -459,7 +466,7 @@ class PlannedCopy:
                 raise LocalProtocolError(f"pools: the target is not on a GPU, the source is on GPU {source.device}")
             return
         copy = check_copy(target, source, target_slots, source_slots, len(target_slots) if counts is None else counts)
-        launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, known=False)
+        launch = launch_of(target, source, copy.target_side, copy.source_side, copy.rows, count_known=False)
         self._argument = launch.argument
         self._argument.pairs = self._gpu.tables.acquire(launch.key, launch.pairs)
         self._key = launch.key
@@ -481,7 +488,7 @@ class PlannedCopy:
                 self._gpu.launch("kv_copy", self._argument, blocks=self._blocks, threads=THREADS, stream=stream)
             return
         count = rows if self._counts is None else min(rows, int(self._counts[0]))
-        targets, sources = (each[:count] for each in self._slots)
+        targets, sources = (slots[:count] for slots in self._slots)
         valid = np.flatnonzero((targets >= 0) & (sources >= 0))
         kv_copy(*self._pools, targets[valid], sources[valid], len(valid))
 

@@ -65,8 +65,8 @@ def load_to_device_per_layer(
             kv_copy(target, source, device_slots, host_slots, count)
         return dict.fromkeys(_by_layer(device_pool), Fired())
     gpu, events = gpu_at(device_pool.device), dict[int, LayerFence]()
-    known = copy.known
-    uploaded = None if not count or not known else _UploadedSlots(gpu, copy, stream)
+    count_known = copy.known
+    uploaded = None if not count or not count_known else _UploadedSlots(gpu, copy, stream)
     target_slots, source_slots = (device_slots, host_slots) if uploaded is None else (uploaded.target, uploaded.source)
     try:
         for (layer, target), source in parts:

@@ -60,13 +60,13 @@ def prepare(
 ) -> Callable[[], None]:  # fmt: skip
     """Prepares `push` and returns a function that queues it, which may be called once. `staging` as for kv_copy."""
     copy = check_copy(target, source, target_slots, source_slots, count)
-    known = isinstance(count, int) and copy.known
-    if backend == "spare" and known and (work := _spare(copy)) is not None:
+    count_known = isinstance(count, int) and copy.known
+    if backend == "spare" and count_known and (work := _spare(copy)) is not None:
         backend = "strided"
     elif backend in ("auto", "spare"):
-        work = _choose(copy) if known else None
+        work = _choose(copy) if count_known else None
     elif backend != "kernel":
-        if not known:
+        if not count_known:
             raise LocalProtocolError(
                 f"backend: {backend}: the slots are in GPU memory, which only the backend kernel can read"
             )
@@ -75,7 +75,7 @@ def prepare(
         work = None
     if work is not None:
         return partial(_carry, copy, work, progress, cancel, stream, strided=backend == "strided")
-    pages = by_pages(copy) if known and target.device is not None else None
+    pages = by_pages(copy) if count_known and target.device is not None else None
     if pages is None:
         return prepare_launch(copy, count, progress=progress, cancel=cancel, stream=stream, staging=staging)
     # Rows outside whole pages go first, in a small launch that reports nothing: the second waits for its end.

@@ -61,12 +61,12 @@ def argument_of(buffer: Any, loc: Any, nope: Any, rope: Any, skip_index: int | N
     rows = loc.shape[0]
     if loc.dim() != 1 or loc.element_size() not in (4, 8) or loc.is_floating_point() or not loc.is_contiguous():
         raise LocalProtocolError(f"loc: {loc.dtype} of shape {tuple(loc.shape)}, not contiguous int32 or int64 (n,)")
-    widths = [_row_bytes(name, each) for name, each in (("buffer", buffer), ("nope", nope), ("rope", rope))]
+    widths = [_row_bytes(name, tensor) for name, tensor in (("buffer", buffer), ("nope", nope), ("rope", rope))]
     if nope.shape[0] != rows or rope.shape[0] != rows:
         raise LocalProtocolError(f"rows: {rows} of loc, {nope.shape[0]} of nope, {rope.shape[0]} of rope")
     if widths[0] != widths[1] + widths[2]:
         raise LocalProtocolError(f"buffer: rows of {widths[0]} bytes, nope and rope of {widths[1]} and {widths[2]}")
-    if len({each.device for each in (buffer, loc, nope, rope)}) > 1:
+    if len({tensor.device for tensor in (buffer, loc, nope, rope)}) > 1:
         raise LocalProtocolError(f"device: buffer on {buffer.device}, nope on {nope.device}, loc on {loc.device}")
     return SetMlaArgument(
         buffer=buffer.data_ptr(), nope=nope.data_ptr(), rope=rope.data_ptr(), loc=loc.data_ptr(),
@@ -110,15 +110,17 @@ def shape_of(argument: SetMlaArgument, *, bulk: bool, capability: tuple[int, int
         return SetMlaLaunch(f"{_KERNEL}_16x1", -(-argument.rows // together), columns, together, 0)
     if bulk and unit == 16 and capability >= _BULK_CAPABILITY:
         # Each thread of a block copies one row.
-        threads, kind = next((each, kind) for rows_max, each, kind in _BULK_ROWS if argument.rows <= rows_max)
+        threads, kind = next((count, kind) for rows_max, count, kind in _BULK_ROWS if argument.rows <= rows_max)
         return SetMlaLaunch(f"{_KERNEL}_{kind}", -(-argument.rows // threads), threads, 1, threads * argument.units)
     unit = 1 if unit == 2 else unit
     argument.nope_units //= unit
     argument.units //= unit
-    held = next(each for rows_max, each in _HELD if argument.rows <= rows_max) if unit == 16 else 4
+    rows_held = next(count for rows_max, count in _HELD if argument.rows <= rows_max) if unit == 16 else 4
     columns = min(argument.units, _THREADS_MAX)
-    together = max(1, min(_THREADS // columns, -(-argument.rows // held)))
-    return SetMlaLaunch(f"{_KERNEL}_{unit}x{held}", -(-argument.rows // (together * held)), columns, together, 0)
+    together = max(1, min(_THREADS // columns, -(-argument.rows // rows_held)))
+    return SetMlaLaunch(
+        f"{_KERNEL}_{unit}x{rows_held}", -(-argument.rows // (together * rows_held)), columns, together, 0
+    )
 
 
 def _on_cpu(buffer: Any, loc: Any, nope: Any, rope: Any, skip_index: int | None) -> None:
@@ -127,7 +129,7 @@ def _on_cpu(buffer: Any, loc: Any, nope: Any, rope: Any, skip_index: int | None)
     used = (loc >= 0) & (loc < buffer.shape[0])
     if skip_index is not None:
         used &= loc != skip_index
-    rows = [_as_bytes(each[used]) for each in (nope, rope)]
+    rows = [_as_bytes(tensor[used]) for tensor in (nope, rope)]
     width = prod(buffer.shape[1:]) * buffer.element_size()
     _as_bytes(buffer)[loc[used].long()] = torch.cat(rows, dim=1).reshape(-1, width)
 

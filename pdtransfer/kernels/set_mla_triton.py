@@ -23,11 +23,11 @@ def _scatter(
     slot = tl.load(loc + row).to(tl.int64)
     if (slot >= 0) & (slot < slots) & (slot != skip):
         for start in range(0, width, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            of_nope, of_rope = at < nope_width, (at >= nope_width) & (at < width)
-            target = buffer + slot * buffer_stride + at
-            tl.store(target, tl.load(nope + row * nope_stride + at, mask=of_nope), mask=of_nope)
-            tl.store(target, tl.load(rope + row * rope_stride + at - nope_width, mask=of_rope), mask=of_rope)
+            column = start + tl.arange(0, BLOCK)
+            of_nope, of_rope = column < nope_width, (column >= nope_width) & (column < width)
+            target = buffer + slot * buffer_stride + column
+            tl.store(target, tl.load(nope + row * nope_stride + column, mask=of_nope), mask=of_nope)
+            tl.store(target, tl.load(rope + row * rope_stride + column - nope_width, mask=of_rope), mask=of_rope)
 
 
 def scatter(argument: SetMlaArgument, buffer: Any, loc: Any, nope: Any, rope: Any) -> None:
@@ -37,7 +37,7 @@ def scatter(argument: SetMlaArgument, buffer: Any, loc: Any, nope: Any, rope: An
     parts = argument.nope_units, argument.units, argument.nope_stride, argument.rope_stride, argument.buffer_stride
     unit = gcd(8, *parts, argument.buffer, argument.nope, argument.rope)
     dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[unit]
-    tensors = [each.flatten(1).view(dtype) for each in (buffer, nope, rope)]
+    tensors = [tensor.flatten(1).view(dtype) for tensor in (buffer, nope, rope)]
     width = argument.units // unit
     _scatter[(argument.rows,)](
         tensors[0], loc, tensors[1], tensors[2], argument.slots, argument.skip, argument.buffer_stride // unit,

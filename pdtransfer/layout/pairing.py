@@ -112,8 +112,8 @@ def _strides(layout: Layout) -> tuple[int, Int64s]:
 
 
 def _mismatch(source: Layout, target: Layout) -> LayoutMismatchError:
-    def held(layout: Layout) -> list[Held]:
+    def planes_of(layout: Layout) -> list[Held]:
         planes = layout.planes
         return [Held(p.kind, p.layer, p.head_start, p.head_start + p.head_count, p.dtype, p.head_bytes) for p in planes]
 
-    return LayoutMismatchError(differences(held(source), held(target)))
+    return LayoutMismatchError(differences(planes_of(source), planes_of(target)))

@@ -56,13 +56,13 @@ def staged(components: Sequence[Component], *, base: int, byte_count: int) -> tu
     while low < high:  # the most tokens that fit
         middle = -(-(low + high) // 2)
         low, high = (middle, high) if _end(sized, middle, rooms, base) <= base + byte_count else (low, middle - 1)
-    made: list[Component] = []
+    staged_components: list[Component] = []
     for component in components:
         if component.memory == "hbm":
             layout, base = packed(component.layout, slots=_slots(component, low, rooms), base=base)
             component = msgspec.structs.replace(component, layout=layout)  # noqa: PLW2901
-        made.append(component)
-    return tuple(made)
+        staged_components.append(component)
+    return tuple(staged_components)
 
 
 def _slots(component: Component, tokens: int, rooms: int) -> int:

@@ -40,9 +40,9 @@ class Hbm:
     @classmethod
     def of_gpu(cls, device: int, *, base: int, byte_count: int) -> Hbm:
         """Zeroed memory of a GPU, by its CUDA ordinal. Raises WorldError if the GPU has too little."""
-        here = gpu_at(device)
-        address = here.allocate(byte_count)
-        here.clear(address, byte_count)
+        gpu = gpu_at(device)
+        address = gpu.allocate(byte_count)
+        gpu.clear(address, byte_count)
         try:
             handle = cuda_ipc.export(GpuMemory(device=device, address=address, byte_count=byte_count)).packed
         except PDTransferError as error:
@@ -50,7 +50,7 @@ class Hbm:
             handle = b""
         return cls(
             base=base, byte_count=byte_count, address=address, device=device, handle=handle,
-            free=lambda: here.free(address),
+            free=lambda: gpu.free(address),
         )  # fmt: skip
 
     @classmethod

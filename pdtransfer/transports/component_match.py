@@ -28,10 +28,10 @@ def paired(
     return tuple([_paired(ours, index, theirs, end) for index, (theirs, end) in enumerate(parts)])
 
 
-def _paired(held: Mapping[str, Component], index: int, theirs: Component, arena_bytes: int) -> Pairing:
+def _paired(components: Mapping[str, Component], index: int, theirs: Component, arena_bytes: int) -> Pairing:
     named = f"component {theirs.name!r}"
-    if (ours := held.get(theirs.name)) is None:
-        raise LayoutMismatchError([f"{named}: this pool holds {', '.join(held)}"])
+    if (ours := components.get(theirs.name)) is None:
+        raise LayoutMismatchError([f"{named}: this pool holds {', '.join(components)}"])
     try:
         theirs.layout.check_within(arena_bytes, named)
     except ValueError as error:

@@ -54,10 +54,10 @@ class Staged:
     @classmethod
     def of(cls, component: str, pool: Pool) -> Staged:
         """For all planes of `pool`."""
-        planes, at, row = list[Plane](), 0, pool.layout.row_bytes
+        planes, base, row = list[Plane](), 0, pool.layout.row_bytes
         for plane in pool.layout.planes:
-            planes.append(msgspec.structs.replace(plane, base=at, page_stride=row, row_stride=row))
-            at += plane.row_bytes
+            planes.append(msgspec.structs.replace(plane, base=base, page_stride=row, row_stride=row))
+            base += plane.row_bytes
         layout = Layout(tuple(planes), 1, max(1, PIECE_BYTES // row))
         return cls(pool, layout, lines_of(component, layout))
 
@@ -386,8 +386,8 @@ class GpuWriter:
         """From its launch, or from the end of the one that it waited for."""
         begin_s, self._landed_s = max(launch.begun_s, self._landed_s), time.monotonic()
         order, rows = launch.write.order, range(launch.first, launch.end)
-        at = order.first_row + launch.first
-        name = f"rows {at}-{at + len(rows)}, layers {order.layers[0]}-{order.layers[1]}"
+        first_row = order.first_row + launch.first
+        name = f"rows {first_row}-{first_row + len(rows)}, layers {order.layers[0]}-{order.layers[1]}"
         spans(
             "launch", name, begin_s, self._landed_s, room=order.room, layer=order.layers[0],
             byte_count=len(rows) * launch.write.row_bytes,

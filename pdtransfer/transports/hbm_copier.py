@@ -99,9 +99,9 @@ class HbmCopier:
         if self._hbm.device is None:
             kv_copy(part.target, part.source, targets, sources, count)
             return
-        here = gpu_at(self._hbm.device)
+        gpu = gpu_at(self._hbm.device)
         if self._queue is None:
-            self._queue = here.stream(), CudaEvent(here)
+            self._queue = gpu.stream(), CudaEvent(gpu)
         (stream, copied), failure = self._queue, None
         try:
             kv_copy(part.target, part.source, targets, sources, count, stream=stream)

@@ -25,8 +25,8 @@ from .nixl import NixlLibrary
 from .shm import ShmTransport
 
 TRANSPORTS: dict[str, Transport] = {
-    each.name: each
-    for each in (  # "auto" takes the first that reaches a writer
+    transport.name: transport
+    for transport in (  # "auto" takes the first that reaches a writer
         ShmTransport(),
         EngineTransport(MooncakeLibrary()),
         EngineTransport(NixlLibrary()),

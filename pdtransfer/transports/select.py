@@ -74,13 +74,13 @@ async def on_loopback(endpoint: str) -> bool:
         return False
 
 
-def choose_near(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str]:
+def choose_near(ours: tuple[str, ...], host: str, theirs: Identity) -> tuple[str, str]:
     """As `choose`, for auto and a prefill that was dialled on loopback: takes nothing that listens beyond it."""
     near = tuple(name for name in ours if not TRANSPORTS[name].listens_everywhere)
-    different = _different(here, theirs)
+    different = _different(host, theirs)
     common = [name for name in near if name in theirs.transports]
     if (common and not different) or any(TRANSPORTS[name].any_host for name in common):
-        return choose(near, here, theirs)
+        return choose(near, host, theirs)
     why = f"has another {different[0]}" if different else f"takes {', '.join(theirs.transports)}"
     raise TransportError(
         f"transport: {theirs.node} is dialled on loopback and {why}, which shared memory does not reach; auto opens no "
@@ -88,7 +88,7 @@ def choose_near(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str
     )
 
 
-def choose(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str]:
+def choose(ours: tuple[str, ...], host: str, theirs: Identity) -> tuple[str, str]:
     """The transport for a session with that prefill, and the reason for people. Raises TransportError for none."""
     both = [name for name in ours if name in theirs.transports]
     if not both:
@@ -100,16 +100,16 @@ def choose(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str
         if not others:
             return both[0], "neither offers another"
         return both[0], f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} not offered by both"
-    different = _different(here, theirs)
+    different = _different(host, theirs)
     if not different:
         return both[0], "it is on this host"
     return next((name for name in both if TRANSPORTS[name].any_host), both[0]), f"it has another {different[0]}"
 
 
-def _different(here: str, theirs: Identity) -> list[str]:
+def _different(host: str, theirs: Identity) -> list[str]:
     """What differs between this process and a writer that keeps shared memory from reaching it."""
-    names, there = ("kernel", "network namespace", "mount namespace", "user"), theirs.place
-    return [name for name, ours, theirs in zip(names, here.split(), there.split(), strict=False) if ours != theirs]
+    names, place = ("kernel", "network namespace", "mount namespace", "user"), theirs.place
+    return [name for name, ours, theirs in zip(names, host.split(), place.split(), strict=False) if ours != theirs]
 
 
 class DecodeTransports:
@@ -138,29 +138,32 @@ class DecodeTransports:
     @property
     def counts(self) -> dict[str, int]:
         """How many sessions each transport has."""
-        return {name: sum(each is made for each in self._sessions.values()) for name, made in self._made.items()}
+        return {
+            name: sum(chosen is transport for chosen in self._sessions.values())
+            for name, transport in self._made.items()
+        }
 
     def name_of(self, session: int) -> str:
         """The transport of a session; empty for none."""
         transport = self._sessions.get(session)
-        return next((name for name, made in self._made.items() if made is transport), "")
+        return next((name for name, candidate in self._made.items() if candidate is transport), "")
 
     async def offer(self, session: int, endpoint: str, theirs: Identity, *, loopback: bool = False) -> Reach:
         """As ArenaTransport.offer, to the prefill that was dialled at `endpoint`, perhaps on `loopback`."""
         name, reason = (choose_near if loopback and self._auto else choose)(self.taken, self._here, theirs)
         transport = self._sessions[session] = self._made[name]
         log.info("session %#x with %s: over %s: %s", session, theirs.node, name, reason)
-        own, spared = "", ""
+        own_host, spared = "", ""
         if TRANSPORTS[name].any_host:
-            if not (own := self._host):
-                own = await asyncio.get_running_loop().run_in_executor(None, own_address, endpoint)
+            if not (own_host := self._host):
+                own_host = await asyncio.get_running_loop().run_in_executor(None, own_address, endpoint)
             elif self._guard is not None and self._guard.peers_only:
-                spared = await asyncio.get_running_loop().run_in_executor(None, elsewhere, endpoint, own)
+                spared = await asyncio.get_running_loop().run_in_executor(None, elsewhere, endpoint, own_host)
             if session not in self._sessions:  # nothing would ever end what is begun for it
                 raise TransportError("the session has ended meanwhile")
         if self._guard is not None and TRANSPORTS[name].listens_everywhere:
             self._guard.expect(session, endpoint, spared=spared)
-        reach = await transport.offer(session, own)
+        reach = await transport.offer(session, own_host)
         return reach if reach.transport == name else replace(reach, host=f"{name}{_NAME_END}{reach.host}")
 
     def fence(self, session: int) -> bool:
@@ -179,8 +182,8 @@ class DecodeTransports:
 
     async def close(self) -> None:
         """Stops handing over."""
-        for each in self._made.values():
-            await each.close()
+        for transport in self._made.values():
+            await transport.close()
 
 
 class PrefillTransports:
@@ -238,12 +241,12 @@ class PrefillTransports:
     def counts(self) -> dict[str, int]:
         """How many sessions each transport has."""
         sessions = self._sessions.values()
-        return {name: sum(each is self._made.get(name) for each in sessions) for name in self.taken}
+        return {name: sum(transport is self._made.get(name) for transport in sessions) for name in self.taken}
 
     def name_of(self, session: int) -> str:
         """The transport of a session; empty for none."""
         transport = self._sessions.get(session)
-        return next((name for name, made in self._made.items() if made is transport), "")
+        return next((name for name, candidate in self._made.items() if candidate is transport), "")
 
     async def map(
         self,
@@ -312,9 +315,9 @@ class PrefillTransports:
         self._events.call(key, _GateEvent(gate), partial(self._release, key))
 
     def _release(self, key: tuple[int, int]) -> None:
-        held = self._held[key]
-        order = held.pop(0)
-        if not held:
+        orders = self._held[key]
+        order = orders.pop(0)
+        if not orders:
             del self._held[key]
         self.write(order)
 
@@ -345,8 +348,8 @@ class PrefillTransports:
         for session, grant in list(self._held):
             self.cancel(session, grant)
         self._events.stop()
-        for each in self._made.values():
-            await each.close()
+        for transport in self._made.values():
+            await transport.close()
 
 
 class _GateEvent:
@@ -362,14 +365,14 @@ class _GateEvent:
 def elsewhere(endpoint: str, host: str) -> str:
     """Why a writer that dials `host` may come from another address than that of `endpoint`; empty where it may not."""
     try:
-        here = own_address(endpoint)
-        there = {str(answer[4][0]) for answer in socket.getaddrinfo(host, None, socket.AF_INET)}
+        own_host = own_address(endpoint)
+        dialled = {str(answer[4][0]) for answer in socket.getaddrinfo(host, None, socket.AF_INET)}
     except (OSError, TransportError) as error:
         return f"{host} cannot be compared with the route to {split_key(endpoint)[1]}: {error}"
-    if here in there:
+    if own_host in dialled:
         return ""
     return (
-        f"prefill dials {host}, and its connections on the bus come to {here}: over another network it has another "
+        f"prefill dials {host}, and its connections on the bus come to {own_host}: over another network it has another "
         "address; name its network with --firewall-admit, or set --firewall on"
     )
 

@@ -27,10 +27,10 @@ def _pieces(address: int, rows: Sequence[tuple[Lines, Int64s]], cancel: CancelWo
     """One grant's rows in a mapping of this process."""
 
     def summed(lines: Lines, runs: Int64s) -> int:
-        found = checksum_copy.checksum(lines, runs, address, cancel=cancel)
-        if found is None:
+        checksum = checksum_copy.checksum(lines, runs, address, cancel=cancel)
+        if checksum is None:
             raise TransportError(CANCELLED)
-        return found
+        return checksum
 
     for lines, runs in rows:
         for piece in pieces_of(runs, max(1, PIECE_BYTES // lines.row_bytes)):

@@ -59,7 +59,7 @@ def run(
     pairing = pairing_of(source.layout, target.layout)
     theirs = side_of("source_slots", source_slots, source, pairing.source_slots)
     ours = side_of("target_slots", target_slots, target, pairing.target_slots)
-    launch = launch_of(target, source, ours, theirs, rows, known=known)
+    launch = launch_of(target, source, ours, theirs, rows, count_known=known)
     argument = launch.argument
     argument.pairs = launch.pairs.ctypes.data
     for side, listed in ((argument.source, launch.source), (argument.target, launch.target)):

@@ -56,8 +56,8 @@ class Settings:
         if address.port_first != address.port_last:
             raise ConfigError(f"{named}: must be tcp://host:port, with one port")
         if (self.key is None) is not (self.allow is None):
-            one, other = ("allow", "key") if self.key is None else ("key", "allow")
-            raise ConfigError(f"{one} = '{getattr(self, one)}': useless without {other}")
+            useless, other = ("allow", "key") if self.key is None else ("key", "allow")
+            raise ConfigError(f"{useless} = '{getattr(self, useless)}': useless without {other}")
         check_exposure(self.bind, named=named, keyed=self.key is not None, insecure=self.insecure)
         if address.wildcard and not self.advertise:
             raise ConfigError(f"{named}: peers cannot dial that: set advertise to a host that they can")

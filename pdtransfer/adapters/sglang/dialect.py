@@ -48,9 +48,9 @@ def check_features(server_args: Any) -> None:
         _refuse("enable_hierarchical_cache", "a request whose cached beginning cannot be loaded", "0.5.23")
 
 
-def _refuse(option: str, what: str, since: str) -> None:
+def _refuse(option: str, missing: str, since: str) -> None:
     version = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue]
-    raise ConfigError(f"{option}: SGLang {version} does not report {what}; {since} is the first that does")
+    raise ConfigError(f"{option}: SGLang {version} does not report {missing}; {since} is the first that does")
 
 
 def receives_on_host(disagg: Any) -> bool:

@@ -216,16 +216,16 @@ def _state_planes(
     byte_count = sum(part.shares * part.share_bytes for part in parts)
     if view.shape[0] != blocks or view[0].nbytes != byte_count or not view[0].is_contiguous():
         raise ConfigError(f"{name}: states of shape {tuple(view.shape)}, not {blocks} pages of {byte_count} bytes")
-    made: list[Plane] = []
+    planes: list[Plane] = []
     offset, stride = view.data_ptr() - base, view.stride(0) * view.element_size()
     for part in parts:
         plane = Plane(
             layer=layer, kind=part.kind + number, dtype="uint8", head_start=rank * part.shares, head_count=part.shares,
             base=offset, page_stride=stride, row_stride=stride, row_bytes=part.shares * part.share_bytes,
         )  # fmt: skip
-        made.append(plane)
+        planes.append(plane)
         offset += plane.row_bytes
-    return made
+    return planes
 
 
 def _token_planes(
@@ -244,8 +244,10 @@ def _token_planes(
             first = heads.first(count) * size
             for head in range(count):
                 head_range = range(first + head * size, first + (head + 1) * size)
-                one = {(layer, kind + number): view[:, :, head]}
-                planes += strided_layout(one, axes=("page", "row", "head"), heads=head_range, origin=base).planes
+                view_of_head = {(layer, kind + number): view[:, :, head]}
+                planes += strided_layout(
+                    view_of_head, axes=("page", "row", "head"), heads=head_range, origin=base
+                ).planes
     except (LocalProtocolError, ValueError) as error:
         raise ConfigError(f"{name}: {error}") from None
     return planes

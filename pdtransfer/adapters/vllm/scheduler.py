@@ -198,8 +198,8 @@ class SchedulerSide:
         prefix = self._received_tokens(request) - external_tokens
         slots = tuple(slots_of(group, blocks[group.index], receive.tokens) for group in self._groups)
         landing = [
-            [slot for slot in own[group.rows_before(prefix) :] if slot >= 0]
-            for group, own in zip(self._groups, slots, strict=True)
+            [slot for slot in group_slots[group.rows_before(prefix) :] if slot >= 0]
+            for group, group_slots in zip(self._groups, slots, strict=True)
         ]
         if receive.source is None:
             receive.failed = True

@@ -115,8 +115,8 @@ def _holds(kinds: Kinds, written: Kinds, token: int) -> bool:
     return True
 
 
-def _same(one: Kinds, other: Kinds) -> bool:
+def _same(kinds: Kinds, other: Kinds) -> bool:
     return all(
         tensor.data_ptr() == other[kind].data_ptr() and tensor.stride() == other[kind].stride()
-        for kind, tensor in one.items()
+        for kind, tensor in kinds.items()
     )

@@ -53,10 +53,10 @@ class StagingBuffer:
         """The peers that a room waits for, and not for slots: until they answer again, or have fewer of them."""
         rows = self._cut(room, self._stop(room)).rows
         wanted = sum([c.bytes_of(end - first) for c, (first, end) in zip(self._components, rows, strict=True)])
-        held = [(session, self._held_by(session)) for session in room.staged]
+        bytes_held = [(session, self._held_by(session)) for session in room.staged]
         return {
             session.peer
-            for session, byte_count in held
+            for session, byte_count in bytes_held
             if session.state is not SessionState.UP or (byte_count and byte_count + wanted > self._bytes // _SHARE)
         }
 

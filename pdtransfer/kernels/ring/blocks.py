@@ -95,7 +95,9 @@ def shape_of(pairing: Pairing, *, fetch: bool, slot_bytes: int, room_max: int) -
     far = 0 if fetch else 3
     page_size = pairing.source_page_size if fetch else pairing.target_page_size
     table = pairing.table[np.argsort(pairing.table[:, far], kind="stable")]
-    rows = _merged([(table[at : at + 1], int(width)) for at, width in enumerate(table[:, 6])], far, 1, slot_bytes)
+    rows = _merged(
+        [(table[index : index + 1], int(width)) for index, width in enumerate(table[:, 6])], far, 1, slot_bytes
+    )
     if any(int(planes[0, far + 2]) != width for planes, width in rows):
         return None  # gaps or other planes lie between rows
     merged = _merged([(planes, width * page_size) for planes, width in rows], far, page_size, slot_bytes)
@@ -175,15 +177,15 @@ def _chunks(shape: RingShape, blocks: Int64s) -> Chunks:
         if not which.size:
             continue
         starts = np.union1d(breaks, bounds[:-1]) if contiguous else np.arange(count)
-        at = np.searchsorted(bounds, starts, side="right") - 1
+        region = np.searchsorted(bounds, starts, side="right") - 1
         part = np.empty((len(which), len(starts), 4), np.int64)
         width = bytes_[which, None]
-        part[:, :, 0] = (starts - bounds[at]) * width + place[which, None] * shape.region_bytes
+        part[:, :, 0] = (starts - bounds[region]) * width + place[which, None] * shape.region_bytes
         part[:, :, 1] = base[which, None] + blocks[starts] * step[which, None]
         part[:, :, 2] = np.diff(starts, append=count) * width
         part[:, :, 3] = step[which, None]
         parts.append(part.reshape(-1, 4))
-        keys.append((group[which, None] * per_group + at).reshape(-1))
+        keys.append((group[which, None] * per_group + region).reshape(-1))
     chunk = np.concatenate(keys)
     order = np.argsort(chunk, kind="stable")
     first = np.repeat(np.arange(0, len(base), shape.together), per_group)
@@ -248,7 +250,7 @@ def _through_run(shape: RingShape, near: Int64s, first: int, page_size: int) -> 
 
 def _shortest(shape: RingShape, blocks: int) -> int:
     """Bytes of the shortest transfer for a run of `blocks` blocks."""
-    return min(each.bytes * (blocks if each.step == each.bytes else 1) for each in shape.stretches)
+    return min(stretch.bytes * (blocks if stretch.step == stretch.bytes else 1) for stretch in shape.stretches)
 
 
 def _whole_blocks(ascending: Int64s, page_size: int) -> Int64s:
@@ -266,6 +268,6 @@ def _in_long_runs(blocks: Int64s, shape: RingShape) -> np.ndarray[tuple[int], np
     edges = np.concatenate(([0], np.flatnonzero(np.diff(blocks) != 1) + 1, [len(blocks)]))
     counts = np.diff(edges)
     shortest = np.full(len(counts), np.iinfo(np.int64).max)
-    for bytes_, contiguous in {(each.bytes, each.step == each.bytes) for each in shape.stretches}:
+    for bytes_, contiguous in {(stretch.bytes, stretch.step == stretch.bytes) for stretch in shape.stretches}:
         shortest = np.minimum(shortest, bytes_ * (counts if contiguous else np.ones_like(counts)))
     return np.repeat(shortest >= RUN_BYTES_MIN, counts)

@@ -66,7 +66,7 @@ class StagingRing:
         """The device address of each slot."""
         if not self._slots:
             start = self.gpu.allocate(self.slot_bytes * self.count)
-            self._slots = [start + at * self.slot_bytes for at in range(self.count)]
+            self._slots = [start + index * self.slot_bytes for index in range(self.count)]
         return self._slots
 
     def stage(self, content: NDArray[np.int32]) -> Staging:
@@ -95,8 +95,8 @@ class StagingRing:
             if progress is not None:
                 gpu.write(progress.address, ticket << 2 | state, stream)
         except BaseException:
-            for each in (self._rows, self._runs, stream):
-                gpu.synchronise(each)
+            for waited in (self._rows, self._runs, stream):
+                gpu.synchronise(waited)
             if progress is not None:
                 progress.end(State.CANCELLED)
             raise
@@ -107,7 +107,7 @@ class StagingRing:
         gpu, calls = self.gpu, self.gpu.calls()
         columns = np.ascontiguousarray(works.runs.T)
         strides = None if works.strides is None else np.ascontiguousarray(works.strides.T)
-        pitches = (0, 0, 0) if strides is None else [each.ctypes.data for each in strides]
+        pitches = (0, 0, 0) if strides is None else [array.ctypes.data for array in strides]
         (halves, wholes), staged = self._handles, works.staged
         attributes = _CopyAttributes(order=1)  # in the stream's order
         argument = _LanesArgument(
@@ -138,11 +138,11 @@ class StagingRing:
         gpu.record(self._fork, stream)
         if staged is not None:
             gpu.launch("kv_copy", staged.argument, blocks=staged.blocks, threads=THREADS, stream=self._rows)
-        for each in streams:
-            gpu.follow(each, self._fork)
+        for lane in streams:
+            gpu.follow(lane, self._fork)
         state = self._queue_works(works, cancel)
-        for each, join in zip(streams, joins, strict=True):
-            gpu.record(join, each)
+        for lane, join in zip(streams, joins, strict=True):
+            gpu.record(join, lane)
             gpu.follow(stream, join)
         return state
 
@@ -259,10 +259,10 @@ def _parts_at_a_border(rows: _StridedRows, borders: Int64s) -> list[_StridedRows
     """The rows split at one border, some parts perhaps without rows; none where they cross no border."""
     for start, stride in ((rows.source, rows.source_stride), (rows.target, rows.target_stride)):
         end = start + stride * (rows.rows - 1) + rows.bytes
-        at = int(np.searchsorted(borders, start, side="right"))
-        if at == len(borders) or borders[at] >= end:
+        index = int(np.searchsorted(borders, start, side="right"))
+        if index == len(borders) or borders[index] >= end:
             continue
-        row, inside = divmod(int(borders[at]) - start, stride)  # the last row that begins at or before the border
+        row, inside = divmod(int(borders[index]) - start, stride)  # the last row that begins at or before the border
         parts = [rows.some(0, row), rows.some(row, row + 1), rows.some(row + 1, rows.rows)]
         if 0 < inside < rows.bytes:
             parts[1:2] = parts[1].halves(inside)
@@ -336,12 +336,12 @@ def _wait_in_python(
     gpu: Gpu, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int
 ) -> tuple[int, str]:  # fmt: skip
     while called is None or not called.value:
-        for at, event in enumerate(events):
+        for index, event in enumerate(events):
             try:
                 if gpu.passed(event):
-                    return at, ""
+                    return index, ""
             except WorldError as error:
-                return at, str(error)
+                return index, str(error)
         if called is None or time.monotonic_ns() >= until_ns:
             break
         time.sleep(POLL_SECONDS)

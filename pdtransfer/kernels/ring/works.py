@@ -63,9 +63,9 @@ def _split(runs: Int64s, wide: NDArray[np.bool_], bytes_max: int) -> Int64s:
     """Splits runs longer than `bytes_max`."""
     counts = np.where(wide, -(-runs[:, 2] // bytes_max), 1)
     pieces = np.repeat(runs, counts, axis=0)
-    at = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * bytes_max
-    pieces[:, :2] += at[:, None]
-    pieces[:, 2] = np.minimum(pieces[:, 2] - at, bytes_max)
+    offsets = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * bytes_max
+    pieces[:, :2] += offsets[:, None]
+    pieces[:, 2] = np.minimum(pieces[:, 2] - offsets, bytes_max)
     return pieces
 
 
@@ -175,10 +175,10 @@ def _tables(shape: RingShape, near: int, slots: tuple[int, ...]) -> _RingTables:
 
 def _of_slot(shape: RingShape, near: int, slot: int) -> _RingTables:
     parts: list[Int64s] = []
-    for at in range(len(shape.stretches)):
-        region = slot + at % shape.together * shape.region_bytes
+    for index in range(len(shape.stretches)):
+        region = slot + index % shape.together * shape.region_bytes
         addresses = (region, near) if shape.fetch else (near, region)
-        parts.append(device_pairs(shape.ring_pairing(at), source_address=addresses[0], target_address=addresses[1]))
+        parts.append(device_pairs(shape.ring_pairing(index), source_address=addresses[0], target_address=addresses[1]))
     pairs, pairing = read_only(np.concatenate(parts)), shape.pairing
     page_size = pairing.target_page_size if shape.fetch else pairing.source_page_size
     limit = pairing.target_slots if shape.fetch else pairing.source_slots
@@ -224,10 +224,10 @@ def _ring_on_cpu(copy: CheckedCopy, rows: Through, slot_bytes: int, cancel: Canc
     ring, shape, chunks = np.empty(slot_bytes, np.uint8), rows.shape, rows.chunks
     slot, moved = ring.ctypes.data, chunks.runs.copy()
     moved[:, 1] = rows.far_offsets(chunks)
-    for at, (first_stretch, end_stretch, first, end) in enumerate(chunks.table.tolist()):
+    for index, (first_stretch, end_stretch, first, end) in enumerate(chunks.table.tolist()):
         if cancel.is_set:
             return False
-        runs = moved[chunks.edges[at] : chunks.edges[at + 1]]
+        runs = moved[chunks.edges[index] : chunks.edges[index + 1]]
         near = rows.near_slots[first * shape.block : end * shape.block]
         if shape.fetch:
             _move(runs[:, [1, 0, 2]] + np.array((copy.source.address, slot, 0)))

@@ -120,10 +120,10 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
     model = DemoModel(config)
     texts = model.prompts()
     text = f"starting {config.prefill} prefill, {config.decode} decode and a router"
-    async with AsyncExitStack() as held:
+    async with AsyncExitStack() as stack:
         with _stage(console, f"using the router at {standing.url}" if standing else text):
             started = nullcontext(standing) if standing else _fleet(config, model, texts, logs)
-            fleet = await held.enter_async_context(started)
+            fleet = await stack.enter_async_context(started)
         answers, seconds = await _ask(config, model, fleet, texts, console)
         leaked = await _leaked(fleet)
         metrics = await _metrics(fleet) if config.verify or config.hisparse else {}

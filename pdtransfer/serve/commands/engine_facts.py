@@ -75,9 +75,9 @@ def run(prefill: str, decode: str, *, api_key: Path | None, json: bool) -> int:
         raise ConfigError("decode_url: missing: name a prefill and a decode server, or none")
     key = "" if api_key is None else read_api_key(api_key)
     servers = [_Server(name, url, key) for name, url in (("prefill_url", prefill), ("decode_url", decode))]
-    one, two = (server.identity() for server in servers)
-    misfits = _misfits((servers[0].url, one), (servers[1].url, two))
-    rows = compare(one, two)
+    first, second = (server.identity() for server in servers)
+    misfits = _misfits((servers[0].url, first), (servers[1].url, second))
+    rows = compare(first, second)
     if json:
         print(dumps({"ok": not misfits, "differences": misfits, "facts": [asdict(row) for row in rows]}))
     else:
@@ -91,24 +91,26 @@ def compare(prefill: ShownIdentity, decode: ShownIdentity) -> list[Row]:
     names = dict.fromkeys([*prefill.facts, *decode.facts])
     pairs = [("model", prefill.model, decode.model)]
     pairs += [(name, prefill.facts.get(name), decode.facts.get(name)) for name in names]
-    if not equal and all(one == two for name, one, two in pairs[1:] if name != ENGINE):
+    if not equal and all(first == second for name, first, second in pairs[1:] if name != ENGINE):
         pairs.append(("weights", prefill.weights, decode.weights))
 
-    def state(name: str, one: str | None, two: str | None) -> State:
-        if one == two:
+    def state(name: str, first: str | None, second: str | None) -> State:
+        if first == second:
             return "equal"
         return "may differ" if name == ENGINE or (equal and name != "model") else "differs"
 
-    return [Row(name=name, prefill=one, decode=two, state=state(name, one, two)) for name, one, two in pairs]
+    return [
+        Row(name=name, prefill=ours, decode=theirs, state=state(name, ours, theirs)) for name, ours, theirs in pairs
+    ]
 
 
 def _misfits(prefill: tuple[str, ShownIdentity], decode: tuple[str, ShownIdentity]) -> list[str]:
     """The lines that both engines would log at their first connection."""
-    (url, one), (other, two) = prefill, decode
-    if one.role == "decode":
+    (url, first), (other, second) = prefill, decode
+    if first.role == "decode":
         return [f"role: {url} has 'decode', must be 'prefill'"]
-    ours = one.in_role("prefill", url)
-    return differences(two.in_role("decode", other), ours, role="decode")
+    ours = first.in_role("prefill", url)
+    return differences(second.in_role("decode", other), ours, role="decode")
 
 
 class _Server:
@@ -122,8 +124,8 @@ class _Server:
         """What it tells. Raises WorldError."""
         try:
             for ask in (self._of_sglang, self._of_daemon, self._of_vllm):
-                if (found := ask()) is not None:
-                    return found
+                if (shown := ask()) is not None:
+                    return shown
         except RemoteProtocolError as error:
             raise WorldError(f"{self.url}: {printable(str(error))}") from None
         finally:

@@ -38,14 +38,14 @@ class HttpClient:
         try:
             self._connection.request(method, self._path + path, body, headers)
             answer = self._connection.getresponse()
-            got = answer.read(ANSWER_BYTES_MAX + 1)
+            body_read = answer.read(ANSWER_BYTES_MAX + 1)
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             raise WorldError(f"{self.url} does not answer: {_reason(error)}") from None
-        if len(got) > ANSWER_BYTES_MAX:
+        if len(body_read) > ANSWER_BYTES_MAX:
             self._connection.close()
             raise WorldError(f"{self.url}{path}: its answer is longer than {ANSWER_BYTES_MAX} bytes")
-        return answer.status, got
+        return answer.status, body_read
 
     def close(self) -> None:
         """Closes the connection."""

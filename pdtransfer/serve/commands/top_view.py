@@ -114,18 +114,27 @@ class Column:
 def _columns(width: int, *, ascii_only: bool) -> list[Column]:
     columns = [
         Column("ROOMS", 7, _rooms, always=True),
-        Column("SLOTS", BAR_WIDTH + 5, lambda it: slots_bar(it.slots, ascii_only=ascii_only), left=True),
-        Column("GB/S", 6, lambda it: "" if it.kv_gb_s is None else number(it.kv_gb_s)),
-        Column("TOK/S", 6, lambda it: "" if it.tokens_s is None else number(it.tokens_s)),
-        Column("HOT", 5, lambda it: percent(it.hot_hit_ratio)),
+        Column("SLOTS", BAR_WIDTH + 5, lambda worker: slots_bar(worker.slots, ascii_only=ascii_only), left=True),
+        Column("GB/S", 6, lambda worker: "" if worker.kv_gb_s is None else number(worker.kv_gb_s)),
+        Column("TOK/S", 6, lambda worker: "" if worker.tokens_s is None else number(worker.tokens_s)),
+        Column("HOT", 5, lambda worker: percent(worker.hot_hit_ratio)),
         Column("QUAR", 7, _quarantine),
-        Column("PREFIX", 6, lambda it: percent(it.prefix_hit_ratio), from_width=100),
-        Column("DONE", 7, lambda it: "" if it.rooms_done is None else number(it.rooms_done), from_width=100),
-        Column("FAILED", 6, lambda it: "" if it.rooms_failed is None else number(it.rooms_failed), from_width=100),
-        Column("UP", 8, lambda it: "" if it.uptime_s is None else duration(it.uptime_s), from_width=120),
-        Column("BY STATE", 30, lambda it: _counts(it.rooms or {}), left=True, from_width=150),
-        Column("SESSIONS", 14, lambda it: _counts(it.sessions or {}), left=True, from_width=180),
-        Column("ADDRESS", 28, lambda it: printable(it.address) if it.node else "", left=True, from_width=180),
+        Column("PREFIX", 6, lambda worker: percent(worker.prefix_hit_ratio), from_width=100),
+        Column(
+            "DONE", 7, lambda worker: "" if worker.rooms_done is None else number(worker.rooms_done), from_width=100
+        ),
+        Column(
+            "FAILED",
+            6,
+            lambda worker: "" if worker.rooms_failed is None else number(worker.rooms_failed),
+            from_width=100,
+        ),
+        Column("UP", 8, lambda worker: "" if worker.uptime_s is None else duration(worker.uptime_s), from_width=120),
+        Column("BY STATE", 30, lambda worker: _counts(worker.rooms or {}), left=True, from_width=150),
+        Column("SESSIONS", 14, lambda worker: _counts(worker.sessions or {}), left=True, from_width=180),
+        Column(
+            "ADDRESS", 28, lambda worker: printable(worker.address) if worker.node else "", left=True, from_width=180
+        ),
     ]
     return [column for column in columns if width >= column.from_width]
 
@@ -137,66 +146,67 @@ def worker_lines(
     if not workers:
         return [Text("the router has no worker: name some with --prefill, --decode or --workers-file", style="yellow")]
     columns = _columns(width, ascii_only=ascii_only)
-    columns = [column for column in columns if column.always or any(column.text(it) for it in workers)]
+    columns = [column for column in columns if column.always or any(column.text(worker) for worker in workers)]
     taken = sum(1 + column.width for column in columns)
-    name_width = max(12, min(26, width - taken - 14, max(len(_name(it)) for it in workers) + 2))
+    name_width = max(12, min(26, width - taken - 14, max(len(_name(worker)) for worker in workers) + 2))
     head = Text(style="dim").append(set_cell_size("WORKER", name_width)).append(" STATE     ")
     for column in columns:
         head.append(" " + _fit(column.name, column.width, left=column.left))
     shown = workers
     if height is not None and len(workers) > height - 1:
-        ordered = sorted(workers, key=lambda it: (it.state == "ready", not it.quarantined_bytes))
+        ordered = sorted(workers, key=lambda worker: (worker.state == "ready", not worker.quarantined_bytes))
         shown = ordered[: max(1, height - 2)]
-    lines = [head, *(_worker(it, columns, name_width) for it in shown)]
+    lines = [head, *(_worker(worker, columns, name_width) for worker in shown)]
     if len(shown) < len(workers):
-        rest = f"{len(workers) - len(shown)} more, {sum(it.state == 'ready' for it in workers)} of {len(workers)} ready"
+        ready = sum(worker.state == "ready" for worker in workers)
+        rest = f"{len(workers) - len(shown)} more, {ready} of {len(workers)} ready"
         lines.append(Text(rest, style="dim"))
     return lines
 
 
-def _worker(it: WorkerStatus, columns: Iterable[Column], name_width: int) -> Text:
-    line = Text(set_cell_size(_name(it), name_width), style="" if it.state == "ready" else "bold")
-    line.append(" ").append(f"{it.state:10}", style=STYLES.get(it.state, ""))
-    if it.state in ("connecting", "unusable"):
-        return line.append(" " + printable(it.why or ""), style="red")
+def _worker(worker: WorkerStatus, columns: Iterable[Column], name_width: int) -> Text:
+    line = Text(set_cell_size(_name(worker), name_width), style="" if worker.state == "ready" else "bold")
+    line.append(" ").append(f"{worker.state:10}", style=STYLES.get(worker.state, ""))
+    if worker.state in ("connecting", "unusable"):
+        return line.append(" " + printable(worker.why or ""), style="red")
     for column in columns:
-        style = "yellow" if column.name == "QUAR" and it.quarantined_bytes else ""
-        line.append(" ").append(_fit(column.text(it) or "-", column.width, left=column.left), style=style)
+        style = "yellow" if column.name == "QUAR" and worker.quarantined_bytes else ""
+        line.append(" ").append(_fit(column.text(worker) or "-", column.width, left=column.left), style=style)
     return line
 
 
-def _name(it: WorkerStatus) -> str:
-    return f"{it.role[0]} {printable(it.node or it.address.partition('://')[2])}"
+def _name(worker: WorkerStatus) -> str:
+    return f"{worker.role[0]} {printable(worker.node or worker.address.partition('://')[2])}"
 
 
-def _rooms(it: WorkerStatus) -> str:
-    if it.rooms_running is None:
-        return str(it.rooms_here)
-    return f"{it.rooms_running}+{it.rooms_queued}" if it.rooms_queued else str(it.rooms_running)
+def _rooms(worker: WorkerStatus) -> str:
+    if worker.rooms_running is None:
+        return str(worker.rooms_here)
+    return f"{worker.rooms_running}+{worker.rooms_queued}" if worker.rooms_queued else str(worker.rooms_running)
 
 
-def _quarantine(it: WorkerStatus) -> str:
-    return "" if it.quarantined_bytes is None else byte_count(it.quarantined_bytes)
+def _quarantine(worker: WorkerStatus) -> str:
+    return "" if worker.quarantined_bytes is None else byte_count(worker.quarantined_bytes)
 
 
 def _failures(failures: list[FailureStatus], width: int) -> list[Text]:
     if not failures:
         return [Text("no request has failed since the router started", style="dim")]
     lines = [Text("LAST FAILURES", style="dim")]
-    for it in failures:
-        clock_time = time.strftime("%H:%M:%S", time.localtime(it.time))
-        how = "retried" if it.retried else str(it.status or "-")
+    for failure in failures:
+        clock_time = time.strftime("%H:%M:%S", time.localtime(failure.time))
+        how = "retried" if failure.retried else str(failure.status or "-")
         line = Text.assemble(
-            (clock_time, "dim"), " ", (f"{printable(it.cause):14} ", "yellow" if it.retried else "red")
+            (clock_time, "dim"), " ", (f"{printable(failure.cause):14} ", "yellow" if failure.retried else "red")
         )
         line.append(f"{how:7} ")
         if width >= 120:
-            line.append(f"{printable(it.room or '-'):16} ").append(
-                f"{printable(it.prefill or '-')} -> {printable(it.decode or '-')}  ", style="dim"
+            line.append(f"{printable(failure.room or '-'):16} ").append(
+                f"{printable(failure.prefill or '-')} -> {printable(failure.decode or '-')}  ", style="dim"
             )
-        if it.count > 1:
-            line.append(f"{it.count} times: ", style="bold")
-        lines.append(line.append(printable(it.detail)))
+        if failure.count > 1:
+            line.append(f"{failure.count} times: ", style="bold")
+        lines.append(line.append(printable(failure.detail)))
     return lines
 
 

@@ -38,14 +38,14 @@ class AdminClient:
         """Returns the workers. Raises as `change`."""
         return self._ask("GET", "", None)
 
-    def change(self, what: str, worker: str, role: str | None = None) -> list[WorkerStatus]:
-        """Adds (an empty `what`), drains or removes; returns the workers after it. Raises WorldError for a router that
+    def change(self, action: str, worker: str, role: str | None = None) -> list[WorkerStatus]:
+        """Adds (`action` is empty), drains or removes; returns the workers. Raises WorldError for a router that
         does not answer, ConfigError for a change that it refuses."""
-        return self._ask("POST", what, {"worker": worker} | ({} if role is None else {"role": role}))
+        return self._ask("POST", action, {"worker": worker} | ({} if role is None else {"role": role}))
 
-    def _ask(self, method: str, what: str, change: dict[str, str] | None) -> list[WorkerStatus]:
+    def _ask(self, method: str, action: str, change: dict[str, str] | None) -> list[WorkerStatus]:
         body = None if change is None else dumps(change).encode()
-        status, answer = self._router.request(method, "/workers" + what, body)
+        status, answer = self._router.request(method, "/workers" + action, body)
         try:
             if status == 200:
                 return msgspec.json.decode(answer, type=_Listed).workers
@@ -58,10 +58,10 @@ class AdminClient:
         raise kind(printable(reason))
 
 
-def run(url: str, token: Path, what: str = "", worker: str = "", *, role: str | None, wait: bool, json: bool) -> int:
-    """One command; `what` is empty to list, or to add where there is a worker. Returns the exit status."""
+def run(url: str, token: Path, action: str = "", worker: str = "", *, role: str | None, wait: bool, json: bool) -> int:
+    """One command; `action` is empty to list, or to add where there is a worker. Returns the exit status."""
     client = AdminClient(url, token)
-    workers = client.change(what, worker, role) if worker else client.list()
+    workers = client.change(action, worker, role) if worker else client.list()
     while wait and _busy(workers, worker):
         time.sleep(POLL_S)
         workers = client.list()
@@ -77,4 +77,6 @@ def run(url: str, token: Path, what: str = "", worker: str = "", *, role: str | 
 def _busy(workers: list[WorkerStatus], name: str) -> bool:
     """Whether the worker has rooms of this router, or is about to be forgotten."""
     address = name.rpartition("@")[2]
-    return any((it.rooms_here or it.leaves) and name in (it.node, address, it.address) for it in workers)
+    return any(
+        (status.rooms_here or status.leaves) and name in (status.node, address, status.address) for status in workers
+    )

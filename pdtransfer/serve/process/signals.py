@@ -65,14 +65,14 @@ def reload_on_hangup(*reloads: Callable[[], None]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup)
 
 
-def read_again(what: str, read: Callable[[], None]) -> None:
+def read_again(source: str, read: Callable[[], None]) -> None:
     """Reads a file again; an invalid one changes nothing."""
     try:
         read()
     except ConfigError as error:
-        log.error("not read again: %s: %s", what, error)
+        log.error("not read again: %s: %s", source, error)
     else:
-        log.info("read again: %s", what)
+        log.info("read again: %s", source)
 
 
 def reload(path: Path, allow: Allow) -> None:

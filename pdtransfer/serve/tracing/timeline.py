@@ -78,10 +78,10 @@ class Journeys:
                 self._part(room, journey, QUEUE, journey.began_s, begin_s)
             journey.computed_s = end_s
 
-    def computed(self, room: int, *, here: bool) -> None:
-        """Prefill has the whole prompt and its first token; `here`: by the latest step that was reported."""
+    def computed(self, room: int, *, by_step: bool) -> None:
+        """Prefill has the whole prompt and its first token; `by_step`: by the latest step that was reported."""
         if (journey := self._rooms.get(room)) is not None and QUEUE in journey.parts:
-            if not here:
+            if not by_step:
                 journey.computed_s = time.monotonic()
             self._part(room, journey, COMPUTE, journey.parts[QUEUE].end_s, journey.computed_s)
 

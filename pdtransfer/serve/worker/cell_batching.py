@@ -49,19 +49,21 @@ class CellBatcher:
 
     def _add(self, cell: Computed) -> None:
         """Joins the cell to the last one of its component if both make one cell."""
-        held = self._held.setdefault(cell.room, [])
-        at = next((at for at in range(len(held) - 1, -1, -1) if held[at].component == cell.component), None)
-        if at is not None and (both := joined(held[at], cell, self._layouts[cell.component])) is not None:
-            held[at] = both
+        cells = self._held.setdefault(cell.room, [])
+        index = next(
+            (index for index in range(len(cells) - 1, -1, -1) if cells[index].component == cell.component), None
+        )
+        if index is not None and (both := joined(cells[index], cell, self._layouts[cell.component])) is not None:
+            cells[index] = both
         else:
-            held.append(cell)
+            cells.append(cell)
 
     def _ripe(self, room: int) -> list[Computed]:
         """Returns the cells that have reached their size, and those that no later cell can join."""
-        held = self._held[room]
-        last = {cell.component: cell for cell in held}
+        cells = self._held[room]
+        last = {cell.component: cell for cell in cells}
         ripe, kept = list[Computed](), list[Computed]()
-        for cell in held:
+        for cell in cells:
             (ripe if cell is not last[cell.component] or self._full(cell) else kept).append(cell)
         self._held[room] = kept
         return ripe

@@ -132,8 +132,8 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: StopSignal) -
     """Makes the arena of a decode rank, which its engine reads from now on."""
     arena = create_arena(config, engine.description)
     if config.device_index is not None:
-        arena.gpu = here = gpu_at(config.device_index)
-        if (node := here.numa_node) is not None and not arena.mapping.bind(node):
+        arena.gpu = gpu = gpu_at(config.device_index)
+        if (node := gpu.numa_node) is not None and not arena.mapping.bind(node):
             log.info("arena: the kernel cannot bind memory to NUMA node %d: it may lie on any node", node)
         if engine.description.hbm_bytes:
             arena.hbm = Hbm.of_gpu(

@@ -106,10 +106,12 @@ class DecodeMetrics(Collector):
         yield CounterMetricFamily(
             "pdtransfer_grants_mismatched", "Grants with another checksum, or none", landed.mismatched
         )
-        for of, what in LIFTED.items():
-            yield CounterMetricFamily(f"pdtransfer_{of}_copies", f"{what} that landed in DRAM first", landed.copies[of])
+        for of, content in LIFTED.items():
             yield CounterMetricFamily(
-                f"pdtransfer_{of}_copied_bytes", f"{what} copied up from DRAM", landed.copied_bytes[of]
+                f"pdtransfer_{of}_copies", f"{content} that landed in DRAM first", landed.copies[of]
+            )
+            yield CounterMetricFamily(
+                f"pdtransfer_{of}_copied_bytes", f"{content} copied up from DRAM", landed.copied_bytes[of]
             )
         inflight = core.admission.inflight_bytes
         yield GaugeMetricFamily("pdtransfer_inflight_bytes", "Granted and not yet landed", inflight)

@@ -168,7 +168,7 @@ class PrefillDaemon:
         """In a pipeline, the last stage picks the token; this rank sends it once both stages are done."""
         room.aux = room.aux if aux is None else aux
         if room.computed and room.aux is not None:
-            self._journeys.computed(room.room_id, here=aux is not None)
+            self._journeys.computed(room.room_id, by_step=aux is not None)
             self.rank.finish(room.local_id, room.aux)
 
     def _landed(

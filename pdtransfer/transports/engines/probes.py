@@ -53,11 +53,11 @@ def engine_ports(root: Path, ranges: Sequence[tuple[int, int]]) -> Seen:
     connections.
     """
     taken = {port for _state, _host, port in sockets(root)}
-    found = "; ".join(_room(first, last, taken) for first, last in ranges)
-    amiss = [each for each in (_narrow(ranges), _shared(root, ranges)) if each is not None]
+    rooms = "; ".join(_room(first, last, taken) for first, last in ranges)
+    amiss = [complaint for complaint in (_narrow(ranges), _shared(root, ranges)) if complaint is not None]
     if amiss:
-        return warn("; ".join((found, *(text for text, _ in amiss))), "; ".join(mend for _, mend in amiss))
-    return ok(found)
+        return warn("; ".join((rooms, *(text for text, _ in amiss))), "; ".join(mend for _, mend in amiss))
+    return ok(rooms)
 
 
 def _room(first: int, last: int, taken: Iterable[int]) -> str:
@@ -71,7 +71,7 @@ def _room(first: int, last: int, taken: Iterable[int]) -> str:
 def _narrow(ranges: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
     """Checks for a range that recently ended engines may fill; returns the problem and its fix."""
     minute = 60_000 // Limits().resend_ms_max * ENGINES_A_SESSION
-    narrow = [each for each in ranges if (each[1] - each[0] + 1) // 2 < minute]
+    narrow = [ports for ports in ranges if (ports[1] - ports[0] + 1) // 2 < minute]
     if not narrow:
         return None
     first = min(narrow[0][0], _PORT_MAX + 1 - 2 * ENGINES_MAX)
@@ -85,12 +85,12 @@ def _narrow(ranges: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
 def _shared(root: Path, ranges: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
     """Checks for a range from which the kernel assigns ports; returns the problem and its fix."""
     given = read(within(root, "/proc/sys/net/ipv4/ip_local_port_range")).split()
-    if len(given) != 2 or not all(each.isdecimal() for each in given):
+    if len(given) != 2 or not all(bound.isdecimal() for bound in given):
         return None
     low, high = map(int, given)
     kept = read(within(root, "/proc/sys/net/ipv4/ip_local_reserved_ports"))
-    found = (re.fullmatch(r"(\d+)(?:-(\d+))?", each) for each in kept.split(","))
-    spared = [(int(each[1]), int(each[2] or each[1])) for each in found if each]
+    matches = (re.fullmatch(r"(\d+)(?:-(\d+))?", text) for text in kept.split(","))
+    spared = [(int(match[1]), int(match[2] or match[1])) for match in matches if match]
     shared = [
         f"{first}-{last}"
         for first, last in ranges

@@ -173,13 +173,14 @@ class Cut:
 
     def _groups(self, rows: int, byte_count: int) -> Iterator[tuple[int, int]]:
         """Groups of neighbouring planes, each so large that `rows` rows of it, and an operation each, fit a slot."""
-        most, planes_max, low, held = max(1, byte_count // max(1, rows)), max(1, OPERATIONS_MAX // max(1, rows)), 0, 0
+        most, planes_max = max(1, byte_count // max(1, rows)), max(1, OPERATIONS_MAX // max(1, rows))
+        low, group_bytes = 0, 0
         widths = self.pairing.table[:, 6].tolist()
-        for at, width in enumerate(widths):
-            if at > low and (held + width > most or at - low >= planes_max):
-                yield low, at
-                low, held = at, 0
-            held += width
+        for index, width in enumerate(widths):
+            if index > low and (group_bytes + width > most or index - low >= planes_max):
+                yield low, index
+                low, group_bytes = index, 0
+            group_bytes += width
         yield low, len(widths)
 
     def gather(self, piece: Piece, source_slots: Int64s) -> Plan:
@@ -219,11 +220,11 @@ class Cut:
     def _sides_of(self, piece: Piece) -> _Sides:
         """Cached for each shape, since making it takes longer than planning a slot."""
         shape = piece.low, piece.high, piece.rows, piece.room
-        if (found := self._sides.get(shape)) is None:
+        if (sides := self._sides.get(shape)) is None:
             if len(self._sides) >= _SHAPES_MAX:
                 self._sides.clear()
-            found = self._sides[shape] = self._made(piece)
-        return found
+            sides = self._sides[shape] = self._made(piece)
+        return sides
 
     def _made(self, piece: Piece) -> _Sides:
         ours, place = self.columns(piece)
@@ -241,15 +242,15 @@ class Cut:
         cached: a GPU's tables of two layouts serve every slot, and all writes of about as many rows."""
         assert self.paged
         key = piece.low, piece.high, piece.room
-        if (found := self._layouts.get(key)) is None:
+        if (pair := self._layouts.get(key)) is None:
             ours, place = self.columns(piece)
             theirs = np.stack((place[:, 0], np.full(len(ours), SLOT_BYTES), place[:, 2]), axis=1)
             pairing, width = self.pairing, ours[:, 6]
-            found = self._layouts[key] = (
+            pair = self._layouts[key] = (
                 _layout(ours[:, :3], width, pairing.source_page_size, pairing.source_slots),
                 _layout(theirs, width, piece.room, SLOTS * piece.room),
             )
-        return found
+        return pair
 
     def straight(self, piece: Piece, source_slots: Int64s, target_slots: Int64s) -> Int64s:
         """From the pool into the arena, as Plan.byte_runs."""
@@ -284,8 +285,8 @@ def cut(pairing: Pairing, *, paged: bool = False) -> Cut:
     pairing = _narrowed(pairing)
     whole = Cut(pairing=pairing, woven=True, paged=paged)
     table, place = whole.columns(Piece(first=0, end=1, low=0, high=len(pairing.table), room=1))
-    there = replace(pairing, table=_table(place, table[:, 3:6], table[:, 6:]), source_page_size=1, source_slots=1)
-    return whole if len(there.fused().table) < len(table) else replace(whole, woven=len(table) == 1)
+    staged = replace(pairing, table=_table(place, table[:, 3:6], table[:, 6:]), source_page_size=1, source_slots=1)
+    return whole if len(staged.fused().table) < len(table) else replace(whole, woven=len(table) == 1)
 
 
 def _check_planes(pairing: Pairing) -> None:
@@ -314,8 +315,8 @@ def _table(source: Int64s, target: Int64s, width: Int64s) -> Int64s:
 def _layout(places: Int64s, widths: Int64s, page_size: int, slots: int) -> Layout:
     """A layout of planes at these bases and strides, int64 (n, 3), which differ in their number alone."""
     planes = [
-        Plane(at, "rows", "uint8", 0, 1, base, page_stride, row_stride, width)
-        for at, ((base, page_stride, row_stride), width) in enumerate(
+        Plane(index, "rows", "uint8", 0, 1, base, page_stride, row_stride, width)
+        for index, ((base, page_stride, row_stride), width) in enumerate(
             zip(places.tolist(), widths.tolist(), strict=True)
         )
     ]

@@ -34,8 +34,8 @@ class MooncakeEngine:
 
     def submit(self, operations: Sequence[tuple[int, int, int]]) -> Sequence[tuple[int, int]]:
         requests: list[tuple[int, int]] = []
-        for source, there, byte_count in operations:
-            number: int = self._engine.transfer_submit_write(self._target, source, there, byte_count)
+        for source, target, byte_count in operations:
+            number: int = self._engine.transfer_submit_write(self._target, source, target, byte_count)
             if number <= 0:
                 raise RuntimeError(f"transfer_submit_write answers {number}")
             requests.append((number, byte_count))
@@ -48,9 +48,9 @@ class MooncakeEngine:
         return status > 0
 
 
-def _check(what: str, status: int) -> None:
+def _check(call: str, status: int) -> None:
     if status:
-        raise RuntimeError(f"{what} answers {status}")
+        raise RuntimeError(f"{call} answers {status}")
 
 
 ENGINE = MooncakeEngine

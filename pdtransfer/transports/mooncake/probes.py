@@ -26,16 +26,16 @@ def wheel(_root: Path) -> Seen:
     present = [name for name in _WHEELS if version_of(name)]
     if not present:
         return warn("none: KV reaches arenas of this host alone", _INSTALL)
-    found = ", ".join(f"{name} {version_of(name)} ({_WHEELS[name]})" for name in present)
+    wheels = ", ".join(f"{name} {version_of(name)} ({_WHEELS[name]})" for name in present)
     if len(present) > 1:
-        return warn(f"{found}: these replace each other, keep one", f"pip uninstall {' '.join(present[1:])}")
+        return warn(f"{wheels}: these replace each other, keep one", f"pip uninstall {' '.join(present[1:])}")
     if reason := why_not():
-        what, _, mend = reason.rpartition(": ")
-        return warn(f"{found}: {what}", mend)
+        problem, _, mend = reason.rpartition(": ")
+        return warn(f"{wheels}: {problem}", mend)
     try:
         why = why_not_loaded("from mooncake.engine import TransferEngine")
     except TimeoutError as error:
-        return warn(f"{found} {error}", f"{sys.executable} -X importtime -c 'import mooncake.engine'")
+        return warn(f"{wheels} {error}", f"{sys.executable} -X importtime -c 'import mooncake.engine'")
     if why:
-        return warn(f"{found} {why}", f"pip uninstall {present[0]}; {pip_install('mooncake')}")
-    return ok(found)
+        return warn(f"{wheels} {why}", f"pip uninstall {present[0]}; {pip_install('mooncake')}")
+    return ok(wheels)

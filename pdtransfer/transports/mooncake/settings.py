@@ -34,10 +34,10 @@ _LIBRARIES = {  # and the Debian packages that have them
 def why_not() -> str:
     """Why this host can have no engine, and the command that changes that; empty where it can."""
     try:
-        found = find_spec("mooncake.engine") is not None
+        installed = find_spec("mooncake.engine") is not None
     except ImportError:  # the package is not there, or what it imports by itself is not
-        found = False
-    if not found:
+        installed = False
+    if not installed:
         return f"mooncake is not installed, or not whole: {pip_install('mooncake')}"
     missing: list[str] = []
     for library, package in _LIBRARIES.items():

@@ -98,7 +98,7 @@ class NixlEngine:
         request: int = self._agent.createXferReq(
             self._nixl.NIXL_WRITE,
             xfer_list(memory, [(source, byte_count, 0) for source, _, byte_count in operations]),
-            xfer_list(memory, [(there, byte_count, 0) for _, there, byte_count in operations]),
+            xfer_list(memory, [(target, byte_count, 0) for _, target, byte_count in operations]),
             self._target,
             b"",
             self._backends,

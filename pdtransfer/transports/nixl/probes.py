@@ -22,11 +22,11 @@ def package(_root: Path) -> Seen:
     if why_not():
         return ok(f"not installed, and needed only for --transport nixl: {INSTALL}")
     present = [name for name in PACKAGES if version_of(name)]
-    found = (
+    versions = (
         ", ".join(f"{name.replace('_', '-')} {version_of(name)}" for name in present) or "a package without a version"
     )
     try:
         why = why_not_loaded(_TRY, (present or PACKAGES)[0])
     except TimeoutError as error:
         why = str(error)
-    return warn(f"{found} {why}", INSTALL) if why else ok(f"{found} (UCX)")
+    return warn(f"{versions} {why}", INSTALL) if why else ok(f"{versions} (UCX)")

@@ -234,10 +234,10 @@ def _bound(directory: Path | None) -> tuple[socket.socket, Path | None]:
 
 def _check_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        held = f"mode {stat.filemode(found.st_mode)}, owner {found.st_uid}"
-        raise TransportError(f"socket directory {directory}: {held}; it must be drwx------, owner {os.geteuid()}")
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        actual = f"mode {stat.filemode(status.st_mode)}, owner {status.st_uid}"
+        raise TransportError(f"socket directory {directory}: {actual}; it must be drwx------, owner {os.geteuid()}")
 
 
 def _sweep(directory: Path) -> None:
@@ -298,13 +298,13 @@ async def receive(
 
 
 def _check_reachable(reach: Reach) -> None:
-    here, (boot, _, namespace) = host().partition(" "), reach.host.partition(" ")
+    own_host, (boot, _, namespace) = host().partition(" "), reach.host.partition(" ")
     if reach.transport != "shm":
         raise TransportError(f"transport {reach.transport!r}, must be shm")
-    if boot != here[0]:
-        raise TransportError(f"the arena is on another host: its boot id is {boot!r}, here it is {here[0]!r}")
-    if reach.address.startswith("@") and namespace != here[2]:
-        raise TransportError(f"{reach.address}: network namespace {namespace!r}, here it is {here[2]!r}")
+    if boot != own_host[0]:
+        raise TransportError(f"the arena is on another host: its boot id is {boot!r}, here it is {own_host[0]!r}")
+    if reach.address.startswith("@") and namespace != own_host[2]:
+        raise TransportError(f"{reach.address}: network namespace {namespace!r}, here it is {own_host[2]!r}")
     # A peer chose this address: it must not lead to the socket of another program.
     if not _NAME.fullmatch(reach.address):
         raise TransportError(f"address {reach.address!r} must be /.../arena-NUMBER or @pdtransfer-NUMBER, in hex")
@@ -352,7 +352,9 @@ async def _answer(peer: socket.socket, reach: Reach) -> int:
     # One message on an empty stream arrives in one piece. socket.recv_fds cannot set the flag: without it a child that
     # is started just now would keep the arena and its lock.
     reply, ancillary, flags, _ = peer.recvmsg(REPLY.size, socket.CMSG_SPACE(4 * _INT.size), socket.MSG_CMSG_CLOEXEC)
-    fds = [fd for *_, held in ancillary for (fd,) in _INT.iter_unpack(held[: len(held) // _INT.size * _INT.size])]
+    fds = [
+        fd for *_, payload in ancillary for (fd,) in _INT.iter_unpack(payload[: len(payload) // _INT.size * _INT.size])
+    ]
     right = reply == REPLY.pack(MAGIC, reach.arena_bytes) and len(fds) == 1 and not flags & socket.MSG_CTRUNC
     if right:
         return fds[0]
@@ -364,8 +366,8 @@ async def _answer(peer: socket.socket, reach: Reach) -> int:
         raise TransportError(f"{reach.address}: the arena's owner has no descriptor left")
     if flags & socket.MSG_CTRUNC and not fds:  # one has place in the buffer: it could not be installed
         raise TransportError(f"{reach.address}: this process has no descriptor left for the arena")
-    held = f"{len(reply)} bytes {reply.hex()} with {len(fds)} descriptors"
-    raise TransportError(f"{reach.address}: an answer of {held}, for an arena of {reach.arena_bytes} bytes")
+    content = f"{len(reply)} bytes {reply.hex()} with {len(fds)} descriptors"
+    raise TransportError(f"{reach.address}: an answer of {content}, for an arena of {reach.arena_bytes} bytes")
 
 
 async def readable(peer: socket.socket) -> None:

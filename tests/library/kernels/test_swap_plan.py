@@ -42,7 +42,9 @@ def on_host(
     argument = argument_of(hot, *given, plan, real, totals)
     if bring is not None:
         limits = (each.layout.slots for each in bring)
-        brought = launch_of(*bring, *(Side(None, 0, 1, False, 1, 1, limit, True) for limit in limits), 1, known=False)
+        brought = launch_of(
+            *bring, *(Side(None, 0, 1, False, 1, 1, limit, True) for limit in limits), 1, count_known=False
+        )
         argument.bring = brought.argument
         argument.bring.pairs = brought.pairs.ctypes.data
     function, threads, shared_bytes = shape_of(argument)
@@ -294,7 +296,7 @@ def test_a_row_becomes_a_request_s_and_nobody_s_again(lib: ctypes.CDLL, native: 
             asked.own, asked.direct = own, direct
             lib.hot_row_on_host(ctypes.byref(asked), 5)
         else:
-            tables.assign(1, slots, host_count=host_count, places=places, own=own, direct=direct)
+            tables.assign(1, slots, host_count=host_count, places=places, own_slot=own, direct=direct)
 
     become([11, 12, 13, 14, 15, 41, 42, 43, 44], 5, 99, True)
     assert tables.host_slots[1].tolist() == [11, 12, 13, 14, 15, -1, -1, -1, -1]

@@ -85,7 +85,7 @@ def test_a_rooms_parts_on_prefill_follow_one_another_without_a_timeline(monkeypa
     journeys.begin(7, 1)
     journeys.stepped(7, 11.0, 11.5)
     journeys.stepped(7, 12.0, 13.0)
-    journeys.computed(7, here=True)
+    journeys.computed(7, by_step=True)
     journeys.written(7)
     journey = journeys.of(7)
     assert journey is not None
@@ -102,7 +102,7 @@ def test_computing_ends_with_the_token_of_another_stage(monkeypatch: pytest.Monk
     at(monkeypatch, 10.0, 14.0)
     journeys.begin(7, 1)
     journeys.stepped(7, 11.0, 12.0)
-    journeys.computed(7, here=False)
+    journeys.computed(7, by_step=False)
     journey = journeys.of(7)
     assert journey is not None
     assert journey.seconds(COMPUTE) == 3.0
@@ -124,7 +124,7 @@ def test_a_rooms_parts_on_decode_follow_one_another(monkeypatch: pytest.MonkeyPa
 def test_a_part_that_a_room_never_reached_is_not_known() -> None:
     journeys = Journeys()
     journeys.begin(7, 1)
-    journeys.computed(7, here=True)
+    journeys.computed(7, by_step=True)
     journeys.written(7)
     journeys.admitted(7, 1.0)
     journeys.stepped(8, 1.0, 2.0)

@@ -107,15 +107,15 @@ def rdma(root: Path) -> Seen:
 
 def transport(root: Path) -> Seen:
     """The transports that a session would choose, and why."""
-    here = next(registered.name for registered in TRANSPORTS.values() if not registered.why_not())
+    local = next(registered.name for registered in TRANSPORTS.values() if not registered.why_not())
     beyond = [registered for registered in TRANSPORTS.values() if registered.any_host and not registered.by_name_alone]
     reasons = {registered.name: registered.why_not() for registered in beyond}
     far = next((name for name, reason in reasons.items() if not reason), "")
     if not far:
-        what, _, mend = next(iter(reasons.values())).rpartition(": ")
-        return warn(f"on this host {here}; to other hosts none ({what})", mend)
+        problem, _, mend = next(iter(reasons.values())).rpartition(": ")
+        return warn(f"on this host {local}; to other hosts none ({problem})", mend)
     note = ", unless RDMA is requested" if names(within(root, _RDMA)) else ""
-    return ok(f"on this host {here}; to other hosts {far} over TCP{note}")
+    return ok(f"on this host {local}; to other hosts {far} over TCP{note}")
 
 
 def firewall(_root: Path) -> Seen:

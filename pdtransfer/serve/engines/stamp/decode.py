@@ -172,14 +172,14 @@ class StampDecode:
     def _wrong(self, answers: Sequence[StampAnswer]) -> dict[int, str]:
         """By room, the name of a row on some rank whose bytes are not those of the request's tokens."""
         places = np.full((len(answers), 3), -1, np.int64)  # component, row, layer
-        for found, answer in zip(places, answers, strict=True):
+        for place, answer in zip(places, answers, strict=True):
             prompt = answer.request.prompt
             stamps = stamps_of(np.concatenate((prompt, np.array(answer.ids))))
             for number, digest in enumerate(answer.state.digests):
                 last = last_tokens(digest.component, len(stamps))
                 rows = np.array([row_of(digest.component, int(token), len(prompt)) for token in last])
-                if found[0] < 0 and (wrong := digest.rows.wrong(digest.slots[rows], stamps[last])) is not None:
-                    found[:] = number, rows[wrong[0]], wrong[1]
+                if place[0] < 0 and (wrong := digest.rows.wrong(digest.slots[rows], stamps[last])) is not None:
+                    place[:] = number, rows[wrong[0]], wrong[1]
         parts = self._units.gather(places)
         errors: dict[int, str] = {}
         for number, answer in enumerate(answers):

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
     """The engine for `config.role`, of the checkpoint that its option `model` names. Raises ConfigError."""
     check()
-    from .factory import create as made
+    from .factory import create as load
 
-    return made(config)
+    return load(config)
 
 
 def generate_many(
@@ -33,9 +33,9 @@ def generate_many(
 ) -> list[Generation]:  # fmt: skip
     """What a single process answers, without transfers; as `factory.generate_many`."""
     check()
-    from .factory import generate_many as made
+    from .factory import generate_many as generate
 
-    return made(config, requests)
+    return generate(config, requests)
 
 
 def check() -> None:

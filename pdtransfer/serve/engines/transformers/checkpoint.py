@@ -189,12 +189,12 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device("cuda", device.index or 0)
 
 
-def _tried(what: str, make: Any) -> Any:
+def _tried(step: str, make: Any) -> Any:
     """What a call into transformers returns; its errors, of whatever type, are about the checkpoint."""
     try:
         return make()
     except _ERRORS as error:
-        raise ConfigError(f"{what}: {' '.join(str(error).split())[:400]}") from error
+        raise ConfigError(f"{step}: {' '.join(str(error).split())[:400]}") from error
 
 
 def _configuration(directory: Path) -> Any:
@@ -250,11 +250,11 @@ def kept_by(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
     """What each layer keeps of a token, by what transformers' own cache holds after one. Raises ConfigError."""
     kept = _tried("config.json", lambda: DynamicCache(config=model.config.get_text_config(decoder=True)))
 
-    def one() -> None:
+    def first_token() -> None:
         with torch.inference_mode():
             model(torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=True, **with_cache(model, kept))
 
-    _tried("a first token", one)
+    _tried("a first token", first_token)
     return shapes_of(kept, latent=has_latents(model))
 
 
@@ -305,6 +305,6 @@ def _digest(model: Any, text: Any, dtype: torch.dtype) -> bytes:
     state: dict[str, Tensor] = model.state_dict()
     for name, tensor in sorted(state.items()):
         numbers = tensor.detach().flatten()
-        some = numbers[:: max(1, len(numbers) // _SAMPLES)].contiguous().view(torch.uint8)
-        digest.update(f"{name}{tuple(tensor.shape)}".encode() + some.cpu().numpy().tobytes())
+        sampled = numbers[:: max(1, len(numbers) // _SAMPLES)].contiguous().view(torch.uint8)
+        digest.update(f"{name}{tuple(tensor.shape)}".encode() + sampled.cpu().numpy().tobytes())
     return digest.digest()

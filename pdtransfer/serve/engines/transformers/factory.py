@@ -102,11 +102,13 @@ def _prove(checkpoint: Checkpoint, config: EngineConfig, whole: Tensor) -> None:
     rest, last = 4, _PROOF_TOKENS - 1
     logits = [model.chunk(ids[:rest], slots, done=0), model.chunk(ids[rest:last], slots, done=rest)]
     keys = max(_PROOF_TOKENS, min(_PROOF_KEYS, checkpoint.context_tokens))
-    one = {name: torch.nn.functional.pad(indices, (0, keys - _PROOF_TOKENS))[None] for name, indices in slots.items()}
+    padded = {
+        name: torch.nn.functional.pad(indices, (0, keys - _PROOF_TOKENS))[None] for name, indices in slots.items()
+    }
     position, begin = torch.tensor([last], device=device), torch.tensor([0], device=device)
     window = max(model.window, _PROOF_TOKENS)
     ring = torch.tensor([min(window, _PROOF_TOKENS)], device=device)
-    logits.append(model.step(ids[last:], one, position, last=keys, begins=begin, ring=ring)[0])
+    logits.append(model.step(ids[last:], padded, position, last=keys, begins=begin, ring=ring)[0])
     computed, expected = torch.stack(logits), whole[[rest - 1, last - 1, last]]
     difference = float((computed - expected).norm() / expected.norm())
     if not difference <= _DIFFERENCE_MAX[checkpoint.shapes[0].dtype]:

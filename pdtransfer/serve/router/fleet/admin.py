@@ -51,7 +51,7 @@ class AdminApi:
         self._membership, self._token = membership, token
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._authenticated])
         app.add_routes([web.get("/workers", self._list), web.post("/workers", self._change)])
-        app.add_routes([web.post(f"/workers/{what}", self._change) for what in ("drain", "remove")])
+        app.add_routes([web.post(f"/workers/{action}", self._change) for action in ("drain", "remove")])
         self._listener = HttpListener(app, connections_max=CONNECTIONS_MAX, allowed_hosts=allowed_hosts)
 
     async def open(self, listen: str) -> str:
@@ -82,10 +82,10 @@ class AdminApi:
         return web.Response(body=msgspec.json.encode({"workers": workers}), content_type=JSON)
 
     async def _change(self, http: web.Request) -> web.Response:
-        what = http.path.rpartition("/")[2]
+        action = http.path.rpartition("/")[2]
         try:
             change = msgspec.json.decode(await http.read(), type=WorkerChange)
-            match what:
+            match action:
                 case "workers":
                     if change.role is None:
                         raise ConfigError("role: missing, prefill or decode")

@@ -194,5 +194,5 @@ class DnsFollower:
         """Reads the allow-list anew: a key that the router has not yet read by itself is refused, and tried again."""
         config = self._config
         allowed = AllowList.read(config.allow) if config.allow is not None and config.key is not None else None
-        found = workers_of(name, answered.targets, allowed=allowed, scheme="http" if config.relays else "tcp")
-        return self._membership.checked(f"{name.role} {name}", found)
+        workers = workers_of(name, answered.targets, allowed=allowed, scheme="http" if config.relays else "tcp")
+        return self._membership.checked(f"{name.role} {name}", workers)

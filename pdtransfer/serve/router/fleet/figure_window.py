@@ -53,9 +53,9 @@ class FigureWindow:
     def share(self, part: Total, *whole: Total) -> float | None:
         """`part` of the sum of `whole`, from 0 to 1: within the window, or since the start where nothing of it grew
         in it; None where nothing has."""
-        some, rest = self.grown(part), [self.grown(field) for field in whole]
-        if some is not None and (total := sum(growth or 0 for growth in rest)):
-            return min(1.0, some / total)
+        grown, rest = self.grown(part), [self.grown(field) for field in whole]
+        if grown is not None and (total := sum(growth or 0 for growth in rest)):
+            return min(1.0, grown / total)
         latest = self.latest
         total = sum(getattr(latest, field) for field in whole) if latest is not None else 0
         return min(1.0, getattr(latest, part) / total) if total else None

@@ -44,12 +44,14 @@ class Membership:
         self._take(cast("Role", role), address)
 
     def _take(self, role: Role, address: str) -> None:
-        here = self.site.roles()
-        if here.get(address, role) != role:
-            raise ConfigError(f"worker = {split_key(address)[1]!r}: is already a {here[address]} worker of this router")
-        if address not in here and len(here) >= WORKERS_MAX:
+        roles = self.site.roles()
+        if roles.get(address, role) != role:
+            raise ConfigError(
+                f"worker = {split_key(address)[1]!r}: is already a {roles[address]} worker of this router"
+            )
+        if address not in roles and len(roles) >= WORKERS_MAX:
             raise WorldError(
-                f"worker = {split_key(address)[1]!r}: this router has {len(here)} workers, which is the limit"
+                f"worker = {split_key(address)[1]!r}: this router has {len(roles)} workers, which is the limit"
             )
         self.site.add_worker(role, address)
         log.info("%s %s was added", role, split_key(address)[1])
@@ -60,11 +62,11 @@ class Membership:
             raise ConfigError(f"role = {role!r}: must be prefill or decode")
         self._config.check_worker(role, address)
 
-    def checked(self, source: str, found: ListedWorkers) -> ListedWorkers:
+    def checked(self, source: str, listed: ListedWorkers) -> ListedWorkers:
         """Those that may be added, and why the others may not. It may wait for the resolver of names: a worker that the
         source has brought already is not checked again."""
-        before, may = self._followed.get(source, {}), ListedWorkers(refused=list(found.refused))
-        for address, role in found.workers.items():
+        before, may = self._followed.get(source, {}), ListedWorkers(refused=list(listed.refused))
+        for address, role in listed.workers.items():
             try:
                 if before.get(address) != role:
                     self.check(role, address)
@@ -77,7 +79,11 @@ class Membership:
         """Returns the address of the one worker with this address, with or without its key, or of this node. Raises
         ConfigError where there is none, or more than one."""
         nodes = {worker.address: worker.node for worker in self.site.workers_status()}
-        matching = [it for it in self.site.roles() if name in (it, split_key(it)[1], nodes.get(split_key(it)[1]))]
+        matching = [
+            address
+            for address in self.site.roles()
+            if name in (address, split_key(address)[1], nodes.get(split_key(address)[1]))
+        ]
         if len(matching) != 1:
             raise ConfigError(f"worker = {name!r}: {len(matching) or 'no'} workers have this address or name")
         return matching[0]
@@ -100,10 +106,10 @@ class Membership:
         listed it no more. The reason of a refusal is logged once.
         """
         followed, refused = self._followed.get(source, {}), self._refused.get(source, {})
-        here, named = self.site.roles(), {*self._config.prefill, *self._config.decode}
-        others = {address for other, it in self._followed.items() if other != source for address in it}
+        roles, named = self.site.roles(), {*self._config.prefill, *self._config.decode}
+        others = {address for other, addresses in self._followed.items() if other != source for address in addresses}
         for address, role in followed.items():
-            if workers.get(address) != role and address in here and address not in named | others:
+            if workers.get(address) != role and address in roles and address not in named | others:
                 self._remove(address)
         now, why = dict[str, Role](), dict[str, str]()
         for address, role in workers.items():

@@ -74,8 +74,8 @@ def authenticated(keys: ApiKeys, count: Callable[[int], None]) -> Middleware:
         key = keys.find(header)
         if key is None:
             if (suppressed := throttle.due(now)) is not None:
-                what = "no API key" if header is None else "no known API key"
-                log.warning("%s has %s, %d other refusals not logged", request.remote, what, suppressed)
+                missing = "no API key" if header is None else "no known API key"
+                log.warning("%s has %s, %d other refusals not logged", request.remote, missing, suppressed)
             count(401)
             return _unauthorized("no API key: send Authorization: Bearer KEY" if header is None else "unknown API key")
         try:

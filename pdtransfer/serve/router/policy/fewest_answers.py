@@ -50,14 +50,14 @@ class FewestAnswers:
                 return NoPair(f"no {role} server is healthy: {'; '.join(whys) or 'none is named'}", None)
         prefill, decode = chosen.get("prefill"), chosen["decode"]
         keys = request.keys or ()
-        held = decode.known.held(keys)
-        rest = (len(keys) - held) * self._limits.prefix_block_tokens
+        blocks_held = decode.known.held(keys)
+        rest = (len(keys) - blocks_held) * self._limits.prefix_block_tokens
         fits = decode.computing + rest <= self._limits.turn_tokens_max and len(keys) < PREFIX_PLACED_BLOCKS_MAX
-        turn = self._keep_turns and held > 0 and fits and decode not in avoid
+        turn = self._keep_turns and blocks_held > 0 and fits and decode not in avoid
         if prefill is not None and (turn or prefill is decode.twin):
             return Pair(None, decode, computed=rest)
         return Pair(prefill, decode)
 
     def _cost(self, server: Server, request: RoutedRequest) -> float:
-        known = server.known.count(request.keys) / len(request.keys) if request.keys else 0.0
-        return server.load - self._limits.prefix_weight * known
+        share_held = server.known.count(request.keys) / len(request.keys) if request.keys else 0.0
+        return server.load - self._limits.prefix_weight * share_held

@@ -252,10 +252,10 @@ class GroupLeader:
     def _refusal(self, join: RankJoin) -> str:
         ours, theirs, index = self.ranks, join.ranks, rank_index(join.ranks)
         for axis in ("tp", "pp", "dp"):
-            if (there := getattr(theirs, f"{axis}_size")) != (here := getattr(ours, f"{axis}_size")):
-                return f"{axis}_size: {there} on rank {label(theirs)}, {here} on its leader"
-            if (rank := getattr(theirs, f"{axis}_rank")) >= there:
-                return f"{axis}_rank: {rank}, {axis}_size is {there}"
+            if (rank_value := getattr(theirs, f"{axis}_size")) != (leader_value := getattr(ours, f"{axis}_size")):
+                return f"{axis}_size: {rank_value} on rank {label(theirs)}, {leader_value} on its leader"
+            if (rank := getattr(theirs, f"{axis}_rank")) >= rank_value:
+                return f"{axis}_rank: {rank}, {axis}_size is {rank_value}"
         if index == 0 or any(follower.index == index for follower in self.followers.values()):
             return f"rank {label(theirs)} is here already"
         try:
@@ -266,8 +266,8 @@ class GroupLeader:
             {setting.name: setting.value for setting in settings} for settings in (join.settings, self._settings)
         )
         for name in sorted(there_.keys() | here_.keys()):
-            if (there := there_.get(name, "")) != (here := here_.get(name, "")):
-                return f"{name}: {there!r} on rank {label(theirs)}, {here!r} on its leader"
+            if (rank_value := there_.get(name, "")) != (leader_value := here_.get(name, "")):
+                return f"{name}: {rank_value!r} on rank {label(theirs)}, {leader_value!r} on its leader"
         return ""
 
 

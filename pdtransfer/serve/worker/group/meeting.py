@@ -167,7 +167,7 @@ async def leading(
         else:
             others.release()
             children = zip(others.configs, others.children, strict=True)
-            watches += [asyncio.create_task(_watch(group, *one)) for one in children]
+            watches += [asyncio.create_task(_watch(group, *child)) for child in children]
         await unless(group.joined(), stop)
         secret = token_bytes(SECRET_BYTES)
         endpoints = group.meet(sockets.listen(Address.parse(bound).host), secret)
@@ -283,14 +283,14 @@ def rank_configs(config: Config, bound: str) -> list[Config]:
     return configs
 
 
-def _check_listed(config: Config, key: Path, who: str) -> None:
+def _check_listed(config: Config, key: Path, member: str) -> None:
     """Checks that a rank's key is listed: the ranks of a worker are peers of each other."""
     assert config.allowed is not None
     public = KeyPair.read(key).public
     allowed = AllowList.read(config.allowed)
     if allowed.why_not(public, config.role):
         text = f"the ranks of a worker list each other: add the line of {key.with_suffix('.pub')}"
-        raise ConfigError(f"allow = '{config.allowed}': {who} is not on it as {config.role}; {text}")
+        raise ConfigError(f"allow = '{config.allowed}': {member} is not on it as {config.role}; {text}")
 
 
 async def _watch(group: GroupLeader, config: Config, child: asyncio.subprocess.Process) -> None:

@@ -192,12 +192,12 @@ class Routing:
         """Repeats unanswered messages, and ends rooms at their deadlines."""
         self.workers.tick(now)
         while (key := self._timers.pop(now)) is not None:
-            what, room_id = key
+            kind, room_id = key
             room = self._rooms[room_id]
-            if what == "deadline":
+            if kind == "deadline":
                 self._deadline(room, now)
             else:
-                self._repeat(room, room.prefill if what == "prefill" else room.decode, now)
+                self._repeat(room, room.prefill if kind == "prefill" else room.decode, now)
         return self._take()
 
     def add_worker(self, peer: str, role: Role, now: float) -> list[RoutingEffect]:

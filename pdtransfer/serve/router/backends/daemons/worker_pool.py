@@ -93,8 +93,8 @@ class WorkerPool:
 
     def left(self, worker: Worker) -> None:
         """Forgets a worker that is to leave and has no room any more."""
-        here = self.by_peer.get(worker.peer) is worker  # not one that was added since
-        if here and worker.departure is Departure.LEAVES and not worker.rooms:
+        current = self.by_peer.get(worker.peer) is worker  # not one that was added since
+        if current and worker.departure is Departure.LEAVES and not worker.rooms:
             if worker.connected:
                 self._out(Send(worker.peer, Goodbye(self._identity.incarnation, Cause.SHUTDOWN.value)))
             self._peers.remove(worker)
@@ -186,7 +186,9 @@ class WorkerPool:
         """Why no room can land with each worker, by peer; empty where one can. `trouble` returns what keeps a peer from
         being reached."""
         others = {"prefill": self._candidates.groups("decode"), "decode": self._candidates.groups("prefill")}
-        return {peer: self._why_not(each, others[each.role], trouble(peer)) for peer, each in self.by_peer.items()}
+        return {
+            peer: self._why_not(worker, others[worker.role], trouble(peer)) for peer, worker in self.by_peer.items()
+        }
 
     def _why_not(self, worker: Worker, others: dict[Model, list[Worker]], trouble: str) -> str:
         """`others` are the usable workers of the other role."""
@@ -200,8 +202,8 @@ class WorkerPool:
         if not others:
             return ""  # the other role's workers have the reason
         if worker.model not in others:
-            there = ", ".join(sorted(map(model_text, others)))
-            return f"it has {model_text(worker.model)}, and no ready worker of the other role has: {there}"
+            models = ", ".join(sorted(map(model_text, others)))
+            return f"it has {model_text(worker.model)}, and no ready worker of the other role has: {models}"
         obstacles: list[str] = []
         for other in others[worker.model]:
             text = obstacle(worker, other) if worker.role == "prefill" else obstacle(other, worker)

@@ -179,7 +179,7 @@ def _margin(logprobs: _Logprobs | None) -> float:
     """By how much the first token is likelier than any other; 0 where it is not the likeliest, or that is not said."""
     match logprobs:
         case _Logprobs(content=[_ScoredToken(logprob, top)]):
-            values = [each.logprob for each in top]
+            values = [token.logprob for token in top]
         case _Logprobs(token_logprobs=[float(logprob)], top_logprobs=[dict(named)]):
             values = list(named.values())
         case _:

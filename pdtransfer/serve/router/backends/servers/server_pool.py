@@ -94,10 +94,10 @@ class ServerPool:
 
     def add(self, url: str, role: Role) -> Server | None:
         """Takes a server in and returns it; None for one that is here, which is to stay now."""
-        here = [each for each in self.all if each.url == url]
-        for each in here:
-            each.departure = Departure.STAYS
-        if here:
+        ranks = [server for server in self.all if server.url == url]
+        for rank in ranks:
+            rank.departure = Departure.STAYS
+        if ranks:
             return None
         server = self._new(url, role)
         self._of(role).append(server)

@@ -98,8 +98,8 @@ def _address(data: bytes | Raw) -> int:
 
 def _prompt_count(name: str, value: Raw) -> int:
     content = memoryview(value)
-    one = _LIST_OF.match(content) is None or (name == "input_embeds" and _EMBEDDINGS.match(content) is not None)
-    return 1 if one else len(decoded_field(name, _LIST, value))
+    is_one = _LIST_OF.match(content) is None or (name == "input_embeds" and _EMBEDDINGS.match(content) is not None)
+    return 1 if is_one else len(decoded_field(name, _LIST, value))
 
 
 def _keys(fields: Fields, block_tokens: int) -> tuple[bytes, ...]:

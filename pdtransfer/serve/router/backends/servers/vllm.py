@@ -91,9 +91,9 @@ class VllmDialect:
         fields = {name: value for name, value in request.fields.items() if name not in _VLLM_NOT_FOR_PREFILL}
         counts = {name: ONE for name in ("max_completion_tokens",) if name in fields}
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(transfer)}
-        one = {"max_tokens": ONE, "n": ONE, "stream": FALSE, "kv_transfer_params": params}
+        one_token = {"max_tokens": ONE, "n": ONE, "stream": FALSE, "kv_transfer_params": params}
         streamed = {"stream": True} | scored(fields) if early else {}
-        return msgspec.json.encode(fields | counts | one | streamed)
+        return msgspec.json.encode(fields | counts | one_token | streamed)
 
     def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
         """The whole body, and whose KV it gets."""

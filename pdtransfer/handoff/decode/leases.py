@@ -83,7 +83,7 @@ class Leases:
         """Sends what the lease's state requires, and repeats it until it is answered."""
         session, number = lease.session, lease.message.grant
         if lease.state is Lease.GRANTED:
-            if lease.granted or not session.covers(lease, self._cache.arena.bytes_ready):
+            if lease.confirmed or not session.covers(lease, self._cache.arena.bytes_ready):
                 return  # Answered, or sent by `ready` once the slots are backed.
             left_ms = int(min(max(0.0, (lease.deadline - now) * 1e3), TIME_LEFT_MS_MAX))
             self._out(Send(session.peer, msgspec.structs.replace(lease.message, time_left_ms=left_ms)))

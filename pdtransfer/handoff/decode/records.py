@@ -37,7 +37,7 @@ class LeaseEntry:
     deadline: float
     staged: Holding | None = None  # slots of the staging buffer, in place of those in HBM
     state: Lease = Lease.GRANTED
-    granted: bool = False
+    confirmed: bool = False  # Granted has come
     aborted: float = 0.0  # when Abort was first sent
     detail: str = ""  # and why
     repeat_ms: int = 0

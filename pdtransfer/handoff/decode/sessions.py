@@ -293,7 +293,7 @@ class DecodeSessions:
         lease = session.leases.get(message.grant)
         if isinstance(message, Granted):
             if lease is not None:
-                lease.granted = True
+                lease.confirmed = True
             return
         room, wrong = None if lease is None else self._room_of(lease), ""
         if lease is not None and isinstance(message, Landed):
@@ -547,7 +547,7 @@ class DecodeSessions:
         self.leases.quarantine(session)
         if session.state is SessionState.FENCING and cause is not Cause.PEER_RESTARTED:
             for lease in session.leases.values():
-                if not lease.granted:  # neither its Grant nor its Abort may have arrived, and none is repeated
+                if not lease.confirmed:  # neither its Grant nor its Abort may have arrived, and none is repeated
                     self.withdrawals.put(session.peer, lease.message.room, reason_of(cause, detail), now)
 
     def _quiet(self, session: SessionRecord) -> None:

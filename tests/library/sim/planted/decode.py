@@ -233,7 +233,7 @@ def deadline_as_a_time_of_day(patch: Patch) -> None:
 
     def absolute(self: Leases, lease: LeaseEntry, now: float) -> None:
         repeat(self, lease, 0.0) if lease.state is Lease.GRANTED else repeat(self, lease, now)
-        if lease.state is Lease.GRANTED and not lease.granted:
+        if lease.state is Lease.GRANTED and not lease.confirmed:
             self._peers.timers.set(("lease", lease.session.id, lease.message.grant), now + lease.repeat_ms / 1e3)
 
     patch(Leases, "repeat", absolute)

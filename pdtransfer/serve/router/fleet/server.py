@@ -60,6 +60,7 @@ class Server:
     computing: int = 0  # tokens of prompts that a decode server computes itself, up to its first tokens
     twin: Server | None = None  # the same server in its other role
     rank: int | None = None  # None where the server has only one
+    gone: bool = False  # a rank that the server had, and has no more
 
     @property
     def name(self) -> str:

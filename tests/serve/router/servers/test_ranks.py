@@ -157,6 +157,21 @@ def test_a_rank_that_is_no_more_and_busy_is_the_only_one_that_stays() -> None:
     assert pool.prefill == [first]
 
 
+def test_a_server_that_is_added_again_does_not_bring_back_a_rank_that_is_no_more() -> None:
+    """It is drained and comes back with one rank of two, and the other has a request still."""
+    pool = ServerPool(["http://p"], ["http://d"], Limits())
+    first = pool.prefill[0]
+    pool.resize(first, 2)
+    busy = pool.prefill[1]
+    busy.unfinished = 1
+    pool.resize(first, 1)
+    pool.depart("http://p", Departure.DRAINS)
+    assert pool.add("http://p", "prefill") is None
+    assert [rank.departure for rank in (first, busy)] == [Departure.STAYS, Departure.LEAVES]
+    pool.resize(first, 2)
+    assert [rank.departure for rank in pool.prefill] == [Departure.STAYS] * 2
+
+
 def test_both_roles_of_a_rank_are_one_engine() -> None:
     pool = ServerPool(["http://s"], ["http://s"], Limits())
     assert pool.prefill[0].twin is pool.decode[0]

@@ -89,14 +89,17 @@ class ServerPool:
                 self._of(server.role).append(rank)
         for number, rank in ranks.items():
             if number > 0:
-                rank.departure = server.departure if number < count else Departure.LEAVES
+                rank.gone = number >= count
+                rank.departure = Departure.LEAVES if rank.gone else server.departure
         self._pair_twins()
 
     def add(self, url: str, role: Role) -> Server | None:
-        """Takes a server in and returns it; None for one that is here, which is to stay now."""
+        """Takes a server in and returns it; None for one that is here, which is to stay now with the
+        ranks that it has."""
         ranks = [server for server in self.all if server.url == url]
         for rank in ranks:
-            rank.departure = Departure.STAYS
+            if not rank.gone:
+                rank.departure = Departure.STAYS
         if ranks:
             return None
         server = self._new(url, role)

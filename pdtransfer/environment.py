@@ -75,8 +75,10 @@ def without_collection() -> Generator[None]:
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs an extra of this package from where the package came: a checkout, or an index."""
-    return f"pip install '{_source()}[{extra}]'"
+    """The command that installs an extra of this package from where the package came: a checkout, or a file. Where that
+    is not here any more, from a clone: the package is on no index."""
+    source = _source()
+    return f"pip install '{source or '.'}[{extra}]'{'' if source else ' in a clone of pdtransfer'}"
 
 
 def complete_environment() -> str:
@@ -91,7 +93,8 @@ def _checkout() -> Path | None:
 
 
 def _source() -> str:
-    """The checkout that this process runs from, or that pip installed from if it is still there; else the name."""
+    """The checkout that this process runs from, or what pip installed from if it is still there, a checkout or a wheel;
+    else empty."""
     checkout = _checkout()
     if checkout is None:
         try:
@@ -100,9 +103,10 @@ def _source() -> str:
         except (PackageNotFoundError, ValueError):
             url = ""
         path = Path(unquote(url.removeprefix("file://")))
-        checkout = path if path.is_absolute() and (path / "pyproject.toml").is_file() else None
+        is_source = (path / "pyproject.toml").is_file() or (path.suffix == ".whl" and path.is_file())
+        checkout = path if path.is_absolute() and is_source else None
     if checkout is None:
-        return "pdtransfer"
+        return ""
     return "." if checkout == Path.cwd() else str(checkout)
 
 

@@ -518,11 +518,16 @@ def test_what_pip_is_to_install_comes_from_where_this_package_came(
     monkeypatch.setattr(
         environment, "distribution", lambda _: SimpleNamespace(read_text=lambda _: json.dumps(direct_url))
     )
-    assert environment.pip_install("cuda") == "pip install 'pdtransfer[cuda]'", "the checkout is gone"
+    assert environment.pip_install("cuda") == "pip install '.[cuda]' in a clone of pdtransfer", "the checkout is gone"
     source.mkdir()
     (source / "pyproject.toml").touch()
     assert environment.pip_install("cuda") == f"pip install '{source}[cuda]'"
     assert environment.complete_environment() == f"pip install '{source}[daemons]'"
+    wheel = tmp_path / "pdtransfer-0.1.0-py3-none-any.whl"
+    direct_url["url"] = wheel.as_uri()
+    assert environment.pip_install("cuda").endswith("in a clone of pdtransfer"), "the wheel is gone"
+    wheel.touch()
+    assert environment.pip_install("cuda") == f"pip install '{wheel}[cuda]'"
     monkeypatch.setattr(environment, "_checkout", lambda: source)
     monkeypatch.setattr(sys, "prefix", str(source / ".venv"))
     assert environment.complete_environment() == "make venv"

@@ -30,8 +30,8 @@ class Bare:
 
     def __init__(self, stack: ExitStack) -> None:
         self._pipe = stack.enter_context(_process(_send))
-        there = stack.enter_context(_process(_receive))
-        self._pipe.send(_answered(there))
+        receiver = stack.enter_context(_process(_receive))
+        self._pipe.send(_answered(receiver))
 
     def sync_write(self) -> float:
         """One synchronous write of BYTES."""
@@ -45,8 +45,8 @@ class Bare:
         """Rows one after another, each an operation that is waited for before the next."""
         return self._ask("rows", row_bytes, rows)
 
-    def _ask(self, what: str, *numbers: int) -> float:
-        self._pipe.send((what, *numbers))
+    def _ask(self, order: str, *numbers: int) -> float:
+        self._pipe.send((order, *numbers))
         return _answered(self._pipe)
 
 
@@ -95,30 +95,30 @@ def _receive(pipe: Connection) -> None:
     while True:
         left = BYTES
         while left:
-            if not (got := peer.recv_into(view[:left])):
+            if not (received_bytes := peer.recv_into(view[:left])):
                 return
-            left -= got
+            left -= received_bytes
         peer.sendall(b"!")
 
 
 def _send(pipe: Connection) -> None:
     prepare()
     engine, (memory, address) = _engine(), _memory()
-    port, there, socket_port = pipe.recv()
+    port, target_address, socket_port = pipe.recv()
     peer, target = socket.create_connection((_HOST, socket_port)), f"{_HOST}:{port}"
     while True:
-        what, *numbers = pipe.recv()
+        order, *numbers = pipe.recv()
         start, byte_count = time.monotonic_ns(), numbers[0]
-        if what == "socket":
+        if order == "socket":
             peer.sendall(memory)
             peer.recv(1)
-        elif what == "sync":
-            if engine.transfer_sync_write(target, address, there, byte_count):
+        elif order == "sync":
+            if engine.transfer_sync_write(target, address, target_address, byte_count):
                 raise WorldError("a bare engine's write has failed")
         else:
             byte_count *= numbers[1]
             for row in range(numbers[1]):
                 offset = row * numbers[0] % BYTES
-                if engine.transfer_sync_write(target, address + offset, there + offset, numbers[0]):
+                if engine.transfer_sync_write(target, address + offset, target_address + offset, numbers[0]):
                     raise WorldError("a bare engine's write has failed")
         pipe.send(byte_count / (time.monotonic_ns() - start))

@@ -41,17 +41,17 @@ class AtEnd:
 
     def _add(self, cell: Computed) -> None:
         """Joins the cell to the latest one of its component if both make one, and that one to the chunk before."""
-        held = self._held.setdefault(cell.room, [])
-        same = [at for at, other in enumerate(held) if other.component == cell.component]
-        if same and (whole := joined(held[same[-1]], cell, self._layouts[cell.component])) is not None:
-            held[same[-1]] = cell = whole
+        cells = self._held.setdefault(cell.room, [])
+        same = [index for index, other in enumerate(cells) if other.component == cell.component]
+        if same and (whole := joined(cells[same[-1]], cell, self._layouts[cell.component])) is not None:
+            cells[same[-1]] = cell = whole
         else:
-            held.append(cell)
-            same.append(len(held) - 1)
-        if len(same) > 1 and _follows(before := held[same[-2]], cell):
+            cells.append(cell)
+            same.append(len(cells) - 1)
+        if len(same) > 1 and _follows(before := cells[same[-2]], cell):
             rows = before.rows[0], cell.rows[1]
-            held[same[-2]] = replace(cell, rows=rows, after=both(before.after, cell.after))
-            del held[same[-1]]
+            cells[same[-2]] = replace(cell, rows=rows, after=both(before.after, cell.after))
+            del cells[same[-1]]
 
 
 def _follows(cell: Computed, later: Computed) -> bool:

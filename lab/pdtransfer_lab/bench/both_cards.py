@@ -37,21 +37,21 @@ def measure(ordinals: Sequence[int]) -> tuple[tuple[float, float], tuple[float, 
     Each is what a writer's thread reaches with 64 writes of 4,096 tokens, 61 planes of 1,152 bytes, from pages anywhere
     in a pool in the GPU's memory to one run of slots of a page_first arena, whose memory is of the GPU's NUMA node.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         pipes: list[Connection] = []
         for ordinal in ordinals:
             process, ours = begun(_serve, ordinal)
-            held.callback(process.kill)
-            held.callback(ours.close)
+            stack.callback(process.kill)
+            stack.callback(ours.close)
             pipes.append(ours)
         for pipe in pipes:
             _answer(pipe)
         alone, together = ([list[float](), list[float]()] for _ in range(2))
         for _ in range(_ROUNDS):
-            for at, pipe in enumerate(pipes):
-                alone[at] += _push((pipe,))
-            for at, rate in enumerate(_push(pipes)):
-                together[at].append(rate)
+            for index, pipe in enumerate(pipes):
+                alone[index] += _push((pipe,))
+            for index, rate in enumerate(_push(pipes)):
+                together[index].append(rate)
         return (median(alone[0]), median(alone[1])), (median(together[0]), median(together[1]))
 
 
@@ -85,17 +85,17 @@ class _Pushing:
     """A pool, an arena and a writer's thread; they last as long as the process."""
 
     def __init__(self, ordinal: int) -> None:
-        here = gpu_at(ordinal)
+        gpu = gpu_at(ordinal)
         near = latent_layout("layer_first", slots=_SLOTS, page_size=PAGE_SIZE)
         far = latent_layout("page_first", slots=_TOKENS, page_size=1)
         arena = ArenaMemory.create(far.end)
-        if (node := here.numa_node) is not None:
+        if (node := gpu.numa_node) is not None:
             arena.mapping.bind(node)
-        arena.gpu = here
+        arena.gpu = gpu
         arena.prefault()
         assert arena.mapping.registered is not None
         self._arena = arena  # stays mapped
-        self._source = Pool(layout=near, address=here.allocate(near.end), device=ordinal)
+        self._source = Pool(layout=near, address=gpu.allocate(near.end), device=ordinal)
         self._target = Pool(layout=far, address=arena.mapping.registered.device_address, device=ordinal, host=True)
         pages = np.random.default_rng(ordinal).permutation(_SLOTS // PAGE_SIZE)[: _TOKENS // PAGE_SIZE]
         self._slots = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel().astype(np.int64)
@@ -111,8 +111,8 @@ class _Pushing:
         writes = [self._write(number) for number in range(_WRITES)]
         await asyncio.sleep(max(0.0, start_s - time.monotonic()))
         begin_s = time.monotonic()
-        for each in writes:
-            self._pusher.add(each)
+        for write in writes:
+            self._pusher.add(write)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), _ANSWER_S)
         if self._text or self._left:

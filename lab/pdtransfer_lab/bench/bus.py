@@ -46,9 +46,9 @@ def measure(*, rounds: int = 5, messages: int = 4_000, in_flight: int = 64) -> F
             results[name].append(run(messages, in_flight))
     figures: Figures = {"messages": messages, "rounds": rounds, "in_flight": in_flight}
     for name, taken in results.items():
-        figures[f"{name}_us_p50"] = median(one.microseconds(0.50) for one in taken)
-        figures[f"{name}_us_p99"] = median(one.microseconds(0.99) for one in taken)
-        figures[f"{name}_echoes_s"] = median(one.echoes_s for one in taken)
+        figures[f"{name}_us_p50"] = median(run.microseconds(0.50) for run in taken)
+        figures[f"{name}_us_p99"] = median(run.microseconds(0.99) for run in taken)
+        figures[f"{name}_echoes_s"] = median(run.echoes_s for run in taken)
     figures["bus_to_raw_p50"] = float(figures["bus_us_p50"]) / float(figures["raw_us_p50"])
     return figures
 

@@ -219,11 +219,11 @@ class FaultyDecodeRank(rank.DecodeProcess):
         if not self._after_s:
             super().on_event(event)
             return
-        at = event.room - self._batch.first
+        index = event.room - self._batch.first
         self.node_of(event.room).release(event.room)
         if self._to_abort is not None:
             self._to_abort.cancel()
-            self._expected[at], self._ready[at], self._to_abort = 0, 0, None
+            self._expected[index], self._ready[index], self._to_abort = 0, 0, None
             self.end_room()
 
     def _abort(self, room: int) -> None:

@@ -41,7 +41,7 @@ class FaultyRankPair(RankPair):
             for role, count in (("prefill", prefill_nodes), ("decode", decode_nodes))
             for number in range(count)
         }
-        nodes = [replace(each, limits=limits or each.limits) for each in _settings(pairs, guest)]
+        nodes = [replace(setting, limits=limits or setting.limits) for setting in _settings(pairs, guest)]
         super().__init__(
             source,
             target,
@@ -111,8 +111,8 @@ class FaultyRankPair(RankPair):
 
 
 def _settings(pairs: dict[str, KeyPair | None], guest: KeyPair | None) -> list[NodeSettings]:
-    known = {pair.public: name for name, pair in {**pairs, "guest": guest}.items() if pair is not None}
+    names = {pair.public: name for name, pair in {**pairs, "guest": guest}.items() if pair is not None}
     plain = {name: node_settings(name) for name in pairs}
     if not any(pairs.values()):
         return list(plain.values())
-    return [replace(each, keys=pairs[name], allowed=AllowList(known)) for name, each in plain.items()]
+    return [replace(settings, keys=pairs[name], allowed=AllowList(names)) for name, settings in plain.items()]

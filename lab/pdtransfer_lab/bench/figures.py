@@ -13,8 +13,8 @@ from pdtransfer.errors import ConfigError
 def write(results: Path, directory: Path) -> list[Path]:
     """Writes a page, PART.md, for each line of the file into `directory`, which is made. Returns their paths."""
     try:
-        found = [json.loads(line) for line in results.read_text().splitlines()]
-        pages = {directory / f"{figures['part']}.md": page(figures) for figures in found}
+        documents = [json.loads(line) for line in results.read_text().splitlines()]
+        pages = {directory / f"{figures['part']}.md": page(figures) for figures in documents}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{results}: is not what a benchmark prints with --json: {error!r}") from None
     directory.mkdir(parents=True, exist_ok=True)

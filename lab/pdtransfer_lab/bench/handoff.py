@@ -76,11 +76,11 @@ def measure_on(
     with make(source, target) as ranks:
 
         def own() -> dict[str, float]:
-            one = ranks.hand_off(count, tokens=tokens)
+            hand_off = ranks.hand_off(count, tokens=tokens)
             many = ranks.hand_off(rooms, tokens=rate_tokens, at_once=concurrency)
             return {
-                **percentiles("handoff", one.ready - one.written),
-                **percentiles("ready", one.ready - one.expected),
+                **percentiles("handoff", hand_off.ready - hand_off.written),
+                **percentiles("ready", hand_off.ready - hand_off.expected),
                 "handoffs_s": rooms / many.seconds,
                 "prefill_cpu_us": many.prefill_cpu_ns / rooms / 1e3,
                 "decode_cpu_us": many.decode_cpu_ns / rooms / 1e3,

@@ -57,7 +57,7 @@ class Size:
 
     @property
     def groups(self) -> list[range]:
-        return [range(at, min(at + self.share, self.layers)) for at in range(0, self.layers, self.share)]
+        return [range(offset, min(offset + self.share, self.layers)) for offset in range(0, self.layers, self.share)]
 
 
 RATES = (0.001, 0.05, 0.20)  # of a step's positions that the buffer lacks
@@ -103,8 +103,8 @@ def measure(size: Size | None = None) -> Figures:
     """
     on_card = count() > 0
     size = size or (ON_CARD if on_card else ON_CPU)
-    with ExitStack() as held:
-        batch = HotBatch(size, gpu_at(0) if on_card else None, held)
+    with ExitStack() as stack:
+        batch = HotBatch(size, gpu_at(0) if on_card else None, stack)
         figures = batch.sizes() | batch.admission()
         batch.fill()
         figures["resident_us"] = 1e6 * batch.resident_seconds()
@@ -124,22 +124,22 @@ def _nothing() -> None:
 class HotBatch:
     """A batch in host memory, its hot pool, and clocks."""
 
-    def __init__(self, size: Size, here: Gpu | None, held: ExitStack) -> None:
+    def __init__(self, size: Size, gpu: Gpu | None, stack: ExitStack) -> None:
         import torch
 
-        self.size, self._gpu = size, here
-        self._where = torch.device("cpu") if here is None else torch.device("cuda", 0)
-        if here is None:
+        self.size, self._gpu = size, gpu
+        self._where = torch.device("cpu") if gpu is None else torch.device("cuda", 0)
+        if gpu is None:
             torch.set_num_threads(1)  # several wait for one another where others are busy
         self._torch = torch
-        self._dtype = torch.float32 if here is None else torch.bfloat16
+        self._dtype = torch.float32 if gpu is None else torch.bfloat16
         self._width = ROW_BYTES // self._dtype.itemsize
         slots = size.requests * size.tokens
         layout = _layout(size.layout, size.layers, slots)
         self._arena = ArenaMemory.create(layout.end, huge_pages="never")
-        held.callback(self._arena.close)
-        address, self._arena_figures = _backed(self._arena, here)
-        host = Pool(layout=layout, address=address, device=None if here is None else 0, host=here is not None)
+        stack.callback(self._arena.close)
+        address, self._arena_figures = _backed(self._arena, gpu)
+        host = Pool(layout=layout, address=address, device=None if gpu is None else 0, host=gpu is not None)
         self._buffer_layout = _layout("layer_first", size.layers, size.requests * (size.hot + 1))
         self._buffer = torch.zeros(self._buffer_layout.end, dtype=torch.uint8, device=self._where)
         self.pool = HotPool(
@@ -147,7 +147,7 @@ class HotBatch:
             Pool(layout=self._buffer_layout, address=self._buffer.data_ptr(), device=host.device),
             groups=size.groups, rows=size.requests, hot=size.hot, top=size.top, tokens_max=size.tokens,
         )  # fmt: skip
-        held.callback(self.pool.close)
+        stack.callback(self.pool.close)
         rng = np.random.default_rng(0)
         drawn: Any = np.stack([rng.permutation(size.tokens - 1) for _ in range(size.requests)]).astype(np.int32)
         self._drawn = torch.as_tensor(drawn).to(self._where)
@@ -225,9 +225,9 @@ class HotBatch:
         for group, layers in enumerate(size.groups):
             wanted = self._rows[:, None] * size.tokens + self._positions[group]
             slots_on_device = self.pool.swap_in(group, self._positions[group], self._lengths, self._rows)
-            found = self._torch.as_tensor(slots_on_device).long()
+            device_slots = self._torch.as_tensor(slots_on_device).long()
             for layer in layers:
-                words = self._plane(layer).view(self._torch.int64)[found.view(-1)].view(*found.shape, -1)
+                words = self._plane(layer).view(self._torch.int64)[device_slots.view(-1)].view(*device_slots.shape, -1)
                 assert bool((words[:, :, 0] == wanted + layer * slots).all()), layer
                 assert bool((words[:, :, -1] == ~(wanted + layer * slots)).all()), layer
         misses = self.pool.counters().misses
@@ -361,7 +361,7 @@ class HotBatch:
             if turn >= 0:
                 marks[2 * turn + 1].record()
         torch.cuda.synchronize()
-        times = [marks[2 * at].elapsed_time(marks[2 * at + 1]) / 1e3 for at in range(self.size.steps)]
+        times = [marks[2 * index].elapsed_time(marks[2 * index + 1]) / 1e3 for index in range(self.size.steps)]
         return float(median(times))
 
     def _copied(self, byte_count: int) -> float:
@@ -372,13 +372,13 @@ class HotBatch:
             return median(
                 _timed(_nothing, lambda: ctypes.memmove(target.data_ptr(), host, byte_count)) for _ in range(5)
             )
-        here, torch, times = self._gpu, self._torch, list[float]()
+        gpu, torch, times = self._gpu, self._torch, list[float]()
         for _ in range(4):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            for at in range(0, byte_count, _CHUNK_BYTES):
-                part = min(_CHUNK_BYTES, byte_count - at)
-                here.copy(target.data_ptr() + at, host + at, part, torch.cuda.current_stream().cuda_stream)
+            for offset in range(0, byte_count, _CHUNK_BYTES):
+                part = min(_CHUNK_BYTES, byte_count - offset)
+                gpu.copy(target.data_ptr() + offset, host + offset, part, torch.cuda.current_stream().cuda_stream)
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
@@ -399,20 +399,20 @@ def _layout(name: str, layers: int, slots: int) -> Layout:
 def _mark(arena: ArenaMemory, plane: Plane, slots: int, layer: int) -> None:
     numbers = np.arange(layer * slots, (layer + 1) * slots)
     bytes_ = arena.mapping.array[plane.base :]
-    for at, values in ((0, numbers), (ROW_BYTES - 8, ~numbers)):
-        words: Any = as_strided(bytes_[at : at + 8].view(np.int64), (slots,), (plane.page_stride,))
+    for offset, values in ((0, numbers), (ROW_BYTES - 8, ~numbers)):
+        words: Any = as_strided(bytes_[offset : offset + 8].view(np.int64), (slots,), (plane.page_stride,))
         words[:] = values
 
 
-def _backed(arena: ArenaMemory, here: Gpu | None) -> tuple[int, Figures]:
+def _backed(arena: ArenaMemory, gpu: Gpu | None) -> tuple[int, Figures]:
     """Has several threads back it with memory; where the device sees it, and what that took."""
     start = time.perf_counter()
     threads = min(16, len(os.sched_getaffinity(0)))
     part = -(-arena.byte_count // threads // _PREFAULT_BYTES) * _PREFAULT_BYTES
-    ends = [min((at + 1) * part, arena.byte_count) for at in range(threads)]
+    ends = [min((index + 1) * part, arena.byte_count) for index in range(threads)]
     workers = [
-        threading.Thread(target=arena.mapping.prefault, kwargs={"first": min(at * part, end), "end": end})
-        for at, end in enumerate(ends)
+        threading.Thread(target=arena.mapping.prefault, kwargs={"first": min(index * part, end), "end": end})
+        for index, end in enumerate(ends)
     ]
     for worker in workers:
         worker.start()
@@ -420,8 +420,8 @@ def _backed(arena: ArenaMemory, here: Gpu | None) -> tuple[int, Figures]:
         worker.join()
     backed = time.perf_counter()
     gib, address = arena.byte_count / (1 << 30), arena.mapping.address
-    if here is not None:
-        arena.mapping.register(here, arena.byte_count)
+    if gpu is not None:
+        arena.mapping.register(gpu, arena.byte_count)
         assert arena.mapping.registered is not None
         address = arena.mapping.registered.device_address
     registered = time.perf_counter()

@@ -142,51 +142,51 @@ def measure(*, runs: int = _RUNS, tokens: Sequence[int] = ()) -> Figures:
     figures: Figures = {"sizes": " ".join(map(str, sizes)), "on": gpu_at(0).architecture if on_card else "the CPU"}
     for size in sizes:
         rooms = {shape: _moves(shape, ratios, size) for shape in SHAPES}
-        sides = [[getattr(each, side) for moves in rooms.values() for each in moves] for side in ("pool", "arena")]
-        pool_bytes, arena_bytes = (max(each.layout.end for each in side) for side in sides)
-        byte_count = sum(len(each.pool_slots) * each.pool.layout.row_bytes for each in rooms[SHAPES[0]])
+        sides = [[getattr(move, side) for moves in rooms.values() for move in moves] for side in ("pool", "arena")]
+        pool_bytes, arena_bytes = (max(move.layout.end for move in side) for side in sides)
+        byte_count = sum(len(room.pool_slots) * room.pool.layout.row_bytes for room in rooms[SHAPES[0]])
         figures[f"{size}_mb"] = byte_count / 1e6
         with _clock(pool_bytes, arena_bytes, on_card=on_card) as clock:
             for direction in _FROM_TO:
                 checked = _Checked(clock, direction, pool_bytes, arena_bytes)
-                found = _direction(clock, direction, rooms, checked, byte_count=byte_count, runs=runs)
-                figures |= {f"{size}_{direction}_{name}": value for name, value in found.items()}
+                measured = _direction(clock, direction, rooms, checked, byte_count=byte_count, runs=runs)
+                figures |= {f"{size}_{direction}_{name}": value for name, value in measured.items()}
     return figures
 
 
 def lines(figures: Figures) -> list[Line]:
     """The table: a line for each layout and direction, and the best pair of each direction."""
-    found = [Line("on", "{on}", "GB/s, and the share of one contiguous copy's rate in the same run")]
+    report = [Line("on", "{on}", "GB/s, and the share of one contiguous copy's rate in the same run")]
     for size in str(figures["sizes"]).split():
-        found.append(Line(f"a room of {int(size):,} tokens", f"{{{size}_mb:.1f}} MB"))
-        for direction, what in _FROM_TO.items():
+        report.append(Line(f"a room of {int(size):,} tokens", f"{{{size}_mb:.1f}} MB"))
+        for direction, path in _FROM_TO.items():
             key = f"{size}_{direction}"
-            found.append(Line(f"{what}: one copy", f"{{{key}_plain_gb_s:.1f}}"))
+            report.append(Line(f"{path}: one copy", f"{{{key}_plain_gb_s:.1f}}"))
             for shape in SHAPES:
-                own = f"{key}_{shape.name}"
+                shape_key = f"{key}_{shape.name}"
                 ways = [
-                    f"{way} {{{own}_{way}_gb_s:.1f}} ({{{own}_{way}_share:.3f}})"
+                    f"{way} {{{shape_key}_{way}_gb_s:.1f}} ({{{shape_key}_{way}_share:.3f}})"
                     for way in WAYS
-                    if f"{own}_{way}_share" in figures
+                    if f"{shape_key}_{way}_share" in figures
                 ]
-                through = f"; a ring carries {{{own}_ring_bytes:.0%}}"
-                found.append(Line(f"{what}: {shape.what}", f"{{{own}_best}}", ", ".join(ways) + through))
-            found.append(
-                Line(f"{what}: best", f"{{{key}_best}}", f"{{{key}_claim:.3f}} of its rate: page_first_direct, direct")
+                through = f"; a ring carries {{{shape_key}_ring_bytes:.0%}}"
+                report.append(Line(f"{path}: {shape.what}", f"{{{shape_key}_best}}", ", ".join(ways) + through))
+            report.append(
+                Line(f"{path}: best", f"{{{key}_best}}", f"{{{key}_claim:.3f}} of its rate: page_first_direct, direct")
             )
-    return found
+    return report
 
 
 def _moves(shape: HostShape, ratios: Sequence[int], tokens: int) -> list[Move]:
     """The room's components, its pages anywhere in the pool."""
     pool = deepseek_v4("layer_first", ratios=ratios, tokens=tokens, requests=2)
     arena = deepseek_v4(shape.layout, ratios=ratios, tokens=tokens, requests=1, **shape.sizes)
-    rng, made = np.random.default_rng(0), list[Move]()
+    rng, moves = np.random.default_rng(0), list[Move]()
     for ours, theirs in zip(pool, arena, strict=True):
         rows, size = ours.rows(tokens), ours.layout.page_size
         pages = rng.permutation(ours.layout.slots // size)[: -(-rows // size)]
-        made.append(Move(ours, theirs, expand_pages(pages, size, rows), np.arange(rows)))
-    return made
+        moves.append(Move(ours, theirs, expand_pages(pages, size, rows), np.arange(rows)))
+    return moves
 
 
 def _direction(
@@ -198,7 +198,7 @@ def _direction(
     make: dict[str, Callable[[], Work]] = {}
     for shape, moves in rooms.items():
         ringed = [
-            len(each.pool_slots) * each.pool.layout.row_bytes for each in moves if _ringed(clock, direction, each)
+            len(move.pool_slots) * move.pool.layout.row_bytes for move in moves if _ringed(clock, direction, move)
         ]
         figures[f"{shape.name}_ring_bytes"] = sum(ringed) / byte_count
         checked.expect(moves)
@@ -221,8 +221,8 @@ def _direction(
         figures[f"{name}_low"], figures[f"{name}_high"] = plain / max(seconds), plain / min(seconds)
     shares = {name: float(figures[f"{name}_share"]) for name in make if name != "plain"}
     for shape in rooms:
-        own = {way: shares[name] for way in WAYS if (name := f"{shape.name}_{way}") in shares}
-        figures[f"{shape.name}_best"] = max(own, key=own.__getitem__)
+        shares_of_shape = {way: shares[name] for way in WAYS if (name := f"{shape.name}_{way}") in shares}
+        figures[f"{shape.name}_best"] = max(shares_of_shape, key=shares_of_shape.__getitem__)
     best = max(shares, key=shares.__getitem__)
     figures["best"], figures["claim"] = best, shares["page_first_direct_direct"] / shares[best]
     return figures
@@ -244,13 +244,13 @@ class _Checked:
     def expect(self, moves: list[Move]) -> None:
         """Does on the CPU what the ways have to do with this shape."""
         self._target[:] = _CANARY
-        for each in moves:
-            source, target = (each.pool, each.arena) if self._push else (each.arena, each.pool)
-            slots = (each.pool_slots, each.arena_slots) if self._push else (each.arena_slots, each.pool_slots)
+        for move in moves:
+            source, target = (move.pool, move.arena) if self._push else (move.arena, move.pool)
+            slots = (move.pool_slots, move.arena_slots) if self._push else (move.arena_slots, move.pool_slots)
             work = plan(pairing_of(source.layout, target.layout), slots[0], slots[1])
             host_copy(work, self._source.ctypes.data, self._target.ctypes.data)
 
-    def check(self, work: Work, what: str) -> None:
+    def check(self, work: Work, way: str) -> None:
         """Does the work once. Raises WorldError where a byte of the target is wrong."""
         clock, size = self._clock, len(self._target)
         if self._push:
@@ -258,16 +258,16 @@ class _Checked:
         else:
             clock.put(np.full(size, _CANARY, np.uint8))
         clock.seconds(work)
-        found = clock.arena[:size] if self._push else clock.get()[:size]
-        if not np.array_equal(found, self._target):
-            at = int(np.flatnonzero(found != self._target)[0])
-            text = f"byte {at} of the target is {found[at]}, not {self._target[at]}"
-            raise WorldError(f"{self._what}, {what}: {text}")
+        actual = clock.arena[:size] if self._push else clock.get()[:size]
+        if not np.array_equal(actual, self._target):
+            index = int(np.flatnonzero(actual != self._target)[0])
+            text = f"byte {index} of the target is {actual[index]}, not {self._target[index]}"
+            raise WorldError(f"{self._what}, {way}: {text}")
 
 
 def _work(clock: Clock, direction: Direction, way: Way, moves: list[Move]) -> Work:
     """What queues each component, planned ahead; to be called once."""
-    return [_prepared(clock, direction, way, each) for each in moves]
+    return [_prepared(clock, direction, way, move) for move in moves]
 
 
 def _prepared(clock: Clock, direction: Direction, way: Way, move: Move) -> Callable[[], None]:
@@ -316,8 +316,8 @@ class _CpuClock:
 
     def seconds(self, work: Work) -> float:
         begin = perf_counter()
-        for each in work:
-            each()
+        for copy in work:
+            copy()
         return perf_counter() - begin
 
     def plain(self, target: int, source: int, byte_count: int) -> None:
@@ -327,13 +327,13 @@ class _CpuClock:
 class _CardClock:
     device = 0
 
-    def __init__(self, here: Gpu, pool_bytes: int, arena: ArenaMemory, arena_address: int) -> None:
-        self._gpu, self.stream = here, here.stream()
-        self.pool_address, self._pool_bytes = here.allocate(pool_bytes), pool_bytes
+    def __init__(self, gpu: Gpu, pool_bytes: int, arena: ArenaMemory, arena_address: int) -> None:
+        self._gpu, self.stream = gpu, gpu.stream()
+        self.pool_address, self._pool_bytes = gpu.allocate(pool_bytes), pool_bytes
         # Not a view of the mapping: an error keeps it alive, and then the arena could not be closed.
         self.arena = np.ctypeslib.as_array((ctypes.c_uint8 * arena.byte_count).from_address(arena.mapping.address))
         self.arena_address = arena_address
-        self._events = [here.call("cuEventCreate", 0) for _ in range(2)]
+        self._events = [gpu.call("cuEventCreate", 0) for _ in range(2)]
 
     def put(self, content: Bytes) -> None:
         self._gpu.upload(self.pool_address, content, self.stream)
@@ -349,16 +349,16 @@ class _CardClock:
         start, end = self._events
         self._gpu.finish()
         self._gpu.call("cuEventRecord", start, self.stream)
-        for each in work:
-            each()
+        for copy in work:
+            copy()
         self._gpu.enter()
         self._gpu.call("cuEventRecord", end, self.stream)
         self._gpu.call("cuEventSynchronize", end)
         return float(self._gpu.call("cuEventElapsedTime", start, end)) / 1e3
 
     def plain(self, target: int, source: int, byte_count: int) -> None:
-        for at in range(0, byte_count, CHUNK_BYTES):
-            self._gpu.copy(target + at, source + at, min(CHUNK_BYTES, byte_count - at), self.stream)
+        for offset in range(0, byte_count, CHUNK_BYTES):
+            self._gpu.copy(target + offset, source + offset, min(CHUNK_BYTES, byte_count - offset), self.stream)
 
     def close(self) -> None:
         self._gpu.finish()
@@ -370,12 +370,12 @@ def _clock(pool_bytes: int, arena_bytes: int, *, on_card: bool) -> Generator[Clo
     if not on_card:
         yield _CpuClock(pool_bytes, arena_bytes)
         return
-    here, arena = gpu_at(0), ArenaMemory.create(arena_bytes)
-    arena.gpu = here
+    gpu, arena = gpu_at(0), ArenaMemory.create(arena_bytes)
+    arena.gpu = gpu
     try:
         arena.prefault()
         assert arena.mapping.registered is not None
-        clock = _CardClock(here, pool_bytes, arena, arena.mapping.registered.device_address)
+        clock = _CardClock(gpu, pool_bytes, arena, arena.mapping.registered.device_address)
         try:
             yield clock
         finally:

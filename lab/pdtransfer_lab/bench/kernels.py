@@ -75,19 +75,19 @@ def measure(*, runs: int = _RUNS) -> Figures:
     of as many) / (time of the launch). The matmul is bfloat16, 8,192 cubed, alone and beside pushes. WorldError where
     there is no GPU.
     """
-    here = gpu_at(0)
-    with ExitStack() as held:
-        arena, pool = (held.enter_context(made(here, 2 * _GIB)) for made in (registered, filled))
+    gpu = gpu_at(0)
+    with ExitStack() as stack:
+        arena, pool = (stack.enter_context(allocated(gpu, 2 * _GIB)) for allocated in (registered, filled))
         rng = np.random.default_rng(0)
 
         def slots(count: int, limit: int) -> int:
-            at = here.allocate(8 * count)
-            held.callback(here.free, at)
-            here.upload(at, rng.permutation(limit)[:count], 0)
-            return at
+            address = gpu.allocate(8 * count)
+            stack.callback(gpu.free, address)
+            gpu.upload(address, rng.permutation(limit)[:count], 0)
+            return address
 
-        bench = _Bench(here, Replays(here), pool, arena, slots)
-        figures: Figures = {"card": here.architecture, "blocks": 4}
+        bench = _Bench(gpu, Replays(gpu), pool, arena, slots)
+        figures: Figures = {"card": gpu.architecture, "blocks": 4}
         for tokens, _ in PUSHES:
             _record(figures, f"push_{tokens}", *_push(bench, 1_152, 61, tokens, runs))
         for row, _ in ROWS:
@@ -113,15 +113,15 @@ def _push(bench: _Bench, row: int, planes: int, tokens: int, runs: int) -> tuple
 
 
 def _gather(bench: _Bench, row: int, rows: int, runs: int) -> tuple[Seconds, Seconds]:
-    held = (3 * _GIB // 2) // row
+    slot_count = (3 * _GIB // 2) // row
     plane = Plane(0, "latent", "uint8", 0, 1, 0, row, row, row)
-    source, target = (Layout((plane,), 1, slots) for slots in (held, rows))
+    source, target = (Layout((plane,), 1, slots) for slots in (slot_count, rows))
     return _timed(
         bench,
         Pool(layout=target, address=bench.pool, device=0),
         Pool(layout=source, address=bench.arena, device=0, host=True),
         range(rows),
-        [GpuArray(bench.slots(rows, held), rows) for _ in range(_TURN_BYTES // (rows * row))],
+        [GpuArray(bench.slots(rows, slot_count), rows) for _ in range(_TURN_BYTES // (rows * row))],
         rows,
         runs,
     )
@@ -138,8 +138,10 @@ def _timed(
         kv_copy(target, source, target_slots, next(turns), rows, stream=stream)
 
     def dma(stream: int) -> None:
-        for at in range(0, byte_count, 256 << 20):  # the arena is registered in such chunks
-            bench.gpu.copy(target.address + at, source.address + at, min(256 << 20, byte_count - at), stream)
+        for offset in range(0, byte_count, 256 << 20):  # the arena is registered in such chunks
+            bench.gpu.copy(
+                target.address + offset, source.address + offset, min(256 << 20, byte_count - offset), stream
+            )
 
     return bench.replays.seconds(launch, nodes=nodes, runs=runs), bench.replays.seconds(dma, nodes=nodes, runs=runs)
 
@@ -155,7 +157,10 @@ def _layout(name: str, row: int, planes: int) -> Layout:
         return latent_layout(name, slots=_SLOTS, page_size=PAGE_SIZE if name == "layer_first" else 1, layers=planes)
     strides = (row * _SLOTS, row) if name == "layer_first" else (row, row * planes)
     return Layout(
-        tuple(Plane(at, "latent", "uint8", 0, 1, at * strides[0], strides[1], strides[1], row) for at in range(planes)),
+        tuple(
+            Plane(index, "latent", "uint8", 0, 1, index * strides[0], strides[1], strides[1], row)
+            for index in range(planes)
+        ),
         1,
         _SLOTS,
     )

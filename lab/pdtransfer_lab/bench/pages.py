@@ -69,12 +69,12 @@ def measure(*, gib: float = 1.0, repeats: int = _REPEATS) -> Figures:
     """
     byte_count = int(gib * (1 << 30))
     figures: Figures = {"gib": gib}
-    here = gpu_at(0) if count() else None
-    with ExitStack() as held:
+    gpu = gpu_at(0) if count() else None
+    with ExitStack() as stack:
         arenas: dict[str, ArenaMemory] = {}
         for name, pages in KINDS.items():
             arena = arenas[name] = ArenaMemory.create(byte_count, huge_pages=pages)
-            held.callback(arena.close)
+            stack.callback(arena.close)
             start = perf_counter()
             arena.prefault()
             figures[f"{name}_back_ms"] = 1e3 * (perf_counter() - start) / gib
@@ -82,14 +82,14 @@ def measure(*, gib: float = 1.0, repeats: int = _REPEATS) -> Figures:
             figures[f"{name}_pages"] = "2 MiB, set aside" if arena.huge else _seen(arena.mapping)
         tokens = _tokens(byte_count)
         pool = allocate(max(2 * tokens * _TOKEN_BYTES, byte_count // 8))
-        held.callback(pool.close)
+        stack.callback(pool.close)
         pool.array[:] = 7
-        for what, (moved, works) in _copies(arenas, pool, tokens, byte_count).items():
+        for copy, (moved, works) in _copies(arenas, pool, tokens, byte_count).items():
             taken = _in_turn(works, repeats)
-            figures |= {f"{name}_{what}_gb_s": moved / seconds / 1e9 for name, seconds in taken.items()}
-        if here is not None:
+            figures |= {f"{name}_{copy}_gb_s": moved / seconds / 1e9 for name, seconds in taken.items()}
+        if gpu is not None:
             for name, arena in arenas.items():
-                figures |= {f"{name}_{what}": value for what, value in _on_card(here, arena, gib, repeats).items()}
+                figures |= {f"{name}_{figure}": value for figure, value in _on_card(gpu, arena, gib, repeats).items()}
     return figures
 
 
@@ -98,7 +98,7 @@ def _in_turn(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
     for work in works.values():
         work()
     times = [{name: _seconds(work) for name, work in works.items()} for _ in range(repeats)]
-    return {name: median(each[name] for each in times) for name in works}
+    return {name: median(seconds[name] for seconds in times) for name in works}
 
 
 def _copies(
@@ -107,17 +107,20 @@ def _copies(
     """By name: how many bytes each moves, and how, for each arena."""
     rng = np.random.default_rng(0)
     slots = byte_count // _TOKEN_BYTES
-    there = latent_layout("page_first", slots=slots, page_size=1)
-    here = latent_layout("layer_first", slots=2 * tokens, page_size=PAGE_SIZE)
+    arena_layout = latent_layout("page_first", slots=slots, page_size=1)
+    pool_layout = latent_layout("layer_first", slots=2 * tokens, page_size=PAGE_SIZE)
     ours, theirs = rng.permutation(2 * tokens)[:tokens], rng.permutation(slots)[:tokens]
-    into, out = plan(pair(here, there).fused(), ours, theirs), plan(pair(there, here).fused(), theirs, ours)
+    into, out = (
+        plan(pair(pool_layout, arena_layout).fused(), ours, theirs),
+        plan(pair(arena_layout, pool_layout).fused(), theirs, ours),
+    )
     memcpy, eighth = ctypes.CDLL(None).memcpy, byte_count // 8
     memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    at = {name: arena.mapping.address for name, arena in arenas.items()}
+    addresses = {name: arena.mapping.address for name, arena in arenas.items()}
     return {
-        "memcpy": (eighth, {n: lambda a=a: memcpy(a, pool.address, eighth) for n, a in at.items()}),
-        "scatter": (into.bytes, {n: lambda a=a: kernels.copy(into, pool.address, a) for n, a in at.items()}),
-        "collect": (out.bytes, {n: lambda a=a: kernels.copy(out, a, pool.address) for n, a in at.items()}),
+        "memcpy": (eighth, {n: lambda a=a: memcpy(a, pool.address, eighth) for n, a in addresses.items()}),
+        "scatter": (into.bytes, {n: lambda a=a: kernels.copy(into, pool.address, a) for n, a in addresses.items()}),
+        "collect": (out.bytes, {n: lambda a=a: kernels.copy(out, a, pool.address) for n, a in addresses.items()}),
     }
 
 
@@ -134,31 +137,31 @@ def _entered(arena: ArenaMemory) -> float:
 def _seen(mapping: Mapping) -> str:
     """What the kernel has put behind most of it."""
     maps = Path("/proc/self/smaps").read_text()
-    found = re.search(rf"^{mapping.address:x}-.*?^ShmemPmdMapped: +(\d+) kB", maps, re.MULTILINE | re.DOTALL)
-    huge = found is not None and (int(found[1]) << 11) > mapping.byte_count
+    mapped = re.search(rf"^{mapping.address:x}-.*?^ShmemPmdMapped: +(\d+) kB", maps, re.MULTILINE | re.DOTALL)
+    huge = mapped is not None and (int(mapped[1]) << 11) > mapping.byte_count
     return "2 MiB, transparent" if huge else "4 KiB"
 
 
-def _on_card(here: Gpu, arena: ArenaMemory, gib: float, repeats: int) -> Figures:
+def _on_card(gpu: Gpu, arena: ArenaMemory, gib: float, repeats: int) -> Figures:
     start = perf_counter()
-    registered = RegisteredMemory(here, arena.mapping.address, arena.byte_count)
+    registered = RegisteredMemory(gpu, arena.mapping.address, arena.byte_count)
     registered.grow(arena.byte_count)
     figures: Figures = {"register_ms": 1e3 * (perf_counter() - start) / gib}
-    replays, address = Replays(here), registered.device_address
+    replays, address = Replays(gpu), registered.device_address
     tokens = _tokens(arena.byte_count)
-    pool = here.allocate(max(2 * tokens * _TOKEN_BYTES, _DMA_BYTES))
+    pool = gpu.allocate(max(2 * tokens * _TOKEN_BYTES, _DMA_BYTES))
     moved = min(_DMA_BYTES, arena.byte_count)
 
     def rate(byte_count: int, work: Callable[[int], object], nodes: int) -> float:
         return byte_count / replays.seconds(work, nodes=nodes, runs=repeats).median / 1e9
 
     try:
-        figures["to_gb_s"] = rate(moved, lambda stream: here.copy(address, pool, moved, stream), 4)
-        figures["from_gb_s"] = rate(moved, lambda stream: here.copy(pool, address, moved, stream), 4)
+        figures["to_gb_s"] = rate(moved, lambda stream: gpu.copy(address, pool, moved, stream), 4)
+        figures["from_gb_s"] = rate(moved, lambda stream: gpu.copy(pool, address, moved, stream), 4)
         figures["gather_gb_s"] = rate(*_gathers(address, arena.byte_count, pool), _GATHERS)
         figures["push_gb_s"] = rate(*_pushes(address, arena.byte_count, pool, tokens), 4)
     finally:
-        here.free(pool)
+        gpu.free(pool)
     start = perf_counter()
     registered.close()
     return figures | {"unregister_ms": 1e3 * (perf_counter() - start) / gib}
@@ -166,11 +169,11 @@ def _on_card(here: Gpu, arena: ArenaMemory, gib: float, repeats: int) -> Figures
 
 def _gathers(address: int, byte_count: int, pool: int) -> tuple[int, Callable[[int], object]]:
     rng, plane = np.random.default_rng(0), Plane(0, "latent", "uint8", 0, 1, 0, _GATHER_ROW, _GATHER_ROW, _GATHER_ROW)
-    held = byte_count // _GATHER_ROW
-    rows = min(_GATHER_ROWS, held)
-    source = Pool(layout=Layout((plane,), 1, held), address=address, device=0, host=True)
+    slot_count = byte_count // _GATHER_ROW
+    rows = min(_GATHER_ROWS, slot_count)
+    source = Pool(layout=Layout((plane,), 1, slot_count), address=address, device=0, host=True)
     target = Pool(layout=Layout((plane,), 1, rows), address=pool, device=0)
-    slots = [_there(rng.integers(0, held, rows)) for _ in range(_GATHERS)]
+    slots = [_there(rng.integers(0, slot_count, rows)) for _ in range(_GATHERS)]
     turn = iter(slots * 2)  # once before the graph, and once in it
 
     def gather(stream: int) -> None:
@@ -181,11 +184,11 @@ def _gathers(address: int, byte_count: int, pool: int) -> tuple[int, Callable[[i
 
 def _pushes(address: int, byte_count: int, pool: int, tokens: int) -> tuple[int, Callable[[int], object]]:
     rng, slots = np.random.default_rng(0), byte_count // _TOKEN_BYTES
-    there, ours = (
+    arena_layout, ours = (
         latent_layout("page_first", slots=slots, page_size=1),
         latent_layout("layer_first", slots=2 * tokens, page_size=PAGE_SIZE),
     )
-    target = Pool(layout=there, address=address, device=0, host=True)
+    target = Pool(layout=arena_layout, address=address, device=0, host=True)
     source = Pool(layout=ours, address=pool, device=0)
     to, of = _there(rng.permutation(slots)[:tokens]), _there(rng.permutation(2 * tokens)[:tokens])
 

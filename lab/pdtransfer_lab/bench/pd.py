@@ -55,8 +55,8 @@ class Run:
 
     def of(self, process: str, *lanes: str) -> list[TimedSpan]:
         """What one process did in these lanes, by when it began."""
-        found = (span for span in self.spans if span.process == process and span.lane in lanes)
-        return sorted(found, key=lambda span: span.begin_s)
+        spans = (span for span in self.spans if span.process == process and span.lane in lanes)
+        return sorted(spans, key=lambda span: span.begin_s)
 
     @property
     def split(self) -> Split:
@@ -143,8 +143,8 @@ def measure(
     engine from the same pool into registered memory, in pieces of 256 MiB; without a card a memcpy into shared memory.
     Each figure is the median over rounds. Raises WorldError where rows that landed differ.
     """
-    found = devices()
-    on = on[0] or found[0], on[1] or found[1]
+    names = devices()
+    on = on[0] or names[0], on[1] or names[1]
     small = on == ("cpu", "cpu")
     sizes = tuple(tokens) or (SMALL if small else TOKENS)
     top_k, hot_tokens = SMALL_SPARSE if small else SPARSE
@@ -163,7 +163,12 @@ def measure(
                     progress(f"{attention}: prompts of {size:,} tokens")
                     series.points.append(_point(pair, size, rounds, on_card=not small))
                 progress(f"{attention}: rows alone")
-                _push_alone(pair, series, sorted({*(each for each in SWEPT if each <= max(sizes)), *sizes}), rounds)
+                _push_alone(
+                    pair,
+                    series,
+                    sorted({*(byte_count for byte_count in SWEPT if byte_count <= max(sizes)), *sizes}),
+                    rounds,
+                )
     return result
 
 
@@ -191,16 +196,16 @@ def _point(pair: Pair, tokens: int, rounds: int, *, on_card: bool) -> Point:
             raise WorldError(f"{tokens} tokens, push {way}: rows have landed that are not what was computed")
     runs: dict[Way, list[Run]] = {way: [] for way in ways}
     for number in range(rounds):
-        for at in range(len(ways)):  # in turn, each first once
-            way = ways[(at + number) % len(ways)]
+        for index in range(len(ways)):  # in turn, each first once
+            way = ways[(index + number) % len(ways)]
             if on_card:
                 time.sleep(REST_S)
             runs[way].append(pair.prompt(tokens, way))
-    splits: dict[Way, Split] = {way: _median(run.split for run in found) for way, found in runs.items()}
+    splits: dict[Way, Split] = {way: _median(run.split for run in runs_of_way) for way, runs_of_way in runs.items()}
     byte_count = splits["end"].byte_count
     shown: dict[Way, Run] = {
-        way: min(found, key=lambda run, way=way: abs(run.split.ttft_s - splits[way].ttft_s))
-        for way, found in runs.items()
+        way: min(runs_of_way, key=lambda run, way=way: abs(run.split.ttft_s - splits[way].ttft_s))
+        for way, runs_of_way in runs.items()
     }
     [roof_s] = pair.roof([byte_count])
     return Point(tokens=tokens, byte_count=byte_count, roof_s=roof_s, splits=splits, shown=shown)
@@ -220,9 +225,9 @@ def _push_alone(pair: Pair, series: Series, sizes: Sequence[int], rounds: int) -
 
 def _median(splits: Iterable[Split]) -> Split:
     """Field by field."""
-    found = list(splits)
-    middle = {each.name: median if each.name.endswith("_s") else median_low for each in fields(Split)}
-    return Split(**{name: of(getattr(split, name) for split in found) for name, of in middle.items()})
+    all_splits = list(splits)
+    middle = {field.name: median if field.name.endswith("_s") else median_low for field in fields(Split)}
+    return Split(**{name: of(getattr(split, name) for split in all_splits) for name, of in middle.items()})
 
 
 class Pair(Processes):
@@ -357,9 +362,9 @@ def tables(result: Result) -> list[list[list[str]]]:
                 splits.append([name, way, *cells, f"{point.tokens / split.compute_s:,.0f}"])
         for tokens, pushed in sorted(series.pushed.items()):
             seconds = pushed.push_s, pushed.ready_s, pushed.roof_s
-            each = [f"{pushed.byte_count / took_s / 1e9:.2f}" for took_s in seconds]
+            columns = [f"{pushed.byte_count / took_s / 1e9:.2f}" for took_s in seconds]
             name, share = f"{series.attention} {tokens:,}", f"{pushed.roof_s / pushed.push_s:.2f}"
-            rates.append([name, f"{pushed.byte_count / 1e6:,.2f}", *each, share])
+            rates.append([name, f"{pushed.byte_count / 1e6:,.2f}", *columns, share])
     return [splits, rates]
 
 

@@ -44,25 +44,25 @@ class Goal:
 
 def goals(result: Result, both: Rates | None) -> list[Goal]:
     """The project's goals, each for the sizes that it is about."""
-    found: list[Goal] = []
+    reached: list[Goal] = []
     for series in result.series:
         for point in series.points:
             auto, serial, alone = (point.splits[way] for way in ("auto", "end", "none"))
             name = f"{series.attention}, {point.tokens:,} tokens: "
             if point.tokens >= 1_024:
                 share = auto.exposed_s / serial.exposed_s
-                found.append(Goal(name=name + "exposed transfer, of the serial transfer", value=share, aim=0.1))
+                reached.append(Goal(name=name + "exposed transfer, of the serial transfer", value=share, aim=0.1))
             if point.tokens >= 8_192:
                 share = auto.exposed_s / auto.compute_s
-                found.append(Goal(name=name + "exposed transfer, of prefill's compute", value=share, aim=0.01))
+                reached.append(Goal(name=name + "exposed transfer, of prefill's compute", value=share, aim=0.01))
             tail = 1e3 * auto.tail_s, 1e3 * _tail_aim_s(point)
-            found.append(Goal(name=name + "last layer computed to READY", value=tail[0], aim=tail[1], unit="ms"))
+            reached.append(Goal(name=name + "last layer computed to READY", value=tail[0], aim=tail[1], unit="ms"))
             slower = auto.compute_s / alone.compute_s - 1
-            found.append(Goal(name=name + "prefill slowed by the push", value=slower, aim=0.02))
+            reached.append(Goal(name=name + "prefill slowed by the push", value=slower, aim=0.02))
     for number in range(2):
         share = both[1][number] / both[0][number] if both else None
-        found.append(Goal(name=f"GPU {number} while both push, of it alone", value=share, aim=0.95, at_least=True))
-    return found
+        reached.append(Goal(name=f"GPU {number} while both push, of it alone", value=share, aim=0.95, at_least=True))
+    return reached
 
 
 def _tail_aim_s(point: Point) -> float:
@@ -76,24 +76,24 @@ def beside(series: Series) -> list[list[str]]:
     saved: list[str] = []
     for point in series.points:
         auto, end = point.splits["auto"], point.splits["end"]
-        own, serial = (f"{100 * split.exposed_s / split.ttft_s:.3g} %" for split in (auto, end))
-        shares.append(f"{point.tokens:,} tokens: {own} (all at the end {serial})")
+        exposed, serial = (f"{100 * split.exposed_s / split.ttft_s:.3g} %" for split in (auto, end))
+        shares.append(f"{point.tokens:,} tokens: {exposed} (all at the end {serial})")
         saved.append(f"{point.tokens:,} tokens: {100 * (auto.ttft_s / end.ttft_s - 1):+.3g} %")
     rates = [
         f"{pushed.byte_count / 1e6:,.3g} MB ({tokens:,}): {100 * pushed.roof_s / pushed.push_s:.3g} %"
         for tokens, pushed in sorted(series.pushed.items())
     ]
     return [
-        [what, series.attention, published, "; ".join(here)]
-        for (what, published), here in zip(PUBLISHED, (shares, saved, rates), strict=True)
+        [claim, series.attention, published, "; ".join(measured)]
+        for (claim, published), measured in zip(PUBLISHED, (shares, saved, rates), strict=True)
     ]
 
 
 def show(result: Result, both: Rates | None, *, json: bool) -> int:
     """Prints it. Returns 0, a command's status, also where a goal is missed."""
-    found = goals(result, both)
+    reached = goals(result, both)
     aims = [["goal", "measured", "aim", ""]]
-    for goal in found:
+    for goal in reached:
         met = {True: "met", False: "MISSED", None: "not measured here"}[goal.met]
         value = "" if goal.value is None else f"{goal.value:.4f}"
         aims.append([goal.name, value, f"{'>=' if goal.at_least else '<='} {goal.aim:.4g} {goal.unit}".strip(), met])
@@ -102,11 +102,11 @@ def show(result: Result, both: Rates | None, *, json: bool) -> int:
     if json:
         as_goals = [
             asdict(goal) | {"value": None if goal.value is None else rounded(goal.value), "met": goal.met}
-            for goal in found
+            for goal in reached
         ]
         cards = None if both is None else {"alone": both[0], "at_once": both[1]}
-        own = {"both_cards_gb_s": cards, "goals": as_goals, "tables": all_tables}
-        print(dumps(figures(result) | own | about(measure)))
+        document = {"both_cards_gb_s": cards, "goals": as_goals, "tables": all_tables}
+        print(dumps(figures(result) | document | about(measure)))
         return 0
     print_tables(all_tables, width=120)
     return 0

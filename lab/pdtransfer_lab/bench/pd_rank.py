@@ -136,16 +136,16 @@ def _gather_from_gpu(address: int, where: list[int], slots: Int64s, layout: Layo
     device, (base, *strides) = torch.device("cuda", index), where
     shape = layout.slots // layout.page_size, layout.page_size, width
     plane = torch.as_tensor(GpuArray(address, layout.end, "|u1"), device=device).as_strided(shape, (*strides, 1), base)
-    at = torch.as_tensor(slots, device=device)
-    return plane[at // layout.page_size, at % layout.page_size].cpu().numpy()
+    indices = torch.as_tensor(slots, device=device)
+    return plane[indices // layout.page_size, indices % layout.page_size].cpu().numpy()
 
 
 def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) -> list[float]:
     """As in Roof, from the pool at `source`: the median for each of `byte_counts`."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if on is None:
             arena = ArenaMemory.create(max(byte_counts))
-            held.callback(arena.close)
+            stack.callback(arena.close)
             arena.prefault()
 
             def crossed(byte_count: int) -> float:
@@ -153,21 +153,21 @@ def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) 
                 ctypes.memmove(arena.mapping.address, source, byte_count)
                 return time.perf_counter() - start
         else:
-            here = gpu_at(on)
-            target, stream = held.enter_context(registered(here, max(byte_counts))), here.stream()
-            start, end = (here.call("cuEventCreate", 0) for _ in range(2))
+            gpu = gpu_at(on)
+            target, stream = stack.enter_context(registered(gpu, max(byte_counts))), gpu.stream()
+            start, end = (gpu.call("cuEventCreate", 0) for _ in range(2))
 
             def crossed(byte_count: int) -> float:
-                here.record(start, stream)
-                for at in range(0, byte_count, _DMA_BYTES):
-                    here.copy(target + at, source + at, min(_DMA_BYTES, byte_count - at), stream)
-                here.record(end, stream)
-                here.synchronise(stream)
-                return float(here.call("cuEventElapsedTime", start, end)) / 1e3
+                gpu.record(start, stream)
+                for offset in range(0, byte_count, _DMA_BYTES):
+                    gpu.copy(target + offset, source + offset, min(_DMA_BYTES, byte_count - offset), stream)
+                gpu.record(end, stream)
+                gpu.synchronise(stream)
+                return float(gpu.call("cuEventElapsedTime", start, end)) / 1e3
 
         for each in byte_counts:
             crossed(each)  # what only the first copy waits for
-        return [median(crossed(each) for _ in range(repeats)) for each in byte_counts]
+        return [median(crossed(byte_count) for _ in range(repeats)) for byte_count in byte_counts]
 
 
 class _Side(PipeProcess):
@@ -416,8 +416,8 @@ def _arena(config: DecodeConfig, engine: Any) -> ArenaMemory:
     """As a daemon's, ready as a whole; it lasts as long as the process."""
     arena = create_arena(config, engine.description)
     if config.device_index is not None:
-        arena.gpu = here = gpu_at(config.device_index)
-        if (node := here.numa_node) is not None:
+        arena.gpu = gpu = gpu_at(config.device_index)
+        if (node := gpu.numa_node) is not None:
             arena.mapping.bind(node)
         if engine.description.hbm_bytes:
             arena.hbm = Hbm.of_gpu(

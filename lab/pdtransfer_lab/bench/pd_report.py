@@ -73,7 +73,7 @@ def write_report(result: Result, directory: Path) -> list[Path]:
     nothing in them is fetched from elsewhere."""
     directory.mkdir(parents=True, exist_ok=True)
     with import_module("matplotlib").rc_context(_STYLE):
-        charts = {"throughput": throughput({each.attention: each.pushed for each in result.series}, result.roof)}
+        charts = {"throughput": throughput({series.attention: series.pushed for series in result.series}, result.roof)}
         for series in result.series:
             charts[f"splits-{series.attention}"] = splits(series)
             for point in series.points:
@@ -85,7 +85,7 @@ def write_report(result: Result, directory: Path) -> list[Path]:
             charts[path.stem].savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
     page, spans = directory / "report.html", directory / "spans.json"
     page.write_text(_page(result, list(charts)))
-    points = (point for each in result.series for point in each.points)
+    points = (point for series in result.series for point in series.points)
     write(spans, [span for point in points for run in point.shown.values() for span in run.spans])
     return [page, *paths, spans]
 
@@ -95,10 +95,10 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _title(series: Series, point: Point, way: Way) -> str:
-    what = f"{series.attention.upper()}, a prompt of {point.tokens:,} tokens, {point.byte_count / 1e6:,.1f} MB of KV"
+    title = f"{series.attention.upper()}, a prompt of {point.tokens:,} tokens, {point.byte_count / 1e6:,.1f} MB of KV"
     split = point.shown[way].split
     parts = ", ".join(f"{name} {1e3 * getattr(split, field):.3f}" for name, field, _ in _PARTS)
-    return f"{what}, {_NAMES[way]}\nTime to the first token {1e3 * split.ttft_s:.2f} ms: {parts}"
+    return f"{title}, {_NAMES[way]}\nTime to the first token {1e3 * split.ttft_s:.2f} ms: {parts}"
 
 
 def _page(result: Result, charts: Sequence[str]) -> str:
@@ -137,19 +137,19 @@ def throughput(pushed: Mapping[str, Mapping[int, Pushed]], roof: str) -> Any:
     """A matplotlib Figure: GB/s of rows alone by bytes, for each attention in `pushed`, beside one copy, the `roof`."""
     figure = _figure(9, 4.2)
     panel = figure.subplots()
-    every = sorted({each for points in pushed.values() for each in points.values()})
-    curves = [("", roof, every, [each.roof_s for each in every], {"color": _FAINT})]
+    every = sorted({pushed_point for points in pushed.values() for pushed_point in points.values()})
+    curves = [("", roof, every, [point.roof_s for point in every], {"color": _FAINT})]
     for number, (attention, points) in enumerate(pushed.items()):
         colour, ordered = ("#e07b1a", "#2f6fdb")[number % 2], sorted(points.values())
-        ready = [each.ready_s for each in ordered]
+        ready = [point.ready_s for point in ordered]
         curves += [
-            (attention, "writes", ordered, [each.push_s for each in ordered], {"color": colour, "marker": "o"}),
+            (attention, "writes", ordered, [point.push_s for point in ordered], {"color": colour, "marker": "o"}),
             (attention, "to READY", ordered, ready, {"color": colour, "linestyle": "--"}),
         ]
-    for attention, what, ordered, seconds, look in curves:
-        sizes = [each.byte_count for each in ordered]
+    for attention, curve, ordered, seconds, look in curves:
+        sizes = [point.byte_count for point in ordered]
         rates = [size / took_s / 1e9 for size, took_s in zip(sizes, seconds, strict=True)]
-        panel.plot(sizes, rates, label=f"{attention.upper()} {what}".strip(), **look)
+        panel.plot(sizes, rates, label=f"{attention.upper()} {curve}".strip(), **look)
     panel.set_xscale("log")
     panel.set_ylim(bottom=0)
     panel.set_xlabel("bytes of one prompt's KV")

@@ -38,14 +38,14 @@ def measure(*, calls: int = 100_000, rounds: int = 21) -> Figures:
     nothing to do but pings. The call that does nothing is one of a Python function that returns an empty list.
     """
     source, target = components("mla", source_slots=_TOKENS, target_slots=_TOKENS)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         pool = allocate(source.layout.end)
-        held.callback(pool.close)
+        stack.callback(pool.close)
         arena = ArenaMemory.create(target.layout.end)
-        held.callback(arena.close)
+        stack.callback(arena.close)
         writer = WriterOptions(pool_address=pool.address)
-        prefill = held.enter_context(PrefillClient(_settings("prefill"), (source,), writer=writer))
-        decode = held.enter_context(DecodeClient(_settings("decode"), (target,), arena, prefix_cache=False))
+        prefill = stack.enter_context(PrefillClient(_settings("prefill"), (source,), writer=writer))
+        decode = stack.enter_context(DecodeClient(_settings("decode"), (target,), arena, prefix_cache=False))
         _land_a_room(prefill, decode)
         figures: Figures = {"calls": calls, "rounds": rounds}
         for name, call in (("prefill", prefill.poll), ("decode", decode.poll), ("empty", _nothing)):

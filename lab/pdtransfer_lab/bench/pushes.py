@@ -61,26 +61,26 @@ LINES = (
 class _Clock:
     """Times what is queued to two streams in turn, so that one push is planned and begun while another ends."""
 
-    def __init__(self, here: Gpu) -> None:
-        self._here, self.streams = here, [here.stream(), here.stream()]
-        self._start, self._end, self._between = (here.call("cuEventCreate", 0) for _ in range(3))
+    def __init__(self, gpu: Gpu) -> None:
+        self._here, self.streams = gpu, [gpu.stream(), gpu.stream()]
+        self._start, self._end, self._between = (gpu.call("cuEventCreate", 0) for _ in range(3))
 
     def seconds(self, work: Callable[[int], object], count: int) -> float:
         """Of one of `count`."""
-        here, (first, second) = self._here, self.streams
+        gpu, (first, second) = self._here, self.streams
         work(first)
-        here.synchronise(first)
+        gpu.synchronise(first)
         times: list[float] = []
         for _ in range(_RUNS):
-            here.record(self._start, first)
-            here.follow(second, self._start)
+            gpu.record(self._start, first)
+            gpu.follow(second, self._start)
             for turn in range(count):
                 work(self.streams[turn % 2])
-            here.record(self._between, second)
-            here.follow(first, self._between)
-            here.record(self._end, first)
-            here.synchronise(first)
-            times.append(float(here.call("cuEventElapsedTime", self._start, self._end)) / 1e3 / count)
+            gpu.record(self._between, second)
+            gpu.follow(first, self._between)
+            gpu.record(self._end, first)
+            gpu.synchronise(first)
+            times.append(float(gpu.call("cuEventElapsedTime", self._start, self._end)) / 1e3 / count)
         return median(times)
 
     def alone(self, work: Callable[[int], object]) -> float:
@@ -101,10 +101,10 @@ def measure() -> Figures:
     page_first arena in a registered memfd. `direct` has one plane, at random places on both sides. Matmuls are bfloat16
     from torch, each share the median of three with and without pushes of 288 MB beside them. WorldError without a GPU.
     """
-    here = gpu_at(0)
-    with ExitStack() as held:
-        host, memory = (held.enter_context(made(here, 2 * _GIB)) for made in (registered, filled))
-        clock, figures = _Clock(here), Figures()
+    gpu = gpu_at(0)
+    with ExitStack() as stack:
+        host, memory = (stack.enter_context(allocated(gpu, 2 * _GIB)) for allocated in (registered, filled))
+        clock, figures = _Clock(gpu), Figures()
         names = ("layer_first", "page_first")
         near, far = (
             latent_layout(name, slots=_SLOTS, page_size=PAGE_SIZE if name == "layer_first" else 1, layers=_LAYERS)
@@ -115,22 +115,22 @@ def measure() -> Figures:
             Pool(layout=far, address=host, device=0, host=True),
         )
         for tokens in TOKENS:
-            _in_runs(figures, clock, here, pool, host_pool, tokens)
+            _in_runs(figures, clock, gpu, pool, host_pool, tokens)
         for run in RUNS:
-            _scattered(figures, clock, here, memory, host, run)
+            _scattered(figures, clock, gpu, memory, host, run)
         for size, count in MATMULS:
             for backend in BACKENDS:
                 _beside(figures, pool, host_pool, clock.streams[0], backend, size, count)
         return figures
 
 
-def _in_runs(figures: Figures, clock: _Clock, here: Gpu, pool: Pool, arena: Pool, tokens: int) -> None:
+def _in_runs(figures: Figures, clock: _Clock, gpu: Gpu, pool: Pool, arena: Pool, tokens: int) -> None:
     anywhere = np.random.default_rng(tokens).permutation(_SLOTS)[:tokens]
     byte_count = tokens * _LAYERS * _ROW
     count = max(4, _TURN_BYTES // byte_count)
     for way, target, source in (("push", arena, pool), ("fetch", pool, arena)):
         slots = (range(tokens), anywhere) if way == "push" else (anywhere, range(tokens))
-        dma = _dma(here, target.address, source.address, byte_count)
+        dma = _dma(gpu, target.address, source.address, byte_count)
         reference = clock.seconds(dma, count), clock.alone(dma)
         for backend in BACKENDS:
 
@@ -141,7 +141,7 @@ def _in_runs(figures: Figures, clock: _Clock, here: Gpu, pool: Pool, arena: Pool
             figures[f"{way}_{backend}_{tokens}_alone"] = reference[1] / clock.alone(carry)
 
 
-def _scattered(figures: Figures, clock: _Clock, here: Gpu, memory: int, host: int, run: int) -> None:
+def _scattered(figures: Figures, clock: _Clock, gpu: Gpu, memory: int, host: int, run: int) -> None:
     rows, rng = (72 << 20) // run, np.random.default_rng(run)
     layout = Layout((Plane(0, "latent", "uint8", 0, 1, 0, run, run, run),), 1, _GIB // run)
     target, source = (
@@ -149,7 +149,7 @@ def _scattered(figures: Figures, clock: _Clock, here: Gpu, memory: int, host: in
         Pool(layout=layout, address=memory, device=0),
     )
     slots = [rng.permutation(_GIB // run)[:rows] for _ in range(2)]
-    reference = clock.seconds(_dma(here, host, memory, rows * run), 4)
+    reference = clock.seconds(_dma(gpu, host, memory, rows * run), 4)
     backends: tuple[Backend, ...] = ("direct", "kernel")
     for backend in backends:
 
@@ -159,10 +159,10 @@ def _scattered(figures: Figures, clock: _Clock, here: Gpu, memory: int, host: in
         figures[f"{backend}_{run}"] = reference / clock.seconds(carry, 4)
 
 
-def _dma(here: Gpu, target: int, source: int, byte_count: int) -> Callable[[int], None]:
+def _dma(gpu: Gpu, target: int, source: int, byte_count: int) -> Callable[[int], None]:
     def copy(stream: int) -> None:
-        for at in range(0, byte_count, _CHUNK_BYTES):
-            here.copy(target + at, source + at, min(_CHUNK_BYTES, byte_count - at), stream)
+        for offset in range(0, byte_count, _CHUNK_BYTES):
+            gpu.copy(target + offset, source + offset, min(_CHUNK_BYTES, byte_count - offset), stream)
 
     return copy
 

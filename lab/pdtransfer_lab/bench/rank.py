@@ -125,7 +125,7 @@ class PrefillProcess(Rank):
         self._copy: ArenaMemory | None = None
         self._nodes = [
             PrefillNode(
-                each,
+                setting,
                 (source,),
                 self.on_event,
                 writer=WriterOptions(
@@ -135,7 +135,7 @@ class PrefillProcess(Rank):
                     transport=transport,
                 ),
             )
-            for each in settings
+            for setting in settings
         ]
         self._written = np.zeros(0, np.int64)
 
@@ -215,11 +215,13 @@ class DecodeProcess(Rank):
         """`options` are DecodeNode's."""
         super().__init__(pipe)
         self._nodes: list[DecodeNode] = []
-        for each in settings:
+        for setting in settings:
             arena = ArenaMemory.create(target.layout.end)
             arena.prefault()
             self._nodes.append(
-                DecodeNode(each, (target,), arena, self.on_event, options=ArenaOptions(transport=transport), **options)
+                DecodeNode(
+                    setting, (target,), arena, self.on_event, options=ArenaOptions(transport=transport), **options
+                )
             )
         self._endpoints = endpoints
         self._held: list[Holding] = []
@@ -233,7 +235,7 @@ class DecodeProcess(Rank):
     def begin(self, batch: RoomBatch) -> None:
         """As Rank.begin, once peers have mapped whole arenas: no room is timed while the rest is mapped."""
         sessions = [session for node in self._nodes for session in node.core.prefill_peers.sessions.values()]
-        if not all(each.whole for each in sessions if each.state is SessionState.UP):
+        if not all(session.whole for session in sessions if session.state is SessionState.UP):
             self._loop.call_later(_LOOK_SECONDS, self.begin, batch)
             return
         self._expected, self._ready = np.zeros((2, batch.rooms), np.int64)

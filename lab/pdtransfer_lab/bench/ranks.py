@@ -61,8 +61,8 @@ class RankPair(Processes):
         self._prefill = self._start(kinds[0], source, copy_threads, prefill, transport)
         bound = rank_answer(self._prefill)
         self.endpoints: list[str] = [
-            address if each.keys is None else f"{each.keys.public}@{address}"
-            for address, each in zip(bound, prefill, strict=True)
+            address if settings.keys is None else f"{settings.keys.public}@{address}"
+            for address, settings in zip(bound, prefill, strict=True)
         ]
         decode = decode or (node_settings("decode-0"),)
         self._decode = self._start(kinds[1], target, self.endpoints, decode, transport, *options)

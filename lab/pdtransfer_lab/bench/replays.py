@@ -44,11 +44,11 @@ class Replays:
             self._once(replay)
         times: list[list[float]] = [[] for _ in works]
         for run in range(runs):
-            for at in range(len(works))[:: 1 if run % 2 == 0 else -1]:
-                times[at].append(self._once(replays[at]) / nodes)
+            for index in range(len(works))[:: 1 if run % 2 == 0 else -1]:
+                times[index].append(self._once(replays[index]) / nodes)
         for replay in replays:
             self._gpu.call("cuGraphExecDestroy", replay)
-        return [Seconds(median(each), min(each), max(each)) for each in times]
+        return [Seconds(median(seconds), min(seconds), max(seconds)) for seconds in times]
 
     def _captured(self, work: Callable[[int], object], nodes: int) -> Any:
         """A graph of `nodes` launches, ready to be replayed."""
@@ -78,10 +78,10 @@ class Replays:
 
 
 @contextmanager
-def registered(here: Gpu, byte_count: int) -> Generator[int]:
+def registered(gpu: Gpu, byte_count: int) -> Generator[int]:
     """The address at which the GPU sees an arena of this many bytes, which is backed."""
     arena = ArenaMemory.create(byte_count)
-    arena.gpu = here
+    arena.gpu = gpu
     try:
         arena.prefault()
         assert arena.mapping.registered is not None
@@ -91,14 +91,14 @@ def registered(here: Gpu, byte_count: int) -> Generator[int]:
 
 
 @contextmanager
-def filled(here: Gpu, byte_count: int) -> Generator[int]:
+def filled(gpu: Gpu, byte_count: int) -> Generator[int]:
     """The address of this many random bytes in the GPU's memory: copies of zeros may be faster."""
-    address = here.allocate(byte_count)
+    address = gpu.allocate(byte_count)
     try:
         part: Any = np.random.default_rng(1).integers(0, 256, 64 << 20, dtype=np.uint8)
-        for at in range(0, byte_count, len(part)):
-            here.upload(address + at, part[: byte_count - at], 0)
-        here.synchronise(0)
+        for offset in range(0, byte_count, len(part)):
+            gpu.upload(address + offset, part[: byte_count - offset], 0)
+        gpu.synchronise(0)
         yield address
     finally:
-        here.free(address)
+        gpu.free(address)

@@ -67,7 +67,7 @@ def about(*measures: Callable[..., object]) -> dict[str, object]:
     return {
         "part": module.rpartition(".")[2],
         "title": (inspect.getdoc(sys.modules[module]) or "").partition("\n\n")[0],
-        "method": "\n\n".join(inspect.getdoc(each) or "" for each in measures),
+        "method": "\n\n".join(inspect.getdoc(measure) or "" for measure in measures),
         "host": host(),
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
@@ -84,7 +84,7 @@ def host() -> str:
     """Processor, cores of this process, memory, GPUs, kernel and Python: what figures depend on, and no name."""
     models = [line.partition(":")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cards = Counter(driver().cuDeviceGetName(64, driver().cuDeviceGet(at)[1])[1] for at in range(count()))
+    cards = Counter(driver().cuDeviceGetName(64, driver().cuDeviceGet(index)[1])[1] for index in range(count()))
     parts = [
         (models or [platform.machine()])[0].strip(),
         f"{len(os.sched_getaffinity(0))} cores",

@@ -170,19 +170,19 @@ def measure(*, runs: int = _RUNS, progress: Callable[[str], None] = _silent) -> 
     scatters rows of 1,024 + 128 bytes. `share` is the time of one contiguous copy of the same bytes to ours.
     """
     opponents = Opponents.find()
-    here = gpu_at(0)
-    if here.capability < _CAPABILITY:
-        raise WorldError(f"--beside sglang: GPU 0 is {here.architecture}, and its kernels need sm_90")
+    gpu = gpu_at(0)
+    if gpu.capability < _CAPABILITY:
+        raise WorldError(f"--beside sglang: GPU 0 is {gpu.architecture}, and its kernels need sm_90")
     import torch
 
-    where, clock = torch.device("cuda", 0), Replays(here)
-    figures: Figures = {"card": here.architecture, "sglang": opponents.version}
-    with ExitStack() as held:
-        address = held.enter_context(registered(here, _ARENA_BYTES))
+    where, clock = torch.device("cuda", 0), Replays(gpu)
+    figures: Figures = {"card": gpu.architecture, "sglang": opponents.version}
+    with ExitStack() as stack:
+        address = stack.enter_context(registered(gpu, _ARENA_BYTES))
         arena: Any = torch.as_tensor(GpuArray(address, _ARENA_BYTES, "|u1"), device=where)
         build(opponents, arena, where)
         progress("SGLang's kernels are compiled")
-        for comparison in _comparisons(opponents, here, arena, where):
+        for comparison in _comparisons(opponents, gpu, arena, where):
             figures |= compare(clock, comparison, runs=runs)
             row = line(comparison.name, comparison.what, figures)
             progress(": ".join(column.format(**figures) for column in row))
@@ -218,8 +218,8 @@ def build(opponents: Opponents, arena: Any, where: Any) -> None:
     ]
     for row in sorted({case.row for case in SWAPS}):
         swaps = swap_comparison(opponents, first._replace(row=row), SwapSize(), arena, where).theirs
-        works += [partial(each.launch, 0, 0) for each in swaps]
-    works += [partial(each.launch, 0, 0) for each in scatter_comparison(opponents, 1, where, slots=64).theirs]
+        works += [partial(swap.launch, 0, 0) for swap in swaps]
+    works += [partial(scatter.launch, 0, 0) for scatter in scatter_comparison(opponents, 1, where, slots=64).theirs]
     with ThreadPoolExecutor(len(works)) as pool:
         for done in [pool.submit(work) for work in works]:
             done.exception()  # what does not build has a note in its rows
@@ -364,7 +364,7 @@ class Copies:
 
         source, target = self._views(case, self._pool, self._arena)
         pointers = [
-            torch.tensor([each.data_ptr() for each in side], dtype=torch.uint64, device=self._where)
+            torch.tensor([tensor.data_ptr() for tensor in side], dtype=torch.uint64, device=self._where)
             for side in (source, target)
         ]
 
@@ -422,7 +422,7 @@ class _SlotSet(NamedTuple):
 
     @property
     def ours(self) -> tuple[Any, Any]:
-        pool, arena = (each if isinstance(each, PageSlots) else kernel_view(each) for each in self[:2])
+        pool, arena = (slots if isinstance(slots, PageSlots) else kernel_view(slots) for slots in self[:2])
         return pool, arena
 
     @property
@@ -447,8 +447,8 @@ class _Steps:
         drawn = self.there([rng.permutation(size.length) for _ in range(case.batch)])
         common, fresh = drawn[:, : size.top - case.misses], drawn[:, size.top - case.misses :]
         self.positions = [
-            torch.cat((common, fresh[:, at * case.misses : (at + 1) * case.misses]), 1).contiguous()
-            for at in range(case.steps)
+            torch.cat((common, fresh[:, index * case.misses : (index + 1) * case.misses]), 1).contiguous()
+            for index in range(case.steps)
         ]
         self._first = torch.arange(case.batch, device=where)[:, None] * size.length
 
@@ -467,8 +467,8 @@ class _Steps:
         before = side.held + self._first
         side.launch(0, 0)
         _wait(self.where)
-        found = side.device[side.slots.long()]
-        if not torch.equal(found, self.tokens[self.positions[0] + self._first]):
+        tokens = side.device[side.slots.long()]
+        if not torch.equal(tokens, self.tokens[self.positions[0] + self._first]):
             return "other bytes"
         missed = int(torch.isin(side.held + self._first, before, invert=True).sum())
         return "" if missed == self.case.batch * self.case.misses else f"{missed} misses"
@@ -492,11 +492,11 @@ class _OurSwap:
             host_slots=kernel_view(there(np.arange(batch * size.length).reshape(batch, -1))),
         )
         self._lengths, self._rows = (
-            kernel_view(there(each)) for each in (np.full(batch, size.length), np.arange(batch))
+            kernel_view(there(values)) for values in (np.full(batch, size.length), np.arange(batch))
         )
         self.slots = there(np.zeros((batch, size.top)))
         sources, targets, counts = (
-            kernel_view(there(np.zeros(each))) for each in (batch * size.top, batch * size.top, 5)
+            kernel_view(there(np.zeros(count))) for count in (batch * size.top, batch * size.top, 5)
         )
         self._plan = SwapPlan(slots=kernel_view(self.slots), sources=sources, targets=targets, counts=counts)
         target, source = (
@@ -560,7 +560,7 @@ def swap_comparison(opponents: Opponents, case: SwapCase, size: SwapSize, arena:
 
     return Comparison(
         name=case.name, what=case.what, ours=contender("ours", _OurSwap(steps)),
-        theirs=tuple(contender(f"{each} threads", _TheirSwap(opponents, steps, each)) for each in _SWAP_THREADS),
+        theirs=tuple(contender(f"{count} threads", _TheirSwap(opponents, steps, count)) for count in _SWAP_THREADS),
         turns=case.steps, byte_count=case.batch * case.misses * case.row,
     )  # fmt: skip
 

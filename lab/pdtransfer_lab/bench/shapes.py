@@ -51,7 +51,11 @@ def make_model(shape: str, folder: Path) -> Path:
         raise ConfigError(f"model = {shape!r}: neither a directory nor one of {', '.join(SHAPES)}")
     folder.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape]
-    words = {"type": "WordLevel", "vocab": {f"t{at}": at for at in range(config["vocab_size"])}, "unk_token": "t0"}
+    words = {
+        "type": "WordLevel",
+        "vocab": {f"t{index}": index for index in range(config["vocab_size"])},
+        "unk_token": "t0",
+    }
     tokenizer: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
         "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None, "model": words,

@@ -53,8 +53,8 @@ def compare(clock: InTurn, this: Comparison, *, runs: int) -> Figures:
     name; `ratio` is best / ours, `share` is roof / ours, `ways` are all of the opponent's in the rounds that chose its
     best. `note` names each way with wrong bytes or an error; there is no time of it, and none at all if ours, or all
     of theirs, are among them."""
-    problems = {each.name: text for each in (this.ours, *this.theirs) if (text := _problem(each))}
-    able = [each for each in this.theirs if each.name not in problems]
+    problems = {contender.name: text for contender in (this.ours, *this.theirs) if (text := _problem(contender))}
+    able = [contender for contender in this.theirs if contender.name not in problems]
     figures: Figures = {}
     if this.ours.name not in problems and able:
         try:
@@ -66,14 +66,20 @@ def compare(clock: InTurn, this: Comparison, *, runs: int) -> Figures:
 
 
 def _times(clock: InTurn, this: Comparison, able: list[Contender], runs: int) -> Figures:
-    rough = clock.in_turn([_work(each, this.turns) for each in able], nodes=this.turns, runs=_ROUGH_RUNS)
+    rough = clock.in_turn([_work(contender, this.turns) for contender in able], nodes=this.turns, runs=_ROUGH_RUNS)
     best = min(zip(rough, able, strict=True), key=lambda timed: timed[0].median)[1]
-    chosen = [best, this.ours, *(each for each in this.theirs[:1] if each in able and each is not best)]
-    works = [_work(each, this.turns) for each in chosen]
+    chosen = [
+        best,
+        this.ours,
+        *(contender for contender in this.theirs[:1] if contender in able and contender is not best),
+    ]
+    works = [_work(contender, this.turns) for contender in chosen]
     if this.roof is not None:
         works.append(this.roof)
     times = clock.in_turn(works, nodes=this.turns, runs=runs)
-    ways = ", ".join(f"{each.name}: {seconds.median * 1e6:.2f}" for seconds, each in zip(rough, able, strict=True))
+    ways = ", ".join(
+        f"{contender.name}: {seconds.median * 1e6:.2f}" for seconds, contender in zip(rough, able, strict=True)
+    )
     figures: Figures = {"best": best.name, "ways": ways, "turns": this.turns}
     for name, each in (("theirs", times[0]), ("ours", times[1])):
         figures |= {

@@ -71,10 +71,10 @@ def measure(*, tokens: int = 4_096, rooms: int = 96, at_once: int = 4) -> Figure
     """
     source, target = components("deepseek", source_slots=at_once * tokens, target_slots=at_once * tokens)
     room_bytes = tokens * source.layout.row_bytes
-    with ExitStack() as held:
+    with ExitStack() as stack:
         process, ours = begun(_prefill, source, tokens, rooms, at_once)
-        held.callback(process.kill)
-        arena = _arena(target, held)
+        stack.callback(process.kill)
+        arena = _arena(target, stack)
         with DecodeClient(_settings("decode"), (target,), arena, prefix_cache=False) as client:
             scheduler = _Decode(client, _answer(ours), tokens=tokens, rooms=rooms, at_once=at_once)
             turns = scheduler.run()
@@ -192,9 +192,9 @@ def _offer(client: PrefillClient, turns: Turns, *, tokens: int, rooms: int, at_o
         turns.end(counts=bool(drained))
 
 
-def _arena(target: Component, held: ExitStack) -> ArenaMemory:
+def _arena(target: Component, stack: ExitStack) -> ArenaMemory:
     arena = ArenaMemory.create(target.layout.end)
-    held.callback(arena.close)
+    stack.callback(arena.close)
     if count():
         arena.gpu = gpu_at(0)
     arena.prefault()

@@ -62,12 +62,12 @@ def measure(*, runs: int = _RUNS) -> Figures:
     request, K 2,048 of 20,000 tokens, hot 4,096, and copies what is missing, a row of one plane, from an arena of 3 GiB
     where each request's tokens lie one after another. Steps differ in a fifth, or in two, of their positions.
     """
-    here = gpu_at(0)
-    replays = Replays(here)
+    gpu = gpu_at(0)
+    replays = Replays(gpu)
     figures: Figures = {}
     for rows, _ in SCATTERS:
-        _scatter(figures, here, replays, rows, runs)
-    with registered(here, 3 * _GIB) as arena:
+        _scatter(figures, gpu, replays, rows, runs)
+    with registered(gpu, 3 * _GIB) as arena:
         for row, batch, _ in SWAPS:
             steps = _Swapping(arena, row, batch, misses=_TOP // 5, steps=_STEPS)
             figures[f"swap_{row}_{batch}_us"] = steps.microseconds(replays, runs, copy=True)
@@ -79,7 +79,7 @@ def measure(*, runs: int = _RUNS) -> Figures:
     return figures
 
 
-def _scatter(figures: Figures, here: Gpu, replays: Replays, rows: int, runs: int) -> None:
+def _scatter(figures: Figures, gpu: Gpu, replays: Replays, rows: int, runs: int) -> None:
     import torch
 
     def drawn(count: int, width: int) -> Any:
@@ -94,13 +94,13 @@ def _scatter(figures: Figures, here: Gpu, replays: Replays, rows: int, runs: int
     def scatter(stream: int) -> None:
         nonlocal turn
         turn += 1
-        launch(here, argument_of(buffers[turn % 2], *given[turn % sets], None), stream)
+        launch(gpu, argument_of(buffers[turn % 2], *given[turn % sets], None), stream)
 
     def copy(stream: int) -> None:
         nonlocal turn
         turn += 1
         target, source = flat[turn % sets]
-        here.copy(target.data_ptr(), source.data_ptr(), rows * 1_152, stream)
+        gpu.copy(target.data_ptr(), source.data_ptr(), rows * 1_152, stream)
 
     ours, beside = (replays.seconds(work, nodes=_NODES, runs=runs) for work in (scatter, copy))
     figures[f"set_mla_{rows}_us"], figures[f"set_mla_{rows}_copy_us"] = ours.median * 1e6, beside.median * 1e6
@@ -120,7 +120,8 @@ class _Swapping:
         drawn = there([rng.permutation(_LENGTH) for _ in range(batch)])
         common, fresh = drawn[:, : _TOP - misses], drawn[:, _TOP - misses :]
         self._positions = [
-            torch.cat((common, fresh[:, at * misses : (at + 1) * misses]), 1).contiguous() for at in range(steps)
+            torch.cat((common, fresh[:, index * misses : (index + 1) * misses]), 1).contiguous()
+            for index in range(steps)
         ]
         self._hot = HotBuffers(
             held=there(np.full((batch, _HOT), -1)),

@@ -132,14 +132,14 @@ async def _replayed(trace: Trace, target: ReplayTarget, slo: Slo, console: Conso
 
 
 @contextmanager
-def _bar(console: Console, what: str, total: int) -> Generator[Callable[[int, str], None]]:
+def _bar(console: Console, title: str, total: int) -> Generator[Callable[[int, str], None]]:
     """A progress bar; its function takes what is done, and a remark."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(title, total=total)
 
         def advance(done: int, remark: str) -> None:
-            bar.update(task, completed=done, description=f"{what} ({remark})")
+            bar.update(task, completed=done, description=f"{title} ({remark})")
 
         yield advance
 

@@ -171,12 +171,12 @@ class Shard:
             raise ConfigError(f"tp_size = {tp}: neither divides {kept} kv_heads nor is a multiple of them")
         if pp > architecture.layers:
             raise ConfigError(f"pp_size = {pp}: more stages than the {architecture.layers} layers of the model")
-        own, replicas = max(1, kept // tp), max(1, tp // kept)
-        first_kept = ranks.tp_rank // replicas * own
+        heads, replicas = max(1, kept // tp), max(1, tp // kept)
+        first_kept = ranks.tp_rank // replicas * heads
         return cls(
             layers=range(ranks.pp_rank * architecture.layers // pp, (ranks.pp_rank + 1) * architecture.layers // pp),
             query_heads=range(ranks.tp_rank * queries // tp, (ranks.tp_rank + 1) * queries // tp),
-            kv_heads=range(first_kept, first_kept + own),
+            kv_heads=range(first_kept, first_kept + heads),
             replica=ranks.tp_rank % replicas,
             replicas=replicas,
         )
@@ -193,7 +193,7 @@ class Weights:
 
     def of_layers(self, own: range) -> Weights:
         """Drops other stages' layers. The digest stays the whole model's."""
-        return replace(self, layers=[layer if at in own else {} for at, layer in enumerate(self.layers)])
+        return replace(self, layers=[layer if index in own else {} for index, layer in enumerate(self.layers)])
 
     @classmethod
     def draw(cls, architecture: Architecture, device: torch.device) -> Weights:
@@ -219,6 +219,6 @@ class Weights:
         ]
         head = scaled("head", (architecture.width, architecture.vocabulary))
         random = np.random.Generator(np.random.PCG64([architecture.seed, architecture.index_share]))
-        for at in architecture.index_layers(range(architecture.layers)):
-            layers[at] |= {name: scaled(name, shape) for name, shape in architecture.index_shapes.items()}
+        for layer_index in architecture.index_layers(range(architecture.layers)):
+            layers[layer_index] |= {name: scaled(name, shape) for name, shape in architecture.index_shapes.items()}
         return cls(embedding=embedding, layers=layers, head=head, digest=digest.digest())

@@ -87,7 +87,7 @@ class EveryKey:
 
     def __init__(self, cache: Cache, targets: Tensor, tiles: Sequence[Tiles]) -> None:
         self.cache, self.targets = cache, targets
-        self.readings: Sequence[Reading] = [Reading(tiles=each, cache=cache) for each in tiles]
+        self.readings: Sequence[Reading] = [Reading(tiles=tile, cache=cache) for tile in tiles]
 
     def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
         pass

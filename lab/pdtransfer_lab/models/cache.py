@@ -32,13 +32,13 @@ class Cache:
         self._page_size = layout.page_size
         self._page_step, self._row_step = steps_of(layout.planes[0])
         self._architecture, self._head_count, self._device = architecture, len(heads), flat.device
-        held = flat.view(_DTYPES[architecture.dtype])
+        typed = flat.view(_DTYPES[architecture.dtype])
         self._planes: dict[tuple[str, int], list[tuple[slice, Tensor]]] = {}
         for plane in sorted(layout.planes, key=lambda plane: plane.head_start):
             first = plane.head_start - heads.start
             place = slice(first, first + plane.head_count)
-            assert _DTYPES[plane.dtype] is held.dtype, plane.dtype
-            self._planes.setdefault((plane.kind, plane.layer), []).append((place, view_of(held, plane)))
+            assert _DTYPES[plane.dtype] is typed.dtype, plane.dtype
+            self._planes.setdefault((plane.kind, plane.layer), []).append((place, view_of(typed, plane)))
 
     def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
         """Slots int64 (n,) -> cache rows int64 for all planes, padded to a multiple with the first row."""

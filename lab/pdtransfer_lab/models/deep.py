@@ -320,7 +320,7 @@ def _rows_of_prompt(tiles: Tiles) -> Tensor:
 def _attend_causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attends for the last rows of a prompt, (n, heads, dim), to all its keys (m, kv_heads, dim)."""
     count, total = len(query), len(keys)
-    q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, keys, values))
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, keys, values))
     shared = query.shape[1] != keys.shape[1]
     if count == total:
         mixed = nn.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)

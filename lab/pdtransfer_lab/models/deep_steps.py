@@ -41,7 +41,7 @@ class _Inputs:
 
     def copy(self) -> _Inputs:
         begun = [BegunStep(newest.clone(), tables.clone()) for newest, tables in self.begun]
-        return _Inputs(self.rows.clone(), begun, [each.clone() for each in self.index])
+        return _Inputs(self.rows.clone(), begun, [tensor.clone() for tensor in self.index])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,20 +70,20 @@ class DeepSteps:
         if self._captures is None:
             return self._queue(step, inputs)
         shape = _shape(step, inputs)
-        if (known := self._captures.get(shape)) is not None:
-            for own, given in zip(known.inputs, inputs, strict=True):
-                own.copy_(given)
-            known.graph.replay()
-            step.spans.replayed(known.spans, step.parts[-1].rooms)  # hot rooms come last; only they have spans
-            return known.logits
+        if (capture := self._captures.get(shape)) is not None:
+            for buffer, given in zip(capture.inputs, inputs, strict=True):
+                buffer.copy_(given)
+            capture.graph.replay()
+            step.spans.replayed(capture.spans, step.parts[-1].rooms)  # hot rooms come last; only they have spans
+            return capture.logits
         if not self._captures.due(shape):
             return self._queue(step, inputs)
         with self._captures.side_stream():
             logits = self._queue(step, inputs)
-            own = inputs.copy()
+            buffer = inputs.copy()
             with step.spans.captured() as spans, captured(self._pool) as graph:
-                result = self._queue(step, own)
-        self._captures.keep(shape, _Captured(graph, own, result, spans))
+                result = self._queue(step, buffer)
+        self._captures.keep(shape, _Captured(graph, buffer, result, spans))
         return logits
 
     def _inputs(self, step: Step) -> _Inputs:
@@ -109,7 +109,7 @@ class DeepSteps:
 def _shape(step: Step, inputs: _Inputs) -> Hashable:
     """Steps with equal shapes are the same work."""
     runs = () if step.index is not None else tuple(run for part in step.parts for run in _runs(part))
-    return tuple(part.residency for part in step.parts), tuple(each.shape for each in inputs), runs
+    return tuple(part.residency for part in step.parts), tuple(tensor.shape for tensor in inputs), runs
 
 
 class _Run(NamedTuple):
@@ -161,8 +161,8 @@ def _scores(index: IndexCache, tables: Tensor, ends: Tensor, layer: int, queries
     for first in range(0, count, together):
         some = slice(first, min(first + together, count))
         keys, scales = index.read(layer, tables[some].transpose(0, 1).reshape(2, -1))
-        each = queries.heads[some] @ keys.view(-1, width, keys.shape[1]).transpose(1, 2)
-        summed = each.relu_().mul_(queries.shares[some].unsqueeze(-1)).sum(1)
+        products = queries.heads[some] @ keys.view(-1, width, keys.shape[1]).transpose(1, 2)
+        summed = products.relu_().mul_(queries.shares[some].unsqueeze(-1)).sum(1)
         torch.mul(summed, scales.view(-1, width), out=result[some])
     return result.masked_fill_(_after(ends - 1, width), -torch.inf)
 

@@ -28,7 +28,9 @@ class HotResidency:
         sizes = model.architecture
         self.arena, self._share = arena, sizes.index_share
         layout = kv_layout("layer_first", model, slots=pool_slots(hisparse), page_size=1)
-        groups = [range(at, min(at + self._share, sizes.layers)) for at in range(0, sizes.layers, self._share)]
+        groups = [
+            range(offset, min(offset + self._share, sizes.layers)) for offset in range(0, sizes.layers, self._share)
+        ]
         shape = HotShape(
             layout=layout, groups=groups, top=sizes.top_k, tokens_max=min(config.slots, sizes.context_tokens)
         )

@@ -44,8 +44,8 @@ class IndexCache:
 
     def __init__(self, flat: Tensor, layout: Layout) -> None:
         self._page_size, self._device = layout.page_size, flat.device
-        held = flat.view(torch.uint8)
-        self._planes = {(plane.kind, plane.layer): view_of(held, plane) for plane in layout.planes}
+        view = flat.view(torch.uint8)
+        self._planes = {(plane.kind, plane.layer): view_of(view, plane) for plane in layout.planes}
         self._steps = {plane.kind: steps_of(plane) for plane in layout.planes}
         self.layers = sorted({plane.layer for plane in layout.planes})
         every = torch.arange(256, dtype=torch.uint8)
@@ -75,9 +75,9 @@ class IndexCache:
         """The digest of the rows' bytes by (layer, kind, position), uint8 (DIGEST_BYTES,)."""
         digest = blake2b(digest_size=DIGEST_BYTES)
         for layer in self.layers:
-            for at, kind in enumerate(("index", "scale")):
+            for place, kind in enumerate(("index", "scale")):
                 for first in range(0, index.shape[1], _DIGEST_ROWS):
-                    rows = torch.index_select(self._planes[kind, layer], 0, index[at, first : first + _DIGEST_ROWS])
+                    rows = torch.index_select(self._planes[kind, layer], 0, index[place, first : first + _DIGEST_ROWS])
                     digest.update(rows.cpu().numpy().data)
         return np.frombuffer(digest.digest(), np.uint8)
 
@@ -116,17 +116,17 @@ def scores(queries: Queries, cache: IndexCache, layer: int, indices: Sequence[Te
     counts = [-(-length // KEY_BLOCK) for length in lengths]
     device = queries.heads.device
     owner = upload(torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)), device)
-    rows = torch.cat([each[:, : count * KEY_BLOCK] for each, count in zip(indices, counts, strict=True)], dim=1)
+    rows = torch.cat([index[:, : count * KEY_BLOCK] for index, count in zip(indices, counts, strict=True)], dim=1)
     values = queries.heads.new_empty(len(owner), KEY_BLOCK)
     for first in range(0, len(owner), _BLOCKS_TOGETHER):
         own = owner[first : first + _BLOCKS_TOGETHER]
         keys, scales = cache.read(layer, rows[:, first * KEY_BLOCK : (first + len(own)) * KEY_BLOCK])
-        each = keys.new_empty(len(own), INDEX_HEADS, KEY_BLOCK)
-        products(queries.heads[own], keys.view(len(own), KEY_BLOCK, INDEX_DIM).transpose(1, 2), out=each)
-        each = each.relu_() * queries.shares[own].unsqueeze(-1)
-        summed = each[:, 0]
+        products_of_heads = keys.new_empty(len(own), INDEX_HEADS, KEY_BLOCK)
+        products(queries.heads[own], keys.view(len(own), KEY_BLOCK, INDEX_DIM).transpose(1, 2), out=products_of_heads)
+        products_of_heads = products_of_heads.relu_() * queries.shares[own].unsqueeze(-1)
+        summed = products_of_heads[:, 0]
         for head in range(1, INDEX_HEADS):
-            summed = summed + each[:, head]
+            summed = summed + products_of_heads[:, head]
         values[first : first + len(own)] = summed * scales.view(len(own), KEY_BLOCK)
     whole = values.new_full((len(counts), max(counts) * KEY_BLOCK), -torch.inf)
     first = 0

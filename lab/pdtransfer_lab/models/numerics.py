@@ -67,8 +67,8 @@ def products(left: Tensor, right: Tensor, out: Tensor) -> None:
     if not left.is_cuda:
         torch.bmm(left, right, out=out)
         return
-    for at in range(len(left)):
-        torch.mm(left[at], right[at], out=out[at])
+    for index in range(len(left)):
+        torch.mm(left[index], right[index], out=out[index])
 
 
 def silu(x: Tensor) -> Tensor:

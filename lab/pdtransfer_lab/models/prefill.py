@@ -117,13 +117,15 @@ class ReferencePrefill:
         together = self._model.tiles_together
         tiles = [
             Tiles(
-                first=at,
-                depths=depths[at : at + together],
-                bias=bias[at : at + together],
-                sources=[prompt.state.index[block] for block in range(depths[min(at + together, len(depths)) - 1] + 1)],
+                first=offset,
+                depths=depths[offset : offset + together],
+                bias=bias[offset : offset + together],
+                sources=[
+                    prompt.state.index[block] for block in range(depths[min(offset + together, len(depths)) - 1] + 1)
+                ],
                 ends=[end],
             )
-            for at in range(0, len(depths), together)
+            for offset in range(0, len(depths), together)
         ]
         keys: Keys = EveryKey(self._cache, prompt.state.index.view(-1)[prompt.done : end], tiles)
         if self._index is not None and prompt.state.indexed is not None:

@@ -52,7 +52,7 @@ class LatentProjection:
     def outputs(self, layer: Layer, mixed: Tensor) -> Tensor:
         """(n, heads, value_dim) -> (n, heads, head_dim), the output projection's input."""
         return torch.stack(
-            [linear(mixed[:, at], layer["value_up"][head]) for at, head in enumerate(self._heads)], dim=1
+            [linear(mixed[:, index], layer["value_up"][head]) for index, head in enumerate(self._heads)], dim=1
         )
 
 

@@ -37,7 +37,7 @@ class StepPart:
     @property
     def newest(self) -> Tensor:
         """Each room's row at its position, int64 (requests,)."""
-        return torch.stack([rows[at] for rows, at in zip(self.rows, self.positions, strict=True)])
+        return torch.stack([rows[position] for rows, position in zip(self.rows, self.positions, strict=True)])
 
 
 class BegunStep(NamedTuple):
@@ -94,7 +94,7 @@ class PositionTables:
         width = reach(tokens)
         same = len(rows) == len(self._rows) and all(a is b for a, b in zip(rows, self._rows, strict=True))
         if not same or self._tables.shape[-1] != width:
-            self._rows, self._tables = list(rows), torch.stack([_padded(each, width) for each in rows])
+            self._rows, self._tables = list(rows), torch.stack([_padded(row, width) for row in rows])
         return self._tables
 
 
@@ -137,8 +137,8 @@ class Step:
     def owns(self, begun: Sequence[BegunStep]) -> list[Own]:
         """Each part's rows in the step and in its cache."""
         owns, first = list[Own](), 0
-        for part, each in zip(self.parts, begun, strict=True):
-            owns.append(Own(part, first, *each))
+        for part, inputs in zip(self.parts, begun, strict=True):
+            owns.append(Own(part, first, *inputs))
             first += len(part.rooms)
         return owns
 
@@ -215,10 +215,10 @@ def folded_keys(step: Step, positions: Tensor, *, top: int, indexer: IndexerMath
     index = step.index
     if index is None or indexer is None:
         (part,) = step.parts
-        tiles = [_tiles(part, at, positions) for at in range(0, len(part.rooms), ROOMS_TOGETHER)]
+        tiles = [_tiles(part, offset, positions) for offset in range(0, len(part.rooms), ROOMS_TOGETHER)]
         return EveryKey(part.residency.cache, part.newest, tiles)
     indices, ends = step.index_rows, step.positions
-    targets = torch.stack([rows[:, at] for rows, at in zip(indices, ends, strict=True)], 1)
+    targets = torch.stack([rows[:, end] for rows, end in zip(indices, ends, strict=True)], 1)
     return PickedKeys(
         step.owns(step.begin()), positions, targets,
         top=top, indexer=indexer, index=index,
@@ -233,7 +233,8 @@ def _tiles(part: StepPart, at: int, positions: Tensor) -> Tiles:
     depths = [position // KEY_BLOCK for position in part.positions[own]]
     blocks = [rows.view(-1, KEY_BLOCK) for rows in part.rows[own]]
     sources = [
-        torch.cat([each[block] for each in blocks[bisect_left(depths, block) :]]) for block in range(depths[-1] + 1)
+        torch.cat([block_rows[block] for block_rows in blocks[bisect_left(depths, block) :]])
+        for block in range(depths[-1] + 1)
     ]
     bias = causal_bias(positions[at : at + len(ends)].unsqueeze(1))
     return Tiles(first=at, depths=depths, bias=bias, sources=sources, ends=ends)
@@ -250,11 +251,11 @@ def _readings(own: Own, picked: Tensor) -> list[Reading]:
     bias = causal_bias(upload(torch.tensor(counts), picked.device).unsqueeze(1))
     depths = [count // KEY_BLOCK for count in counts]
     readings: list[Reading] = []
-    for at in range(0, requests, ROOMS_TOGETHER):
-        some = slice(at, at + ROOMS_TOGETHER)
+    for offset in range(0, requests, ROOMS_TOGETHER):
+        some = slice(offset, offset + ROOMS_TOGETHER)
         deep = depths[some]
         tiles = Tiles(
-            first=own.first + at,
+            first=own.first + offset,
             depths=deep,
             bias=bias[some],
             sources=[rows[some][bisect_left(deep, block) :, block].reshape(-1) for block in range(deep[-1] + 1)],

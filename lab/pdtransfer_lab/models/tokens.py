@@ -19,7 +19,7 @@ def encode(text: bytes) -> NDArray[np.int64]:
 def decode(ids: Iterable[int]) -> bytes:
     """The bytes among the ids, in order, without EOS. Raises ValueError for an id outside the vocabulary."""
     ids = list(ids)
-    for at, token in enumerate(ids):
+    for index, token in enumerate(ids):
         if not 0 <= token < VOCABULARY:
-            raise ValueError(f"id {token} at {at} is not within [0, {VOCABULARY})")
+            raise ValueError(f"id {token} at {index} is not within [0, {VOCABULARY})")
     return bytes(token for token in ids if token != EOS)

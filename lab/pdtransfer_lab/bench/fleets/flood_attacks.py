@@ -177,9 +177,9 @@ def _strike(target: FloodTarget, data: bytes) -> None:
                 received = 0
                 # What comes with or before its READY is an error of ZMQ's, and none of the frames would be read.
                 while received <= len(_GREETING):
-                    if not (some := connection.recv(1_024)):
+                    if not (received_bytes := connection.recv(1_024)):
                         return
-                    received += len(some)
+                    received += len(received_bytes)
                 connection.sendall(data)
                 connection.settimeout(_ANSWER_S)  # a reset takes back what has not been read
                 with suppress(TimeoutError):

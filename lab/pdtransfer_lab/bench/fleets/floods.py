@@ -60,14 +60,14 @@ class FloodMeasure:
     attackers: int = 1
 
 
-def _fleet(here: Path, *, keyed: bool) -> Fleet:
-    lines = [generate(here / node) for node in NODES] if keyed else []
+def _fleet(directory: Path, *, keyed: bool) -> Fleet:
+    lines = [generate(directory / node) for node in NODES] if keyed else []
     if keyed:
-        lines.append(f"{generate(here / GUEST)} decode,prefill")
-        (here / "all").write_text("\n".join(lines) + "\n")
+        lines.append(f"{generate(directory / GUEST)} decode,prefill")
+        (directory / "all").write_text("\n".join(lines) + "\n")
 
     def options_of(node: str) -> dict[str, Any]:
-        return {"node": node, **({"key": here / f"{node}.key", "allow": here / "all"} if keyed else {})}
+        return {"node": node, **({"key": directory / f"{node}.key", "allow": directory / "all"} if keyed else {})}
 
     same: dict[str, Any] = {
         "bind": "tcp://127.0.0.1:0", "http": "127.0.0.1:0", "slots": 4_096, "page_size": 16, "transport": "shm",
@@ -76,9 +76,9 @@ def _fleet(here: Path, *, keyed: bool) -> Fleet:
     router, prefill, decode = NODES
     return Fleet(
         [PrefillConfig(chunk_tokens=256, **options_of(prefill), **same)],
-        [DecodeConfig(socket_directory=here / "sockets", **options_of(decode), **same)],
+        [DecodeConfig(socket_directory=directory / "sockets", **options_of(decode), **same)],
         RouterConfig(listen="127.0.0.1:0", **options_of(router)),
-        here,
+        directory,
     )
 
 
@@ -135,24 +135,24 @@ def attacking(name: str, targets: list[FloodTarget]) -> Generator[list[int]]:
 
 
 @asynccontextmanager
-async def _site(kind: str, here: Path, attackers: int) -> AsyncGenerator[tuple[str, list[FloodTarget]]]:
+async def _site(kind: str, directory: Path, attackers: int) -> AsyncGenerator[tuple[str, list[FloodTarget]]]:
     """The URL of a router, and whom `attackers` on each listener attack."""
     if kind == "sglang":
         async with paced_servers() as (prefill, decode):
             servers: dict[str, Any] = {"engine": kind, "prefill": (prefill,), "decode": (decode,)}
-            router = await Daemon.start(RouterConfig(listen="127.0.0.1:0", **servers), here / "router.log")
+            router = await Daemon.start(RouterConfig(listen="127.0.0.1:0", **servers), directory / "router.log")
             try:
                 address = (await router.wait_ready())["http"]
                 yield f"http://{address}", [FloodTarget(port=_port(address), role="router")] * attackers
             finally:
                 await router.stop()
         return
-    async with _fleet(here, keyed=kind == "keyed") as fleet:
+    async with _fleet(directory, keyed=kind == "keyed") as fleet:
         if kind == "pdtransfer":
             yield fleet.url, [FloodTarget(port=_port(fleet.url), role="router")] * attackers
         else:
             roles = ("prefill", "decode")
-            yield fleet.url, [_target(fleet, role, here, keyed=kind == "keyed") for role in roles] * attackers
+            yield fleet.url, [_target(fleet, role, directory, keyed=kind == "keyed") for role in roles] * attackers
 
 
 async def _measured(
@@ -160,23 +160,25 @@ async def _measured(
 ) -> list[list[str]]:
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory(prefix="pdtransfer-floods-") as directory:
-        here = Path(directory)
-        async with _site(kind, here, attackers) as (url, targets):
-            await served_by(url, given.clients, _WARM_SECONDS, here)
+        path = Path(directory)
+        async with _site(kind, path, attackers) as (url, targets):
+            await served_by(url, given.clients, _WARM_SECONDS, path)
             for name in names:
                 quiet, flooded, count = list[Served](), list[Served](), 0
                 for _ in range(given.rounds):
-                    quiet.append(await served_by(url, given.clients, given.seconds, here))
+                    quiet.append(await served_by(url, given.clients, given.seconds, path))
                     progress(f"{name}: quiet {quiet[-1].goodput:.0f} a second")
                     context = attacking(name, targets)
                     done = await asyncio.to_thread(context.__enter__)
-                    flooded.append(await served_by(url, given.clients, given.seconds, here))
+                    flooded.append(await served_by(url, given.clients, given.seconds, path))
                     await asyncio.to_thread(context.__exit__, None, None, None)
                     progress(f"{name}: {flooded[-1].goodput:.0f} a second, {dict(flooded[-1].answers)}")
                     count += sum(done)
                     await asyncio.sleep(1.0)
-                what = f"{name}{', keys' if kind == 'keyed' else ''}"
-                rows.append(row_of(f"{what}, {attackers} clients" if kind in CLIENTS else what, quiet, flooded, count))
+                label = f"{name}{', keys' if kind == 'keyed' else ''}"
+                rows.append(
+                    row_of(f"{label}, {attackers} clients" if kind in CLIENTS else label, quiet, flooded, count)
+                )
     return rows
 
 
@@ -184,13 +186,13 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def _target(fleet: Fleet, role: str, here: Path, *, keyed: bool) -> FloodTarget:
+def _target(fleet: Fleet, role: str, directory: Path, *, keyed: bool) -> FloodTarget:
     endpoint = Endpoint.parse(fleet.of(role)[0].ready["endpoint"])
     port = int(endpoint.address.rpartition(":")[2])
     if not keyed:
         return FloodTarget(port=port, role=role)
     return FloodTarget(
-        port=port, role=role, server_key=endpoint.server_key or "", guest=KeyPair.read(here / f"{GUEST}.key")
+        port=port, role=role, server_key=endpoint.server_key or "", guest=KeyPair.read(directory / f"{GUEST}.key")
     )
 
 

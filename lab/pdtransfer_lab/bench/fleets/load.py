@@ -27,15 +27,15 @@ _MIB = 1 << 20
 
 
 def _crowd_lines(side: str) -> list[Line]:
-    one = "prefill" if side == "decode" else "decode"
+    single = "prefill" if side == "decode" else "decode"
     lines: list[Line] = []
     for peers in CROWD:
         of = f"{side}_{peers}"
         beside = f"p50 {{{of}_us_p50:,.0f}} us, p99 {{{of}_us_p99:,.0f}} us; CPU {{{of}_prefill_cpu_us:.0f}} + "
         beside += f"{{{of}_decode_cpu_us:.0f}} us a hand-off, prefill + decode"
-        lines.append(Line(f"1 {one}, {peers} {side}", f"{{{of}_handoffs_s:,.0f}} hand-offs/s", beside))
+        lines.append(Line(f"1 {single}, {peers} {side}", f"{{{of}_handoffs_s:,.0f}} hand-offs/s", beside))
     idle = f"of a core; the crowd's own process {{{side}_idle_crowd_percent:.1f}} %; aim: 2"
-    return [*lines, Line(f"1 {one}, {CROWD[-1]} {side}, idle", f"{{{side}_idle_percent:.2f}} %", idle)]
+    return [*lines, Line(f"1 {single}, {CROWD[-1]} {side}, idle", f"{{{side}_idle_percent:.2f}} %", idle)]
 
 
 LINES = (
@@ -113,8 +113,8 @@ def _idle(ranks: FaultyRankPair, side: str, seconds: int) -> Figures:
     before, since = [cpu_seconds(pid) for pid in pids], time.monotonic()
     time.sleep(seconds)
     after, passed_s = [cpu_seconds(pid) for pid in pids], time.monotonic() - since
-    one, crowd = (100 * (end - start) / passed_s for end, start in zip(after, before, strict=True))
-    return {"idle_percent": one, "idle_crowd_percent": crowd}
+    idle, crowd = (100 * (end - start) / passed_s for end, start in zip(after, before, strict=True))
+    return {"idle_percent": idle, "idle_crowd_percent": crowd}
 
 
 def _memory(ranks: FaultyRankPair, rooms: int, concurrency: int) -> Figures:

@@ -265,8 +265,8 @@ def _processes(group: int) -> Generator[Path]:
 def free_port() -> int:
     """A port of loopback that nobody listens on, nor on the next one."""
     while True:
-        with socket.create_server((HOST, 0)) as one, contextlib.suppress(OSError):
-            port = int(one.getsockname()[1])
+        with socket.create_server((HOST, 0)) as server, contextlib.suppress(OSError):
+            port = int(server.getsockname()[1])
             with socket.create_server((HOST, port + 1)):
                 return port
 

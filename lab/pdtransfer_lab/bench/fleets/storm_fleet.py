@@ -94,8 +94,8 @@ class StormNode:
 class StormFleet:
     """Its daemons, each with a supervisor: `async with StormFleet(kind, here) as fleet`."""
 
-    def __init__(self, kind: StormKind, here: Path, progress: Callable[[str], None]) -> None:
-        self.nodes = [StormNode(config, here / f"{config.node}.log") for config in configs_of(kind, here)]
+    def __init__(self, kind: StormKind, directory: Path, progress: Callable[[str], None]) -> None:
+        self.nodes = [StormNode(config, directory / f"{config.node}.log") for config in configs_of(kind, directory)]
         self._supervisors: list[asyncio.Task[None]] = []
         self._released, self._progress = asyncio.Event(), progress
         self._struck: set[StormNode] = set()
@@ -201,16 +201,16 @@ def _signal(pids: list[int] | set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def configs_of(kind: StormKind, here: Path) -> list[PrefillConfig | DecodeConfig | RouterConfig]:
+def configs_of(kind: StormKind, directory: Path) -> list[PrefillConfig | DecodeConfig | RouterConfig]:
     """One router, two prefills and two decodes, at addresses that stay theirs."""
     names = {"prefill": ("prefill-0", "prefill-1"), "decode": ("decode-0", "decode-1")}
-    publics = _made_keys(kind, here, [name for group in names.values() for name in group]) if kind.keys else {}
+    publics = _made_keys(kind, directory, [name for group in names.values() for name in group]) if kind.keys else {}
 
     def options_of(node: str) -> dict[str, Any]:
         return {
             "node": node,
             "limits": LIMITS,
-            **({"key": here / f"{node}.key", "allow": here / "all"} if publics else {}),
+            **({"key": directory / f"{node}.key", "allow": directory / "all"} if publics else {}),
         }
 
     def worker(node: str) -> dict[str, Any]:
@@ -224,7 +224,9 @@ def configs_of(kind: StormKind, here: Path) -> list[PrefillConfig | DecodeConfig
     )
     prefills = [PrefillConfig(chunk_tokens=64, tp_size=kind.prefill_tp, **worker(node)) for node in names["prefill"]]
     decodes = [
-        DecodeConfig(socket_directory=here / "s", tp_size=kind.decode_tp, huge_pages="never", **hot, **worker(node))
+        DecodeConfig(
+            socket_directory=directory / "s", tp_size=kind.decode_tp, huge_pages="never", **hot, **worker(node)
+        )
         for node in names["decode"]
     ]
 
@@ -239,12 +241,12 @@ def configs_of(kind: StormKind, here: Path) -> list[PrefillConfig | DecodeConfig
     return [*prefills, *decodes, router]
 
 
-def _made_keys(kind: StormKind, here: Path, workers: list[str]) -> dict[str, str]:
+def _made_keys(kind: StormKind, directory: Path, workers: list[str]) -> dict[str, str]:
     """Writes a key for every rank, and one list of them all; public keys by name."""
     grouped = {"prefill": kind.prefill_tp > 1, "decode": kind.decode_tp > 1}
     names = ["router", *workers, *(f"{name}-tp1" for name in workers if grouped[name.partition("-")[0]])]
-    lines = [generate(here / name) for name in names]
-    (here / "all").write_text("\n".join(lines) + "\n")
+    lines = [generate(directory / name) for name in names]
+    (directory / "all").write_text("\n".join(lines) + "\n")
     return {name: line.split()[1] for name, line in zip(names, lines, strict=True)}
 
 

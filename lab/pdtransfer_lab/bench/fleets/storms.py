@@ -103,8 +103,8 @@ def known() -> list[Known]:
     ]
     outcomes = generate_many(config, asked)
     return [
-        Known(text, count, {name: getattr(one, name).hex() for name in DIGESTS})
-        for text, count, one in zip(texts, counts, outcomes, strict=True)
+        Known(text, count, {name: getattr(outcome, name).hex() for name in DIGESTS})
+        for text, count, outcome in zip(texts, counts, outcomes, strict=True)
     ]
 
 
@@ -198,16 +198,16 @@ class Storm:
             if answer.verdict != "right":
                 await asyncio.sleep(PAUSE_S)
 
-    async def asked(self, http: aiohttp.ClientSession, one: Known) -> StormAnswer:
+    async def asked(self, http: aiohttp.ClientSession, known: Known) -> StormAnswer:
         body: dict[str, Any] = {
-            "prompt": one.prompt, "max_tokens": one.tokens, "temperature": 0, "ignore_eos": True,
+            "prompt": known.prompt, "max_tokens": known.tokens, "temperature": 0, "ignore_eos": True,
             "enable_hisparse": self._kind.hisparse and self._asking.random() < 0.5,
         }  # fmt: skip
         asked, served = time.monotonic(), frozenset[str]()
         try:
             async with http.post("/v1/completions", json=body) as response:
                 status, answer = response.status, await response.json()
-            verdict, text = judged(one, status, answer)
+            verdict, text = judged(known, status, answer)
             if verdict == "right":
                 served = frozenset((answer["pdtransfer"]["prefill"], answer["pdtransfer"]["decode"]))
         except TimeoutError:
@@ -253,13 +253,13 @@ class Storm:
         return f"{', '.join(sorted(self._workers - served)) or 'nobody'} serves nothing; latest error: {latest}"
 
 
-def judged(one: Known, status: int, answer: dict[str, Any]) -> tuple[str, str]:
+def judged(known: Known, status: int, answer: dict[str, Any]) -> tuple[str, str]:
     """Whether an answer is right, a clear error, or wrong; and why."""
     if status == 200:
         digests = {name: answer["pdtransfer"][name] for name in DIGESTS}
-        if digests == one.digests and answer["usage"]["completion_tokens"] == one.tokens:
+        if digests == known.digests and answer["usage"]["completion_tokens"] == known.tokens:
             return "right", ""
-        return "wrong", f"{len(one.prompt)} tokens: {answer}, expected {one.digests}"
+        return "wrong", f"{len(known.prompt)} tokens: {answer}, expected {known.digests}"
     error: dict[str, Any] = answer.get("error") or {}
     if status < 500 or not error.get("message") or not error.get("code"):
         return "wrong", f"status {status} without a cause of the fault: {answer}"
@@ -294,8 +294,8 @@ async def _stormed(kind: StormKind, storms: int, seed: int, progress: Callable[[
     outcomes: list[StormOutcome] = []
     prompts = known()
     with tempfile.TemporaryDirectory(prefix="pdt-storm-") as directory:
-        here = Path(directory)
-        async with StormFleet(kind, here, progress) as fleet:
+        path = Path(directory)
+        async with StormFleet(kind, path, progress) as fleet:
             for number in range(storms):
                 outcomes.append(await Storm(fleet, kind, prompts, seed + number).run())
                 progress(outcomes[-1].line)
@@ -309,18 +309,18 @@ def rows(outcomes: Sequence[StormOutcome]) -> list[list[str]]:
     return [_row(*group) for group in [*groups, ("all", list(outcomes))]]
 
 
-def _row(name: str, some: Sequence[StormOutcome]) -> list[str]:
-    answers = sum((outcome.answers for outcome in some), Counter[str]())
+def _row(name: str, storm_outcomes: Sequence[StormOutcome]) -> list[str]:
+    answers = sum((outcome.answers for outcome in storm_outcomes), Counter[str]())
     times = [
-        [outcome.recovery_s for outcome in some],
-        [outcome.starting_s for outcome in some],
-        [outcome.waiting_s for outcome in some],
-        [outcome.failing_s for outcome in some],
+        [outcome.recovery_s for outcome in storm_outcomes],
+        [outcome.starting_s for outcome in storm_outcomes],
+        [outcome.waiting_s for outcome in storm_outcomes],
+        [outcome.failing_s for outcome in storm_outcomes],
     ]
     return [
         name,
-        str(len(some)),
-        str(sum(outcome.faults.total() for outcome in some)),
+        str(len(storm_outcomes)),
+        str(sum(outcome.faults.total() for outcome in storm_outcomes)),
         *(f"{answers[verdict]:,}" for verdict in ("right", "error", "wrong", "hung")),
         *(f"{median(seconds):.1f} (max {max(seconds):.1f})" for seconds in times),
     ]

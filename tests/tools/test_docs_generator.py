@@ -85,7 +85,7 @@ def test_every_metric_that_the_code_names_has_a_row() -> None:
         "worker/daemon_metrics", "worker/worker_times", "process/process_metrics", "router/front/router_metrics",
         "router/backends/daemons/routing_metrics", "router/backends/servers/server_metrics",
     ]  # fmt: skip
-    sources = (ROOT / "pdtransfer" / "serve" / f"{each}.py" for each in modules)
+    sources = (ROOT / "pdtransfer" / "serve" / f"{module}.py" for module in modules)
     names = {name for path in sources for name in re.findall(r'[^f]"(pdtransfer_\w+)"', path.read_text())}
     assert len(names) > 40
     assert {name for name in names if not re.search(rf"`{name}(_total|_info)?`", page)} == set()

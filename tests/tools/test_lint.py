@@ -42,6 +42,9 @@ def alike(files: Iterable[Source]) -> Iterator[str]:
         (words.names, "x.py", "def f(a, *, tell): ...", "x.py:1: 'tell' in the name tell"),
         (words.names, "x.py", "for _said in a: pass", "x.py:1: 'said' in the name _said"),
         (words.names, "x.py", "self.told_by = 1", "x.py:1: 'told' in the name told_by"),
+        (words.locals_, "pdtransfer/x.py", "for each in rows: pass", "x.py:1: each: a local is named for what it"),
+        (words.locals_, "pdtransfer/x.py", "def f(a, *, held): ...", "x.py:1: held: a local is named"),
+        (words.locals_, "lab/x.py", "a = [(b, at) for b, at in c]", "x.py:1: at: a local is named"),
     ],
 )
 def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, complaint: str) -> None:
@@ -62,6 +65,7 @@ def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, com
         (words.phrases_shown, "x.py", "# Refused for ever.\nraise ValueError('must be one of a, b')"),
         (words.phrases, "x.py", "'''There is none for every row.'''  # as everywhere\n\n# It is\n\n# told here.\n"),
         (words.names, "x.py", "teller = b.told(say)\nimport saying"),
+        (words.locals_, "pdtransfer/x.py", "class A:\n at: float\nself.held = f(own=1, held_s=at)"),
     ],
 )
 def test_what_a_rule_allows_is_not_found(rule: Rule, path: str, text: str) -> None:
@@ -71,6 +75,16 @@ def test_what_a_rule_allows_is_not_found(rule: Rule, path: str, text: str) -> No
 def test_a_helper_of_general_use_is_defined_once() -> None:
     files = [parsed("def until(): ...", "tests/support/waiting.py"), parsed("def until(): ...", "tests/test_a.py")]
     assert list(tests_tree.general_helpers(files)) == ["tests/test_a.py:1: until is in tests/support/waiting.py"]
+
+
+def test_locals_that_name_nothing_are_counted_by_part_of_the_tree() -> None:
+    files = [parsed("each = 1\nat = 2", "tests/x.py"), parsed("each = 1", "lab/x.py")]
+    assert list(words.locals_(files, {"tests": 2, "lab": 1})) == []
+    complaints = list(words.locals_(files, {"tests": 1, "lab": 1}))
+    assert [complaint.partition(": a local")[0] for complaint in complaints] == [
+        "tests/x.py:1: each",
+        "tests/x.py:2: at",
+    ]
 
 
 def test_private_reads_are_counted_and_ones_own_are_none() -> None:

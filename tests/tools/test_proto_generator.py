@@ -148,9 +148,9 @@ def test_every_field_has_vectors_just_outside_its_bounds_and_of_another_type():
     for message in SCHEMA["messages"]:
         for name, model in _leaves(message, message["name"]):
             names = refused.get(name, [])
-            assert any(" is a nil" in each for each in names), name
+            assert any(" is a nil" in name for name in names), name
             bounded = model["is"] not in ("bool", "struct") and (model["is"] != "array" or model["length_max"] <= 1024)
-            assert any(" is a " not in each and not each.endswith("missing") for each in names) or not bounded, name
+            assert any(" is a " not in name and not name.endswith("missing") for name in names) or not bounded, name
 
 
 def _leaves(table, name):
@@ -216,7 +216,9 @@ def test_generation_repairs_what_is_stale_and_keeps_published_lines(tmp_path):
     shutil.copytree(ROOT, root)
     (root / "schema.json").unlink()
     published = (root / "vectors" / "valid.jsonl").read_text().splitlines()
-    at = next(at for at, line in enumerate(published) if json.loads(line)["name"] == "Goodbye")  # it has one form only
+    at = next(
+        index for index, line in enumerate(published) if json.loads(line)["name"] == "Goodbye"
+    )  # it has one form only
     strange = json.dumps(json.loads(published[at]) | {"frame": "940109cd00010a"})
     kept = [*published[:at], strange, *published[at + 1 : -1]]
     (root / "vectors" / "valid.jsonl").write_text("\n".join(kept) + "\n")

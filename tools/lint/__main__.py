@@ -24,6 +24,7 @@ def complaints() -> Iterator[str]:
     yield from words.phrases_shown(both)
     yield from words.phrases((*both, *tests))
     yield from words.names((*both, *tests))
+    yield from words.locals_((*both, *tests))
     yield from tests_tree.folders()
     yield from tests_tree.imports(tests)
     yield from tests_tree.general_helpers(tests)

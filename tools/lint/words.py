@@ -6,7 +6,9 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeGuard
 
 from .sources import DEFINITIONS, Source
 
@@ -50,6 +52,12 @@ NAMES = {
     "tells": "sends, reports",
     "told": "sent, reported",
 }
+# Pronouns and participles that name no thing, as the whole name of a local or an argument.
+LOCALS = {
+    "at", "each", "found", "got", "held", "here", "it", "known", "made", "one", "own", "some", "there", "what", "who",
+}  # fmt: skip
+# How many may be left in each part of the tree. Lower it as they go.
+LOCALS_MAX = {"pdtransfer": 40, "lab": 60, "tests": 2_200}
 LOGS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 TEXTS_OF_HELP = {"help", "description", "epilog"}
 _PART = re.compile(r"[A-Z]?[a-z]+")
@@ -75,6 +83,33 @@ def names(files: Iterable[Source]) -> Iterator[str]:
         for line, name in sorted(set(_defined(source))):
             for word in sorted({part.lower() for part in _PART.findall(name)} & NAMES.keys()):
                 yield f"{source.path}:{line}: {word!r} in the name {name}: say {NAMES[word]!r}"
+
+
+def locals_(files: Iterable[Source], locals_max: Mapping[str, int] = LOCALS_MAX) -> Iterator[str]:
+    """A local is named for what it holds: each one that is not, where a part of the tree has too many."""
+    by_part: dict[str, list[str]] = defaultdict(list)
+    for source in files:
+        part = source.path.partition("/")[0]
+        text = f"a local is named for what it holds; {locals_max.get(part, 0)} in {part} may be named as this one"
+        by_part[part] += [
+            f"{source.path}:{line}: {name}: {text}" for line, name in sorted(_locals(source)) if name in LOCALS
+        ]
+    for part, complaints in by_part.items():
+        if len(complaints) > locals_max.get(part, 0):
+            yield from complaints
+
+
+def _locals(source: Source) -> Iterator[tuple[int, str]]:
+    fields = {id(child.target) for node in source.nodes(ast.ClassDef) for child in node.body if _is_field(child)}
+    for node in source.nodes(ast.arg):
+        yield node.lineno, node.arg
+    for node in source.nodes(ast.Name):
+        if isinstance(node.ctx, ast.Store) and id(node) not in fields:
+            yield node.lineno, node.id
+
+
+def _is_field(node: ast.stmt) -> TypeGuard[ast.AnnAssign]:
+    return isinstance(node, ast.AnnAssign)
 
 
 def _complaints(source: Source, line: int, text: str, listed: dict[str, str], where: str) -> Iterator[str]:

@@ -288,7 +288,7 @@ class DecodeProcess(Rank):
         for holding in self._held:
             arena.drop(holding)
         runs = arena.free[0].free_slots // run
-        holdings = [each for _ in range(runs) if (each := arena.allocate((run,))) is not None]
+        holdings = [leased for _ in range(runs) if (leased := arena.allocate((run,))) is not None]
         for holding in holdings[::2]:
             arena.drop(holding)
         self._held = holdings[1::2]

@@ -81,11 +81,11 @@ def _times(clock: InTurn, this: Comparison, able: list[Contender], runs: int) ->
         f"{contender.name}: {seconds.median * 1e6:.2f}" for seconds, contender in zip(rough, able, strict=True)
     )
     figures: Figures = {"best": best.name, "ways": ways, "turns": this.turns}
-    for name, each in (("theirs", times[0]), ("ours", times[1])):
+    for name, times_of in (("theirs", times[0]), ("ours", times[1])):
         figures |= {
-            f"{name}_us": each.median * 1e6,
-            f"{name}_low_us": each.low * 1e6,
-            f"{name}_high_us": each.high * 1e6,
+            f"{name}_us": times_of.median * 1e6,
+            f"{name}_low_us": times_of.low * 1e6,
+            f"{name}_high_us": times_of.high * 1e6,
         }
     if this.theirs[0] in able:
         figures["default_us"] = times[chosen.index(this.theirs[0])].median * 1e6

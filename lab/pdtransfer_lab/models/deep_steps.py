@@ -122,12 +122,12 @@ class _Run(NamedTuple):
 
 def _runs(part: StepPart) -> list[_Run]:
     runs: list[_Run] = []
-    at = 0
+    begin = 0
     for width, group in groupby(reach(position + 1) for position in part.positions):
-        end = at + len(list(group))
+        end = begin + len(list(group))
         together = max(1, KEYS_TOGETHER // width)
-        runs += [_Run(first, min(first + together, end), width) for first in range(at, end, together)]
-        at = end
+        runs += [_Run(first, min(first + together, end), width) for first in range(begin, end, together)]
+        begin = end
     return runs
 
 
@@ -145,9 +145,9 @@ class _Every:
         self._own.write(layer, kept)
 
     def _reading(self, run: _Run) -> Reading:
-        some = slice(run.first, run.end)
-        tables = self._own.tables[some, : run.width]
-        absent = _after(self._positions[some], run.width)
+        rooms = slice(run.first, run.end)
+        tables = self._own.tables[rooms, : run.width]
+        absent = _after(self._positions[rooms], run.width)
         # An unwritten row may hold NaN, which no mask removes.
         rows = torch.where(absent, tables[:, :1], tables)
         return Reading(tiles=Whole(first=run.first, rows=rows, absent=absent), cache=self._own.part.residency.cache)
@@ -159,11 +159,11 @@ def _scores(index: IndexCache, tables: Tensor, ends: Tensor, layer: int, queries
     result = queries.heads.new_empty(count, width)
     together = max(1, KEYS_TOGETHER // width)
     for first in range(0, count, together):
-        some = slice(first, min(first + together, count))
-        keys, scales = index.read(layer, tables[some].transpose(0, 1).reshape(2, -1))
-        products = queries.heads[some] @ keys.view(-1, width, keys.shape[1]).transpose(1, 2)
-        summed = products.relu_().mul_(queries.shares[some].unsqueeze(-1)).sum(1)
-        torch.mul(summed, scales.view(-1, width), out=result[some])
+        rows = slice(first, min(first + together, count))
+        keys, scales = index.read(layer, tables[rows].transpose(0, 1).reshape(2, -1))
+        products = queries.heads[rows] @ keys.view(-1, width, keys.shape[1]).transpose(1, 2)
+        summed = products.relu_().mul_(queries.shares[rows].unsqueeze(-1)).sum(1)
+        torch.mul(summed, scales.view(-1, width), out=result[rows])
     return result.masked_fill_(_after(ends - 1, width), -torch.inf)
 
 

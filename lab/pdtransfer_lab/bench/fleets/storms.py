@@ -198,16 +198,16 @@ class Storm:
             if answer.verdict != "right":
                 await asyncio.sleep(PAUSE_S)
 
-    async def asked(self, http: aiohttp.ClientSession, known: Known) -> StormAnswer:
+    async def asked(self, http: aiohttp.ClientSession, expected: Known) -> StormAnswer:
         body: dict[str, Any] = {
-            "prompt": known.prompt, "max_tokens": known.tokens, "temperature": 0, "ignore_eos": True,
+            "prompt": expected.prompt, "max_tokens": expected.tokens, "temperature": 0, "ignore_eos": True,
             "enable_hisparse": self._kind.hisparse and self._asking.random() < 0.5,
         }  # fmt: skip
         asked, served = time.monotonic(), frozenset[str]()
         try:
             async with http.post("/v1/completions", json=body) as response:
                 status, answer = response.status, await response.json()
-            verdict, text = judged(known, status, answer)
+            verdict, text = judged(expected, status, answer)
             if verdict == "right":
                 served = frozenset((answer["pdtransfer"]["prefill"], answer["pdtransfer"]["decode"]))
         except TimeoutError:
@@ -253,13 +253,13 @@ class Storm:
         return f"{', '.join(sorted(self._workers - served)) or 'nobody'} serves nothing; latest error: {latest}"
 
 
-def judged(known: Known, status: int, answer: dict[str, Any]) -> tuple[str, str]:
+def judged(expected: Known, status: int, answer: dict[str, Any]) -> tuple[str, str]:
     """Whether an answer is right, a clear error, or wrong; and why."""
     if status == 200:
         digests = {name: answer["pdtransfer"][name] for name in DIGESTS}
-        if digests == known.digests and answer["usage"]["completion_tokens"] == known.tokens:
+        if digests == expected.digests and answer["usage"]["completion_tokens"] == expected.tokens:
             return "right", ""
-        return "wrong", f"{len(known.prompt)} tokens: {answer}, expected {known.digests}"
+        return "wrong", f"{len(expected.prompt)} tokens: {answer}, expected {expected.digests}"
     error: dict[str, Any] = answer.get("error") or {}
     if status < 500 or not error.get("message") or not error.get("code"):
         return "wrong", f"status {status} without a cause of the fault: {answer}"

@@ -22,7 +22,7 @@ from pdtransfer.serve.commands import cli
 from tests.support.paths import REPO
 
 KUBERNETES = REPO / "deploy" / "kubernetes"
-COMPONENTS = tuple(sorted(each.name for each in (KUBERNETES / "components").iterdir()))
+COMPONENTS = tuple(sorted(path.name for path in (KUBERNETES / "components").iterdir()))
 NODES = {
     "hosts": [
         *("router-0", "router-1"),
@@ -101,15 +101,17 @@ class Pod:
 def pods(manifests: list[Manifest]) -> list[Pod]:
     """Every pod, with the name and the labels that its controller gives it."""
     found: list[Pod] = []
-    for each in manifests:
-        name = each["metadata"]["name"]
-        if each["kind"] == "StatefulSet":
-            template, service = each["spec"]["template"], each["spec"]["serviceName"]
+    for manifest in manifests:
+        name = manifest["metadata"]["name"]
+        if manifest["kind"] == "StatefulSet":
+            template, service = manifest["spec"]["template"], manifest["spec"]["serviceName"]
             labels = template["metadata"]["labels"]
-            found += [Pod(f"{name}-{i}", each["kind"], name, service, template, labels) for i in range(_count(each))]
-        elif each["kind"] == "LeaderWorkerSet":
-            templates = each["spec"]["leaderWorkerTemplate"]
-            for group in range(_count(each)):
+            found += [
+                Pod(f"{name}-{i}", manifest["kind"], name, service, template, labels) for i in range(_count(manifest))
+            ]
+        elif manifest["kind"] == "LeaderWorkerSet":
+            templates = manifest["spec"]["leaderWorkerTemplate"]
+            for group in range(_count(manifest)):
                 for index in range(templates["size"]):
                     template = templates["workerTemplate" if index else "leaderTemplate"]
                     own = {"group-index": str(group), "worker-index": str(index)}
@@ -117,7 +119,7 @@ def pods(manifests: list[Manifest]) -> list[Pod]:
                         f"leaderworkerset.sigs.k8s.io/{key}": value for key, value in own.items()
                     }
                     pod = f"{name}-{group}" + (f"-{index}" if index else "")
-                    found.append(Pod(pod, each["kind"], name, name, template, labels))
+                    found.append(Pod(pod, manifest["kind"], name, name, template, labels))
     return found
 
 
@@ -150,7 +152,7 @@ class Root:
 
     def __init__(self, path: Path, pod: Pod, manifests: list[Manifest]) -> None:
         self.path, self._pod, self._volumes = path, pod, path / "volumes"
-        stored = {(each["kind"], each["metadata"]["name"]): each for each in manifests}
+        stored = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
         for volume in pod.spec["volumes"]:
             place = self._volumes / volume["name"]
             place.mkdir(parents=True)

@@ -110,7 +110,7 @@ def test_set_up_fetches_the_torch_that_the_package_asks_for() -> None:
 
 def test_core_contract_names_every_package_below_the_shells() -> None:
     layers = [set(re.findall(r"\w+", layer)) for layer in CONTRACTS["houses"]["layers"]]
-    shells = next(at for at, layer in enumerate(layers) if "environment" in layer)
+    shells = next(index for index, layer in enumerate(layers) if "environment" in layer)
     below = {f"pdtransfer.{name}" for layer in layers[shells + 1 :] for name in layer}
     assert below <= set(CONTRACTS["core"]["source_modules"])
     assert {"pdtransfer.handoff", "pdtransfer.layout", "pdtransfer.wire"} <= below
@@ -280,7 +280,7 @@ def test_composed_nodes_start_daemons_with_the_keys_and_names_that_fleet_keys_gi
     command = [REPO / "deploy" / "fleet-keys", keys, *nodes]
     for _ in range(2):  # the second time there is nothing to make
         subprocess.run(command, env=os.environ | {"PATH": path}, cwd=REPO, timeout=120, check=True)
-    publics = {each.name: KeyPair.read(each / "node.key").public for each in keys.iterdir()}
+    publics = {path.name: KeyPair.read(path / "node.key").public for path in keys.iterdir()}
     seen: dict[str, list[Any]] = {}
     fake = SimpleNamespace(run=lambda given: seen[given.node].append(given) or 0)
     for module in ("serve.worker.daemon", "serve.router.process"):

@@ -38,7 +38,7 @@ def lock(*names: str, python: str = "3.12") -> dict[str, str]:
 
 def asked(*extras: str) -> list[Requirement]:
     listed = [*PROJECT["dependencies"], *(one for each in extras for one in PROJECT["optional-dependencies"][each])]
-    return [found for each in listed if (found := Requirement(each)).name != "pdtransfer"]
+    return [requirement for each in listed if (requirement := Requirement(each)).name != "pdtransfer"]
 
 
 def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -43,7 +43,7 @@ MADE = "secrets"  # by fleet-secrets
 ROOM_S = 5.0  # that a pod has left when its last room ended by its deadline
 OF_OTHERS = {"leaderworkerset.x-k8s.io", "monitoring.coreos.com"}  # API groups without a schema in Kubernetes
 EVERYTHING = "hosts with all components"
-FILES = sorted(each for each in KUBERNETES.rglob("*.yaml") if MADE not in each.parts)
+FILES = sorted(path for path in KUBERNETES.rglob("*.yaml") if MADE not in path.parts)
 
 needs_kustomize = pytest.mark.skipif(
     not kustomize(), reason="kubectl and kustomize are missing: apt-get install kubernetes-client"
@@ -65,11 +65,11 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Manifes
 
 @cache
 def _fields(role: str) -> frozenset[str]:
-    return frozenset(each.name for each in fields(CONFIGS[role]))
+    return frozenset(field.name for field in fields(CONFIGS[role]))
 
 
 def _kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
-    return [each for each in manifests if each["kind"] == kind]
+    return [manifest for manifest in manifests if manifest["kind"] == kind]
 
 
 def _matches(selector: Manifest, labels: dict[str, str]) -> bool:
@@ -128,12 +128,12 @@ def test_each_container_starts_a_daemon_with_its_own_name_key_and_ports(
 ) -> None:
     manifests = rendered[overlay]
     listed = {node.partition("=")[0] for node in NODES[overlay if overlay in NODES else "hosts"]}
-    found = _configs(manifests, tmp_path, monkeypatch)
-    assert {config.node for _, _, config in found} == listed
-    assert len(found) == len(listed)
-    names = {f"{pod.name}.{pod.service}" for pod, _, _ in found}
+    configs = _configs(manifests, tmp_path, monkeypatch)
+    assert {config.node for _, _, config in configs} == listed
+    assert len(configs) == len(listed)
+    names = {f"{pod.name}.{pod.service}" for pod, _, _ in configs}
     binds: dict[str, int] = {}
-    for pod, container, config in found:
+    for pod, container, config in configs:
         for each in container["env"]:
             if (setting := each["name"]).startswith("PDTRANSFER_"):
                 assert setting.removeprefix("PDTRANSFER_").lower() in _fields(config.role), setting
@@ -160,9 +160,14 @@ def test_each_container_starts_a_daemon_with_its_own_name_key_and_ports(
             # A directory that the daemon makes itself: a volume's own is open to all.
             [shared] = {each["name"] for each in container["volumeMounts"] if each["mountPath"] == SOCKETS}
             assert config.socket_directory.parent == Path(SOCKETS)
-            sharing = {one["name"] for one in pod.containers for each in one["volumeMounts"] if each["name"] == shared}
+            sharing = {
+                container["name"]
+                for container in pod.containers
+                for each in container["volumeMounts"]
+                if each["name"] == shared
+            }
             assert sharing == ({"prefill", "decode"} if overlay == "single" else {"decode"})
-    for router in (config for _, _, config in found if isinstance(config, RouterConfig)):
+    for router in (config for _, _, config in configs if isinstance(config, RouterConfig)):
         allowed, dialled = AllowList.read(str(router.allow)), list[str]()
         for line in Path(str(router.workers_file)).read_text().splitlines():
             role, endpoint = line.split()
@@ -230,7 +235,9 @@ def test_no_pod_has_more_rights_than_it_needs(rendered: dict[str, list[Manifest]
         assert mounted == {each["name"] for each in pod.spec["volumes"]}
         # Only an init container sees keys, and each pod's containers their own alone.
         secret = {each["name"] for each in pod.spec["volumes"] if "keys-of-all" in each["name"]}
-        for each in (mount for one in pod.containers for mount in one["volumeMounts"] if mount["name"] in secret):
+        for each in (
+            mount for container in pod.containers for mount in container["volumeMounts"] if mount["name"] in secret
+        ):
             assert each["subPathExpr"].endswith(".pub")
 
 
@@ -259,12 +266,12 @@ def test_selectors_services_and_disruption_budgets_name_pods_that_there_are(
         assert chosen == {each["metadata"]["name"]}
     for each in _kind(manifests, "PodMonitor"):
         assert all(_matches(each["spec"]["selector"], pod.labels) for pod in found)
-    assert {each["metadata"].get("namespace", "pdtransfer") for each in manifests} == {"pdtransfer"}
+    assert {manifest["metadata"].get("namespace", "pdtransfer") for manifest in manifests} == {"pdtransfer"}
 
 
 def _admitted(manifests: list[Manifest], source: dict[str, str], target: Pod, port: int, namespace: str) -> bool:
     """Whether the policies let a pod of these labels reach a port of the target."""
-    open_ports = {each["name"]: each["containerPort"] for one in target.containers for each in one["ports"]}
+    open_ports = {each["name"]: each["containerPort"] for container in target.containers for each in container["ports"]}
     for policy in _kind(manifests, "NetworkPolicy"):
         if not _matches(policy["spec"]["podSelector"], target.labels):
             continue
@@ -290,8 +297,8 @@ def test_policies_admit_to_each_port_who_needs_it_and_nobody_else(
     rendered: dict[str, list[Manifest]], overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifests = rendered[overlay]
-    found = _configs(manifests, tmp_path, monkeypatch)
-    of_role = {config.role: pod for pod, _, config in found}
+    configs = _configs(manifests, tmp_path, monkeypatch)
+    of_role = {config.role: pod for pod, _, config in configs}
     sources: dict[str, tuple[dict[str, str], str]] = {
         role: (pod.labels, "pdtransfer") for role, pod in of_role.items()
     } | {
@@ -301,7 +308,7 @@ def test_policies_admit_to_each_port_who_needs_it_and_nobody_else(
         "monitor": ({}, "monitoring"),
     }
     grouped = {"decode"} if overlay == "groups" else set[str]()
-    for pod, _, config in found:
+    for pod, _, config in configs:
         expected = {_port(_http(config)): {"monitor"}, 22: set[str]()}
         if isinstance(config, RouterConfig):
             expected[_port(config.listen)] = {"client", "monitor"}
@@ -324,8 +331,8 @@ def test_components_change_what_they_are_for(
     rendered: dict[str, list[Manifest]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(COMPONENTS) == {"admin", "cards", "hugepages", "monitor", "tls"}
-    found = _configs(rendered[EVERYTHING], tmp_path, monkeypatch)
-    for pod, container, config in found:
+    configs = _configs(rendered[EVERYTHING], tmp_path, monkeypatch)
+    for pod, container, config in configs:
         if isinstance(config, RouterConfig):
             assert (config.admin, config.tls_cert is not None) == ("127.0.0.1:8001", True)
         else:
@@ -348,14 +355,14 @@ def test_secrets_are_made_once_and_follow_the_nodes_that_are_named(tmp_path: Pat
     shutil.copy(KUBERNETES / "fleet-secrets", script)
     made, nodes = tmp_path / "secrets", ["router-0", "prefill-0=tcp://prefill-0.prefill:7101"]
     assert fleet_secrets(script, made, *nodes).returncode == 0
-    before = {each.name: each.read_bytes() for each in made.iterdir()}
-    assert {each.stat().st_mode & 0o077 for each in made.iterdir()} == {0}
+    before = {path.name: path.read_bytes() for path in made.iterdir()}
+    assert {path.stat().st_mode & 0o077 for path in made.iterdir()} == {0}
     assert fleet_secrets(script, made, *nodes, "prefill-1=tcp://prefill-1.prefill:7101").returncode == 0
     kept = ("router-0.key", "prefill-0.key", "api-keys", "admin-token")
     assert all((made / name).read_bytes() == before[name] for name in kept)
     assert len((made / "workers").read_text().splitlines()) == 2
     assert fleet_secrets(script, made, *nodes).returncode == 0
-    assert {each.name: each.read_bytes() for each in made.iterdir() if each.name in before} == before
+    assert {path.name: path.read_bytes() for path in made.iterdir() if path.name in before} == before
 
 
 @pytest.mark.parametrize("node", ["routr-0", "prefill-0", "decode-0=7201", "../x", ""])

@@ -24,8 +24,8 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def pod(role: str) -> dict[str, Any]:
-    [found] = [each for each in manifests() if each["metadata"]["name"] == f"vllm-{role}"]
-    return found["spec"]["template"]["spec"]
+    [manifest] = [manifest for manifest in manifests() if manifest["metadata"]["name"] == f"vllm-{role}"]
+    return manifest["spec"]["template"]["spec"]
 
 
 def options(container: dict[str, Any]) -> dict[str, str]:
@@ -59,7 +59,7 @@ def test_each_port_that_is_dialled_is_open_to_the_pool() -> None:
         Address.parse(f"tcp://{prefill.bootstrap}").port_first,
     }
     assert int(options(sidecar)["mooncake-bootstrap-port"]) in ports
-    [policy] = [each for each in manifests() if each["kind"] == "NetworkPolicy"]
+    [policy] = [manifest for manifest in manifests() if manifest["kind"] == "NetworkPolicy"]
     everybody, pool = policy["spec"]["ingress"]
     opened = [range(port["port"], port.get("endPort", port["port"]) + 1) for port in pool["ports"]]
     first, last = map(int, prefill.transport_ports.split("-"))

@@ -80,8 +80,8 @@ needs_promtool = pytest.mark.skipif(
 
 def _promtool(*arguments: str | Path) -> None:
     tool = os.environ.get("PROMTOOL", "promtool")
-    made = subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stdout + made.stderr
+    ran = subprocess.run([tool, *arguments], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def _documented() -> set[str]:
@@ -160,7 +160,7 @@ def test_prometheus_of_the_composed_fleet_scrapes_each_of_its_nodes() -> None:
 def test_composed_monitoring_mounts_what_there_is() -> None:
     compose = (DEPLOY / "compose.yaml").read_text()
     mounted = re.findall(r'"\./(monitoring/[\w.]+):', compose)
-    assert {Path(each).name for each in mounted} == {each.name for each in MONITORING.iterdir()}
+    assert {Path(each).name for each in mounted} == {path.name for path in MONITORING.iterdir()}
     for each in mounted:
         assert (DEPLOY / each).exists(), each
 

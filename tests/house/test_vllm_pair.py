@@ -116,11 +116,11 @@ def test_the_servers_and_the_router_are_started_as_in_the_documents(
     monkeypatch.setattr(sys, "argv", given)
     assert pair.main() == 0
     *servers, router = commands
-    transfers = [json.loads(each[each.index("--kv-transfer-config") + 1]) for each in servers]
-    assert [each["kv_role"] for each in transfers] == ["kv_producer", "kv_consumer"]
-    assert {each["kv_connector_module_path"] for each in transfers} == {"pdtransfer.adapters.vllm"}
-    assert all(each[-1] == "--enforce-eager" for each in servers)
-    ports = [each[each.index("--port") + 1] for each in servers]
+    transfers = [json.loads(server[server.index("--kv-transfer-config") + 1]) for server in servers]
+    assert [transfer["kv_role"] for transfer in transfers] == ["kv_producer", "kv_consumer"]
+    assert {transfer["kv_connector_module_path"] for transfer in transfers} == {"pdtransfer.adapters.vllm"}
+    assert all(server[-1] == "--enforce-eager" for server in servers)
+    ports = [server[server.index("--port") + 1] for server in servers]
     assert [router[router.index(flag) + 1] for flag in ("--prefill", "--decode")] == [
         f"http://127.0.0.1:{port}" for port in ports
     ]

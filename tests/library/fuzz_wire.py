@@ -68,8 +68,8 @@ def _cut(random_, frames):
 
 
 def _splice(random_, frames):
-    one, other = random_.choice(frames), random_.choice(frames)
-    return one[: random_.randrange(len(one) + 1)] + other[random_.randrange(len(other)) :]
+    choice, other = random_.choice(frames), random_.choice(frames)
+    return choice[: random_.randrange(len(choice) + 1)] + other[random_.randrange(len(other)) :]
 
 
 def _edit(random_, frames):

@@ -15,10 +15,10 @@ PRINT_CLOCK = "import time; from pdtransfer.clock_name import clock_name; print(
 
 
 def _clock(*within: str) -> tuple[float, str]:
-    made = subprocess.run(
+    ran = subprocess.run(
         [*within, sys.executable, "-c", PRINT_CLOCK], capture_output=True, text=True, cwd=REPO, check=True
     )
-    seconds, name = made.stdout.splitlines()
+    seconds, name = ran.stdout.splitlines()
     return float(seconds), name
 
 

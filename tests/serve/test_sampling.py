@@ -188,7 +188,7 @@ def test_what_no_pick_could_follow_is_refused_by_its_name(field: str, value: Any
 def test_packed_logprobs_come_back_and_wrong_ones_are_refused() -> None:
     sampling = asked(logprobs=True, top_logprobs=2)
     rows = [Logprobs(-0.5, ((7, -0.25), (8, -1.5))), Logprobs(-2.0, ((0, 0.0), (1 << 31, -9.0)))]
-    data = b"".join(each.pack() for each in rows)
+    data = b"".join(row.pack() for row in rows)
     assert unpack_logprobs("logprobs", data, sampling, 2) == rows
     assert unpack_logprobs("logprobs", b"", asked(), 2) == []
     wrong = [data[:-1], b"", data * 2, Logprobs(math.nan, rows[0].top).pack() + data[:20]]

@@ -168,7 +168,7 @@ def main(files: Path) -> None:
             json.dumps(
                 {
                     "alike": alike,
-                    "transports": [[each.get("shm", 0), each.get("mooncake", 0) > 0] for each in figures],
+                    "transports": [[figure.get("shm", 0), figure.get("mooncake", 0) > 0] for figure in figures],
                     "engines": len(open_ports),
                     "peer": [reaches(f"{FIRST}.1", f"{FIRST}.2", port) for port in open_ports],
                     "stranger": [reaches(f"{FIRST}.7", f"{FIRST}.2", port) for port in (7201, *open_ports)],

@@ -110,8 +110,8 @@ def request(
 
 def components_of(description: EngineDescription, one: Request) -> dict[str, Component]:
     """Where decode keeps the request's rows: of two components of a name, HiSparse has the one in host memory."""
-    each = description.components
-    return {component.name: component for component in (reversed(each) if one.enable_hisparse else each)}
+    components = description.components
+    return {component.name: component for component in (reversed(components) if one.enable_hisparse else components)}
 
 
 @dataclass
@@ -144,8 +144,8 @@ class Handoff:
         """Of engines whose memory is there."""
         random = np.random.default_rng(3)
         free = {
-            (each.name, each.memory): random.permutation(each.layout.slots).tolist()
-            for each in theirs.description.components
+            (component.name, component.memory): random.permutation(component.layout.slots).tolist()
+            for component in theirs.description.components
         }
         return cls(ours, theirs, arena, hbm, free)
 
@@ -178,7 +178,9 @@ class Handoff:
             new = [self.free[component.name, component.memory].pop() for _ in range(component.rows(tokens) - len(had))]
             slots[component.name] = np.concatenate((had, np.array(new, np.int64)))
         for cell in self.cells.pop(one.room):
-            source = next(each for each in self.prefill.description.components if each.name == cell.component).layout
+            source = next(
+                component for component in self.prefill.description.components if component.name == cell.component
+            ).layout
             target = targets[cell.component]
             held = slots_of_rows(cell.pages, source.page_size, cell.rows, skip=cell.skip)
             place = slots[cell.component][cell.rows[0] : cell.rows[1]]
@@ -199,8 +201,8 @@ class Handoff:
             self.tokens.setdefault(event.room, []).append(event.id)
             return
         self.ends[event.room] = event
-        for name, own in self.slots[event.room].items():
-            self.free[name, self.targets[event.room][name].memory].extend(own.tolist())
+        for name, slot in self.slots[event.room].items():
+            self.free[name, self.targets[event.room][name].memory].extend(slot.tolist())
 
     def addresses(self, room: int, tokens: int | None = None) -> list[NDArray[np.int64]]:
         """Where in its memory each byte of the room's keys is, by plane: of its first `tokens`, or of all."""

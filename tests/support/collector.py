@@ -22,7 +22,12 @@ class Collector:
 
     def spans(self) -> list[Any]:
         """In the order in which they came."""
-        sent = [scope for request in self.requests for each in request.resource_spans for scope in each.scope_spans]
+        sent = [
+            scope
+            for request in self.requests
+            for resource_span in request.resource_spans
+            for scope in resource_span.scope_spans
+        ]
         return [span for scope in sent for span in scope.spans]
 
     def attributes(self, span: Any) -> dict[str, Any]:

@@ -18,12 +18,15 @@ class ComponentPair:
 
     def __init__(self, prefill: Any, decode: Any) -> None:
         self.prefill, self.decode = prefill, decode
-        made = self.decode.description
-        self.memories = {"dram": np.zeros(made.memory_bytes, np.uint8), "hbm": np.zeros(made.hbm_bytes, np.uint8)}
-        hbm = {"hbm": memoryview(self.memories["hbm"])} if made.hbm_bytes else {}
+        description = self.decode.description
+        self.memories = {
+            "dram": np.zeros(description.memory_bytes, np.uint8),
+            "hbm": np.zeros(description.hbm_bytes, np.uint8),
+        }
+        hbm = {"hbm": memoryview(self.memories["hbm"])} if description.hbm_bytes else {}
         self.decode.attach(memoryview(self.memories["dram"]), **hbm)
-        self._source = {each.name: each for each in self.prefill.description.components}
-        self.target = {each.name: each for each in made.components}
+        self._source = {component.name: component for component in self.prefill.description.components}
+        self.target = {component.name: component for component in description.components}
         self._next = dict.fromkeys(self.target, 0)
         self.slots: dict[int, dict[str, Any]] = {}
 

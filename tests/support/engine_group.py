@@ -75,13 +75,13 @@ def carry(one, sources, target):
 
 def generate(sources, targets, prompts, **sampling):
     """Every prompt through one group into the other; what each decode rank says of each room."""
-    rooms = [request(at, prompt, **sampling) for at, prompt in enumerate(prompts)]
+    rooms = [request(index, prompt, **sampling) for index, prompt in enumerate(prompts)]
     together([lambda source=source: source.run(*rooms) for source in sources])
-    aux = [{source.aux[one.room] for source in sources} - {b""} for one in rooms]
-    for one, each in zip(rooms, aux, strict=True):
+    aux = [{source.aux[room.room] for source in sources} - {b""} for room in rooms]
+    for room, each in zip(rooms, aux, strict=True):
         assert len(each) == 1, "every rank that picks a token picks the same"
         for target in targets:
-            carry(one, sources, target)
-            target.engine.admit(one, target.held(one.room), next(iter(each)))
+            carry(room, sources, target)
+            target.engine.admit(room, target.held(room.room), next(iter(each)))
     together([target.run for target in targets])
-    return [[target.outcome(one.room) for target in targets] for one in rooms]
+    return [[target.outcome(room.room) for target in targets] for room in rooms]

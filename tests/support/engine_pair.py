@@ -53,7 +53,7 @@ def places(layout: Layout, kind, layer, head, slots):
 def copy_index(source, source_slots, target, target_slots):
     """Rows of an index component, (flat float32, layout) to another, of every plane that the source has."""
     held, others = target[0].view(np.uint8), source[0].view(np.uint8)
-    ours = {(plane.layer, plane.kind): at for at, plane in enumerate(target[1].planes)}
+    ours = {(plane.layer, plane.kind): index for index, plane in enumerate(target[1].planes)}
     for number, plane in enumerate(source[1].planes):
         row = np.arange(plane.row_bytes)
         place = target[1].address(ours[plane.layer, plane.kind], target_slots)[:, None] + row
@@ -111,8 +111,8 @@ class Prefill:
                     raise AssertionError(event)
 
     def run(self, *requests):
-        for one in requests:
-            assert self.engine.admit(one)
+        for request in requests:
+            assert self.engine.admit(request)
         while not self.engine.idle:
             self.step()
         return self
@@ -148,7 +148,10 @@ class Decode:
         made.attach(memory.data.cast("B"), **({"hbm": hbm.data.cast("B")} if len(hbm) else {}))
         random = np.random.default_rng(seed)
         return cls(
-            made, memory, hbm, [list(random.permutation(each.layout.slots)) for each in made.description.components]
+            made,
+            memory,
+            hbm,
+            [list(random.permutation(component.layout.slots)) for component in made.description.components],
         )
 
     @property

@@ -206,12 +206,14 @@ class Site:
         held: dict[str, Any] = {}
 
         async def nothing() -> bool:
-            living = [each for each in self.fleet.daemons if each.role != "router" and each.process.returncode is None]
+            living = [
+                daemon for daemon in self.fleet.daemons if daemon.role != "router" and daemon.process.returncode is None
+            ]
             held.clear()
             for each in living:
-                for at, rank in enumerate(each.ready["ranks"]):
-                    if rank["http"] and (some := await self.holds(each, at)):
-                        held[rank["node"]] = some
+                for index, rank in enumerate(each.ready["ranks"]):
+                    if rank["http"] and (holds := await self.holds(each, index)):
+                        held[rank["node"]] = holds
             return not held
 
         try:
@@ -320,10 +322,10 @@ async def fleet(
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(running.url, timeout=timeout, connector=connector) as http:
             configs = {each.node: each for each in (*prefill, *decode, front)}
-            made = Site(running, http, configs, logs, within)
+            site = Site(running, http, configs, logs, within)
             if ready:
-                await made.usable(prefill=len(prefill), decode=len(decode))
-            yield made
+                await site.usable(prefill=len(prefill), decode=len(decode))
+            yield site
     sockets.cleanup()
 
 

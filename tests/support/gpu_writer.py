@@ -55,40 +55,40 @@ def main() -> None:
         print("mapped", flush=True)
         obey({"push half": lambda: started(copy_forever, mapping.view[: mapping.byte_count // 2])})
         return
-    here = gpus.gpu_at(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    mapping.register(here, mapping.byte_count)
+    gpu = gpus.gpu_at(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    mapping.register(gpu, mapping.byte_count)
     assert mapping.registered is not None
     layout = flat(mapping.byte_count)
     source_bytes = max(layout.end, reach.hbm_bytes // 2)
     pools = list[Pool]()
-    for seed in (here.ordinal, here.ordinal + 100):
-        address = here.allocate(source_bytes)
-        here.upload(address, np.random.default_rng(seed).integers(1, 256, source_bytes, dtype=np.uint8), 0)
-        here.synchronise(0)
-        pools.append(Pool(layout=layout, address=address, device=here.ordinal))
-    target = Pool(layout=layout, address=mapping.registered.device_address, device=here.ordinal, host=True)
-    stream = here.stream()
+    for seed in (gpu.ordinal, gpu.ordinal + 100):
+        address = gpu.allocate(source_bytes)
+        gpu.upload(address, np.random.default_rng(seed).integers(1, 256, source_bytes, dtype=np.uint8), 0)
+        gpu.synchronise(0)
+        pools.append(Pool(layout=layout, address=address, device=gpu.ordinal))
+    target = Pool(layout=layout, address=mapping.registered.device_address, device=gpu.ordinal, host=True)
+    stream = gpu.stream()
 
     def hbm() -> None:
         """The first half of it, device to device."""
-        opened = Opened(Handle.unpack(reach.hbm_handle), on=here.ordinal)
+        opened = Opened(Handle.unpack(reach.hbm_handle), on=gpu.ordinal)
         part = flat(reach.hbm_bytes // 2)
-        ours = [Pool(layout=part, address=pool.address, device=here.ordinal) for pool in pools]
-        started(push_forever, Pool(layout=part, address=opened.address, device=here.ordinal), ours, stream)
+        ours = [Pool(layout=part, address=pool.address, device=gpu.ordinal) for pool in pools]
+        started(push_forever, Pool(layout=part, address=opened.address, device=gpu.ordinal), ours, stream)
         print("opened", flush=True)
 
     def push_half() -> None:
         part = flat(mapping.byte_count // 2)
-        ours = [Pool(layout=part, address=pool.address, device=here.ordinal) for pool in pools]
-        started(push_forever, Pool(layout=part, address=target.address, device=here.ordinal, host=True), ours, stream)
+        ours = [Pool(layout=part, address=pool.address, device=gpu.ordinal) for pool in pools]
+        started(push_forever, Pool(layout=part, address=target.address, device=gpu.ordinal, host=True), ours, stream)
 
     def half() -> None:
         """The one that belongs to this GPU's number."""
         half = layout.slots // 2
-        rows = range(here.ordinal * half, here.ordinal * half + half)
+        rows = range(gpu.ordinal * half, gpu.ordinal * half + half)
         for _ in range(10):
             kv_copy(target, pools[0], rows, range(half), half)
-        here.synchronise(0)
+        gpu.synchronise(0)
         print("done", flush=True)
 
     print("mapped", flush=True)

@@ -46,7 +46,7 @@ def right(prompt: str, answer: Answer, max_tokens: int = TOKENS) -> bool:
 
 def text_of(events: Sequence[dict[str, Any]]) -> str:
     """The text of a stream's events."""
-    return "".join(each["choices"][0]["text"] for each in events if "choices" in each)
+    return "".join(event["choices"][0]["text"] for event in events if "choices" in event)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ async def meet(site: Site) -> None:
 
 def at_rest(site: Site) -> Rest:
     """What each living process has now."""
-    living = [each for each in site.fleet.daemons if each.process.returncode is None]
+    living = [daemon for daemon in site.fleet.daemons if daemon.process.returncode is None]
     return Rest(
         {each.ready["node"]: open_files(each.process.pid) for each in living},
         {each.ready["node"]: mappings(each) for each in living},

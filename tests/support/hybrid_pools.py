@@ -36,7 +36,7 @@ class Pools:
 
     def __init__(self, host_layout: str, components: Sequence[Component], page_align: int) -> None:
         self.host_layout, self.components, self.page_align = host_layout, tuple(components), page_align
-        self.by_name = {each.name: self._pool(each) for each in components}
+        self.by_name = {component.name: self._pool(component) for component in components}
         last = max(self.by_name.values(), key=lambda pool: pool.base)
         self.byte_count = last.base + int(np.prod(last.shape)) + 64
         self.memory = np.full(self.byte_count, CANARY, dtype=np.uint8)

@@ -280,8 +280,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         plant(name)
     role, *arguments = json.loads(sys.stdin.buffer.raw.readline())
-    made = PrefillHost(*arguments) if role == "prefill" else DecodeHost(*arguments)
-    made.serve()
+    prefill_host = PrefillHost(*arguments) if role == "prefill" else DecodeHost(*arguments)
+    prefill_host.serve()
 
 
 if __name__ == "__main__":

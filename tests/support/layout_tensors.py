@@ -230,15 +230,17 @@ def pools(draw: Any, model: Model) -> Pool:
 
 def planes_of(layout: Layout) -> Iterator[tuple[int, str, int, Sequence[int]]]:
     """(plane index, kind, layer, heads) of every plane."""
-    for at, plane in enumerate(layout.planes):
-        yield at, plane.kind, plane.layer, range(plane.head_start, plane.head_start + plane.head_count)
+    for index, plane in enumerate(layout.planes):
+        yield index, plane.kind, plane.layer, range(plane.head_start, plane.head_start + plane.head_count)
 
 
 def touched(layout: Layout) -> np.ndarray:
     """Every byte of every row, ascending."""
     slots = np.arange(layout.slots)
-    rows = [layout.address(at, slots)[:, None] + np.arange(plane.row_bytes) for at, plane in enumerate(layout.planes)]
-    return np.sort(np.concatenate([each.ravel() for each in rows]))
+    rows = [
+        layout.address(index, slots)[:, None] + np.arange(plane.row_bytes) for index, plane in enumerate(layout.planes)
+    ]
+    return np.sort(np.concatenate([row.ravel() for row in rows]))
 
 
 def plane(**changed: Any) -> Plane:

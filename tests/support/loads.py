@@ -18,7 +18,7 @@ LOST = {"peer_lost", "peer_restarted", "transfer", "shutdown", "aborted"}
 
 
 def named(site: Site, node: str) -> Daemon:
-    return next(each for each in site.fleet.daemons if each.ready["node"] == node)
+    return next(daemon for daemon in site.fleet.daemons if daemon.ready["node"] == node)
 
 
 async def metric(site: Site, node: str, name: str) -> float:

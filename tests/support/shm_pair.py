@@ -81,7 +81,8 @@ def component(layout: Layout, name: str = "latent", **fields: object) -> Compone
 def layer_first(slots: int = SLOTS, layers: int = LAYERS, base: int = 0) -> Layout:
     return Layout(
         tuple(
-            Plane(at, "latent", "uint8", 0, 1, base + at * slots * ROW, PAGE * ROW, ROW, ROW) for at in range(layers)
+            Plane(index, "latent", "uint8", 0, 1, base + index * slots * ROW, PAGE * ROW, ROW, ROW)
+            for index in range(layers)
         ),
         PAGE,
         slots,
@@ -91,7 +92,9 @@ def layer_first(slots: int = SLOTS, layers: int = LAYERS, base: int = 0) -> Layo
 def page_first(slots: int = SLOTS, layers: int = LAYERS, first_layer: int = 0) -> Layout:
     item = layers * ROW
     return Layout(
-        tuple(Plane(first_layer + at, "latent", "uint8", 0, 1, at * ROW, item, item, ROW) for at in range(layers)),
+        tuple(
+            Plane(first_layer + index, "latent", "uint8", 0, 1, index * ROW, item, item, ROW) for index in range(layers)
+        ),
         1,
         slots,
     )

@@ -68,7 +68,7 @@ def pages_of(room: int) -> NDArray[np.int64]:
 
 
 def known(**keys: KeyPair) -> AllowList:
-    return AllowList({each.public: name for name, each in keys.items()})
+    return AllowList({key.public: name for name, key in keys.items()})
 
 
 def prefill_host() -> None:
@@ -78,9 +78,9 @@ def prefill_host() -> None:
     source = pool("layer_first", 16, 128)
     source.fill(np.arange(source.slots))
     link = Link("far", THERE, HERE)
-    own, allowed = KeyPair(**keys["own"]), AllowList({keys["other"]: "d"})
+    key_pair, allowed = KeyPair(**keys["own"]), AllowList({keys["other"]: "d"})
     client = PrefillClient(
-        settings("p", Limits(), keys=own, allowed=allowed), [component(source)], bind=f"tcp://{THERE}:0",
+        settings("p", Limits(), keys=key_pair, allowed=allowed), [component(source)], bind=f"tcp://{THERE}:0",
         writer=WriterOptions(pool_address=source.memory.ctypes.data, transport=keys.get("transport", "auto")),
     )  # fmt: skip
     with client:

@@ -104,8 +104,8 @@ def settles(state: Callable[[], Any], expected: Any, *, seconds: float = SETTLES
 
 def rooms(engine: VllmEngine) -> dict[str, float]:
     """Hand-offs of an engine, by how they ended."""
-    found = engine.metrics("vllm:pdtransfer_rooms_total")
-    return {name.split()[1]: value for name, value in found.items()}
+    metrics = engine.metrics("vllm:pdtransfer_rooms_total")
+    return {name.split()[1]: value for name, value in metrics.items()}
 
 
 def handed_over(pair: VllmPair, prompts: list[list[int]], *, order: str, tokens: int = TOKENS) -> list[Generated]:

@@ -202,8 +202,8 @@ class FakeVllm:
                 await response.write(piece.encode())
                 await asyncio.sleep(0.02)  # each arrives by itself
         else:
-            for at, piece in enumerate(self.pieces):
-                if at:
+            for index, piece in enumerate(self.pieces):
+                if index:
                     await self.more.wait()
                     if self.dies == "late":
                         assert request.transport is not None
@@ -234,7 +234,7 @@ def first_token_events(body: dict, text: str, logprobs: tuple[float, ...]) -> li
     end = {"finish_reason": "length", "stop_reason": None}
     if "messages" in body:
         assert (body["logprobs"], body["top_logprobs"]) == (True, 2)
-        top = [{"token": str(at), "logprob": value, "bytes": []} for at, value in enumerate(logprobs)]
+        top = [{"token": str(index), "logprob": value, "bytes": []} for index, value in enumerate(logprobs)]
         scored = {"content": [{"token": "0", "logprob": own, "bytes": [], "top_logprobs": top}]}
         deltas = [{"role": "assistant", "content": ""}, {"content": text}]
         choices = [
@@ -243,7 +243,7 @@ def first_token_events(body: dict, text: str, logprobs: tuple[float, ...]) -> li
         ]
         return [head | {"object": "chat.completion.chunk", "choices": [choice]} for choice in choices]
     assert body["logprobs"] == 2
-    top = {text: own} | {str(at): value for at, value in enumerate(others)}
+    top = {text: own} | {str(index): value for index, value in enumerate(others)}
     scored = {"text_offset": [0], "token_logprobs": [own], "tokens": [text], "top_logprobs": [top]}
     choice = {"index": 0, "text": text, "logprobs": scored, **end}
     return [head | {"object": "text_completion", "choices": [choice], "usage": None}]
@@ -288,8 +288,8 @@ class ServerSite:
             for other in others:
                 other.unfinished -= 1_000
             assert each.identity is not None
-        for each in self.servers:
-            each.seen.clear()
+        for server in self.servers:
+            server.seen.clear()
 
     def server(self, fake: FakeVllm):
         """What the router knows of it."""

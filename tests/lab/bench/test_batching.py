@@ -65,8 +65,8 @@ def test_a_room_that_was_given_up_is_forgotten():
 def test_the_whole_waits_for_more_events_than_calls_may_nest():
     events = [Late() for _ in range(2 * sys.getrecursionlimit())]
     batching = AtEnd([KV])
-    for at, event in enumerate(events):
-        assert not batching.take([cell((at, at + 1), (0, LAYERS), event)])
+    for index, event in enumerate(events):
+        assert not batching.take([cell((index, index + 1), (0, LAYERS), event)])
     whole, _ = batching.take([END])
     assert list(whole.after.events) == events
     for event in events[:-1]:

@@ -165,8 +165,8 @@ def test_json_shows_where_when_and_how_its_figures_were_measured(
 def test_the_commit_is_the_checkouts_or_else_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(report.__file__).parents[3]
     asked = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
-    known = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if known.returncode == 0:
-        assert report.commit().removesuffix("-dirty") == known.stdout.strip()
+    ran = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if ran.returncode == 0:
+        assert report.commit().removesuffix("-dirty") == ran.stdout.strip()
     monkeypatch.setattr(report, "__file__", str(tmp_path / "lab" / "pdtransfer_lab" / "bench" / "report.py"))
     assert report.commit() == f"version {pdtransfer.__version__}"

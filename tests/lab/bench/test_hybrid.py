@@ -50,15 +50,15 @@ class BenchCard(GpuOnHost):
 
 @pytest.fixture
 def played(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[BenchCard]:
-    made: Any = BenchCard(kernels_host.library(tmp_path_factory.getbasetemp()))
-    made.driver, made.architecture = Mock(), "sm_0"
+    bench_card: Any = BenchCard(kernels_host.library(tmp_path_factory.getbasetemp()))
+    bench_card.driver, bench_card.architecture = Mock(), "sm_0"
     for module in (kv_copy, pushing, hybrid):
-        monkeypatch.setattr(module, "gpu_at", lambda _: made)
-    monkeypatch.setattr("pdtransfer.kernels.gpu.gpu_at", lambda _: made)
+        monkeypatch.setattr(module, "gpu_at", lambda _: bench_card)
+    monkeypatch.setattr("pdtransfer.kernels.gpu.gpu_at", lambda _: bench_card)
     monkeypatch.setattr(hybrid, "card_count", lambda: 1)
     monkeypatch.setattr(hybrid, "RATIOS", (0, 4, 128))
     monkeypatch.setattr(lanes, "native", lambda: lanes.NativeLanes("none", None))
-    yield made
+    yield bench_card
     lanes._idle.clear()
 
 

@@ -124,8 +124,8 @@ def pool() -> tuple[np.ndarray, np.ndarray]:
 
 def sums_of(layout: Layout, memory: np.ndarray, *slots: np.ndarray) -> pd_rank.Sums:
     sums: pd_rank.Sums = {}
-    for each in slots:
-        pd_rank.add_rows(sums, "kv", layout, memory.ctypes.data, each)
+    for slot in slots:
+        pd_rank.add_rows(sums, "kv", layout, memory.ctypes.data, slot)
     return sums
 
 

@@ -49,8 +49,8 @@ class StandIn:
         cache_dst_stride_bytes: int, element_size: int, block_quota: int, page_size: int,
     ) -> None:  # fmt: skip
         self.calls.append((block_quota, page_size))
-        for at, target in enumerate(to.tolist()):
-            source = of.tolist()[(at + self.layers) % len(of)]
+        for index, target in enumerate(to.tolist()):
+            source = of.tolist()[(index + self.layers) % len(of)]
             for a, b in zip(to_slots.tolist(), of_slots.tolist(), strict=True):
                 ctypes.memmove(target + a * cache_dst_stride_bytes, source + b * cache_src_stride_bytes, element_size)
 

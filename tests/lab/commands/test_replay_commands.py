@@ -17,7 +17,8 @@ SHAPE = ["--bytes-per-token", "1000"]
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
     lines = [
-        {"timestamp": at * 40, "input_length": 1_000, "output_length": 20, "hash_ids": [0, at + 1]} for at in range(60)
+        {"timestamp": index * 40, "input_length": 1_000, "output_length": 20, "hash_ids": [0, index + 1]}
+        for index in range(60)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path

@@ -14,8 +14,8 @@ from pdtransfer_lab.plan.rates import Curve, Rates
 def test_fleet_and_model_answer_the_same_requests_with_the_same_hits(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     lines = [
-        {"timestamp": 100 * at, "input_length": 1_536, "output_length": 40, "hash_ids": [0, at // 4, 100 + at]}
-        for at in range(12)
+        {"timestamp": 100 * index, "input_length": 1_536, "output_length": 40, "hash_ids": [0, index // 4, 100 + index]}
+        for index in range(12)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     workers = fleet_check.CheckedFleet(decode=1, options=("token_us=5", "step_ms=2", "request_ms=0.1"))

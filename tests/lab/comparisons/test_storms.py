@@ -60,8 +60,10 @@ def storm(here: Path) -> Storm:
 def answers(verdicts: str, served: Sequence[str] = WORKERS) -> list[StormAnswer]:
     """One each second from 101 on: r is right, by workers in turn, e an error."""
     return [
-        StormAnswer(at - 0.5, at, {"r": "right", "e": "error"}[each], served=frozenset((served[at % len(served)],)))
-        for at, each in enumerate(verdicts, 101)
+        StormAnswer(
+            index - 0.5, index, {"r": "right", "e": "error"}[verdict], served=frozenset((served[index % len(served)],))
+        )
+        for index, verdict in enumerate(verdicts, 101)
     ]
 
 

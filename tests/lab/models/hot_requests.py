@@ -19,4 +19,6 @@ def hisparse(*, slots=1 << 16, wait=2, quantum=3, policy="longest"):
 
 
 def sparse_requests(lengths=LENGTHS, tokens=TOKENS, seed=0):
-    return [request(at, prompt, max_tokens=tokens, sparse=True) for at, prompt in enumerate(prompts(seed, lengths))]
+    return [
+        request(index, prompt, max_tokens=tokens, sparse=True) for index, prompt in enumerate(prompts(seed, lengths))
+    ]

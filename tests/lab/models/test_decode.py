@@ -21,8 +21,8 @@ from tests.support.engine_pair import SMALL, Decode, Prefill, config, heads_of, 
 def pair(attention, rooms, **more):
     prefill = Prefill.of(attention=attention).run(*rooms)
     decode = Decode.of(attention=attention, **more)
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     return decode
 
 
@@ -46,7 +46,7 @@ def test_only_generated_rows_are_written(attention, host_layout, page_size):
 
 
 def test_a_cancelled_room_is_touched_no_more_and_others_go_on(attention):
-    rooms = [request(at, prompt, max_tokens=8) for at, prompt in enumerate(prompts(1, (60, 61, 300)))]
+    rooms = [request(index, prompt, max_tokens=8) for index, prompt in enumerate(prompts(1, (60, 61, 300)))]
     decode = pair(attention, rooms)
     decode.step()
     decode.step()
@@ -73,7 +73,7 @@ def test_a_finished_room_is_touched_no_more(attention):
 
 
 def test_a_corrupt_room_breaks_alone(attention):
-    rooms = [request(at, prompt) for at, prompt in enumerate(prompts(4, (60, 300, 310)))]
+    rooms = [request(index, prompt) for index, prompt in enumerate(prompts(4, (60, 300, 310)))]
     decode = pair(attention, rooms)
     kind = heads_of(decode.layout)[0]
     decode.memory[places(decode.layout, *kind, decode.slots[1][7:8])] = np.nan
@@ -84,22 +84,25 @@ def test_a_corrupt_room_breaks_alone(attention):
 
 
 def test_rooms_that_join_and_leave_change_nothing_for_others(attention):
-    rooms = [request(at, prompt, max_tokens=3 + 2 * at) for at, prompt in enumerate(prompts(5, (300, 5, 256, 64, 1)))]
+    rooms = [
+        request(index, prompt, max_tokens=3 + 2 * index)
+        for index, prompt in enumerate(prompts(5, (300, 5, 256, 64, 1)))
+    ]
     prefill = Prefill.of(attention=attention).run(*rooms)
     decode = Decode.of(attention=attention, batch_max=3)
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
         decode.step()
     decode.run()
-    assert [decode.outcome(one.room) for one in rooms] == [single(attention, one) for one in rooms]
+    assert [decode.outcome(room.room) for room in rooms] == [single(attention, room) for room in rooms]
 
 
 def test_rooms_beyond_the_batch_take_turns():
-    rooms = [request(at, prompt, max_tokens=50) for at, prompt in enumerate(prompts(6, (3,) * 7))]
+    rooms = [request(index, prompt, max_tokens=50) for index, prompt in enumerate(prompts(6, (3,) * 7))]
     decode = pair("mla", rooms, batch_max=3)
     for _ in range(14):
         decode.step()
-    lengths = [len(decode.tokens[one.room]) for one in rooms]
+    lengths = [len(decode.tokens[room.room]) for room in rooms]
     assert sum(lengths) == 3 * 14 + 7
     assert max(lengths) - min(lengths) <= 1
 
@@ -147,13 +150,13 @@ def test_eos_stops_a_room_unless_it_is_to_be_ignored(attention, stop_at):
 
 def test_sampling_is_the_same_on_both_paths_and_differs_by_seed(attention):
     prompt = prompts(10, (50,))[0]
-    rooms = [request(at, prompt, max_tokens=8, temperature=1.5, top_p=0.9, seed=at // 2) for at in range(4)]
+    rooms = [request(index, prompt, max_tokens=8, temperature=1.5, top_p=0.9, seed=index // 2) for index in range(4)]
     decode = pair(attention, rooms, batch_max=2)
     decode.run()
-    found = [decode.outcome(one.room) for one in rooms]
-    assert found == [single(attention, one) for one in rooms]
-    assert found[0] == found[1]
-    assert found[0].tokens != found[2].tokens
+    outcomes = [decode.outcome(room.room) for room in rooms]
+    assert outcomes == [single(attention, room) for room in rooms]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0].tokens != outcomes[2].tokens
 
 
 # What is refused

@@ -79,7 +79,7 @@ def test_a_step_out_of_what_has_landed_is_the_textbooks(attention, lengths, monk
     """The arena is NaN but for the rows that prefill has written: a row read before it was written shows."""
     prefill = prefill_of(attention, slots=2048, chunk_tokens=200)
     decode = decode_of(attention, slots=2048, host_layout="page_first")
-    rooms = [request(at, prompt, max_tokens=3) for at, prompt in enumerate(prompts(3, lengths))]
+    rooms = [request(index, prompt, max_tokens=3) for index, prompt in enumerate(prompts(3, lengths))]
     prefill.run(*rooms)
     for room in rooms:
         decode.admit(room, prefill)
@@ -102,8 +102,8 @@ def test_what_decode_has_is_what_prefill_wrote_bit_by_bit(attention):
     decode.admit(one, prefill)
     decode.run()
     cache = prefill.engine.model._cache
-    own = cache.digests(cache.index(prefill.slots(one), 1))
-    assert decode.ends[1].kv_digest == model_of(prefill.engine).whole_digest(own)
+    digests = cache.digests(cache.index(prefill.slots(one), 1))
+    assert decode.ends[1].kv_digest == model_of(prefill.engine).whole_digest(digests)
 
 
 def test_digests_are_made_for_who_asks(attention):
@@ -163,8 +163,8 @@ def test_cells_do_not_wait_for_the_token_of_a_prompt_that_a_card_still_computes(
     assert engine.admit(request(1, prompts(9, (20,))[0]))
     engine._picking.append(_Picking(request(9, prompts(9, (20,))[0]), LastRow(Slow())))
     assert engine.admit(request(2, prompts(10, (20,))[0]))
-    made = [engine.step() for _ in range(2)]
-    assert [[type(event) for event in step] for step in made] == [[Computed] * 3] * 2
+    steps = [engine.step() for _ in range(2)]
+    assert [[type(event) for event in step] for step in steps] == [[Computed] * 3] * 2
     assert Slow.asked == 0
     assert not engine.idle
     (last,) = engine.step()

@@ -29,7 +29,7 @@ def test_prompts_of_one_length_go_by_graphs_and_each_has_its_own_rows(attention:
     timeline = Timeline("prefill")
     engine = create(config(attention=attention, options=OPTIONS[attention], device="cuda", slots=4_096, spans=timeline))
     engine.model.flat.fill_(float("nan"))
-    rooms = [request(at, prompt) for at, prompt in enumerate(prompts(3, (200, 230, 250, 250, 256, 193)))]
+    rooms = [request(index, prompt) for index, prompt in enumerate(prompts(3, (200, 230, 250, 250, 256, 193)))]
     pages: dict[int, np.ndarray] = {}
     for together in (rooms[:1], rooms[1:2], rooms[2:4], rooms[4:]):
         for one in together:
@@ -85,10 +85,12 @@ def test_a_cards_pool_holds_the_textbooks_rows_in_one_chunk_and_in_many(attentio
 def test_prompts_are_admitted_and_computed_without_a_wait_inside_the_driver(attention: str) -> None:
     engine = create(config(attention=attention, options=OPTIONS[attention], device="cuda", slots=4_096))
     engine.warm_up()
-    for at, prompt in enumerate(prompts(3, (200, 230, 250, 500))):  # kernel by kernel, captured, replayed, and longer
-        torch.cuda.set_sync_debug_mode("error" if at else "default")
+    for index, prompt in enumerate(
+        prompts(3, (200, 230, 250, 500))
+    ):  # kernel by kernel, captured, replayed, and longer
+        torch.cuda.set_sync_debug_mode("error" if index else "default")
         try:
-            assert engine.admit(request(at, prompt))
+            assert engine.admit(request(index, prompt))
             while not engine.idle:
                 engine.step()
         finally:

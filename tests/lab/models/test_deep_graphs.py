@@ -95,7 +95,7 @@ def test_what_makes_place_for_another_row_count_stays_until_the_card_has_passed_
 
     def alive() -> list[bool]:
         gc.collect()
-        return [each() is not None for each in cuda.graphs]
+        return [graph() is not None for graph in cuda.graphs]
 
     for rows in (2, 3):
         assert twice(graphs, rows) is not None

@@ -48,7 +48,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
     """The graphs that were captured."""
     graphs: list[Played] = []
     capturing: list[Played] = []
-    made = DeepSteps._queue
+    queue = DeepSteps._queue
 
     @contextmanager
     def captured(_: object) -> Generator[Played]:
@@ -57,9 +57,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
         graphs.append(capturing.pop())
 
     def noted(self: DeepSteps, step: Any, inputs: Any) -> torch.Tensor:
-        result = made(self, step, inputs)
+        result = queue(self, step, inputs)
         for graph in capturing:
-            graph.work, graph.result = lambda: made(self, step, inputs), result
+            graph.work, graph.result = lambda: queue(self, step, inputs), result
         return result
 
     monkeypatch.setattr(deep_steps, "captured", captured)
@@ -78,7 +78,8 @@ def outcomes(
     limits = Limits(hisparse_wait_steps=2, hisparse_quantum_steps=3)
     hisparse = HiSparse(device_slots=100, hot_tokens=40, dense_slots=2048, limits=limits) if hot else None
     rooms = [
-        request(at, prompt, max_tokens=TOKENS, sparse=at in sparse) for at, prompt in enumerate(prompts(3, LENGTHS))
+        request(index, prompt, max_tokens=TOKENS, sparse=index in sparse)
+        for index, prompt in enumerate(prompts(3, LENGTHS))
     ]
     prefill = Prefill.of(factory=create, attention=attention, options=options, slots=4096).run(*rooms)
     decode = Decode.of(
@@ -88,10 +89,10 @@ def outcomes(
     model._steps = DeepSteps(
         model._forward, model.device, top=model.architecture.top_k, indexer=model.indexer, graphs=graphs
     )
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     decode.run()
-    return [decode.outcome(one.room) for one in rooms]
+    return [decode.outcome(room.room) for room in rooms]
 
 
 @pytest.mark.slow
@@ -112,9 +113,9 @@ def test_a_replayed_step_is_bitwise_the_step_that_is_queued(attention: str, case
 @pytest.mark.slow
 def test_requests_whose_keys_are_many_are_read_some_at_a_time(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this model's two batches differ in last bits: ids are asked."""
-    ids = [one.tokens for one in outcomes(attention, graphs=False, hot=True)]
+    ids = [outcome.tokens for outcome in outcomes(attention, graphs=False, hot=True)]
     monkeypatch.setattr(deep_steps, "KEYS_TOGETHER", 2 * KEY_BLOCK)
-    assert [one.tokens for one in outcomes(attention, graphs=False, hot=True)] == ids
+    assert [outcome.tokens for outcome in outcomes(attention, graphs=False, hot=True)] == ids
 
 
 def test_a_table_stays_as_long_as_its_requests_do_and_reaches_as_far_as_they_need() -> None:

@@ -68,12 +68,12 @@ def test_a_prompt_that_is_cancelled_between_two_chunks_leaves_no_stage_waiting()
 
     def run(engine):
         assert engine.admit(long)
-        made = engine.step()
+        step = engine.step()
         engine.cancel(1)
         assert engine.admit(short)
         while not engine.idle:
-            made += engine.step()
-        return {each.room for each in made if isinstance(each, Computed)}
+            step += engine.step()
+        return {each.room for each in step if isinstance(each, Computed)}
 
     assert together([lambda engine=engine: run(engine) for engine in engines]) == [{1, 2}, {1, 2}]
 

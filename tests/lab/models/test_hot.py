@@ -27,7 +27,7 @@ def landed(attention):
 
 @pytest.fixture(scope="module")
 def expected(attention):
-    asked = [(one.prompt, one.sampling) for one in sparse_requests()]
+    asked = [(sparse_request.prompt, sparse_request.sampling) for sparse_request in sparse_requests()]
     return generate_many(config(attention=attention, slots=4096, page_size=64, options=SPARSE), asked)
 
 
@@ -40,10 +40,10 @@ def decode_of(attention, hot, **more):
 def test_hot_tokens_are_bitwise_every_token_resident(attention, landed, expected, host_layout, page_size):
     rooms, prefill = landed
     decode = decode_of(attention, hisparse(), host_layout=host_layout, page_size=page_size)
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     decode.run()
-    assert [decode.outcome(one.room) for one in rooms] == expected
+    assert [decode.outcome(room.room) for room in rooms] == expected
     figures = decode.engine.figures
     assert figures.hits > 0
     assert figures.misses > 0
@@ -56,10 +56,10 @@ def test_a_staging_copy_changes_no_bit_and_shows_in_the_figures(attention, lande
     stage(monkeypatch)
     rooms, prefill = landed
     decode = decode_of(attention, hisparse())
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     decode.run()
-    assert [decode.outcome(one.room) for one in rooms] == expected
+    assert [decode.outcome(room.room) for room in rooms] == expected
     figures = decode.engine.figures
     assert figures.admission_bytes == 2 * figures.preloaded_bytes > 0
 
@@ -68,10 +68,10 @@ def test_rooms_that_are_retracted_and_come_back_lose_no_bit(attention, landed, e
     """Places for two long requests: the others wait, and those that run are retracted for them, each more than once."""
     rooms, prefill = landed
     decode = decode_of(attention, hisparse(slots=2 * (HOT + 1)))
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     decode.run()
-    assert [decode.outcome(one.room) for one in rooms] == expected
+    assert [decode.outcome(room.room) for room in rooms] == expected
     figures = decode.engine.figures
     assert figures.retracts >= len(rooms) - 2
     assert figures.admission_bytes == figures.preloaded_bytes
@@ -81,17 +81,19 @@ def test_rooms_that_are_retracted_and_come_back_lose_no_bit(attention, landed, e
 def test_rooms_that_come_and_go_and_dense_ones_beside_them_change_nothing(attention, landed, expected, policy):
     rooms, prefill = landed
     dense = [
-        request(50 + at, prompt, max_tokens=TOKENS) for at, prompt in enumerate(prompts(0, LENGTHS)) if at % 3 == 0
+        request(50 + index, prompt, max_tokens=TOKENS)
+        for index, prompt in enumerate(prompts(0, LENGTHS))
+        if index % 3 == 0
     ]
     others = Prefill.of(attention=attention, slots=4096, options=SPARSE).run(*dense)
     decode = decode_of(attention, hisparse(slots=3 * (HOT + 1), policy=policy), batch_max=4, slots=4096)
-    mixed = [*((one, prefill) for one in rooms), *((one, others) for one in dense)]
+    mixed = [*((room, prefill) for room in rooms), *((one, others) for one in dense)]
     for one, source in [mixed[at] for at in np.random.default_rng(0).permutation(len(mixed))]:
         decode.admit(one, source)
         decode.step()
     decode.engine.cancel(9)
     decode.run()
-    assert [decode.outcome(one.room) for one in rooms[:9]] == expected[:9]
+    assert [decode.outcome(room.room) for room in rooms[:9]] == expected[:9]
     assert [decode.outcome(one.room) for one in dense] == [expected[one.room - 50] for one in dense]
     assert decode.engine.figures.retracts > 0
 
@@ -100,7 +102,7 @@ def test_each_steps_swap_ins_are_reported_within_it_and_preloads_before(attentio
     """Of a request that fits the device, and of one that does not, alone and together."""
     timeline = Timeline("decode")
     rooms, prefill = landed
-    short, long = (next(one for one in rooms if len(one.prompt) == length) for length in (17, 100))
+    short, long = (next(room for room in rooms if len(room.prompt) == length) for length in (17, 100))
     decode = decode_of(attention, hisparse(), spans=timeline)
     decode.admit(short, prefill)
     decode.step()
@@ -125,12 +127,12 @@ def test_each_steps_swap_ins_are_reported_within_it_and_preloads_before(attentio
 def test_only_generated_rows_are_written_to_the_arena(attention, landed):
     rooms, prefill = landed
     decode = decode_of(attention, hisparse(slots=2 * (HOT + 1)))
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     before = decode.memory.view(np.uint32).copy()[: decode.layout.end // 4]
     decode.run()
     changed = np.flatnonzero(decode.memory.view(np.uint32)[: decode.layout.end // 4] != before)
-    own = [decode.slots[one.room][len(one.prompt) : len(one.prompt) + TOKENS - 1] for one in rooms]
+    own = [decode.slots[room.room][len(room.prompt) : len(room.prompt) + TOKENS - 1] for room in rooms]
     cells = [places(decode.layout, *head, slots).reshape(-1) for head in heads_of(decode.layout) for slots in own]
     assert np.array_equal(changed, np.sort(np.concatenate(cells)))
 
@@ -139,7 +141,7 @@ def test_only_generated_rows_are_written_to_the_arena(attention, landed):
 def test_a_cancelled_room_is_touched_no_more_wherever_it_is(attention, landed, expected, when):
     """Waiting, running or retracted: with places for one long request, rooms are in all of these."""
     rooms, prefill = landed
-    long = [one for one in rooms if len(one.prompt) > HOT]
+    long = [room for room in rooms if len(room.prompt) > HOT]
     decode = decode_of(attention, hisparse(slots=HOT + 1))
     for one in long:
         decode.admit(one, prefill)
@@ -152,7 +154,7 @@ def test_a_cancelled_room_is_touched_no_more_wherever_it_is(attention, landed, e
     decode.run()
     for gone in (long[0], long[2]):
         cells = [places(decode.layout, *head, decode.slots[gone.room]) for head in heads_of(decode.layout)]
-        assert all(np.isnan(decode.memory[each]).all() for each in cells)
+        assert all(np.isnan(decode.memory[cell]).all() for cell in cells)
         assert gone.room not in decode.ends
     assert [decode.outcome(one.room) for one in (long[1], long[3])] == [
         expected[one.room] for one in (long[1], long[3])
@@ -172,29 +174,29 @@ def test_a_room_that_has_but_one_token_to_give_needs_no_place(attention):
 def test_a_corrupt_room_breaks_alone(attention, landed, expected):
     rooms, prefill = landed
     decode = decode_of(attention, hisparse(slots=3 * (HOT + 1)))
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     kind, _, head = heads_of(decode.layout)[0]
     decode.memory[places(decode.layout, kind, 0, head, decode.slots[8][:300])] = np.nan
     decode.run()
     assert isinstance(decode.ends[8], Broken)
     assert "not finite" in decode.ends[8].detail
-    for one in rooms:
-        assert one.room == 8 or decode.outcome(one.room) == expected[one.room]
+    for room in rooms:
+        assert room.room == 8 or decode.outcome(room.room) == expected[room.room]
 
 
 def test_a_step_that_is_refused_a_place_ends_its_room_alone(monkeypatch, landed, attention, expected):
     rooms, prefill = landed
     decode = decode_of(attention, hisparse())
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     decode.step()
     hot = decode.engine.model.hot
     hot._pool.refused[hot._placed[7].row] = 1
     decode.run()
     assert isinstance(decode.ends[7], Broken)
     assert "the device has no room" in decode.ends[7].detail
-    assert all(isinstance(decode.ends[one.room], Finished) for one in rooms if one.room != 7)
+    assert all(isinstance(decode.ends[room.room], Finished) for room in rooms if room.room != 7)
     assert decode.outcome(9) == expected[9]
 
 
@@ -208,13 +210,13 @@ def test_whatever_comes_and_goes_in_whatever_sizes_every_bit_is_that_of_all_resi
     options = {"layers": "2", "top_k": str(top), "index_share": str(random.integers(1, 3))}
     lengths = [max(1, int(size)) for size in random.choice([1, top, hot - 1, hot, hot + 1, 2 * hot, 5 * hot], 7)]
     rooms = [
-        request(at, prompt, max_tokens=int(random.integers(1, 20)), sparse=bool(random.random() < 0.8))
-        for at, prompt in enumerate(prompts(seed, lengths))
+        request(index, prompt, max_tokens=int(random.integers(1, 20)), sparse=bool(random.random() < 0.8))
+        for index, prompt in enumerate(prompts(seed, lengths))
     ]
     prefill = Prefill.of(attention=attention, slots=4096, options=options).run(*rooms)
     wanted = generate_many(
         config(attention=attention, slots=4096, page_size=64, options=options),
-        [(one.prompt, one.sampling) for one in rooms],
+        [(room.prompt, room.sampling) for room in rooms],
     )
     limits = Limits(hisparse_wait_steps=int(random.integers(1, 6)), hisparse_quantum_steps=int(random.integers(1, 8)))
     slots = (hot + 1) * int(random.integers(1, 4)) + int(random.integers(0, hot))
@@ -223,17 +225,17 @@ def test_whatever_comes_and_goes_in_whatever_sizes_every_bit_is_that_of_all_resi
         attention=attention, slots=4096, hisparse=device, options=options, batch_max=int(random.integers(1, 6))
     )
     gone = set()
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
         for _ in range(random.integers(0, 4)):
             decode.step()
-        if random.random() < 0.2 and (unlucky := int(random.integers(0, one.room + 1))) not in decode.ends:
+        if random.random() < 0.2 and (unlucky := int(random.integers(0, room.room + 1))) not in decode.ends:
             decode.engine.cancel(unlucky)
             gone.add(unlucky)
     decode.run()
-    assert set(decode.ends) == {one.room for one in rooms} - gone
-    for one in rooms:
-        assert one.room in gone or decode.outcome(one.room) == wanted[one.room]
+    assert set(decode.ends) == {room.room for room in rooms} - gone
+    for room in rooms:
+        assert room.room in gone or decode.outcome(room.room) == wanted[room.room]
 
 
 # What is refused
@@ -285,11 +287,11 @@ def test_nobody_waits_forever(attention, landed):
     """While newcomers keep coming, the first that waits gets its place within wait and quantum."""
     rooms, prefill = landed
     decode = decode_of(attention, hisparse(slots=HOT + 1, wait=2, quantum=2))
-    for one in rooms[7:]:
-        decode.admit(one, prefill)
+    for room in rooms[7:]:
+        decode.admit(room, prefill)
     for step in count():
         decode.step()
-        if all(len(decode.tokens.get(one.room, ())) > 1 for one in rooms[7:]):
+        if all(len(decode.tokens.get(room.room, ())) > 1 for room in rooms[7:]):
             break
         assert step < 20
     assert decode.engine.figures.retracts > 0

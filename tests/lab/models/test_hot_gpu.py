@@ -39,10 +39,10 @@ def decode_of(
     attention: str, rooms: list, source: Prefill, *, factory: Any = create, options: Any = SPARSE, **more: object
 ) -> Iterator[Decode]:
     """An engine on GPU 0, in whose memory these rooms have landed, and are admitted."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         engine = factory(config("decode", attention=attention, device="cuda", slots=2048, options=options, **more))
         arena = ArenaMemory.create(engine.description.memory_bytes)
-        held.callback(arena.close)
+        stack.callback(arena.close)
         arena.prefault()
         arena.mapping.register(gpus.gpu_at(0), arena.byte_count)
         memory, hbm = (
@@ -50,10 +50,10 @@ def decode_of(
             np.full(engine.description.hbm_bytes // 4, np.nan, np.float32),
         )
         random = np.random.default_rng(0)
-        free = [list(random.permutation(each.layout.slots)) for each in engine.description.components]
+        free = [list(random.permutation(component.layout.slots)) for component in engine.description.components]
         decode = Decode(engine, memory[: engine.description.memory_bytes // 4], hbm, free)
-        for one in rooms:
-            decode.land(one, source)
+        for room in rooms:
+            decode.land(room, source)
         there = torch.from_numpy(hbm).cuda()
         on_card = GpuMemory(device=0, address=there.data_ptr(), byte_count=hbm.nbytes) if len(hbm) else None
         registered = arena.mapping.registered
@@ -63,8 +63,8 @@ def decode_of(
             device_address=registered.device_address,
             hbm=on_card,
         )
-        for one in rooms:
-            engine.admit(one, decode.held(one.room), source.aux[one.room])
+        for room in rooms:
+            engine.admit(room, decode.held(room.room), source.aux[room.room])
         yield decode
         torch.cuda.synchronize()
         if engine.model.hot is not None:
@@ -84,7 +84,7 @@ def test_steps_that_are_replayed_are_bitwise_those_that_are_queued_one_by_one(
         with decode_of(attention, rooms, source, hisparse=hisparse(slots=150), batch_max=4) as decode:
             decode.run()
             assert decode.engine.figures.retracts > 0
-            return [decode.outcome(one.room) for one in rooms]
+            return [decode.outcome(room.room) for room in rooms]
 
     replays = 0
     replay = torch.cuda.CUDAGraph.replay
@@ -111,8 +111,8 @@ def test_whole_steps_of_the_deep_model_are_one_launch_and_bitwise_those_that_are
 ) -> None:
     sparse = {"dense": {}, "hot": TOP, "mixed": TOP}[case]
     rooms = [
-        request(at, prompt, max_tokens=12, sparse=case == "hot" or (case == "mixed" and at % 2 == 0))
-        for at, prompt in enumerate(prompts(0, (1, 30, 47, 100, 250, 511)))
+        request(index, prompt, max_tokens=12, sparse=case == "hot" or (case == "mixed" and index % 2 == 0))
+        for index, prompt in enumerate(prompts(0, (1, 30, 47, 100, 250, 511)))
     ]
     made = OPTIONS[attention] | sparse
     source = Prefill.of(factory=deep.create, attention=attention, slots=4096, options=made).run(*rooms)
@@ -133,7 +133,7 @@ def test_whole_steps_of_the_deep_model_are_one_launch_and_bitwise_those_that_are
         more = {"factory": deep.create, "options": made | {"graphs": str(graphs)}, "hisparse": hot, "spans": timeline}
         with decode_of(attention, rooms, source, batch_max=4, **more) as decode:
             decode.run()
-            found = [decode.outcome(one.room) for one in rooms]
+            found = [decode.outcome(room.room) for room in rooms]
         spans = timeline.take()
         steps = [span for span in spans if span.lane == "step"]
         for each in (span for span in spans if span.lane == "swap-in" and span.layer >= 0):

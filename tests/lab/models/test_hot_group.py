@@ -37,12 +37,12 @@ def decodes(tp, **more):
     """Ranks that have other slots for the same room, and whose events fire at other times."""
     made = together(
         [
-            lambda at=at, group=group: Decode.of(group=group, seed=at, slots=2048, **more)
-            for at, group in enumerate(Threads(tp=tp).groups())
+            lambda at=index, group=group: Decode.of(group=group, seed=at, slots=2048, **more)
+            for index, group in enumerate(Threads(tp=tp).groups())
         ]
     )
-    for at, target in enumerate(made):
-        random = np.random.default_rng(at)
+    for index, target in enumerate(made):
+        random = np.random.default_rng(index)
         target.engine.model.hot._pool.fence = lambda random=random: Late(int(random.integers(0, 6)))
     return made
 
@@ -75,7 +75,7 @@ def run(sources, targets, rooms, *, ahead=0, cancels=()):
 
 def expected(attention, options, rooms):
     one = config(attention=attention, slots=4096, page_size=64, options=options)
-    return generate_many(one, [(each.prompt, each.sampling) for each in rooms])
+    return generate_many(one, [(room.prompt, room.sampling) for room in rooms])
 
 
 @pytest.mark.full
@@ -90,7 +90,8 @@ def test_ranks_with_places_for_few_retract_and_come_back_without_losing_a_bit(
     """Dense requests beside them, one that leaves while it waits, and one while it runs or has been retracted."""
     options = SPARSE | options
     rooms = [
-        request(at, prompt, max_tokens=TOKENS, sparse=at % 7 != 2) for at, prompt in enumerate(prompts(0, 2 * LENGTHS))
+        request(index, prompt, max_tokens=TOKENS, sparse=index % 7 != 2)
+        for index, prompt in enumerate(prompts(0, 2 * LENGTHS))
     ]
     sources = prefills(prefill_tp, attention=attention, slots=4096, options=options)
     device = hisparse(slots=2 * (HOT + 1), policy=policy)
@@ -98,9 +99,9 @@ def test_ranks_with_places_for_few_retract_and_come_back_without_losing_a_bit(
     gone = {6, 12}
     run(sources, targets, rooms, ahead=1, cancels=[(7, 6), (18, 12)])
     wanted = expected(attention, options, rooms)
-    for one in rooms:
+    for room in rooms:
         for target in targets:
-            assert one.room in gone or target.outcome(one.room) == wanted[one.room]
+            assert room.room in gone or target.outcome(room.room) == wanted[room.room]
     retracts = [target.engine.figures.retracts for target in targets]
     assert retracts[0] > 3
     assert retracts[1:] == [0] * (decode_tp - 1), "what the leader has decided counts once"
@@ -129,15 +130,17 @@ def gathers_of(target):
 
 
 def test_a_step_for_which_nobody_waits_is_decided_without_a_word():
-    rooms = [request(at, prompt, max_tokens=TOKENS, sparse=True) for at, prompt in enumerate(prompts(1, (100, 60)))]
+    rooms = [
+        request(index, prompt, max_tokens=TOKENS, sparse=True) for index, prompt in enumerate(prompts(1, (100, 60)))
+    ]
     sources, targets = prefills(1, slots=4096, options=SPARSE), decodes(2, options=SPARSE, hisparse=hisparse())
     together([lambda: sources[0].run(*rooms)])
     counts = gathers_of(targets[0])
 
     def script(target):
-        for one in rooms:
-            carry(one, sources, target)
-            target.engine.admit(one, target.held(one.room), sources[0].aux[one.room])
+        for room in rooms:
+            carry(room, sources, target)
+            target.engine.admit(room, target.held(room.room), sources[0].aux[room.room])
         while not target.engine.idle:
             if target is targets[0]:
                 counts.append(0)
@@ -150,14 +153,16 @@ def test_a_step_for_which_nobody_waits_is_decided_without_a_word():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_place_that_is_refused_ends_its_room_on_all_ranks_or_the_group_that_disagrees(ranks):
-    rooms = [request(at, prompt, max_tokens=TOKENS, sparse=True) for at, prompt in enumerate(prompts(1, (100, 60)))]
+    rooms = [
+        request(index, prompt, max_tokens=TOKENS, sparse=True) for index, prompt in enumerate(prompts(1, (100, 60)))
+    ]
     sources, targets = prefills(1, slots=4096, options=SPARSE), decodes(2, options=SPARSE, hisparse=hisparse())
     together([lambda: sources[0].run(*rooms)])
 
     def script(target):
-        for one in rooms:
-            carry(one, sources, target)
-            target.engine.admit(one, target.held(one.room), sources[0].aux[one.room])
+        for room in rooms:
+            carry(room, sources, target)
+            target.engine.admit(room, target.held(room.room), sources[0].aux[room.room])
         target.step()
         hot = target.engine.model.hot
         if hot._group.ranks.tp_rank in ranks:

@@ -98,10 +98,10 @@ def folded(query, keys, values, first_position, rows, tiles_together):
     depths = [int(tile[0]) // KEY_BLOCK for tile in positions]
     found = []
     tiled = query.view(heads, count // rows, rows * group, -1)
-    for at in range(0, len(depths), tiles_together):
-        own = slice(at, at + tiles_together)
+    for offset in range(0, len(depths), tiles_together):
+        own = slice(offset, offset + tiles_together)
         tiles = Tiles(
-            first=at,
+            first=offset,
             depths=depths[own],
             bias=causal_bias(positions[own]),
             sources=list(torch.arange(blocks * KEY_BLOCK).view(blocks, KEY_BLOCK)),

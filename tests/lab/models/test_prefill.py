@@ -102,7 +102,7 @@ def test_every_page_comes_back_once():
         engine.free(turn)
         engine.free(turn)
         assert engine.idle
-    everything = [request(1000 + at, prompt) for at, prompt in enumerate(prompts(6, (16,) * 16))]
+    everything = [request(1000 + index, prompt) for index, prompt in enumerate(prompts(6, (16,) * 16))]
     assert all(engine.admit(one) for one in everything)
     assert not engine.admit(request(2000, prompts(7, (1,))[0]))
     cells = [cell for _ in everything for cell in engine.step() if isinstance(cell, Computed)]

@@ -46,9 +46,9 @@ def test_a_request_alone_equals_itself_in_a_crowd(attention, expected):
 
 @pytest.mark.slow
 def test_chunks_of_one_row_equal_one_chunk(attention):
-    (one,) = requests(1, (70,))
-    whole = generate(config(attention=attention, chunk_tokens=512), *one)
-    assert generate(config(attention=attention, chunk_tokens=1), *one) == whole
+    (request,) = requests(1, (70,))
+    whole = generate(config(attention=attention, chunk_tokens=512), *request)
+    assert generate(config(attention=attention, chunk_tokens=1), *request) == whole
 
 
 @pytest.mark.parametrize("source", HOST_LAYOUTS)
@@ -56,14 +56,14 @@ def test_chunks_of_one_row_equal_one_chunk(attention):
 def test_rows_copied_between_any_two_layouts_decode_to_what_one_process_generates(attention, expected, source, target):
     random = np.random.default_rng([HOST_LAYOUTS.index(source), HOST_LAYOUTS.index(target)])
     source_page, target_page = (int(random.choice([1, 16, 64])) for _ in range(2))
-    rooms = [request(at, prompt) for at, prompt in enumerate(prompts(0, LENGTHS)) if len(prompt) in (2, 64, 300)]
+    rooms = [request(index, prompt) for index, prompt in enumerate(prompts(0, LENGTHS)) if len(prompt) in (2, 64, 300)]
     prefill = Prefill.of(attention=attention, host_layout=source, page_size=source_page, slots=1024, chunk_tokens=100)
     decode = Decode.of(attention=attention, host_layout=target, page_size=target_page, slots=1024, batch_max=3)
     prefill.run(*rooms)
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     decode.run()
-    assert [decode.outcome(one.room) for one in rooms] == [expected[one.room] for one in rooms]
+    assert [decode.outcome(room.room) for room in rooms] == [expected[room.room] for room in rooms]
 
 
 def test_tokens_are_those_of_a_plain_transformer(attention):

@@ -45,7 +45,7 @@ def dense(attention):
 
 def plainly(found, top):
     """By sorting pairs of (score, position)."""
-    order = sorted((at for at in range(len(found)) if found[at] > -np.inf), key=lambda at: (-found[at], at))
+    order = sorted((index for index in range(len(found)) if found[index] > -np.inf), key=lambda at: (-found[at], at))
     return sorted(order[:top])
 
 
@@ -90,17 +90,17 @@ def test_a_score_is_the_sum_of_what_the_heads_find_and_does_not_depend_on_others
     cache, random = index_cache(), np.random.default_rng(0)
     lengths = [1, 255, 256, 300]
     slots = np.split(random.permutation(1024)[: sum(lengths)], np.cumsum(lengths)[:-1])
-    indices = [cache.index(own, KEY_BLOCK) for own in slots]
+    indices = [cache.index(slot, KEY_BLOCK) for slot in slots]
     keys = [torch.randn(length, INDEX_DIM) for length in lengths]
-    for own, each in zip(slots, keys, strict=True):
-        cache.write(0, cache.index(own, 1), each)
+    for slot, key in zip(slots, keys, strict=True):
+        cache.write(0, cache.index(slot, 1), key)
     asked = Queries(heads=torch.randn(4, INDEX_HEADS, INDEX_DIM), shares=torch.randn(4, INDEX_HEADS))
     found = scores(asked, cache, 0, indices, lengths)
     assert found.shape == (4, 300)
     for row, length in enumerate(lengths):
         small, scales = cache.read(0, indices[row][:, :length])
-        each = torch.einsum("hd,kd->hk", asked.heads[row].double(), small.double() * scales.double().unsqueeze(1))
-        wanted = (each.relu() * asked.shares[row].double().unsqueeze(1)).sum(0)
+        key = torch.einsum("hd,kd->hk", asked.heads[row].double(), small.double() * scales.double().unsqueeze(1))
+        wanted = (key.relu() * asked.shares[row].double().unsqueeze(1)).sum(0)
         assert torch.allclose(found[row, :length].double(), wanted, atol=1e-3)
         assert torch.all(found[row, length:] == -torch.inf)
         alone = Queries(heads=asked.heads[row : row + 1], shares=asked.shares[row : row + 1])
@@ -121,11 +121,11 @@ def test_a_step_reads_the_picks_in_order_then_the_newest_token_and_nothing_else(
     for reading in _readings(Own(part, 3, newest, newest[:, None]), where):
         tiles = reading.tiles
         assert tiles.first == 3 + len(seen)
-        for at, (depth, end) in enumerate(zip(tiles.depths, tiles.ends, strict=True)):
+        for index, (depth, end) in enumerate(zip(tiles.depths, tiles.ends, strict=True)):
             assert (end - 1) // KEY_BLOCK == depth
             # A block's source has the tiles that reach it, this one and those after it at least.
-            keys = [source.view(-1, KEY_BLOCK)[at - len(tiles.depths)] for source in tiles.sources[: depth + 1]]
-            hidden = torch.isinf(tiles.bias[at, 0])
+            keys = [source.view(-1, KEY_BLOCK)[index - len(tiles.depths)] for source in tiles.sources[: depth + 1]]
+            hidden = torch.isinf(tiles.bias[index, 0])
             assert torch.equal(hidden, torch.arange(KEY_BLOCK) > (end - 1) % KEY_BLOCK)
             seen.append(torch.cat(keys)[:end].tolist())
     for row, position in enumerate(positions):
@@ -158,9 +158,9 @@ def test_no_chunk_batch_page_layout_or_pool_changes_a_bit(attention, expected, c
 @pytest.mark.parametrize("share", [1, 2, 3])
 def test_layers_share_picks_as_configured(attention, share):
     options = {"layers": "4", "top_k": str(TOP), "index_share": str(share)}
-    one = requests(2, (90,))[0]
-    alone = generate(config(attention=attention, options=options), *one)
-    both = generate_many(config(attention=attention, options=options, batch_max=2), [one, requests(3, (40,))[0]])
+    request = requests(2, (90,))[0]
+    alone = generate(config(attention=attention, options=options), *request)
+    both = generate_many(config(attention=attention, options=options, batch_max=2), [request, requests(3, (40,))[0]])
     assert both[0] == alone
     planes = create(config(attention=attention, options=options)).description.components[1].layout.planes
     assert sorted({plane.layer for plane in planes}) == list(range(0, 4, share))
@@ -168,7 +168,9 @@ def test_layers_share_picks_as_configured(attention, share):
 
 @pytest.fixture(scope="module")
 def rooms():
-    return [request(at, prompt) for at, prompt in enumerate(prompts(0, LENGTHS)) if len(prompt) in (2, 17, 64, 300)]
+    return [
+        request(index, prompt) for index, prompt in enumerate(prompts(0, LENGTHS)) if len(prompt) in (2, 17, 64, 300)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -182,10 +184,10 @@ def test_rows_that_crossed_between_two_engines_decode_to_what_one_process_genera
     attention, expected, rooms, prefill, target
 ):
     decode = Decode.of(attention=attention, host_layout=target, slots=1024, batch_max=3, options=SPARSE)
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
     decode.run()
-    assert [decode.outcome(one.room) for one in rooms] == [expected[one.room] for one in rooms]
+    assert [decode.outcome(room.room) for room in rooms] == [expected[room.room] for room in rooms]
 
 
 def test_index_rows_are_cells_of_their_own_and_every_plane_is_offered_once(attention):
@@ -228,7 +230,7 @@ def test_only_what_is_picked_is_read(ended):
             decode.memory[places(decode.layout, kind, layer, head, decode.slots[7][at : at + 1])] = np.nan
 
     good = ended()
-    ends = [ended(partial(spoil, at)) for at in range(0, 150, 10)]
+    ends = [ended(partial(spoil, offset)) for offset in range(0, 150, 10)]
     harmless = [isinstance(end, Finished) and end.logits_digest == good.logits_digest for end in ends]
     assert any(harmless)
     assert not all(harmless)

@@ -28,7 +28,7 @@ class WatchedDecode:
         memory[:] = np.nan
         engine.attach(self.arena.bytes.data, **({"hbm": hbm.data.cast("B")} if len(hbm) else {}))
         random = np.random.default_rng(0)
-        free = [list(random.permutation(each.layout.slots)) for each in engine.description.components]
+        free = [list(random.permutation(component.layout.slots)) for component in engine.description.components]
         self.decode = Decode(engine, memory, hbm, free)
         self.touched = touched_at_picks(self.arena, monkeypatch)
 

@@ -75,9 +75,9 @@ def test_two_requests_share_a_step_and_the_second_joins_at_its_end() -> None:
 
 def test_a_request_beyond_the_largest_batch_takes_turns() -> None:
     rates = replace(RATES, prefill=Curve.of({1_000: 1e-6}), link_bytes_s=1e12, handoff_s=0.0)
-    alone = run(*(ask(0.0, 16, 20, first=100 * at) for at in range(4)), rates=rates).figures.total_s[0]
+    alone = run(*(ask(0.0, 16, 20, first=100 * index) for index in range(4)), rates=rates).figures.total_s[0]
     turns = run(
-        *(ask(0.0, 16, 20, first=100 * at) for at in range(4)), rates=rates, shape=replace(SHAPE, batch_max=2)
+        *(ask(0.0, 16, 20, first=100 * index) for index in range(4)), rates=rates, shape=replace(SHAPE, batch_max=2)
     ).figures.total_s[0]
     assert turns / alone == pytest.approx(2 * 0.11 / 0.13, rel=0.05)
 
@@ -104,7 +104,7 @@ def test_slots_for_prompt_and_growth_are_leased_together() -> None:
 def test_what_can_never_be_held_is_refused_and_a_full_queue_is_429() -> None:
     shape = replace(SHAPE, decode_slots=512)
     assert run(ask(0.0, 600, 2), shape=shape).report()["errors"] == {"400": 1}
-    many = [ask(0.0, 400, 50, first=100 * at) for at in range(6)]
+    many = [ask(0.0, 400, 50, first=100 * index) for index in range(6)]
     report = run(*many, shape=shape, queue_max=2).report()
     assert report["errors"] == {"429": 3}
     assert report["answered"] == 3
@@ -112,7 +112,7 @@ def test_what_can_never_be_held_is_refused_and_a_full_queue_is_429() -> None:
 
 
 def test_a_request_without_a_token_until_its_deadline_is_504() -> None:
-    report = run(*(ask(0.0, 1_000, 2, first=100 * at) for at in range(8)), room_deadline_ms=3_000).report()
+    report = run(*(ask(0.0, 1_000, 2, first=100 * index) for index in range(8)), room_deadline_ms=3_000).report()
     assert report["errors"]["504"] == 8 - report["answered"]
     assert 1 <= report["answered"] <= 3
 
@@ -134,8 +134,8 @@ def test_a_long_prompt_and_a_short_one_take_turns() -> None:
 def test_random_loads_end_and_leave_nothing(seed: int) -> None:
     dice = random.Random(seed)
     requests = [
-        ask(at / 8, dice.randrange(1, 700), dice.randrange(1, 60), first=dice.choice((0, 100, 1_000 * at)))
-        for at in range(250)
+        ask(index / 8, dice.randrange(1, 700), dice.randrange(1, 60), first=dice.choice((0, 100, 1_000 * index)))
+        for index in range(250)
     ]
     shape = replace(SHAPE, prefill=2, decode=3, decode_slots=1_024, prefill_slots=1_500, batch_max=4)
     model = run(*requests, shape=shape, queue_max=6, room_deadline_ms=6_000)

@@ -16,7 +16,7 @@ from pdtransfer.errors import WorldError
 from pdtransfer.limits import ENGINES_MAX, Limits
 
 RATES = Rates(prefill=Curve.of({1_000: 1.0}), decode=Curve.of({1: 0.1, 11: 0.2}), handoff_s=0.0)
-TRACE = Trace(tuple(TraceRequest(at / 2, 1_000, 10, (at,)) for at in range(21)), block_tokens=1_000)
+TRACE = Trace(tuple(TraceRequest(index / 2, 1_000, 10, (index,)) for index in range(21)), block_tokens=1_000)
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5])

@@ -73,10 +73,10 @@ def test_a_bad_line_of_burstgpt_is_named(lines: list[str], named: str) -> None:
 
 def test_a_cut_counts_from_its_start() -> None:
     trace = parse_trace([line(timestamp=at * 1_000) for at in (3, 1, 2, 4)])
-    assert [each.at_s for each in trace.requests] == [1, 2, 3, 4]
-    assert [each.at_s for each in cut_trace(trace, from_s=2, until_s=4).requests] == [0, 1]
+    assert [request.at_s for request in trace.requests] == [1, 2, 3, 4]
+    assert [request.at_s for request in cut_trace(trace, from_s=2, until_s=4).requests] == [0, 1]
     assert len(cut_trace(trace, limit=3).requests) == 3
-    assert [each.at_s for each in speed_up(trace, 2).requests] == [0.5, 1, 1.5, 2]
+    assert [request.at_s for request in speed_up(trace, 2).requests] == [0.5, 1, 1.5, 2]
     with pytest.raises(WorldError, match="no request from 5 s"):
         cut_trace(trace, from_s=5)
 
@@ -92,7 +92,7 @@ def test_scaled_blocks_are_shared_as_before(scale: float) -> None:
 
 
 def test_copies_are_other_users_with_the_same_system_prompt() -> None:
-    lines = [line(timestamp=at * 100, hash_ids=[0, 10 + at]) for at in range(20)]
+    lines = [line(timestamp=index * 100, hash_ids=[0, 10 + index]) for index in range(20)]
     found = list(copies(parse_trace(lines), 3))
     assert len(found) == 60
     assert [each.at_s for each in found] == sorted(each.at_s for each in found)

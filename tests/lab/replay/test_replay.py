@@ -23,7 +23,7 @@ from pdtransfer_lab.replay.stream import CompletionStream
 from pdtransfer.errors import WorldError
 
 ANSWER = Callable[[dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
-TRACE = Trace(tuple(TraceRequest(0.0, 5, 3, (1, at)) for at in range(4)), block_tokens=4)
+TRACE = Trace(tuple(TraceRequest(0.0, 5, 3, (1, index)) for index in range(4)), block_tokens=4)
 METRICS = """# HELP pdtransfer_slots Slots
 pdtransfer_slots{component="kv",memory="dram"} 100.0
 pdtransfer_slots_free{component="kv",memory="dram"} 25.0
@@ -33,7 +33,7 @@ pdtransfer_slots_free{component="index",memory="dram"} 90.0
 
 
 def events(*chunks: object) -> bytes:
-    return b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in chunks)
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
 
 
 def chunk(text: str = "a", finish: str | None = None) -> dict[str, Any]:
@@ -163,9 +163,9 @@ def test_an_endpoint_without_a_model_is_named() -> None:
 
 
 def test_equal_hashes_give_equal_text_and_others_do_not() -> None:
-    one, two = TraceRequest(0, 10, 1, (7, 8, 9)), TraceRequest(0, 9, 1, (7, 8, 10))
+    trace_request, two = TraceRequest(0, 10, 1, (7, 8, 9)), TraceRequest(0, 9, 1, (7, 8, 10))
     for kind in ("ids", "text"):
-        first, second = (prompt_of(each, block_tokens=4, kind=kind) for each in (one, two))
+        first, second = (prompt_of(each, block_tokens=4, kind=kind) for each in (trace_request, two))
         if isinstance(first, str):
             first, second = first.split(), second.split()
         assert (len(first), len(second)) == (10, 9)
@@ -180,8 +180,8 @@ def test_a_stream_is_read_however_it_is_cut() -> None:
     data = events(chunk(), chunk(""), chunk("", "stop"), USAGE) + b"data: [DONE]\r\n: comment\n"
     for size in (1, 7, len(data)):
         stream = CompletionStream()
-        for at in range(0, len(data), size):
-            stream.feed(data[at : at + size], float(at))
+        for offset in range(0, len(data), size):
+            stream.feed(data[offset : offset + size], float(offset))
         assert (len(stream.times_s), stream.done, stream.error) == (2, True, "")
         assert (stream.prompt_tokens, stream.output_tokens, stream.cached_tokens) == (5, 3, 4)
 
@@ -202,7 +202,9 @@ def test_slots_taken_are_read_by_component() -> None:
 def test_a_chart_is_drawn_with_requests_and_without(name: str, tmp_path: Path) -> None:
     figures = ServingFigures(Slo(0.5, None))
     write_chart(figures, tmp_path / name, "none")
-    for at in range(9):
-        figures.answered(at_s=at, ttft_s=0.1 * at, total_s=1.0 + at, prompt_tokens=1, cached_tokens=0, output_tokens=5)
+    for index in range(9):
+        figures.answered(
+            at_s=index, ttft_s=0.1 * index, total_s=1.0 + index, prompt_tokens=1, cached_tokens=0, output_tokens=5
+        )
     write_chart(figures, tmp_path / name, "nine")
     assert (tmp_path / name).read_bytes()[:4] in (b"\x89PNG", b"<?xm")

@@ -99,8 +99,8 @@ class Two:
             self.events += self.decode.poll()
 
     def end_of(self, room: int) -> RoomReady | RoomFailed:
-        self.until(lambda: any(each.room == room for each in self.events))
-        return next(each for each in self.events if each.room == room)
+        self.until(lambda: any(event.room == room for event in self.events))
+        return next(event for event in self.events if event.room == room)
 
     def ready(self, room: int) -> RoomReady:
         end = self.end_of(room)

@@ -18,7 +18,7 @@ def marks(devices: Devices) -> list[pytest.MarkDecorator]:
     """What picks the tests on them, and skips them where they are not."""
     if devices == CPU:
         return []
-    needed = 1 + max(device_index(each) or 0 for each in devices)
+    needed = 1 + max(device_index(device) or 0 for device in devices)
     why = f"needs {needed} GPUs, {driver.count()} are here"
     return [
         pytest.mark.gpu if needed == 1 else pytest.mark.two_gpu,

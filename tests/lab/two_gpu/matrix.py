@@ -68,14 +68,14 @@ class Case:
 def layouts() -> Iterator[Case]:
     """Each layout and page size of prefill's pool with each attention, and each pair of layouts with one of the two."""
     for shift, attention in enumerate(("mla", "gqa")):
-        for at, layout in enumerate(LAYOUTS):
+        for index, layout in enumerate(LAYOUTS):
             for number, page in enumerate(PAGES):
-                turn = at + number + shift
+                turn = index + number + shift
                 yield Case(
                     attention=attention,
                     source=(layout, page),
                     target=(LAYOUTS[turn % 4], PAGES[turn % 3]),
-                    chunk=CHUNKS[(at + number) % 3],
+                    chunk=CHUNKS[(index + number) % 3],
                     cell=(0, 1, 3)[(number + shift) % 3],
                     verify=turn == 5,
                     here=(attention, layout, page) == ("mla", "page_head", 64),
@@ -85,12 +85,12 @@ def layouts() -> Iterator[Case]:
 def crossing() -> Iterator[Case]:
     """Over Mooncake, between two processes that could share memory just as well."""
     for shift, attention in enumerate(("mla", "gqa")):
-        for at, page in enumerate((16, 64)):
+        for index, page in enumerate((16, 64)):
             yield Case(
                 attention=attention,
-                source=(LAYOUTS[2 * at], page),
-                target=(LAYOUTS[1 + at + shift], PAGES[at]),
-                cell=at,
+                source=(LAYOUTS[2 * index], page),
+                target=(LAYOUTS[1 + index + shift], PAGES[index]),
+                cell=index,
                 transport="mooncake",
             )
     yield Case(attention="gqa", tp=2, transport="mooncake", spread=True)

@@ -58,7 +58,7 @@ def test_others_are_answered_as_if_nobody_had_left_or_died(
 
     def ask(site: Site, texts: list[str]) -> dict[str, asyncio.Task[Answer]]:
         """Every second one keeps its KV in DRAM, where decode can do so."""
-        kinds = (at % 2 == 1 and case.sparse for at in range(len(texts)))
+        kinds = (index % 2 == 1 and case.sparse for index in range(len(texts)))
         return {
             text: asyncio.ensure_future(site.complete(text, enable_hisparse=kind))
             for text, kind in zip(texts, kinds, strict=True)

@@ -32,16 +32,16 @@ LOOKS = 30  # at a lock that a child holds
 def arena(devices: tuple[str, str]) -> Iterator[ArenaMemory]:
     """Registered with decode's GPU, and that GPU's HBM beside it, if it is one; canaries in both."""
     ours = device_index(devices[1])
-    made = ArenaMemory.create(ARENA_BYTES, huge_pages="never")
+    arena_memory = ArenaMemory.create(ARENA_BYTES, huge_pages="never")
     if ours is not None:
-        made.gpu = gpus.gpu_at(ours)
-    made.prefault()
+        arena_memory.gpu = gpus.gpu_at(ours)
+    arena_memory.prefault()
     if ours is not None:
-        made.hbm = Hbm.of_gpu(ours, base=ARENA_BYTES, byte_count=HBM_BYTES)
-        fill(tensor_of(made.hbm))
-    made.mapping.array[:] = CANARY
-    yield made
-    made.close()
+        arena_memory.hbm = Hbm.of_gpu(ours, base=ARENA_BYTES, byte_count=HBM_BYTES)
+        fill(tensor_of(arena_memory.hbm))
+    arena_memory.mapping.array[:] = CANARY
+    yield arena_memory
+    arena_memory.close()
 
 
 def part_of(arena: ArenaMemory, memory: str, part: int) -> torch.Tensor:

@@ -95,7 +95,7 @@ def test_rooms_that_are_aborted_on_the_way_give_slots_back_that_nobody_writes_an
             assert kept(), "written after its proof"
         time.sleep(STILL_S)
         assert kept()
-        failed = sum(isinstance(each, RoomFailed) for each in it.events)
+        failed = sum(isinstance(event, RoomFailed) for event in it.events)
         measured(f"{failed} of 20 rooms were aborted on the way")
         assert failed
 

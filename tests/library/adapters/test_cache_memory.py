@@ -61,19 +61,19 @@ def extent_of(tensor: torch.Tensor, device: int | None = None) -> Extent:
 
 
 def test_a_cache_on_the_cpu_is_the_arena() -> None:
-    made = CacheMemory([SIZE])
-    with made.pooled():
+    cache_memory = CacheMemory([SIZE])
+    with cache_memory.pooled():
         cache = torch.zeros(SIZE, dtype=torch.int8)
     extent = extent_of(cache)
-    target = made.target(extent)
+    target = cache_memory.target(extent)
     assert (target.base, target.memory, target.copied_up) == (cache.data_ptr(), "dram", False)
     assert target.arena.hbm is None
     assert target.arena.bytes_ready >= SIZE
-    assert made.base(extent) == cache.data_ptr()
-    assert made.pool_fd(extent) == target.arena.fd >= 0
+    assert cache_memory.base(extent) == cache.data_ptr()
+    assert cache_memory.pool_fd(extent) == target.arena.fd >= 0
     target.arena.mapping.view[3] = 7
     assert cache[3] == 7
-    made.close()  # the tensor is still there, so it stays mapped
+    cache_memory.close()  # the tensor is still there, so it stays mapped
     assert cache[3] == 7
     del cache
 
@@ -81,8 +81,8 @@ def test_a_cache_on_the_cpu_is_the_arena() -> None:
 def test_tensors_of_layers_are_one_allocation() -> None:
     with CacheMemory([SIZE] * 3).pooled_on(torch.device("cpu")):
         caches = [torch.zeros(SIZE, dtype=torch.int8) for _ in range(3)]
-    assert len({each.untyped_storage().data_ptr() for each in caches}) == 1
-    assert [each.data_ptr() - caches[0].data_ptr() for each in caches] == [0, SIZE, 2 * SIZE]
+    assert len({cache.untyped_storage().data_ptr() for cache in caches}) == 1
+    assert [cache.data_ptr() - caches[0].data_ptr() for cache in caches] == [0, SIZE, 2 * SIZE]
 
 
 class Caches:
@@ -140,16 +140,16 @@ def test_a_card_without_room_for_one_piece_has_the_layers_as_ever(
 
 
 def test_a_cache_elsewhere_is_copied_up_and_reports_it(caplog: pytest.LogCaptureFixture) -> None:
-    made, cache = CacheMemory([SIZE]), torch.zeros(SIZE, dtype=torch.int8)
+    cache_memory, cache = CacheMemory([SIZE]), torch.zeros(SIZE, dtype=torch.int8)
     extent = extent_of(cache)
     with caplog.at_level(logging.WARNING):
-        target = made.target(extent)
+        target = cache_memory.target(extent)
     assert "what lands is copied once more" in caplog.text
     assert (target.base, target.memory, target.copied_up) == (cache.data_ptr(), "hbm", True)
     assert target.arena.hbm is not None
     assert (target.arena.hbm.address, target.arena.hbm.handle) == (cache.data_ptr(), b"")
-    assert (made.base(extent), made.pool_fd(extent)) == (cache.data_ptr(), -1)
-    made.close()
+    assert (cache_memory.base(extent), cache_memory.pool_fd(extent)) == (cache.data_ptr(), -1)
+    cache_memory.close()
 
 
 def test_a_cache_in_too_many_places_is_refused() -> None:
@@ -167,12 +167,12 @@ def test_a_cache_on_a_card_is_named_to_writers(monkeypatch: pytest.MonkeyPatch) 
 def test_a_cache_that_writers_reach_takes_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any size: the arena is a page for its lock, and a buffer that nobody has needed yet."""
     with_gpu(monkeypatch, Gpu(1 << 40, 1 << 42))
-    made = CacheMemory([1 << 42])
-    target = made.target(Extent(1 << 40, 5 << 40, 0), host_buffer_gib=0.25)
+    cache_memory = CacheMemory([1 << 42])
+    target = cache_memory.target(Extent(1 << 40, 5 << 40, 0), host_buffer_gib=0.25)
     assert (target.memory, target.copied_up) == ("hbm", False)
     assert target.arena.byte_count == target.arena.staging_bytes == 1 << 28
     assert os.fstat(target.arena.fd).st_blocks * 512 == target.arena.bytes_ready == 4096
-    made.close()
+    cache_memory.close()
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_a_cache_that_a_card_cannot_share_has_its_reason(
 def test_a_cache_that_is_copied_up_arrives() -> None:
     """By the same way as a GPU's, with this process's memory in its place."""
     source, target = np.arange(SIZE, dtype=np.uint8), np.zeros(SIZE, np.uint8)
-    made = CacheMemory([SIZE])
-    landing = made.target(Extent(target.ctypes.data, target.ctypes.data + SIZE))
+    cache_memory = CacheMemory([SIZE])
+    landing = cache_memory.target(Extent(target.ctypes.data, target.ctypes.data + SIZE))
     options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
 
     def component(where: Any) -> Component:
@@ -217,16 +217,16 @@ def test_a_cache_that_is_copied_up_arrives() -> None:
         prefill.finish(1)
         wait_for(lambda: any(type(each).__name__ == "RoomDrained" for each in decode.poll()))
     assert np.array_equal(target.reshape(256, 256)[[9, 4]], source.reshape(256, 256)[[200, 7]])
-    made.close()
+    cache_memory.close()
 
 
 def test_host_memory_lies_in_one_arena_with_where_rows_land() -> None:
-    made, cache = CacheMemory([SIZE]), torch.zeros(SIZE, dtype=torch.int8)
+    cache_memory, cache = CacheMemory([SIZE]), torch.zeros(SIZE, dtype=torch.int8)
     extent = extent_of(cache)
-    assert not made.has_beside()
-    host = made.beside(extent, 1000)
+    assert not cache_memory.has_beside()
+    host = cache_memory.beside(extent, 1000)
     assert (host.dtype, tuple(host.shape), bool(host.any())) == (torch.uint8, (1000,), False)
-    target = made.target(extent)
+    target = cache_memory.target(extent)
     start, behind = target.arena.mapping.address, 4096  # rows that land for the cache do not reach the host's memory
     assert (target.base, target.memory, target.copied_up) == (cache.data_ptr() - behind, "hbm", True)
     assert target.locate(cache.data_ptr()) == (cache.data_ptr() - behind, "hbm")
@@ -235,10 +235,10 @@ def test_host_memory_lies_in_one_arena_with_where_rows_land() -> None:
     assert target.arena.hbm is not None
     assert (target.arena.hbm.base, target.arena.hbm.byte_count) == (behind, SIZE)
     assert target.arena.bytes_ready >= SIZE + behind
-    assert (made.has_beside(host.data_ptr()), made.has_beside(cache.data_ptr())) == (True, False)
+    assert (cache_memory.has_beside(host.data_ptr()), cache_memory.has_beside(cache.data_ptr())) == (True, False)
     target.arena.mapping.view[host.data_ptr() - start + 3] = 7
     assert host[3] == 7
     with pytest.raises(ConfigError, match="it is not where it was when host memory was set aside"):
-        made.target(Extent(extent.first + 4096, extent.end, None))
+        cache_memory.target(Extent(extent.first + 4096, extent.end, None))
     del host
-    made.close()
+    cache_memory.close()

@@ -11,11 +11,11 @@ from tests.library.adapters.warnings_in_a_row import in_a_row
 
 def test_the_fifth_failure_in_a_row_is_a_warning_once_until_one_has_landed(caplog: pytest.LogCaptureFixture) -> None:
     row = FailuresInARow()
-    for at in range(4):
-        row.failed(Cause.DEADLINE, f"room {at}")
+    for index in range(4):
+        row.failed(Cause.DEADLINE, f"room {index}")
     row.landed()
-    for at in range(4):
-        row.failed(Cause.DEADLINE, f"room {at}")
+    for index in range(4):
+        row.failed(Cause.DEADLINE, f"room {index}")
     assert in_a_row(caplog) == []
     row.failed(Cause.REFUSED, "block_size: d has '64', p '128'")
     expected = (
@@ -23,12 +23,12 @@ def test_the_fifth_failure_in_a_row_is_a_warning_once_until_one_has_landed(caplo
         "What to do: run `pdtransfer doctor PREFILL_URL DECODE_URL`, and start both engines with equal facts"
     )
     assert in_a_row(caplog) == [expected]
-    for at in range(20):
-        row.failed(Cause.PEER_LOST, f"room {at}")
+    for index in range(20):
+        row.failed(Cause.PEER_LOST, f"room {index}")
     assert in_a_row(caplog) == [expected]
     row.landed()
-    for at in range(5):
-        row.failed(Cause.PEER_LOST, f"room {at}")
+    for index in range(5):
+        row.failed(Cause.PEER_LOST, f"room {index}")
     assert len(in_a_row(caplog)) == 2
     assert "peer_lost: room 4" in in_a_row(caplog)[1]
 
@@ -37,8 +37,8 @@ def test_requests_that_were_given_up_are_not_counted(caplog: pytest.LogCaptureFi
     row = FailuresInARow()
     for _ in range(20):
         row.failed(Cause.ABORTED, "its client left")
-    for at in range(5):
-        row.failed(Cause.DEADLINE, f"room {at}")
+    for index in range(5):
+        row.failed(Cause.DEADLINE, f"room {index}")
         row.failed(Cause.ABORTED, "its client left")
     assert len(in_a_row(caplog)) == 1
 

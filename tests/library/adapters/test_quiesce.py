@@ -40,7 +40,7 @@ def test_no_step_waits_longer_for_many_requests_than_for_one(together: bool, cap
         for each in [rooms] if together else [[room] for room in rooms]:
             quiescence.wait(each)
     assert client.now == 100.0 + QUIESCE_S
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         f"room {room}: its pages are still read after 30.0 s, and are reused" for room in range(8)
     ]
 

@@ -17,10 +17,15 @@ WHERE = "kv_connector_extra_config"
 
 def test_settings_come_as_json_writes_them() -> None:
     written = {"bind": "tcp://127.0.0.1:7801", "time_left_s": 30, "verify": True, "copy_threads": 3, "key": None}
-    made = Settings.of(written, WHERE)
-    assert (made.bind, made.time_left_s, made.verify, made.copy_threads) == ("tcp://127.0.0.1:7801", 30.0, True, 3)
-    assert isinstance(made.time_left_s, float)
-    assert made.host == "127.0.0.1"
+    settings = Settings.of(written, WHERE)
+    assert (settings.bind, settings.time_left_s, settings.verify, settings.copy_threads) == (
+        "tcp://127.0.0.1:7801",
+        30.0,
+        True,
+        3,
+    )
+    assert isinstance(settings.time_left_s, float)
+    assert settings.host == "127.0.0.1"
     assert Settings.of({}, WHERE) == Settings()
 
 
@@ -56,8 +61,8 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], text: str) -> None:
 
 
 def test_each_rank_has_a_port_of_its_own() -> None:
-    made = Settings.of({"bind": "tcp://127.0.0.1:7801"}, WHERE)
-    assert [made.bind_of(rank) for rank in range(3)] == [f"tcp://127.0.0.1:{port}" for port in (7801, 7802, 7803)]
+    settings = Settings.of({"bind": "tcp://127.0.0.1:7801"}, WHERE)
+    assert [settings.bind_of(rank) for rank in range(3)] == [f"tcp://127.0.0.1:{port}" for port in (7801, 7802, 7803)]
     assert Settings().bind_of(5) == "tcp://127.0.0.1:0"
     assert Settings.of({"bind": "tcp://[::1]:9"}, WHERE).bind_of(1) == "tcp://[::1]:10"
     with pytest.raises(ConfigError, match="rank 1 has no port"):
@@ -67,7 +72,7 @@ def test_each_rank_has_a_port_of_its_own() -> None:
 def test_each_rank_has_a_key_of_its_own(tmp_path: Path) -> None:
     lines = [generate(tmp_path / name) for name in ("p0", "p0-tp1")]
     (tmp_path / "peers").write_text("\n".join(lines))
-    made = Settings.of({"key": str(tmp_path / "p0.key"), "allow": str(tmp_path / "peers")}, WHERE)
-    keys = [made.keys_of(Ranks(rank, 2))[0] for rank in range(2)]
-    assert [each.public for each in keys if each] == [line.split()[1] for line in lines]
+    settings = Settings.of({"key": str(tmp_path / "p0.key"), "allow": str(tmp_path / "peers")}, WHERE)
+    keys = [settings.keys_of(Ranks(rank, 2))[0] for rank in range(2)]
+    assert [key.public for key in keys if key] == [line.split()[1] for line in lines]
     assert Settings().keys_of(Ranks()) == (None, None)

@@ -7,5 +7,5 @@ import pytest
 
 def in_a_row(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The warnings."""
-    texts = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     return [text for text in texts if text.startswith("the last 5 hand-offs have all failed")]

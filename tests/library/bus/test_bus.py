@@ -365,23 +365,23 @@ async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: z
 
 @on_loop
 async def test_without_keys_two_endpoints_are_one_process_only_at_one_address() -> None:
-    async with Node("d") as it, Node("p") as prefill, Node("q") as other:
+    async with Node("d") as node, Node("p") as prefill, Node("q") as other:
         endpoints = [await prefill.bus.bind(ANY_PORT), await other.bus.bind(ANY_PORT)]
-        first, liar = [await it.meet(endpoint, "d") for endpoint in endpoints]
-        second = await it.meet(first.replace("127.0.0.1", "localhost"), "d")
-        assert it.bus.may_be_one(first, second)
-        assert not it.bus.may_be_one(first, liar)
-        assert not it.bus.may_be_one(first, "tcp://127.0.0.1:1"), "not dialled"
+        first, liar = [await node.meet(endpoint, "d") for endpoint in endpoints]
+        second = await node.meet(first.replace("127.0.0.1", "localhost"), "d")
+        assert node.bus.may_be_one(first, second)
+        assert not node.bus.may_be_one(first, liar)
+        assert not node.bus.may_be_one(first, "tcp://127.0.0.1:1"), "not dialled"
         await prefill.bus.close()
-        await until(lambda: not it.bus.may_be_one(first, second), "nothing is known of what is not connected")
+        await until(lambda: not node.bus.may_be_one(first, second), "nothing is known of what is not connected")
 
 
 @on_loop
 async def test_with_keys_two_endpoints_are_one_process_if_they_have_its_key() -> None:
     d, p, q = pair(), pair(), pair()
-    async with Node("d", d, {"p": p, "q": q}) as it:
+    async with Node("d", d, {"p": p, "q": q}) as node:
         first, second, other = (
-            it.bus.dial(f"{key.public}@tcp://{end}", "prefill") for key, end in ((p, "a:1"), (p, "b:2"), (q, "a:1"))
+            node.bus.dial(f"{key.public}@tcp://{end}", "prefill") for key, end in ((p, "a:1"), (p, "b:2"), (q, "a:1"))
         )
-        assert it.bus.may_be_one(first, second)
-        assert not it.bus.may_be_one(first, other)
+        assert node.bus.may_be_one(first, second)
+        assert not node.bus.may_be_one(first, other)

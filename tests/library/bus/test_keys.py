@@ -130,9 +130,9 @@ def test_an_allow_list_may_limit_a_peers_roles() -> None:
     assert [not allowed.why_not(KEY, role) for role in roles] == [True, False, False]
     assert [not allowed.why_not(OTHER, role) for role in roles] == [False, True, True]
     assert allowed.why_not(OTHER, "prefill") == "the allow-list lets b be decode, router, not prefill"
-    one = AllowList.parse(f"a {KEY}", source="list")
-    assert not any(one.why_not(KEY, role) for role in roles)
-    assert all(one.why_not(OTHER, role) == "not on the allow-list" for role in roles)
+    allow_list = AllowList.parse(f"a {KEY}", source="list")
+    assert not any(allow_list.why_not(KEY, role) for role in roles)
+    assert all(allow_list.why_not(OTHER, role) == "not on the allow-list" for role in roles)
 
 
 def zmq_key_with_hash() -> str:

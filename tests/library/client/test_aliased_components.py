@@ -36,7 +36,7 @@ def components(pool: np.ndarray, origin: int) -> list[Component]:
     """Of a pool uint8 (buffers, blocks, heads, bytes)."""
     made: list[Component] = []
     for name, layers in GROUPS.items():
-        views = {(layer, "kv"): pool[at] for at, layer in enumerate(layers)}
+        views = {(layer, "kv"): pool[index] for index, layer in enumerate(layers)}
         layout = strided_layout(views, axes=("page", "head"), origin=origin, byte_count=pool.nbytes)
         made.append(Component(name, "dram", BLOCK_TOKENS, Span(), layout))
     return made

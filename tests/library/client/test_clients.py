@@ -140,17 +140,17 @@ def test_two_schedulers_that_never_wait_move_rooms_chunk_by_chunk() -> None:
     """Twelve rooms through an arena that holds four or so of them at a time, and a pool that holds all but one."""
     with client_pair(source=("layer_first", 16, 640), target=("page_first", 1, 256)) as pair:
         sizes = [1, 15, 16, 17, 60, 63, 64, 65, 33, 90, 128, 48]
-        senders = [Request(100 + at, tokens, chunk=24) for at, tokens in enumerate(sizes)]
-        receivers = [Request(each.room, each.tokens, chunk=0) for each in senders]
-        source = {each.room: each for each in senders}
+        senders = [Request(100 + index, tokens, chunk=24) for index, tokens in enumerate(sizes)]
+        receivers = [Request(sender.room, sender.tokens, chunk=0) for sender in senders]
+        source = {sender.room: sender for sender in senders}
 
         def read(request: Request, ready: RoomReady) -> None:
             assert ready.aux == b"aux of %d" % request.room
             assert ready.kv_bytes == request.tokens * pair.source.layout.row_bytes
             pages = np.array(source[request.room].pages)
-            of, at = slots_of_pages(pages, 16, request.tokens), ready.slots["kv"]
+            of, slot = slots_of_pages(pages, 16, request.tokens), ready.slots["kv"]
             for kind, layer, head in pair.source.model.rows():
-                rows = pair.source.read(kind, layer, head, of), pair.target.read(kind, layer, head, at)
+                rows = pair.source.read(kind, layer, head, of), pair.target.read(kind, layer, head, slot)
                 assert (rows[0] == rows[1]).all()
 
         prefill, decode = PrefillScheduler(pair, senders), DecodeScheduler(pair, receivers, read)
@@ -519,9 +519,9 @@ def test_an_event_that_breaks_fails_its_room(pair: Pair) -> None:
 
 def test_no_call_of_a_scheduler_waits_for_the_loop(pair: Pair) -> None:
     """Both loops stand still while every call of the interface is made."""
-    held = threading.Event()
+    event = threading.Event()
     for each in (pair.prefill, pair.decode):
-        each._port.to_loop(lambda: held.wait(60))
+        each._port.to_loop(lambda: event.wait(60))
     over = threading.Event()
 
     def calls() -> None:
@@ -542,7 +542,7 @@ def test_no_call_of_a_scheduler_waits_for_the_loop(pair: Pair) -> None:
     try:
         assert over.wait(60)
     finally:
-        held.set()
+        event.set()
         thread.join()
     pair.ready(1)
     pair.failed(2)
@@ -583,8 +583,8 @@ def test_an_engine_that_does_not_poll_gets_a_bounded_number_of_rooms_that_decode
     events: list[Any] = []
     while not events or not isinstance(events[-1], RoomDrained):
         events += pair.prefill.poll()
-    assert [each.room for each in events if isinstance(each, RoomAsked)] == [1, 2, 3]
-    assert [type(each) for each in events[3:]] == [RoomLeased, RoomLanded, RoomDrained], (
+    assert [event.room for event in events if isinstance(event, RoomAsked)] == [1, 2, 3]
+    assert [type(event) for event in events[3:]] == [RoomLeased, RoomLanded, RoomDrained], (
         "what follows from its own calls"
     )
     pair.expect(12, 10)
@@ -597,12 +597,12 @@ def test_calls_of_many_threads_all_arrive(pair: Pair) -> None:
             pair.expect(room, 5)
             pair.send(room, 5)
 
-    threads = [threading.Thread(target=some, args=(100 * at,)) for at in range(1, 5)]
+    threads = [threading.Thread(target=some, args=(100 * index,)) for index in range(1, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for room in (100 * at + more for at in range(1, 5) for more in range(10)):
+    for room in (100 * index + more for index in range(1, 5) for more in range(10)):
         pair.ready(room)
         pair.decode.release(room)
         pair.drained(room)
@@ -827,13 +827,13 @@ def test_rooms_that_have_landed_are_ready_although_prefill_leaves_before_decode_
     pair.expect(1, 10)
     pair.send(1, 10)
     pair.ready(1)
-    rooms, held = range(2, 42), threading.Event()
+    rooms, event = range(2, 42), threading.Event()
     for room in rooms:
         pair.expect(room, 4)
         pair.prefill.open(room, tokens=4)
     pair.until(lambda: all(pair.prefill_event(room, RoomLeased) for room in rooms))
     assert lines_of(node_of(pair.prefill).bus), "the session has a line"
-    pair.decode.release(1, after=Held(held))  # its loop asks the event, and stands still
+    pair.decode.release(1, after=Held(event))  # its loop asks the event, and stands still
     try:
         for room in rooms:
             pair.prefill.push(room, pair.pages(room, 4), rows=(0, 4))
@@ -842,7 +842,7 @@ def test_rooms_that_have_landed_are_ready_although_prefill_leaves_before_decode_
         assert not any(pair.prefill_event(room, RoomFailed) for room in rooms)
         pair.prefill.close()
     finally:
-        held.set()
+        event.set()
     for room in rooms:
         pair.ready(room)
 

@@ -36,7 +36,7 @@ def cpus_of_threads(pair: Pair) -> set[frozenset[int]]:
     """The CPUs of the clients' own threads, and of those that they have started."""
     names = {each.native_id for each in threading.enumerate() if each.name.startswith("pdtransfer")}
     assert len(names) >= 2, "a thread for each client at least"
-    return {frozenset(os.sched_getaffinity(each)) for each in names if each is not None}
+    return {frozenset(os.sched_getaffinity(name)) for name in names if name is not None}
 
 
 @pytest.mark.parametrize(("cpus", "wanted"), [(AUTO, ALL), (INHERIT, ONE), (str(max(ALL)), frozenset([max(ALL)]))])

@@ -47,7 +47,7 @@ def test_where_the_two_do_not_fit_both_ends_fail_at_once_and_each_names_the_fact
         both = "block_size: d has '32', p '16'"
         assert both in failed.detail
         assert both in pair.decode_event(1, RoomFailed).detail
-        lines = [each.getMessage() for each in caplog.records if both in each.getMessage()]
+        lines = [record.getMessage() for record in caplog.records if both in record.getMessage()]
         assert [line for line in lines if line.startswith("node:d is refused: ")], "prefill's own line"
         assert [line for line in lines if line.startswith("tcp://")], "decode's own line"
         assert not [line for line in lines if "weights" in line or "model:" in line], "they do not differ"

@@ -91,11 +91,11 @@ class Fleet:
 
     def send(self, room: int, tokens: int, after: list[Late] | None = None) -> None:
         """Every rank offers its rows chunk by chunk and layer by layer, in an order of its own."""
-        for at, node in enumerate(self.prefill):
-            pages, (first, end) = self.fill(node, room + at, tokens), node.pool.layout.layer_range
+        for index, node in enumerate(self.prefill):
+            pages, (first, end) = self.fill(node, room + index, tokens), node.pool.layout.layer_range
             cuts = [(0, tokens // 3), (tokens // 3, tokens)]
             cells = [(rows, (layer, layer + 1)) for rows in cuts for layer in range(first, end)]
-            random.Random(room + at).shuffle(cells)
+            random.Random(room + index).shuffle(cells)
             for number, (rows, layers) in enumerate(cells):
                 event = None if after is None else after[number % len(after)]
                 node.client.push(room, pages, rows=rows, layers=layers, after=event)
@@ -140,15 +140,16 @@ def fleet(
     """`more` is DecodeClient's. With `led` the first prefill rank learns the others' endpoints from the test."""
     with ExitStack() as stack:
         made = Fleet([], [])
-        for at, place in enumerate(part.places(*prefill)):
+        for index, place in enumerate(part.places(*prefill)):
             pool = part.pool(place, layouts[0], 16, SLOTS)
             client = PrefillClient(
-                settings(f"p{at}", ranks=place.ranks, group=None if led and not at else ()), [part.component(pool)],
+                settings(f"p{index}", ranks=place.ranks, group=None if led and not index else ()),
+                [part.component(pool)],
                 writer=WriterOptions(pool_address=pool.memory.ctypes.data), replicas={"kv": place.replica},
             )  # fmt: skip
-            made.prefill.append(Node(f"p{at}", stack.enter_context(client), pool, part.component(pool)))
-        for at, place in enumerate(part.places(*decode)):
-            made.decode.append(decode_node(stack, part, place, f"d{at}", layouts[1], **more))
+            made.prefill.append(Node(f"p{index}", stack.enter_context(client), pool, part.component(pool)))
+        for index, place in enumerate(part.places(*decode)):
+            made.decode.append(decode_node(stack, part, place, f"d{index}", layouts[1], **more))
         yield made
 
 

@@ -50,13 +50,13 @@ def target() -> Pool:
 def arena(target: Pool) -> Iterator[ArenaMemory]:
     """HBM that writers may open, if they can: this one cannot."""
     buffer_bytes = BUFFER_ROWS * target.layout.row_bytes + 256
-    made = ArenaMemory.create(0, huge_pages="never", staging_bytes=buffer_bytes)
-    made.prefault()
-    made.hbm = Hbm.of_process(base=0, byte_count=len(target.memory))
-    made.hbm.handle = b"of a GPU"
-    memory_of(made.hbm)[:] = CANARY
-    yield made
-    made.close()
+    arena_memory = ArenaMemory.create(0, huge_pages="never", staging_bytes=buffer_bytes)
+    arena_memory.prefault()
+    arena_memory.hbm = Hbm.of_process(base=0, byte_count=len(target.memory))
+    arena_memory.hbm.handle = b"of a GPU"
+    memory_of(arena_memory.hbm)[:] = CANARY
+    yield arena_memory
+    arena_memory.close()
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -68,11 +68,11 @@ class Nodes:
     def place(self, room: int, tokens: int) -> Sent:
         """Takes pages for a room, anywhere; the window's first token is anywhere in its page."""
         slots: dict[str, np.ndarray] = {}
-        for each in self.components:
-            page_size, rows = each.layout.page_size, each.rows(tokens)
-            skip = max(0, tokens - WINDOW) % page_size if each.span.kind == "last" else 0
-            pages = self._take(each, -(-(skip + rows) // page_size))
-            slots[each.name] = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[skip : skip + rows]
+        for component in self.components:
+            page_size, rows = component.layout.page_size, component.rows(tokens)
+            skip = max(0, tokens - WINDOW) % page_size if component.span.kind == "last" else 0
+            pages = self._take(component, -(-(skip + rows) // page_size))
+            slots[component.name] = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[skip : skip + rows]
         self.sent[room] = Sent(tokens, slots)
         return self.sent[room]
 
@@ -88,18 +88,18 @@ class Nodes:
         states at the end; layers in two groups, later ones first."""
         for first in range(0, sent.tokens, chunk):
             end = min(first + chunk, sent.tokens)
-            for each in self.components:
-                low, high = first // each.tokens_per_row, end // each.tokens_per_row
+            for component in self.components:
+                low, high = first // component.tokens_per_row, end // component.tokens_per_row
                 if end == sent.tokens:
-                    high = each.rows(sent.tokens)
-                    low = low if each.span.kind == "all" else 0
-                elif each.span.kind != "all":
+                    high = component.rows(sent.tokens)
+                    low = low if component.span.kind == "all" else 0
+                elif component.span.kind != "all":
                     continue
-                lowest, highest = each.layout.layer_range
+                lowest, highest = component.layout.layer_range
                 middle = (lowest + highest) // 2
                 for layers in ((middle, highest), (lowest, middle)):
                     if low < high and layers[0] < layers[1]:
-                        yield Cell(each.name, low, layers, sent.slots[each.name][low:high])
+                        yield Cell(component.name, low, layers, sent.slots[component.name][low:high])
 
     def expect(self, room: int, tokens: int, **more: Any) -> None:
         request = RoomRequest(room=room, tokens=tokens, sources=[self.endpoint], time_left_s=100, **more)
@@ -119,11 +119,13 @@ class Nodes:
         assert isinstance(event, RoomReady), event
         sent = self.sent[room]
         crossed = 0
-        for each in self.components:
-            first = prefix // each.tokens_per_row if each.span.kind == "all" else 0
-            rows = each.rows(sent.tokens) - first
-            crossed += rows * each.layout.row_bytes
-            self.expected.land(each.name, sent.slots[each.name][first:], event.slots[each.name][first : first + rows])
+        for component in self.components:
+            first = prefix // component.tokens_per_row if component.span.kind == "all" else 0
+            rows = component.rows(sent.tokens) - first
+            crossed += rows * component.layout.row_bytes
+            self.expected.land(
+                component.name, sent.slots[component.name][first:], event.slots[component.name][first : first + rows]
+            )
         assert event.kv_bytes == crossed
         assert (event.prefix, event.aux) == (prefix, b"%d" % room)
         return event
@@ -181,13 +183,13 @@ async def test_all_components_of_a_room_land_in_every_host_layout_and_no_other_b
             it.send(room, tokens, chunk=(1, 5, 3, 50, 128, 37, 64, 100, 130, 512)[room - 1])
         for room, tokens in prompts.items():
             slots = (await it.ready(room)).slots
-            rows = {each.name: each.rows(tokens + 2 * room) for each in it.components}
-            assert {name: len(set(each.tolist())) for name, each in slots.items()} == rows
+            rows = {component.name: component.rows(tokens + 2 * room) for component in it.components}
+            assert {name: len(set(slot.tolist())) for name, slot in slots.items()} == rows
         assert it.right
         for room in prompts:
             it.decode.release(room)
         await until(lambda: it.decode.core.idle)
-        assert it.decode.core.arena.lacking([each.layout.slots for each in it.expected.components]) == [0] * 7
+        assert it.decode.core.arena.lacking([component.layout.slots for component in it.expected.components]) == [0] * 7
 
 
 @target_pools
@@ -243,10 +245,12 @@ async def test_prompts_share_blocks_of_every_component_that_has_a_row_for_each_t
         it.send(2, 700, chunk=200)
         shared = 600 // block * block
         second = (await it.ready(2, prefix=shared)).slots
-        for each in it.components:
-            rows = shared // each.tokens_per_row if each.span.kind == "all" else 0
-            assert (first[each.name][:rows] == second[each.name][:rows]).all(), each.name
-            assert not set(first[each.name][rows:].tolist()) & set(second[each.name][rows:].tolist()), each.name
+        for component in it.components:
+            rows = shared // component.tokens_per_row if component.span.kind == "all" else 0
+            assert (first[component.name][:rows] == second[component.name][:rows]).all(), component.name
+            assert not set(first[component.name][rows:].tolist()) & set(second[component.name][rows:].tolist()), (
+                component.name
+            )
         assert it.right
         it.decode.release(1)
         it.decode.release(2)
@@ -298,7 +302,7 @@ async def test_a_row_that_was_never_offered_fails_the_room_and_names_the_bytes()
         await until(lambda: it.events_d)
         (failed,) = it.events_d
         assert isinstance(failed, RoomFailed)
-        whole = sum(each.bytes_of(each.rows(131)) for each in it.components)
+        whole = sum(component.bytes_of(component.rows(131)) for component in it.components)
         assert f"{whole - 2 * 584} bytes were offered, the grant is {whole}" in failed.detail
 
 
@@ -319,8 +323,8 @@ async def test_a_room_that_is_given_up_halfway_gives_every_component_back_and_th
         it.send(2, 600, chunk=250)
         slots = (await it.ready(2)).slots
         it.expected.over(it.arena.mapping.array.copy())  # what the first one has left is nobody's
-        for each in it.components:
-            pool, own = it.expected.by_name[each.name], slots[each.name][: each.rows(600)]
+        for component in it.components:
+            pool, own = it.expected.by_name[component.name], slots[component.name][: component.rows(600)]
             for kind, layer, head in pool.model.rows():
-                right = it.source.by_name[each.name].read(kind, layer, head, it.sent[2].slots[each.name])
+                right = it.source.by_name[component.name].read(kind, layer, head, it.sent[2].slots[component.name])
                 assert (pool.read(kind, layer, head, own) == right).all()

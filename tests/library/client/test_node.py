@@ -544,7 +544,7 @@ async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_na
         it.expect(1)
         it.send(1)
         await it.ready(1)
-        assert [each.is_socket() for each in (tmp_path / "sockets").iterdir()] == [True]
+        assert [path.is_socket() for path in (tmp_path / "sockets").iterdir()] == [True]
     assert list((tmp_path / "sockets").iterdir()) == []
 
 
@@ -724,8 +724,8 @@ async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
         await node.close()
 
 
-def replace_identity(it: Nodes, *, node: str) -> Any:
-    return msgspec.structs.replace(it.decode.core.prefill_peers.identity, node=node, incarnation=77)
+def replace_identity(nodes: Nodes, *, node: str) -> Any:
+    return msgspec.structs.replace(nodes.decode.core.prefill_peers.identity, node=node, incarnation=77)
 
 
 @on_loop

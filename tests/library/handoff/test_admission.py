@@ -38,14 +38,14 @@ def test_rooms_are_admitted_in_the_order_in_which_they_came() -> None:
 def test_a_large_head_is_not_overtaken_by_a_small_room_that_would_fit() -> None:
     queue, arena = admission()
     queue.enqueue(1, demand(40))
-    held = queue.admit(0.0)
-    assert held is not None
+    holding = queue.admit(0.0)
+    assert holding is not None
     queue.enqueue(2, demand(40))
     queue.enqueue(3, demand(4))
     assert queue.admit(0.0) is None
     assert queue.head() == 2
     assert len(queue) == 2
-    arena.drop(held)
+    arena.drop(holding)
     assert queue.admit(0.0) is not None
     assert queue.head() == 3
 
@@ -85,9 +85,9 @@ def test_the_hint_grows_with_the_time_between_admissions_of_those_who_waited() -
     for room in range(100):
         queue.enqueue(room, demand(64))
     for turn in range(50):
-        held = queue.admit(turn * 3.0)
-        assert held is not None
-        arena.drop(held)
+        holding = queue.admit(turn * 3.0)
+        assert holding is not None
+        arena.drop(holding)
     assert 3_000 < queue.retry_ms < 3_000 * 5
 
 
@@ -95,9 +95,9 @@ def test_an_idle_hour_does_not_count_as_a_slow_queue() -> None:
     queue, arena = admission()
     for hour in range(3):
         queue.enqueue(hour, demand(1))
-        held = queue.admit(hour * 3600.0)
-        assert held is not None
-        arena.drop(held)
+        holding = queue.admit(hour * 3600.0)
+        assert holding is not None
+        arena.drop(holding)
     assert queue.retry_ms == 100
     queue.enqueue(7, demand(1))
     queue.enqueue(8, demand(100))
@@ -113,11 +113,11 @@ def test_bytes_in_flight_hold_the_next_room_back_until_they_have_landed() -> Non
     first = demand(1, 600)
     queue.enqueue(1, first)
     queue.enqueue(2, demand(1, 401))
-    held = queue.admit(0.0)
-    assert held is not None
+    holding = queue.admit(0.0)
+    assert holding is not None
     assert queue.inflight_bytes == 600
     assert queue.admit(0.0) is None
-    queue.landed(first, held)
+    queue.landed(first, holding)
     assert queue.admit(0.0) is not None
     assert queue.inflight_bytes == 401
 
@@ -127,10 +127,10 @@ def test_a_room_larger_than_the_bound_on_bytes_in_flight_goes_alone() -> None:
     small, large = demand(1, 10), demand(1, 5000)
     queue.enqueue(1, small)
     queue.enqueue(2, large)
-    held = queue.admit(0.0)
-    assert held is not None
+    holding = queue.admit(0.0)
+    assert holding is not None
     assert queue.admit(0.0) is None
-    queue.landed(small, held)
+    queue.landed(small, holding)
     assert queue.admit(0.0) is not None
 
 
@@ -138,11 +138,11 @@ def test_bytes_cannot_land_twice() -> None:
     queue, _ = admission()
     once = demand(1, 10)
     queue.enqueue(1, once)
-    held = queue.admit(0.0)
-    assert held is not None
-    queue.landed(once, held)
+    holding = queue.admit(0.0)
+    assert holding is not None
+    queue.landed(once, holding)
     with pytest.raises(AssertionError):
-        queue.landed(once, held)
+        queue.landed(once, holding)
 
 
 def test_a_head_that_waits_is_looked_up_again_only_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,10 @@ def kv(**changes: Any) -> tuple[Component, ...]:
 
 
 def planes(**changes: Any) -> Layout:
-    held = ARENA[0].layout
-    return Layout(tuple(msgspec.structs.replace(plane, **changes) for plane in held.planes), held.page_size, held.slots)
+    layout = ARENA[0].layout
+    return Layout(
+        tuple(msgspec.structs.replace(plane, **changes) for plane in layout.planes), layout.page_size, layout.slots
+    )
 
 
 NEXT_STAGE = Layout(
@@ -554,7 +556,7 @@ def test_slots_that_are_granted_once_are_all_that_one_can_make_a_prefill_remembe
     end = PrefillEnd()
     end.up(HOSTILE, D2)
     for number, at in enumerate((0, 8), 1):
-        parts = (part(extents=tuple((at + each, 1) for each in range(8))),)
+        parts = (part(extents=tuple((at + index, 1) for index in range(8))),)
         assert sent(end.receive(grant(number, number, session=HOSTILE, parts=parts), peer=D2), Granted)
     effects = end.receive(grant(3, 99, session=HOSTILE, parts=(part(extents=((15, 8),)),)), peer=D2)
     assert "overlap" in refusal(effects)

@@ -34,7 +34,7 @@ def test_few_earlier_incarnations_are_kept() -> None:
     peer = Liveness(LIMITS, now=0.0, incarnation=0)
     for incarnation in range(1, EARLIER_INCARNATIONS_MAX + 2):
         peer.restarted(incarnation, now=0.0)
-    assert [peer.late(each, now=0.0) for each in range(3)] == [False, True, True]
+    assert [peer.late(index, now=0.0) for index in range(3)] == [False, True, True]
 
 
 @pytest.mark.parametrize("silence_ms", [None, 30_000])

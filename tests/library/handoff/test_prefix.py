@@ -61,7 +61,7 @@ class Room:
     @property
     def chain(self) -> list[tuple]:
         full = len(self.prompt) // BLOCK
-        return [(self.salt, self.prompt[: BLOCK * (at + 1)]) for at in range(full)]
+        return [(self.salt, self.prompt[: BLOCK * (index + 1)]) for index in range(full)]
 
 
 class ShareAndEvict(RuleBasedStateMachine):
@@ -99,10 +99,10 @@ class ShareAndEvict(RuleBasedStateMachine):
 
     def write(self, room: Room, *, first: bool) -> None:
         """What crosses: all rows of the prompt but those of the prefix."""
-        for at, each in enumerate(COMPONENTS):
+        for index, each in enumerate(COMPONENTS):
             held = room.shared * BLOCK // each.tokens_per_row if each.span.kind == "all" else 0
             for row in range(held, each.rows(len(room.prompt))):
-                self.memory[at][room.slots[at][row]] = self.content(room, at, row) if first else None
+                self.memory[index][room.slots[index][row]] = self.content(room, index, row) if first else None
 
     # What happens
 
@@ -111,11 +111,11 @@ class ShareAndEvict(RuleBasedStateMachine):
         salt=st.sampled_from(SALTS),
     )  # fmt: skip
     def lease(self, blocks: list[int], rest: int, growth: int, salt: bytes) -> None:
-        prompt = tuple(token for each in blocks for token in [each] * BLOCK) + (7,) * rest
+        prompt = tuple(token for block in blocks for token in [block] * BLOCK) + (7,) * rest
         if not prompt:
             return
-        chain = [(salt, prompt[: BLOCK * (at + 1)]) for at in range(len(blocks))]
-        shared = next((at for at, each in enumerate(chain) if each not in self.used), len(chain))
+        chain = [(salt, prompt[: BLOCK * (index + 1)]) for index in range(len(blocks))]
+        shared = next((index for index, each in enumerate(chain) if each not in self.used), len(chain))
         keys = self.cache.keys(ids(prompt), salt)
         rows = rows_of(len(prompt) + growth)
         idle = self.idle - sum(not self.claims(each) for each in chain[:shared])
@@ -139,7 +139,7 @@ class ShareAndEvict(RuleBasedStateMachine):
         room.slots = [
             slots_of(extents, count=count).tolist() for extents, count in zip(holding.extents, rows, strict=True)
         ]
-        assert [len(each) for each in room.slots] == rows
+        assert [len(slot) for slot in room.slots] == rows
         holding.claims += 1
         self.write(room, first=False)
 
@@ -156,7 +156,7 @@ class ShareAndEvict(RuleBasedStateMachine):
         room.leases = 0
         assert not self.cache.drop(room.holding)
         chain = room.chain
-        there = next((at for at, each in enumerate(chain) if each not in self.used), len(chain))
+        there = next((index for index, each in enumerate(chain) if each not in self.used), len(chain))
         room.holding.blocks = list(room.holding.blocks)
         self.cache.keep(room.holding, self.cache.keys(ids(room.prompt), room.salt))
         room.kept = True
@@ -206,22 +206,22 @@ class ShareAndEvict(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_is_free_or_a_block_s_or_one_room_s(self) -> None:
-        for at, free in enumerate(self.cache.arena.free):
-            held = [slot for room in self.rooms for slot in slots_of(room.holding.own[at]).tolist()]
+        for index, free in enumerate(self.cache.arena.free):
+            held = [slot for room in self.rooms for slot in slots_of(room.holding.own[index]).tolist()]
             for block in self.cache._blocks.values():
-                held += [slot for start, count in block.runs[at] for slot in range(start, start + count)]
+                held += [slot for start, count in block.runs[index] for slot in range(start, start + count)]
             assert len(held) == len(set(held)), "two own a slot"
             assert len(held) + free.free_slots == free.slots
 
     @invariant()
     def a_room_reads_what_its_prompt_names(self) -> None:
         for room in self.rooms:
-            for at, each in enumerate(COMPONENTS):
+            for index, each in enumerate(COMPONENTS):
                 full = each.rows(len(room.prompt))
                 rows = full if room.kept else room.shared * BLOCK // each.tokens_per_row
                 if each.span.kind == "all":
-                    assert [self.memory[at][slot] for slot in room.slots[at][:rows]] == [
-                        self.content(room, at, row) for row in range(rows)
+                    assert [self.memory[index][slot] for slot in room.slots[index][:rows]] == [
+                        self.content(room, index, row) for row in range(rows)
                     ]
 
     def teardown(self) -> None:
@@ -242,8 +242,8 @@ def test_keys_are_equal_exactly_as_far_as_the_prompts_are(one: list[int], other:
     root = root_key("m", b"w", b"")
     first, second = (block_keys(root, ids(each), block_tokens=3, blocks_max=100) for each in (one, other))
     assert (len(first), len(second)) == (len(one) // 3, len(other) // 3)
-    for at, (a, b) in enumerate(zip(first, second, strict=False)):
-        assert (a == b) == (one[: 3 * at + 3] == other[: 3 * at + 3])
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        assert (a == b) == (one[: 3 * index + 3] == other[: 3 * index + 3])
 
 
 def test_equal_tokens_of_another_model_weights_or_salt_share_nothing() -> None:
@@ -349,12 +349,12 @@ def test_what_is_left_is_reported_in_tokens_whichever_component_is_scarce() -> N
 
 
 def test_of_a_single_component_tokens_left_are_its_slots_and_only_those_with_memory_count() -> None:
-    one = PrefixCache(SlotAllocator(COMPONENTS[:1], 30 * 8), Limits(), model="m", weights=b"w")
-    assert (one.scarcest(enable_hisparse=False), one.tokens_of(7 * 8)) == ((30, 30), 7)
-    assert one.allocate([7], []) is not None
-    assert one.scarcest(enable_hisparse=False) == (22, 30)  # whole pages of 2
-    one.arena.grow(80 * 8)
-    assert one.scarcest(enable_hisparse=False) == (72, 80)
+    prefix_cache = PrefixCache(SlotAllocator(COMPONENTS[:1], 30 * 8), Limits(), model="m", weights=b"w")
+    assert (prefix_cache.scarcest(enable_hisparse=False), prefix_cache.tokens_of(7 * 8)) == ((30, 30), 7)
+    assert prefix_cache.allocate([7], []) is not None
+    assert prefix_cache.scarcest(enable_hisparse=False) == (22, 30)  # whole pages of 2
+    prefix_cache.arena.grow(80 * 8)
+    assert prefix_cache.scarcest(enable_hisparse=False) == (72, 80)
     states = cache((component("state", 5, 1, 1, Span("once")),))
     assert states.allocate([1], []) is not None
     assert states.scarcest(enable_hisparse=False) == (4, 5)

@@ -105,7 +105,8 @@ def check_lands(
     for rank in grid.decode:
         (ready,) = rank.events_of(RoomReady)
         whole_bytes = sum(
-            each.bytes_of(each.rows(tokens) - prefix_rows(each, prefix)) for each in rank.components.values()
+            component.bytes_of(component.rows(tokens) - prefix_rows(component, prefix))
+            for component in rank.components.values()
         )
         assert isinstance(ready, RoomReady)
         assert grid.landed_right(rank, ready, tokens, prefix)
@@ -219,13 +220,13 @@ def test_shares_of_random_rectangles_cover_exactly_where_a_count_of_heads_is_giv
     kv = whole(model, data.draw(st.sampled_from(LAYOUTS)))
     edges = st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted).filter(lambda edge: edge[0] < edge[1])
     claims = [(*data.draw(edges), *data.draw(edges)) for _ in range(data.draw(st.integers(1, 4)))]
-    shares = {f"p{at}": share_of([kv], [Holds("kv", *claim)], 0) for at, claim in enumerate(claims)}
+    shares = {f"p{index}": share_of([kv], [Holds("kv", *claim)], 0) for index, claim in enumerate(claims)}
     senders = {
-        (layer, head): [at for at, (a, b, c, d) in enumerate(claims) if a <= layer < b and c <= head < d]
+        (layer, head): [index for index, (a, b, c, d) in enumerate(claims) if a <= layer < b and c <= head < d]
         for layer in model.layers
         for head in model.heads
     }
-    wrong = [place for place, at in senders.items() if len(at) != 1]
+    wrong = [place for place, sender in senders.items() if len(sender) != 1]
     text = uncovered([kv], shares)
     assert bool(text) == bool(wrong)
     if wrong:
@@ -234,11 +235,11 @@ def test_shares_of_random_rectangles_cover_exactly_where_a_count_of_heads_is_giv
             r"component 'kv' layers (.*) heads (.*): (?:more than one rank sends it: (.*)|no rank .*)", text
         )
         assert named is not None
-        layers, heads = ([int(at) for at in numbers(named[group])] for group in (1, 2))
-        assert {(one, other) for one in layers for other in heads} <= set(wrong)
+        layers, heads = ([int(number) for number in numbers(named[group])] for group in (1, 2))
+        assert {(layer, other) for layer in layers for other in heads} <= set(wrong)
         assert (layer, head) in itertools.product(layers, heads)
         if senders[layer, head]:
-            assert named[3].split(", ") == [f"p{at}" for at in senders[layer, head]]
+            assert named[3].split(", ") == [f"p{sender}" for sender in senders[layer, head]]
         else:
             assert named[3] is None
 

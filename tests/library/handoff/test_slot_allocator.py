@@ -287,7 +287,7 @@ def test_slots_below_are_the_first_pages_all_of_whose_bytes_are(name: str, page_
         name, kinds=("k", "v"), layers=2, heads=2, head_bytes=4, dtype="uint8", slots=16, page_size=page_size, base=8
     )
     ends = [
-        int(max(layout.address(at, slot) + plane.row_bytes for at, plane in enumerate(layout.planes)))
+        int(max(layout.address(index, slot) + plane.row_bytes for index, plane in enumerate(layout.planes)))
         for slot in range(layout.slots)
     ]
     below = [max(ends[page : page + page_size]) <= byte_count for page in range(0, layout.slots, page_size)]

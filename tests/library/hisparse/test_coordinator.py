@@ -31,19 +31,19 @@ EMPTY = (100, 2, 20)
 
 
 def test_a_long_request_gets_hot_places_and_one_for_the_newest_token() -> None:
-    here = Coordinator(CAPACITY)
-    placement = running(here, 1, tokens=20, growth=4)
+    coordinator = Coordinator(CAPACITY)
+    placement = running(coordinator, 1, tokens=20, growth=4)
     assert placement.device_slots.dtype == np.int64
     assert len(set(placement.device_slots.tolist())) == 8 + 1
     assert (placement.preload, placement.tokens) == (False, 20)
-    assert free(here) == (76, 1, 11)
+    assert free(coordinator) == (76, 1, 11)
 
 
 def test_a_short_request_gets_a_place_for_each_token_that_it_may_ever_have() -> None:
-    here = Coordinator(CAPACITY)
-    placement = running(here, 1, tokens=3, growth=2)
+    coordinator = Coordinator(CAPACITY)
+    placement = running(coordinator, 1, tokens=3, growth=2)
     assert (len(placement.device_slots), placement.preload) == (5 + 1, True)
-    assert free(here) == (95, 1, 14)
+    assert free(coordinator) == (95, 1, 14)
 
 
 @pytest.mark.parametrize(("tokens", "preload"), [(8, True), (9, False)])
@@ -53,40 +53,40 @@ def test_a_prompt_is_preloaded_where_it_fits_the_buffer_whatever_it_grows_to(tok
 
 
 def test_two_requests_share_no_row_and_no_device_slot() -> None:
-    here = Coordinator(CAPACITY)
-    one, two = running(here, 1), running(here, 2)
+    coordinator = Coordinator(CAPACITY)
+    one, two = running(coordinator, 1), running(coordinator, 2)
     assert one.row != two.row
     assert not set(one.device_slots.tolist()) & set(two.device_slots.tolist())
 
 
 def test_without_a_free_row_nothing_is_taken() -> None:
-    here = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=20, hot=8))
-    running(here, 1)
-    assert here.alloc_logical_only(2, tokens=5, growth=0)
-    before = free(here)
-    assert here.admit_direct(2, host(5)) is None
-    assert (free(here), here.state(2)) == (before, R.WAITING)
+    coordinator = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=20, hot=8))
+    running(coordinator, 1)
+    assert coordinator.alloc_logical_only(2, tokens=5, growth=0)
+    before = free(coordinator)
+    assert coordinator.admit_direct(2, host(5)) is None
+    assert (free(coordinator), coordinator.state(2)) == (before, R.WAITING)
 
 
 def test_without_device_slots_nothing_is_taken() -> None:
-    here = Coordinator(Capacity(rows=2, logical_tokens=100, device_slots=17, hot=8))
-    running(here, 1)
-    assert here.alloc_logical_only(2, tokens=20, growth=0)
-    before = free(here)
-    assert here.admit_direct(2, host(20)) is None
-    assert free(here) == before == (56, 1, 8)
+    coordinator = Coordinator(Capacity(rows=2, logical_tokens=100, device_slots=17, hot=8))
+    running(coordinator, 1)
+    assert coordinator.alloc_logical_only(2, tokens=20, growth=0)
+    before = free(coordinator)
+    assert coordinator.admit_direct(2, host(20)) is None
+    assert free(coordinator) == before == (56, 1, 8)
 
 
 def test_logical_tokens_are_reserved_before_anything_has_landed() -> None:
-    here = Coordinator(CAPACITY)
-    assert here.alloc_logical_only(1, tokens=60, growth=10)
-    assert not here.alloc_logical_only(2, tokens=30, growth=1)
-    assert here.state(2) is None
-    assert here.alloc_logical_only(3, tokens=30, growth=0)
-    assert free(here) == (0, 2, 20)
-    here.retract(1, drop=True)
-    assert here.collect() == [], "it never had host slots"
-    assert here.alloc_logical_only(2, tokens=30, growth=1)
+    coordinator = Coordinator(CAPACITY)
+    assert coordinator.alloc_logical_only(1, tokens=60, growth=10)
+    assert not coordinator.alloc_logical_only(2, tokens=30, growth=1)
+    assert coordinator.state(2) is None
+    assert coordinator.alloc_logical_only(3, tokens=30, growth=0)
+    assert free(coordinator) == (0, 2, 20)
+    coordinator.retract(1, drop=True)
+    assert coordinator.collect() == [], "it never had host slots"
+    assert coordinator.alloc_logical_only(2, tokens=30, growth=1)
 
 
 @pytest.mark.parametrize(
@@ -100,20 +100,20 @@ def test_logical_tokens_are_reserved_before_anything_has_landed() -> None:
 )
 def test_what_could_never_run_is_refused_by_the_name_of_the_resource(capacity: dict[str, int], words: str) -> None:
     sizes = {"rows": 2, "logical_tokens": 100, "device_slots": 20, "hot": 8, "top_k": 4} | capacity
-    here = Coordinator(Capacity(**sizes))
-    assert here.alloc_logical_only(1, tokens=3, growth=2), "another request is not disturbed"
-    before = free(here)
+    coordinator = Coordinator(Capacity(**sizes))
+    assert coordinator.alloc_logical_only(1, tokens=3, growth=2), "another request is not disturbed"
+    before = free(coordinator)
     with pytest.raises(CapacityError, match=re.escape(words)) as refused:
-        here.alloc_logical_only(2, tokens=20, growth=4)
+        coordinator.alloc_logical_only(2, tokens=20, growth=4)
     assert refused.value.retry_ms is None
-    assert (free(here), here.state(2)) == (before, None)
-    assert here.admit_direct(1, host(5)) is not None
+    assert (free(coordinator), coordinator.state(2)) == (before, None)
+    assert coordinator.admit_direct(1, host(5)) is not None
 
 
 def test_exactly_what_there_is_can_be_had() -> None:
-    here = Coordinator(Capacity(rows=1, logical_tokens=24, device_slots=9, hot=8, top_k=8, host_slots=24))
-    running(here, 1, tokens=20, growth=4)
-    assert free(here) == (0, 0, 0)
+    coordinator = Coordinator(Capacity(rows=1, logical_tokens=24, device_slots=9, hot=8, top_k=8, host_slots=24))
+    running(coordinator, 1, tokens=20, growth=4)
+    assert free(coordinator) == (0, 0, 0)
 
 
 def test_a_top_k_beyond_the_buffer_is_no_matter_where_every_token_has_a_place() -> None:
@@ -121,196 +121,196 @@ def test_a_top_k_beyond_the_buffer_is_no_matter_where_every_token_has_a_place() 
 
 
 def test_host_slots_have_to_suffice_for_growth() -> None:
-    here = Coordinator(CAPACITY)
-    assert here.alloc_logical_only(1, tokens=20, growth=4)
-    before = free(here)
+    coordinator = Coordinator(CAPACITY)
+    assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
+    before = free(coordinator)
     with pytest.raises(CapacityError, match="host slots of this request: 24 wanted, 23 available"):
-        here.admit_direct(1, host(23))
-    assert (free(here), here.state(1)) == (before, R.RESERVED)
-    assert here.admit_direct(1, host(24)) is not None
+        coordinator.admit_direct(1, host(23))
+    assert (free(coordinator), coordinator.state(1)) == (before, R.RESERVED)
+    assert coordinator.admit_direct(1, host(24)) is not None
 
 
 @pytest.mark.parametrize("slots", [host(24).astype(np.int32), host(24).reshape(2, 12), host(24, -1), host(24, 50)])
 def test_host_slots_that_are_none_are_refused(slots: np.ndarray) -> None:
-    here = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=20, hot=8, host_slots=73))
-    assert here.alloc_logical_only(1, tokens=20, growth=4)
+    coordinator = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=20, hot=8, host_slots=73))
+    assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
     with pytest.raises(LocalProtocolError, match="host slots"):
-        here.admit_direct(1, slots)
-    assert here.admit_direct(1, host(24, 49)) is not None
+        coordinator.admit_direct(1, slots)
+    assert coordinator.admit_direct(1, host(24, 49)) is not None
 
 
 def test_host_slots_below_zero_are_refused_where_nobody_knows_the_pool() -> None:
-    here = Coordinator(CAPACITY)
-    assert here.alloc_logical_only(1, tokens=20, growth=4)
+    coordinator = Coordinator(CAPACITY)
+    assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
     with pytest.raises(LocalProtocolError, match="host slots: -1 to 22"):
-        here.admit_direct(1, host(24, -1))
-    assert here.admit_direct(1, host(24, 1 << 40)) is not None
+        coordinator.admit_direct(1, host(24, -1))
+    assert coordinator.admit_direct(1, host(24, 1 << 40)) is not None
 
 
 def test_nobody_grows_beyond_what_was_admitted() -> None:
-    here = Coordinator(CAPACITY)
-    running(here, 1, tokens=20, growth=2)
-    here.grow(1)
-    assert here.remaining(1) == 1
-    here.grow(1)
+    coordinator = Coordinator(CAPACITY)
+    running(coordinator, 1, tokens=20, growth=2)
+    coordinator.grow(1)
+    assert coordinator.remaining(1) == 1
+    coordinator.grow(1)
     with pytest.raises(LocalProtocolError, match="request 1 has all of its 22 tokens"):
-        here.grow(1)
+        coordinator.grow(1)
 
 
 def test_a_retracted_request_keeps_its_tokens_and_host_slots_and_goes_on_with_what_it_has() -> None:
-    here = Coordinator(CAPACITY)
-    assert running(here, 1, tokens=7, growth=4).preload
-    here.grow(1)
-    here.grow(1)
-    here.retract(1)
-    assert here.collect() == []
-    assert (free(here), here.state(1)) == ((89, 2, 20), R.RETRACTED)
-    again = here.admit_direct(1)
+    coordinator = Coordinator(CAPACITY)
+    assert running(coordinator, 1, tokens=7, growth=4).preload
+    coordinator.grow(1)
+    coordinator.grow(1)
+    coordinator.retract(1)
+    assert coordinator.collect() == []
+    assert (free(coordinator), coordinator.state(1)) == ((89, 2, 20), R.RETRACTED)
+    again = coordinator.admit_direct(1)
     assert again is not None
     assert (again.tokens, again.preload) == (9, False)
-    assert here.remaining(1) == 2
+    assert coordinator.remaining(1) == 2
 
 
 def test_a_readmitted_request_reads_where_it_has_landed() -> None:
-    here = Coordinator(CAPACITY)
-    running(here, 1)
-    here.retract(1)
-    here.collect()
+    coordinator = Coordinator(CAPACITY)
+    running(coordinator, 1)
+    coordinator.retract(1)
+    coordinator.collect()
     with pytest.raises(LocalProtocolError, match="request 1 has landed in other host slots"):
-        here.admit_direct(1, host(24, 500))
-    assert here.admit_direct(1, host(24, 0)) is not None
+        coordinator.admit_direct(1, host(24, 500))
+    assert coordinator.admit_direct(1, host(24, 0)) is not None
 
 
 def test_nothing_of_a_finished_request_comes_back_before_its_event() -> None:
-    here, event = Coordinator(CAPACITY), Switch()
-    running(here, 1)
-    here.finish(1, after=event)
-    assert here.collect() == []
-    assert free(here) == (76, 1, 11)
+    coordinator, event = Coordinator(CAPACITY), Switch()
+    running(coordinator, 1)
+    coordinator.finish(1, after=event)
+    assert coordinator.collect() == []
+    assert free(coordinator) == (76, 1, 11)
     event.fired = True
-    assert here.collect() == [1]
-    assert free(here) == EMPTY
-    assert here.collect() == []
+    assert coordinator.collect() == [1]
+    assert free(coordinator) == EMPTY
+    assert coordinator.collect() == []
 
 
 def test_a_finished_request_waits_forevery_backup_of_a_newest_token() -> None:
-    here, backups = Coordinator(CAPACITY), [Switch(), Switch(), Switch()]
-    running(here, 1)
+    coordinator, backups = Coordinator(CAPACITY), [Switch(), Switch(), Switch()]
+    running(coordinator, 1)
     for backup in backups:
-        here.grow(1, after=backup)
-    here.finish(1)
+        coordinator.grow(1, after=backup)
+    coordinator.finish(1)
     for backup in reversed(backups):
-        assert here.collect() == []
+        assert coordinator.collect() == []
         backup.fired = True
-    assert here.collect() == [1]
+    assert coordinator.collect() == [1]
 
 
 def test_a_row_that_was_retracted_is_nobodys_before_its_event_nor_its_own() -> None:
-    here, event = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=9, hot=8)), Switch()
-    running(here, 1)
-    here.retract(1, after=event)
-    assert here.alloc_logical_only(2, tokens=20, growth=0)
+    coordinator, event = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=9, hot=8)), Switch()
+    running(coordinator, 1)
+    coordinator.retract(1, after=event)
+    assert coordinator.alloc_logical_only(2, tokens=20, growth=0)
     for _ in range(2):
-        here.collect()
-        assert here.admit_direct(2, host(20)) is None
-        assert here.admit_direct(1) is None
+        coordinator.collect()
+        assert coordinator.admit_direct(2, host(20)) is None
+        assert coordinator.admit_direct(1) is None
     event.fired = True
-    assert here.admit_direct(2) is None, "collect() takes it back, nothing else does"
-    here.collect()
-    assert here.admit_direct(2) is not None
+    assert coordinator.admit_direct(2) is None, "collect() takes it back, nothing else does"
+    coordinator.collect()
+    assert coordinator.admit_direct(2) is not None
 
 
 def test_a_request_dropped_while_it_is_still_read_waits_for_the_event_of_its_retract() -> None:
-    here, event = Coordinator(CAPACITY), Switch()
-    running(here, 1)
-    here.retract(1, after=event)
-    here.retract(1, drop=True)
-    assert here.collect() == []
+    coordinator, event = Coordinator(CAPACITY), Switch()
+    running(coordinator, 1)
+    coordinator.retract(1, after=event)
+    coordinator.retract(1, drop=True)
+    assert coordinator.collect() == []
     event.fired = True
-    assert here.collect() == [1]
-    assert here.is_idle
+    assert coordinator.collect() == [1]
+    assert coordinator.is_idle
 
 
 def test_a_hold_keeps_what_a_waiting_request_has() -> None:
-    here, event = Coordinator(CAPACITY), Switch()
-    assert here.alloc_logical_only(1, tokens=5, growth=0)
-    here.land(1, host(5))
-    here.hold(1, after=event)
-    assert here.admit_direct(1) is None
-    here.retract(1, drop=True)
-    assert here.collect() == []
+    coordinator, event = Coordinator(CAPACITY), Switch()
+    assert coordinator.alloc_logical_only(1, tokens=5, growth=0)
+    coordinator.land(1, host(5))
+    coordinator.hold(1, after=event)
+    assert coordinator.admit_direct(1) is None
+    coordinator.retract(1, drop=True)
+    assert coordinator.collect() == []
     event.fired = True
-    assert here.collect() == [1]
+    assert coordinator.collect() == [1]
 
 
 def test_a_late_event_of_an_end_that_is_reported_again_counts() -> None:
-    here, first, second = Coordinator(CAPACITY), Switch(), Switch()
-    running(here, 1)
-    here.finish(1, after=first)
-    here.retract(1, after=second)
+    coordinator, first, second = Coordinator(CAPACITY), Switch(), Switch()
+    running(coordinator, 1)
+    coordinator.finish(1, after=first)
+    coordinator.retract(1, after=second)
     first.fired = True
-    assert here.collect() == []
+    assert coordinator.collect() == []
     second.fired = True
-    assert here.collect() == [1]
+    assert coordinator.collect() == [1]
 
 
 def test_an_event_that_cannot_be_asked_gives_nothing_back_and_loses_nothing() -> None:
-    here, event = Coordinator(CAPACITY), Switch()
-    running(here, 1)
-    running(here, 2, tokens=3, growth=1)
-    here.finish(1)
-    here.finish(2, after=event)
+    coordinator, event = Coordinator(CAPACITY), Switch()
+    running(coordinator, 1)
+    running(coordinator, 2, tokens=3, growth=1)
+    coordinator.finish(1)
+    coordinator.finish(2, after=event)
     event.broken = True
     with pytest.raises(OSError, match="fallen off"):
-        here.collect()
+        coordinator.collect()
     event.broken, event.fired = False, True
-    assert here.collect() == [1, 2]
+    assert coordinator.collect() == [1, 2]
 
 
 def test_an_event_is_kept_though_an_older_one_cannot_be_asked() -> None:
-    here, old, new = Coordinator(CAPACITY), Switch(), Switch()
-    running(here, 1)
-    here.grow(1, after=old)
+    coordinator, old, new = Coordinator(CAPACITY), Switch(), Switch()
+    running(coordinator, 1)
+    coordinator.grow(1, after=old)
     old.broken = True
     with pytest.raises(OSError, match="fallen off"):
-        here.finish(1, after=new)
+        coordinator.finish(1, after=new)
     old.broken, old.fired = False, True
-    assert here.collect() == []
+    assert coordinator.collect() == []
     new.fired = True
-    assert here.collect() == [1]
+    assert coordinator.collect() == [1]
 
 
 def test_events_that_have_fired_are_forgotten_while_a_request_runs() -> None:
-    here = Coordinator(Capacity(rows=1, logical_tokens=2_000, device_slots=20, hot=8))
-    running(here, 1, tokens=20, growth=1_000)
+    coordinator = Coordinator(Capacity(rows=1, logical_tokens=2_000, device_slots=20, hot=8))
+    running(coordinator, 1, tokens=20, growth=1_000)
     for _ in range(1_000):
         event = Switch()
-        here.grow(1, after=event)
+        coordinator.grow(1, after=event)
         event.fired = True
-    assert len(here._entries[1].holds) == 1
+    assert len(coordinator._entries[1].holds) == 1
 
 
 def test_every_call_may_be_repeated() -> None:
-    here, event = Coordinator(CAPACITY), Switch()
+    coordinator, event = Coordinator(CAPACITY), Switch()
     for _ in range(2):
-        assert here.alloc_logical_only(1, tokens=20, growth=4)
-        here.land(1, host(24))
-    placement = here.admit_direct(1, host(24))
-    assert here.admit_direct(1, host(24)) is placement
+        assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
+        coordinator.land(1, host(24))
+    placement = coordinator.admit_direct(1, host(24))
+    assert coordinator.admit_direct(1, host(24)) is placement
     for _ in range(2):
-        here.retract(1, after=event)
+        coordinator.retract(1, after=event)
     event.fired = True
     for _ in range(2):
-        assert here.collect() == []
-    assert free(here) == (76, 2, 20)
+        assert coordinator.collect() == []
+    assert free(coordinator) == (76, 2, 20)
     for _ in range(2):
-        here.finish(1)
-        here.retract(1, drop=True)
-    assert [here.collect(), here.collect()] == [[1], []]
-    here.finish(1)
-    here.retract(1)
-    here.retract(1, drop=True)
-    assert (free(here), here.collect(), here.is_idle) == (EMPTY, [], True)
+        coordinator.finish(1)
+        coordinator.retract(1, drop=True)
+    assert [coordinator.collect(), coordinator.collect()] == [[1], []]
+    coordinator.finish(1)
+    coordinator.retract(1)
+    coordinator.retract(1, drop=True)
+    assert (free(coordinator), coordinator.collect(), coordinator.is_idle) == (EMPTY, [], True)
 
 
 CALLS = {
@@ -339,84 +339,88 @@ REPEATED = {  # what changes nothing where it has happened
 def test_a_call_is_legal_where_the_table_has_it_and_elsewhere_changes_nothing(
     state: SparseRequest, event: SparseRequestEvent
 ) -> None:
-    here = Coordinator(CAPACITY)
-    assert here.alloc_logical_only(1, tokens=20, growth=4)
+    coordinator = Coordinator(CAPACITY)
+    assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
     for word in PATHS[state].split():
-        CALLS[SparseRequestEvent(word)](here)
+        CALLS[SparseRequestEvent(word)](coordinator)
         if word == "retract":
-            here.collect()
-    assert here.state(1) is state
-    before = free(here)
+            coordinator.collect()
+    assert coordinator.state(1) is state
+    before = free(coordinator)
     if (state, event) in SPARSE_REQUEST or (state, event.value) in REPEATED:
-        CALLS[event](here)
-        assert here.state(1) is SPARSE_REQUEST.get((state, event), state)
+        CALLS[event](coordinator)
+        assert coordinator.state(1) is SPARSE_REQUEST.get((state, event), state)
     else:
         with pytest.raises(LocalProtocolError, match=f"request 1 is {state.value}: it cannot {event.value}"):
-            CALLS[event](here)
-        assert (here.state(1), free(here)) == (state, before)
+            CALLS[event](coordinator)
+        assert (coordinator.state(1), free(coordinator)) == (state, before)
 
 
 def test_who_is_not_known_cannot_land_run_or_grow() -> None:
-    here = Coordinator(CAPACITY)
-    for call in (lambda: here.land(7, host(5)), lambda: here.admit_direct(7), lambda: here.grow(7)):
+    coordinator = Coordinator(CAPACITY)
+    for call in (
+        lambda: coordinator.land(7, host(5)),
+        lambda: coordinator.admit_direct(7),
+        lambda: coordinator.grow(7),
+    ):
         with pytest.raises(LocalProtocolError, match="request 7 is not known"):
             call()
 
 
 def test_only_who_runs_grows() -> None:
-    here = Coordinator(CAPACITY)
-    running(here, 1)
-    here.retract(1)
+    coordinator = Coordinator(CAPACITY)
+    running(coordinator, 1)
+    coordinator.retract(1)
     with pytest.raises(LocalProtocolError, match="request 1 is retracted: it does not grow"):
-        here.grow(1)
+        coordinator.grow(1)
 
 
 def test_a_number_is_not_used_for_another_request() -> None:
-    here = Coordinator(CAPACITY)
-    running(here, 1, tokens=20, growth=4)
+    coordinator = Coordinator(CAPACITY)
+    running(coordinator, 1, tokens=20, growth=4)
     with pytest.raises(LocalProtocolError, match="request 1 is running, with 24 tokens in all"):
-        here.alloc_logical_only(1, tokens=20, growth=5)
-    here.finish(1)
+        coordinator.alloc_logical_only(1, tokens=20, growth=5)
+    coordinator.finish(1)
     with pytest.raises(LocalProtocolError, match="request 1 is finished"):
-        here.alloc_logical_only(1, tokens=20, growth=4)
+        coordinator.alloc_logical_only(1, tokens=20, growth=4)
 
 
 def test_idle_means_that_all_of_it_is_back() -> None:
-    here, event = Coordinator(CAPACITY), Switch()
-    assert here.is_idle
-    assert here.alloc_logical_only(1, tokens=20, growth=4)
-    assert not here.is_idle
-    assert here.admit_direct(1, host(24)) is not None
-    here.finish(1, after=event)
-    assert not here.is_idle
+    coordinator, event = Coordinator(CAPACITY), Switch()
+    assert coordinator.is_idle
+    assert coordinator.alloc_logical_only(1, tokens=20, growth=4)
+    assert not coordinator.is_idle
+    assert coordinator.admit_direct(1, host(24)) is not None
+    coordinator.finish(1, after=event)
+    assert not coordinator.is_idle
     event.fired = True
-    assert not here.is_idle, "not before it was collected"
-    here.collect()
-    assert here.is_idle
+    assert not coordinator.is_idle, "not before it was collected"
+    coordinator.collect()
+    assert coordinator.is_idle
 
 
 @pytest.mark.parametrize("leak", ["_rows", "_device", "logical_free"])
 def test_the_idle_check_finds_what_leaked(leak: str) -> None:
-    here = Coordinator(CAPACITY)
+    coordinator = Coordinator(CAPACITY)
     match leak:
         case "_rows":
-            here._rows.pop()
+            coordinator._rows.pop()
         case "_device":
-            here._device.allocate(1)
+            coordinator._device.allocate(1)
         case _:
-            here.logical_free -= 1
+            coordinator.logical_free -= 1
     with pytest.raises(AssertionError, match="idle, and"):
-        _ = here.is_idle
+        _ = coordinator.is_idle
 
 
 def test_what_is_on_its_way_back_counts_as_not_lacking() -> None:
-    here, event = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=9, hot=8)), Switch()
-    running(here, 1)
-    assert here.alloc_logical_only(2, tokens=20, growth=0)
-    assert here.lacking(2) == (1, 9)
-    here.retract(1, after=event)
-    assert here.lacking(2) == (0, 0)
-    assert not here.fits_now(2)
+    coordinator, event = Coordinator(Capacity(rows=1, logical_tokens=100, device_slots=9, hot=8)), Switch()
+    running(coordinator, 1)
+    assert coordinator.alloc_logical_only(2, tokens=20, growth=0)
+    assert coordinator.lacking(2) == (1, 9)
+    coordinator.retract(1, after=event)
+    assert coordinator.lacking(2) == (0, 0)
+    assert not coordinator.fits_now(2)
 
 
 @pytest.mark.parametrize("name", ["rows", "logical_tokens", "device_slots", "hot", "top_k"])

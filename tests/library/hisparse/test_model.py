@@ -70,9 +70,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def free(self) -> tuple[int, int, int]:
         models = self.models.values()
         return (
-            self.capacity.logical_tokens - sum(each.total for each in models),
-            self.capacity.rows - sum(each.row is not None for each in models),
-            self.capacity.device_slots - sum(len(each.slots) for each in models),
+            self.capacity.logical_tokens - sum(model.total for model in models),
+            self.capacity.rows - sum(model.row is not None for model in models),
+            self.capacity.device_slots - sum(len(model.slots) for model in models),
         )
 
     @rule(tokens=tokens, growth=growths)
@@ -119,17 +119,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert (placement is not None) == bool(model.state is R.RUNNING or fits)
         if placement is None:
             return
-        own = set(placement.device_slots.tolist())
-        assert len(own) == places + 1 == len(placement.device_slots)
+        device_slots = set(placement.device_slots.tolist())
+        assert len(device_slots) == places + 1 == len(placement.device_slots)
         if model.state is R.RUNNING:
-            assert (placement.row, own) == (model.row, model.slots)
+            assert (placement.row, device_slots) == (model.row, model.slots)
             return
         for other in self.models.values():
             assert placement.row != other.row, "a row that somebody has, or that is still in use"
-            assert not own & other.slots, "a device slot that somebody has, or that is still in use"
-        assert own <= set(range(self.capacity.device_slots))
+            assert not device_slots & other.slots, "a device slot that somebody has, or that is still in use"
+        assert device_slots <= set(range(self.capacity.device_slots))
         assert (placement.tokens, placement.preload) == (model.tokens, model.tokens <= places)
-        model.state, model.row, model.slots, model.events = R.RUNNING, placement.row, own, []
+        model.state, model.row, model.slots, model.events = R.RUNNING, placement.row, device_slots, []
 
     @precondition(lambda self: self.models)
     @rule(at=picks, event=events)

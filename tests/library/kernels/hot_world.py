@@ -122,14 +122,14 @@ class World:
         lengths = [len(self.tokens[row]) for row in rows]
         given = self.there([*rows, *[-1] * padding], dtype), self.there([*lengths, *[7] * padding], dtype)
         real = self.there([len(rows)])
-        for at, layers in enumerate(self.groups):
+        for index, layers in enumerate(self.groups):
             top = int(self.random.integers(1, self.top + 1))
             picked = np.full((len(rows) + padding, top), 3)
             for request, length in enumerate(lengths):
                 window = self.random.integers(1, length + 1)
                 picked[request] = length - 1 - self.random.integers(0, window, top)
                 picked[request, self.random.random(top) < 0.1] = -1
-            slots = _looked_at(self.pool.swap_in(at, self.there(picked, dtype), given[1], given[0], real=real))
+            slots = _looked_at(self.pool.swap_in(index, self.there(picked, dtype), given[1], given[0], real=real))
             self.device.look()
             assert (slots[len(rows) :] == -1).all()
             for request, row in enumerate(rows):

@@ -26,7 +26,7 @@ def _drawn(rows: int, width: int, seed: int) -> torch.Tensor:
 def case(rows: int, parts: tuple[int, int], dtype: torch.dtype, loc_dtype: torch.dtype, gap: int = 0) -> list[Any]:
     """Buffer, loc, nope, rope; a gap is elements between rows, which nobody may touch."""
     buffer = drawn((SLOTS, sum(parts) + gap), dtype, 1)[:, : sum(parts)]
-    nope, rope = (drawn((rows, part + gap), dtype, 2 + at)[:, :part] for at, part in enumerate(parts))
+    nope, rope = (drawn((rows, part + gap), dtype, 2 + index)[:, :part] for index, part in enumerate(parts))
     loc = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(rows))[:rows].to(loc_dtype)
     return [buffer, loc, nope, rope]
 

@@ -25,7 +25,7 @@ class Pinning(Gpu):
 
 def test_words_for_launches_pin_memory_once_in_a_thousand() -> None:
     here = Pinning()
-    words = [here.pinned(4 if at % 2 else 16) for at in range(1_024)]
+    words = [here.pinned(4 if index % 2 else 16) for index in range(1_024)]
     assert len(here.pins) == 1
     addresses = sorted(address for address, _ in words)
     assert all(later - address >= 64 for address, later in pairwise(addresses))

@@ -107,8 +107,8 @@ def test_steps_of_a_graph_are_replayed_with_what_its_arrays_hold_then(here: Worl
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 
     def step() -> None:
-        for at in range(len(here.groups)):
-            found[at].copy_(here.pool.swap_in(at, asked[at], lengths, rows, real=real))
+        for index in range(len(here.groups)):
+            found[index].copy_(here.pool.swap_in(index, asked[index], lengths, rows, real=real))
         newest.copy_(here.pool.newest(rows, lengths, real=real))
 
     step()  # what is compiled and loaded once
@@ -127,11 +127,11 @@ def test_steps_of_a_graph_are_replayed_with_what_its_arrays_hold_then(here: Worl
             to.copy_(here.there(of))
         graph.replay()
         here.device.look()
-        for at, layers in enumerate(here.groups):
-            assert found[at][2].tolist() == [-1] * 6
+        for index, layers in enumerate(here.groups):
+            assert found[index][2].tolist() == [-1] * 6
             for request, row in enumerate((2, 0)):
-                wanted = np.array(here.tokens[row])[picks[at][request]]
-                here.device.check(found[at][request].cpu(), wanted, layers)
+                wanted = np.array(here.tokens[row])[picks[index][request]]
+                here.device.check(found[index][request].cpu(), wanted, layers)
         fresh = np.arange(here.next_token, here.next_token + 2)
         here.next_token += 2
         here.device.write(newest[:2].cpu(), fresh)

@@ -141,9 +141,9 @@ class Case:
         source_slots, target_slots = some_slots(rng, ours.slots, count), some_slots(rng, theirs.slots, count)
         pools = [np.frombuffer(rng.randbytes(MARGIN + side.end + MARGIN), np.uint8).copy() for side in (ours, theirs)]
         wanted = pools[1].copy()
-        for at, width in enumerate(widths):
-            for here, there in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
-                a, b = MARGIN + ours.address(at, here), MARGIN + theirs.address(at, there)
+        for index, width in enumerate(widths):
+            for source_slot, target_slot in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
+                a, b = MARGIN + ours.address(index, source_slot), MARGIN + theirs.address(index, target_slot)
                 wanted[b : b + width] = pools[0][a : a + width]
         return cls(plan(pair(ours, theirs).fused(), source_slots, target_slots), *pools, wanted)
 

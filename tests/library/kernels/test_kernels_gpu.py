@@ -78,8 +78,8 @@ def test_pages_that_keep_their_parts_apart_land(
     )
     rng = np.random.default_rng(3)
     pages = [rng.permutation(9)[:7] for _ in range(2)]
-    slots = [(each[:, None] * page_size + np.arange(page_size)).reshape(-1) for each in pages]
-    given = [PageSlots(each) for each in pages] if by_pages else slots
+    slots = [(page[:, None] * page_size + np.arange(page_size)).reshape(-1) for page in pages]
+    given = [PageSlots(page) for page in pages] if by_pages else slots
     after = copied(places, source, target, *given, 7 * page_size)
     assert np.array_equal(after, by_tensors(source, target, *slots))
 
@@ -90,8 +90,10 @@ def test_any_row_size_at_any_alignment_stays_within_its_row(bytes_: int) -> None
     try:
         layouts: list[Layout] = []
         for stride in (bytes_, bytes_ + 3):
-            bases = (64 + at * 40 * stride + at for at in range(17))
-            planes = (Plane(at, "k", "uint8", 0, 1, base, stride, stride, bytes_) for at, base in enumerate(bases))
+            bases = (64 + index * 40 * stride + index for index in range(17))
+            planes = (
+                Plane(index, "k", "uint8", 0, 1, base, stride, stride, bytes_) for index, base in enumerate(bases)
+            )
             layouts.append(Layout(tuple(planes), 1, 40))
         content = np.random.default_rng(bytes_).integers(0, 256, layouts[0].end + 64, dtype=np.uint8)
         poison = np.full(layouts[1].end + 64, CANARY, np.uint8)
@@ -172,23 +174,23 @@ def test_cancel_ends_a_launch_early_and_nothing_is_written_after_that() -> None:
 
 
 def test_kinds_of_copies_come_and_go_while_the_models_stream_and_another_are_held() -> None:
-    here = gpus.gpu_at(0)
-    (gate, there), other, ours = here.pinned(4), here.stream(), here.stream()
-    tables, memory = DeviceTables(here, most=4), here.allocate(64)
+    gpu = gpus.gpu_at(0)
+    (gate, there), other, ours = gpu.pinned(4), gpu.stream(), gpu.stream()
+    tables, memory = DeviceTables(gpu, most=4), gpu.allocate(64)
     tables.acquire("held", np.arange(8))  # what is made at the first use is there
 
     def served() -> None:
         tables.release("held", other)
         for key in range(12):
             tables.acquire(key, np.arange(8))
-            here.write(memory, key, ours)
+            gpu.write(memory, key, ours)
             tables.release(key, ours)
-            here.synchronise(ours)
-        here.clear(memory, 64)
-        here.free(here.upload_new(np.zeros(1 << 20, np.uint8), other), other)
+            gpu.synchronise(ours)
+        gpu.clear(memory, 64)
+        gpu.free(gpu.upload_new(np.zeros(1 << 20, np.uint8), other), other)
 
     for stream in (0, other):
-        here.call("cuStreamWaitValue32", stream, there, 1, 0)  # until it is 1, or more
+        gpu.call("cuStreamWaitValue32", stream, there, 1, 0)  # until it is 1, or more
     thread = threading.Thread(target=served)
     thread.start()
     thread.join(30)
@@ -196,8 +198,8 @@ def test_kinds_of_copies_come_and_go_while_the_models_stream_and_another_are_hel
     gpus.words(gate, 1)[0] = 1
     thread.join()
     for stream in (0, other):
-        here.synchronise(stream)
-    here.free(memory)
+        gpu.synchronise(stream)
+    gpu.free(memory)
     assert not waits
     assert "held" in tables._tables
     assert len(tables._tables) == 4

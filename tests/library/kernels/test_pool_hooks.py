@@ -59,17 +59,17 @@ def test_layers_are_copied_in_their_order(monkeypatch: pytest.MonkeyPatch) -> No
 def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_gets_the_error(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = GpuOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
+    gpu = GpuOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
     for module in (pool_hooks, kv_copies):
-        monkeypatch.setattr(module, "gpu_at", lambda _: here)
+        monkeypatch.setattr(module, "gpu_at", lambda _: gpu)
     monkeypatch.setattr(pool_hooks, "CudaEvent", lambda _: Mock())
-    launch = here.launch
+    launch = gpu.launch
 
     def third_refused(*given: Any, **how: Any) -> None:
-        here.refuses = "launch" if here.launches == 2 else None
+        gpu.refuses = "launch" if gpu.launches == 2 else None
         launch(*given, **how)
 
-    monkeypatch.setattr(here, "launch", third_refused)
+    monkeypatch.setattr(gpu, "launch", third_refused)
     model = mla(layers=range(4))
     host, device = (Tensors(name="layer_first", model=model, page_size=16, slots=64) for _ in range(2))
     host.fill(np.arange(64) + 1_000)
@@ -80,7 +80,7 @@ def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_gets_the_err
             replace(pool_of(device), device=0), replace(pool_of(host), device=0, host=True), up, down, 9
         )
     host.memory[:] = 0  # it is the caller's again
-    here.finish()
+    gpu.finish()
     for row, right in zip(model.rows(), wanted, strict=True):
         assert np.array_equal(device.read(*row, up), right) == (row[1] < 2)
 
@@ -89,22 +89,22 @@ def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_gets_the_err
 def test_slots_of_any_number_are_queued_behind_what_the_stream_has_to_do(
     rows: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = GpuOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
+    gpu = GpuOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
     for module in (pool_hooks, kv_copies):
-        monkeypatch.setattr(module, "gpu_at", lambda _: here)
+        monkeypatch.setattr(module, "gpu_at", lambda _: gpu)
     monkeypatch.setattr(pool_hooks, "CudaEvent", lambda _: Mock())
-    model, stream, computed = mla(layers=range(2)), here.stream(), False
+    model, stream, computed = mla(layers=range(2)), gpu.stream(), False
     host, device = (Tensors(name="layer_first", model=model, page_size=16, slots=5_008) for _ in range(2))
     host.fill(np.arange(5_008) + 1_000)
     rng = np.random.default_rng(1)
     up, down = (rng.permutation(5_008)[:rows] for _ in range(2))
-    here._queues[stream].append((lambda: computed, lambda: None))
+    gpu._queues[stream].append((lambda: computed, lambda: None))
     load_to_device_per_layer(
         replace(pool_of(device), device=0), replace(pool_of(host), device=0, host=True), up, down, rows, stream=stream
     )
     assert (device.memory == CANARY).all()
     computed = True
-    here.finish()
+    gpu.finish()
     for row in model.rows():
         assert np.array_equal(device.read(*row, up), host.read(*row, down))
 

@@ -35,7 +35,7 @@ SLOTS = 4_096
 def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool) -> None:
     from pdtransfer.memory.arena_memory import ArenaMemory
 
-    here, sides = gpus.gpu_at(0), []
+    gpu, sides = gpus.gpu_at(0), []
     for name, content in (("page_first", True), ("layer_first", False), ("page_first", False)):
         tensors = Tensors(name=name, model=model, page_size=16, slots=SLOTS)
         if content:
@@ -43,7 +43,7 @@ def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool)
         sides.append(tensors)
     arenas = [ArenaMemory.create(len(sides[at].memory)) for at in (0, 2)]
     for arena, tensors in zip(arenas, (sides[0], sides[2]), strict=True):
-        arena.gpu = here
+        arena.gpu = gpu
         arena.prefault()
         arena.mapping.array[: len(tensors.memory)] = tensors.memory
     device = torch.from_numpy(sides[1].memory).cuda()
@@ -52,13 +52,13 @@ def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool)
         for arena, tensors in zip(arenas, (sides[0], sides[2]), strict=True)
     )
     on_card = Pool(layout=sides[1].layout, address=device.data_ptr(), device=0)
-    rng, stream = np.random.default_rng(1), here.stream()
+    rng, stream = np.random.default_rng(1), gpu.stream()
     up, down, home = (rng.permutation(SLOTS)[:3_000] for _ in range(3))
     given = [torch.from_numpy(each).cuda() if not known else each for each in (up, down)]
     torch.cuda.synchronize()
     events = load_to_device_per_layer(on_card, host, *given, 3_000, stream=stream)
     assert list(events) == sorted({layer for _, layer, _ in model.rows()})
-    other = here.stream()
+    other = gpu.stream()
     list(events.values())[-1].hold(other)  # the backup follows the last layer, on another stream
     backup_from_device_all_layer(back, on_card, home, up, 3_000, stream=other).wait()
     assert all(event.query() for event in events.values())
@@ -92,14 +92,14 @@ again.close()
 
 @pytest.mark.parametrize("by", ["torch", "driver"])
 def test_another_process_reads_and_writes_a_cards_memory(by: str) -> None:
-    here, keep = gpus.gpu_at(0), torch.zeros(1_000, dtype=torch.int32, device="cuda")  # what comes behind has an offset
+    gpu, keep = gpus.gpu_at(0), torch.zeros(1_000, dtype=torch.int32, device="cuda")  # what comes behind has an offset
     tensor = torch.arange(1_000, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     address = tensor.data_ptr()
     if by == "driver":
-        address = here.allocate(4_000)
-        here.copy(address, tensor.data_ptr(), 4_000, 0)
-        here.synchronise(0)
+        address = gpu.allocate(4_000)
+        gpu.copy(address, tensor.data_ptr(), 4_000, 0)
+        gpu.synchronise(0)
     handle = cuda_ipc.export(GpuMemory(device=0, address=address, byte_count=4_000))
     assert by == "driver" or handle.offset, "a place in what torch has allocated at once"
     ran = subprocess.run(
@@ -107,8 +107,8 @@ def test_another_process_reads_and_writes_a_cards_memory(by: str) -> None:
         timeout=120,
     )  # fmt: skip
     assert ran.stdout.strip() == str(999 * 1_000 // 2), ran.stderr
-    back, seen = here.pinned(4_000)
-    here.copy(seen, address, 4_000, 0)
-    here.synchronise(0)
+    back, seen = gpu.pinned(4_000)
+    gpu.copy(seen, address, 4_000, 0)
+    gpu.synchronise(0)
     assert (gpus.words(back, 1_000) == 7).all()
     assert not keep.any()

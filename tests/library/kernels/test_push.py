@@ -60,11 +60,11 @@ def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 
 def carded(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int) -> GpuOnHost:
-    made = GpuOnHost(lib, seed)
+    gpu = GpuOnHost(lib, seed)
     for module in (kv_copy, pushing):
-        monkeypatch.setattr(module, "gpu_at", lambda _: made)
-    monkeypatch.setattr("pdtransfer.kernels.gpu.gpu_at", lambda _: made)
-    return made
+        monkeypatch.setattr(module, "gpu_at", lambda _: gpu)
+    monkeypatch.setattr("pdtransfer.kernels.gpu.gpu_at", lambda _: gpu)
+    return gpu
 
 
 def pushed(
@@ -109,7 +109,7 @@ def test_every_backend_carries_every_layout_into_every_other_and_touches_nothing
         if made is not None:
             while progress.state is State.RUNNING:
                 assert made.step(), "nothing will end it"
-            assert not any(held.users for held in made.tables._tables.values()), (
+            assert not any(table.users for table in made.tables._tables.values()), (
                 "a table that nobody uses is taken for used"
             )
     assert progress.state is State.COMPLETE
@@ -188,12 +188,12 @@ def test_rows_are_cut_at_borders_and_one_with_a_border_in_it_goes_in_pieces(bord
     parts, spacing, origins = lanes.cut(runs, strides, np.array(borders, np.int64))
     moved = [
         [
-            (source + row * theirs + at, target + row * ours + at)
+            (source + row * theirs + index, target + row * ours + index)
             for (source, target, width), (theirs, ours, rows), of in zip(
                 table.tolist(), steps.tolist(), numbers, strict=True
             )
             for row in range(rows)
-            for at in range(width)
+            for index in range(width)
             if of == number
         ]
         for table, steps, numbers in ((runs, strides, [0, 1]), (parts, spacing, origins.tolist()))
@@ -336,13 +336,13 @@ def test_uploads_are_not_overwritten_before_the_card_has_them(here: GpuOnHost) -
 def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: GpuOnHost, backend: str) -> None:
     """There is place for two; nobody waits for the GPU before the last copy is queued."""
     kinds = [
-        tuple(filled(name, mha(), 4, 64, content=not at) for at, name in enumerate(("layer_first", far)))
+        tuple(filled(name, mha(), 4, 64, content=not index) for index, name in enumerate(("layer_first", far)))
         for far in LAYOUTS
     ]
     rows = np.arange(32), np.arange(64, 96)
     streams = [0, here.stream()]
-    for at, (source, target) in enumerate(kinds):
-        pushed(source, target, *rows, 32, fetch=False, device=0, backend=backend, stream=streams[at % 2])
+    for index, (source, target) in enumerate(kinds):
+        pushed(source, target, *rows, 32, fetch=False, device=0, backend=backend, stream=streams[index % 2])
     held = here.tables._tables
     assert len(held) > 2
     here.finish()

@@ -45,11 +45,11 @@ def places(request: pytest.FixtureRequest) -> Iterator[tuple[OnCard, OnCard]]:
 
 
 def pools_of(places: tuple[OnCard, OnCard], source: Tensors, target: Tensors) -> tuple[Pool, Pool]:
-    made = [
+    pools = [
         Pool(layout=each.layout, address=place.put(each.memory), device=0, host=place.host)
         for each, place in zip((source, target), places, strict=True)
     ]
-    return made[0], made[1]
+    return pools[0], pools[1]
 
 
 def extents(slots: int, count: int, seed: int) -> Any:

@@ -25,9 +25,9 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def arena() -> Iterator[ArenaMemory]:
-    made = ArenaMemory.create(5 * MIB, huge_pages="never")
-    yield made
-    made.close()
+    arena_memory = ArenaMemory.create(5 * MIB, huge_pages="never")
+    yield arena_memory
+    arena_memory.close()
 
 
 def test_what_is_ready_is_backed_and_registered(arena: ArenaMemory) -> None:

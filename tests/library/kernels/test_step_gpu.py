@@ -87,7 +87,7 @@ def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int
         hot_slots=rng.permutation(rows_held * places).astype(np.int32).reshape(rows_held, places),
         host_slots=rng.permutation(rows_held * length).astype(np.int32).reshape(rows_held, length),
     )
-    there = HotBuffers(**{name: _there(getattr(tables, name)) for name in HotBuffers.__dataclass_fields__})
+    hot_buffers = HotBuffers(**{name: _there(getattr(tables, name)) for name in HotBuffers.__dataclass_fields__})
     plans = [plan_for(requests, top), SwapPlan(**{n: _there(a) for n, a in _fields(plan_for(requests, top)).items()})]
     lengths = rng.integers(1, length, requests).astype(np.int32)
     lengths[0] = length
@@ -119,11 +119,11 @@ def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int
         real = np.array([requests - (turn == 3)], np.int32)
         swap_plan(tables, positions, lengths, rows, plans[0], real=real)
         given = [_there(each) for each in (positions, lengths, rows)]
-        swap_plan(there, *given, plans[1], real=_there(real), bring=bring)
+        swap_plan(hot_buffers, *given, plans[1], real=_there(real), bring=bring)
         kv_copy(pools[0], pools[1], plans[1].targets, plans[1].sources, plans[1].counts[:1])
         torch.cuda.synchronize()
         for name in ("held", "order"):
-            assert np.array_equal(getattr(there, name).cpu().numpy(), getattr(tables, name)), (turn, name)
+            assert np.array_equal(getattr(hot_buffers, name).cpu().numpy(), getattr(tables, name)), (turn, name)
         assert np.array_equal(plans[1].slots.cpu().numpy(), plans[0].slots)
         count = int(plans[0].counts[0])
         left = int(plans[1].counts[0])

@@ -122,7 +122,9 @@ def test_every_step_is_exact_lru(
 
 def pool(slots: int, planes: int, content: np.ndarray[Any, Any]) -> Pool:
     """Rows of 24 bytes, the planes of a slot side by side."""
-    rows = tuple(Plane(at, "latent", "uint8", 0, 1, 24 * at, 24 * planes, 24 * planes, 24) for at in range(planes))
+    rows = tuple(
+        Plane(index, "latent", "uint8", 0, 1, 24 * index, 24 * planes, 24 * planes, 24) for index in range(planes)
+    )
     return Pool(layout=Layout(rows, 1, slots), address=content.ctypes.data)
 
 
@@ -326,7 +328,7 @@ def test_the_copies_of_a_plan_bring_what_was_asked_for() -> None:
         for name, slots in (("page_first", 2 * LENGTH), ("layer_first", 48))
     ]
     pools[0].fill(np.arange(2 * LENGTH))
-    arena, device = (Pool(layout=each.layout, address=each.memory.ctypes.data) for each in pools)
+    arena, device = (Pool(layout=pool.layout, address=pool.memory.ctypes.data) for pool in pools)
     plan, rows, lengths = plan_for(2, 16), np.array([1, 0], np.int32), np.full(2, LENGTH, np.int32)
     for _ in range(12):
         positions = rng.integers(0, 40, (2, 16)).astype(np.int32)

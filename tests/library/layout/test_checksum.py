@@ -115,8 +115,8 @@ def test_every_way_of_summing_returns_the_same(
     memory = rng.integers(0, 256, layout.end, np.uint8)
     slots = rng.permutation(64)[: int(rng.integers(1, 64))]
     runs = runs_of(slots, np.ones(len(slots), np.int64), 5)
-    found = {checksum(lines_of("kv", layout), runs, memory.ctypes.data, by=by) for by in ways(compiled)}
-    assert len(found) == 1
+    checksums = {checksum(lines_of("kv", layout), runs, memory.ctypes.data, by=by) for by in ways(compiled)}
+    assert len(checksums) == 1
     one_by_one = 0
     for row, slot in enumerate(slots.tolist(), 5):
         for plane in layout.planes:
@@ -127,7 +127,7 @@ def test_every_way_of_summing_returns_the_same(
                     plane.layer.to_bytes(4, "little") + (3 + head).to_bytes(4, "little"), hash_of(b"k", hash_of(b"kv"))
                 )
                 one_by_one += hash_of(bytes_, hash_of(row.to_bytes(8, "little"), head_seed))
-    assert found == {one_by_one & MASK}
+    assert checksums == {one_by_one & MASK}
 
 
 @PROPERTY
@@ -158,7 +158,7 @@ def test_one_content_has_one_sum_in_every_layout_page_size_and_split_of_heads(
         like = [lines_of("kv", side.layout, like=part) for part in parts]
         found.add(sum(sum_of(side, slots, lines) for lines in like) & MASK)
         first, end = side.layout.layer_range
-        stages = [lines_of("kv", side.layout, layers=(at, at + 1)) for at in range(first, end)]
+        stages = [lines_of("kv", side.layout, layers=(index, index + 1)) for index in range(first, end)]
         found.add(sum(sum_of(side, slots, lines) for lines in stages) & MASK)
     assert len(found) == 1
 
@@ -311,13 +311,13 @@ def test_the_compiled_sum_has_no_undefined_behaviour(tmp_path: Path, capfd: pyte
     assert not built.returncode, built.stderr
     sanitized = checksum_copy._open(path)
     for model in (mha(layers=range(2), heads=range(3), head_bytes=44), mla(layers=range(3), head_bytes=656)):
-        made = Pool(name="page_first", model=model, page_size=4, slots=32)
-        made.fill(np.arange(32))
-        wanted, target, work = sum_of(made, np.arange(31)), np.empty_like(made.memory), np.arange(31)
-        carried = plan(pair(made.layout, made.layout).fused(), work, work[::-1].copy())
+        pool = Pool(name="page_first", model=model, page_size=4, slots=32)
+        pool.fill(np.arange(32))
+        wanted, target, work = sum_of(pool, np.arange(31)), np.empty_like(pool.memory), np.arange(31)
+        carried = plan(pair(pool.layout, pool.layout).fused(), work, work[::-1].copy())
         for by in ways(sanitized):
-            assert sum_of(made, np.arange(31), by=by) == wanted
-            between, lines = (made.memory.ctypes.data, target.ctypes.data), lines_of("kv", made.layout)
+            assert sum_of(pool, np.arange(31), by=by) == wanted
+            between, lines = (pool.memory.ctypes.data, target.ctypes.data), lines_of("kv", pool.layout)
             assert checksum_copy.copy(carried, *between, lines=lines, first_row=0, by=by) == wanted
     assert "runtime error" not in capfd.readouterr().err
 

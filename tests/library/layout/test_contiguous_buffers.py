@@ -19,8 +19,8 @@ bounded = settings(max_examples=some(100), deadline=None, suppress_health_check=
 
 def check(layout: Layout) -> None:
     buffers, occupied = layout.contiguous_buffers(), touched(layout)
-    starts = np.array([each.start for each in buffers])
-    ends = starts + [each.byte_count for each in buffers]
+    starts = np.array([buffer.start for buffer in buffers])
+    ends = starts + [buffer.byte_count for buffer in buffers]
     assert (ends > starts).all()
     assert (starts[1:] >= ends[:-1]).all(), "ascending and disjoint"
     holder = np.searchsorted(starts, occupied, side="right") - 1
@@ -28,11 +28,11 @@ def check(layout: Layout) -> None:
     assert (occupied < ends[holder]).all(), "every row is in one"
     assert np.isin(starts, occupied).all()
     assert np.isin(ends - 1, occupied).all(), "no byte more than rows need"
-    for at, each in enumerate(layout.planes):
-        (held,) = np.flatnonzero((starts <= each.base) & (each.base < ends))
-        pages = layout.address(at, np.arange(0, layout.slots, layout.page_size)) - each.base
+    for index, chosen in enumerate(layout.planes):
+        (held,) = np.flatnonzero((starts <= chosen.base) & (chosen.base < ends))
+        pages = layout.address(index, np.arange(0, layout.slots, layout.page_size)) - chosen.base
         assert (pages == np.arange(len(pages)) * buffers[held].item_bytes).all()
-        assert layout.ends[at] <= ends[held], "a plane is in one, whole"
+        assert layout.ends[index] <= ends[held], "a plane is in one, whole"
 
 
 @bounded

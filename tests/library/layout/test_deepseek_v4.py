@@ -16,7 +16,7 @@ from tests.support.layout_tensors import CANARY, content
 
 
 def named(components: tuple[Component, ...]) -> dict[str, Component]:
-    return {each.name: each for each in components}
+    return {component.name: component for component in components}
 
 
 @pytest.mark.parametrize("granular", [False, True], ids=["pages", "rows"])
@@ -32,7 +32,7 @@ def test_each_component_is_the_tensor_of_its_shape(name: str, granular: bool) ->
     for pool in pools.by_name.values():
         seen[pool.base : pool.base + pool.tensor.nbytes] += 1
     assert seen.max() == 1
-    assert max(each.layout.end for each in pools.components) <= pools.byte_count - 64
+    assert max(component.layout.end for component in pools.components) <= pools.byte_count - 64
 
 
 @pytest.mark.parametrize("granular", [False, True], ids=["pages", "rows"])
@@ -47,8 +47,8 @@ def test_what_is_written_through_the_tables_is_what_the_tensors_read_and_padding
     for component in pools.components:
         layout, pool = component.layout, pools.by_name[component.name]
         slots = np.arange(layout.slots)
-        for at, plane in enumerate(layout.planes):
-            rows = layout.address(at, slots)[:, None] + np.arange(plane.row_bytes)
+        for index, plane in enumerate(layout.planes):
+            rows = layout.address(index, slots)[:, None] + np.arange(plane.row_bytes)
             pools.memory[rows] = through_tensors[rows]
             tokens = pools.salted(component.name, slots)
             assert (

@@ -67,8 +67,8 @@ def check_against_tensor(pool: Pool) -> None:
         np.testing.assert_array_equal(pool.read(kind, layer, head, slots), expected)
     # What the tensor calls no element stayed as it was: the bytes around the pool, and a page's padding.
     written = np.zeros(len(memory), dtype=bool)
-    for at in range(len(pool.layout.planes)):
-        written[rows_at(pool.layout, at, slots)] = True
+    for index in range(len(pool.layout.planes)):
+        written[rows_at(pool.layout, index, slots)] = True
     assert (memory[~written] == CANARY).all()
     assert written.sum() == pool.slots * sum(pool.model.head_bytes(kind) for kind, _, _ in pool.model.rows())
     # And the other way round: what the tensor writes, the table reads.
@@ -167,9 +167,9 @@ def test_a_slice_of_heads_reads_those_heads_of_the_tensor(data: Any) -> None:
 def test_rebase_moves_every_address_and_commutes_with_slices(data: Any) -> None:
     layout, delta = data.draw(models().flatmap(pools)).layout, data.draw(st.integers(0, 1 << 47))
     moved, slots = layout.rebase(delta), np.arange(layout.slots)
-    for at in range(len(layout.planes)):
-        np.testing.assert_array_equal(moved.address(at, slots), layout.address(at, slots) + delta)
-        assert moved.address(at, int(slots[-1])) == int(layout.address(at, slots)[-1]) + delta
+    for index in range(len(layout.planes)):
+        np.testing.assert_array_equal(moved.address(index, slots), layout.address(index, slots) + delta)
+        assert moved.address(index, int(slots[-1])) == int(layout.address(index, slots)[-1]) + delta
     first = layout.layer_range[0]
     assert moved.layers(first, first + 1) == layout.layers(first, first + 1).rebase(delta)
     assert moved.heads(0, 99) == layout.heads(0, 99).rebase(delta) == moved
@@ -380,7 +380,7 @@ def test_a_layout_that_cannot_be_is_refused(planes: list[Plane], page_size: int,
 )
 def test_a_layout_at_the_edge_of_what_may_be_is_taken(planes: list[Plane], page_size: int, slots: int) -> None:
     layout = Layout(tuple(planes), page_size, slots)
-    assert layout.end == max(layout.address(at, slots - 1) + 64 for at in range(len(planes)))
+    assert layout.end == max(layout.address(index, slots - 1) + 64 for index in range(len(planes)))
 
 
 @settings(max_examples=some(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -407,7 +407,7 @@ def test_what_is_taken_never_overlaps(data: Any) -> None:
     except ValueError:
         return
     slots = np.arange(layout.slots)
-    touched = np.concatenate([rows_at(layout, at, slots).ravel() for at in range(len(planes))])
+    touched = np.concatenate([rows_at(layout, index, slots).ravel() for index in range(len(planes))])
     assert len(np.unique(touched)) == len(touched)
     assert touched.max() + 1 == layout.end
 
@@ -427,7 +427,9 @@ def test_any_array_of_plausible_types_converts_or_is_a_validation_error(data: An
 
 
 def test_more_planes_than_the_limit_are_refused() -> None:
-    planes = tuple(plane(layer=at % 65536, kind=f"k{at // 65536}", base=at * 2048) for at in range(PLANES_MAX + 1))
+    planes = tuple(
+        plane(layer=index % 65536, kind=f"k{index // 65536}", base=index * 2048) for index in range(PLANES_MAX + 1)
+    )
     with pytest.raises(ValueError, match=r"planes: 32769, must be 1 to 32768"):
         Layout(planes, 16, 32)
 

@@ -172,7 +172,7 @@ def test_several_differences_are_all_named() -> None:
 
 
 def test_mismatch_lines_are_bounded() -> None:
-    source = tuple(plane(layer=at, kind=f"a{at}" + "x" * 10, base=at * 2048) for at in range(2000))
+    source = tuple(plane(layer=index, kind=f"a{index}" + "x" * 10, base=index * 2048) for index in range(2000))
     target = tuple(
         msgspec.structs.replace(p, dtype="uint8", head_count=1 + p.layer % 64, row_bytes=64)
         for p in source

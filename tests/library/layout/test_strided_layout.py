@@ -38,7 +38,7 @@ TORCH_DTYPES = {
 def allocated(draw: Any) -> tuple[dict[tuple[int, str], np.ndarray], tuple[str, ...], dict[str, int], int, int]:
     """Views into one allocation whose axes lie in any order, some with padding behind them; the names of the first
     axes of each view, the counts by name, and the elements and bytes of one head."""
-    axes = draw(st.sampled_from([each for n in (1, 2, 3) for each in _orders(n) if {"page", "row"} & set(each)]))
+    axes = draw(st.sampled_from([order for n in (1, 2, 3) for order in _orders(n) if {"page", "row"} & set(order)]))
     counts = {axis: draw(st.integers(1, 4)) for axis in axes}
     if "page" in axes and "row" in axes:
         counts["row"] = 1 << draw(st.integers(0, 2))
@@ -51,9 +51,9 @@ def allocated(draw: Any) -> tuple[dict[tuple[int, str], np.ndarray], tuple[str, 
     whole = np.zeros([*padded, *payload], dtype)
     used = whole[tuple(slice(sizes[axis]) for axis in outer)]
     turned = used.transpose(
-        [outer.index(axis) for axis in ("kind", "layer", *axes)] + [len(outer) + at for at in range(len(payload))]
+        [outer.index(axis) for axis in ("kind", "layer", *axes)] + [len(outer) + index for index in range(len(payload))]
     )
-    views = {(layer, kind): turned[at, layer] for at, kind in enumerate(kinds) for layer in range(layers)}
+    views = {(layer, kind): turned[index, layer] for index, kind in enumerate(kinds) for layer in range(layers)}
     elements = int(np.prod(payload, dtype=int))
     return views, axes, counts, elements, elements * whole.itemsize
 

@@ -71,7 +71,7 @@ class Copy:
         self.life, self.reported = node.life, False
         self.mapping, self.component = node.mappings[order.session], order.component
         theirs = node.core.sessions[order.session].components[order.component]
-        ours = next(each for each in node.components if each.name == theirs.name)
+        ours = next(component for component in node.components if component.name == theirs.name)
         self.source, core = node.rooms[order.room], self.mapping.core
         self.session = None if core is None else core.prefill_peers.sessions.get(order.session)
         self.lease = None if self.session is None else self.session.leases.get(order.grant)

@@ -85,7 +85,7 @@ class DecodeNode(Process):
             verify=p.verify, bytes_ready=ends[0], landing=self.landing, engine_slots=p.placed,
             may_be_one=lambda first, second: plain(first) == plain(second),
         )  # fmt: skip
-        self.slots = [[*range(each.layout.slots)] for each in self.components]  # that the engine may choose
+        self.slots = [[*range(component.layout.slots)] for component in self.components]  # that the engine may choose
         self.line, self.repeats, self.promises = WaitingLine(self), Repeats(self), OwnerPromises(self)
         self.alarm = Alarm(
             self, self.core.next_tick, lambda: self.perform(self.repeats.ticked(self.core.tick(self.clock)))
@@ -166,7 +166,7 @@ class DecodeNode(Process):
         """As a daemon's."""
         core = self.core
         free = min(core.arena.free, key=lambda each: each.free_slots / each.slots)
-        quarantined = core.leases.quarantined_bytes // sum(each.layout.row_bytes for each in self.components)
+        quarantined = core.leases.quarantined_bytes // sum(component.layout.row_bytes for component in self.components)
         waiting = len(core.admission)
         return Load(True, core.draining, len(core.rooms) - waiting, waiting, free.free_slots, free.slots, quarantined)
 
@@ -176,7 +176,7 @@ class DecodeNode(Process):
             return
         session = self.core.prefill_peers.sessions.get(getattr(message, "session", 0))
         if session is not None and isinstance(message, Registered):
-            held = [each for each in session.leases.values() if each.state is Lease.GRANTED and not each.repeat_ms]
+            held = [lease for lease in session.leases.values() if lease.state is Lease.GRANTED and not lease.repeat_ms]
             self.world.seen["grants that waited for memory"] += len(held)
         self._look_at(session, message)
         self.repeats.received(source, message)
@@ -199,7 +199,9 @@ class DecodeNode(Process):
         if not isinstance(message, Landed | Failed | Drained):
             return set()
         sessions = self.core.prefill_peers.sessions.values()
-        return {(each.id, number) for each in sessions if each.id != message.session for number in each.leases}
+        return {
+            (session.id, number) for session in sessions if session.id != message.session for number in session.leases
+        }
 
     def _look_at(self, session: object, message: Message) -> None:
         if session is None or not isinstance(message, Landed | Failed):
@@ -359,7 +361,7 @@ class DecodeNode(Process):
         if (order.session, order.grant) in self._read:
             return
         self._read.add((order.session, order.grant))
-        world, total, names = self.world, 0, [each.name for each in self.components]
+        world, total, names = self.world, 0, [component.name for component in self.components]
         for part in order.parts:
             slots = slots_of(part.extents)
             staged = self.landing is not None and part.component.memory == "hbm"

@@ -54,4 +54,4 @@ def members(node: PrefillNode | DecodeNode) -> tuple[Member, ...]:
     """Of an identity: who leads names all ranks, and where decode dials them."""
     assert node.group is not None
     ranks = node.group.ranks
-    return tuple(Member(each.name, each.name) for each in ranks) if len(ranks) > 1 and ranks[0] is node else ()
+    return tuple(Member(rank.name, rank.name) for rank in ranks) if len(ranks) > 1 and ranks[0] is node else ()

@@ -51,7 +51,9 @@ class Lifter:
             landed, target = part.landed, part.target
             staged, slots = slots_of(landed.extents), slots_of(target.extents)
             source, whole = places(landed.component)[:, :, staged], places(target.component)[:, :, slots]
-            place = next(at for at, each in enumerate(node.components) if each.name == target.component.name)
+            place = next(
+                index for index, component in enumerate(node.components) if component.name == target.component.name
+            )
             rows = target.first_row, target.first_row + len(slots)
             if landed.first_row != target.first_row or len(staged) != len(slots):
                 world.fail(f"{node.name} copies up other rows for grant {order.grant} than have landed")

@@ -54,8 +54,8 @@ class PrefillNode(Process):
             group=members(self),
         )  # fmt: skip
         late = p.led and bool(self.identity.group)
-        own = replace(self.identity, group=()) if late else self.identity
-        self.core = PrefillSessions(own, self.components, self.limits, group_is_known=not late)
+        identity = replace(self.identity, group=()) if late else self.identity
+        self.core = PrefillSessions(identity, self.components, self.limits, group_is_known=not late)
         if late:
             self.later(world.rng.uniform(0.0, 0.3), lambda core=self.core: core.set_group(members(self)))
         self.repeats, self.promises = Repeats(self), WriterPromises(self)
@@ -130,8 +130,10 @@ class PrefillNode(Process):
             repeats = self.world.profile.duplicate  # late, they would count as life
             if self.life == life and self.dead and self.deaths == 1 and not node.disturbed and not repeats:
                 self.world.seen["fences of who stays away"] += 1
-                sessions = [each for each in node.core.prefill_peers.sessions.values() if plain(each.peer) == self.name]
-                if any(each.leases and not node.writers[each.id] for each in sessions):
+                sessions = [
+                    session for session in node.core.prefill_peers.sessions.values() if plain(session.peer) == self.name
+                ]
+                if any(session.leases and not node.writers[session.id] for session in sessions):
                     self.world.fail(f"{node.name} keeps leases of {self.name}, which is dead and wholly so")
 
     def receive(self, source: str, message: Message) -> None:

@@ -107,13 +107,16 @@ class WriterPromises:
         """A new session, after a Register."""
         peer = self._registered
         self._sessions[session] = _Mapped(peer, self._windows[peer])
-        count, most = sum(each.peer == peer for each in self._sessions.values()), self._node.limits.peer_sessions_max
+        count, most = (
+            sum(session.peer == peer for session in self._sessions.values()),
+            self._node.limits.peer_sessions_max,
+        )
         if count > most:
             self._node.fail(f"keeps {count} sessions of {peer}, {most} at most")
 
     def open_sessions(self, peer: str) -> list[int]:
         """Of this peer, in the order in which they were registered."""
-        return [each.id for each in self._node.core.sessions.values() if each.peer == peer and each.open]
+        return [session.id for session in self._node.core.sessions.values() if session.peer == peer and session.open]
 
     def superseded(self, peer: str, message: Message, before: Sequence[int]) -> None:
         """A message on a session may end the sessions before it; never one that was registered after it."""

@@ -302,7 +302,7 @@ class Target(_Part):
         placed = chosen_rows(node.components, asked, tokens=room.tokens, prefix=self.prefix)
         if rng.random() < 0.2:
             self._misuse(asked)
-        others = [each for each in node.rooms.values() if each.chosen and not each.drained and each.life == node.life]
+        others = [room for room in node.rooms.values() if room.chosen and not room.drained and room.life == node.life]
         if others and rng.random() < 0.1:
             self._take_twice(placed, rng.choice(others))
         return placed
@@ -390,18 +390,24 @@ class Target(_Part):
         components = self.node.components
         self.slots = effect.slots
         if world.profile.placed:
-            self.slots = {each.name: own for each, own in zip(components, self.chosen, strict=True)}
+            self.slots = {component.name: own for component, own in zip(components, self.chosen, strict=True)}
         for index, component in enumerate(components):
             rows = component.rows(room.tokens + room.growth) - self.first_rows[index]
             if len(effect.slots.get(component.name, _NONE)) != rows:
                 world.fail(f"room {room.id} got other than {rows} slots for {component.name}")
-            at = places(component)[:, :, effect.slots.get(component.name, _NONE)]
+            place = places(component)[:, :, effect.slots.get(component.name, _NONE)]
             in_arena = self.node.where(component) is self.node.memory
-            if in_arena and at.size and (int(at.max()) + 1) * ROW > self.node.arena.byte_count:
+            if in_arena and place.size and (int(place.max()) + 1) * ROW > self.node.arena.byte_count:
                 world.fail(f"room {room.id} got slots for {component.name} where there is no memory yet")
-        rest = {each: each.rows(room.tokens) - effect.prefix // each.tokens_per_row for each in components}
+        rest = {
+            component: component.rows(room.tokens) - effect.prefix // component.tokens_per_row
+            for component in components
+        }
         if world.profile.placed:
-            rest = {each: each.rows(room.tokens) - self.first_rows[at] for at, each in enumerate(components)}
+            rest = {
+                component: component.rows(room.tokens) - self.first_rows[index]
+                for index, component in enumerate(components)
+            }
             if effect.prefix != self.prefix:
                 world.fail(f"room {room.id} has a prefix of {effect.prefix}, it asked for {self.prefix}")
         if effect.kv_bytes != sum(component.bytes_of(rows) for component, rows in rest.items()):

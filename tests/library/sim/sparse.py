@@ -319,8 +319,8 @@ class SparseEngine:
         self._ahead -= 1
         for seat, newest in zip(seats, news, strict=True):
             slot = seat.placement.device_slots[newest if newest < seat.places else -1]
-            at = places(self.component)[:, :, seat.target.slots["kv"][newest]]
-            self.node.memory[at] = self.device[:, :, slot]
+            place = places(self.component)[:, :, seat.target.slots["kv"][newest]]
+            self.node.memory[place] = self.device[:, :, slot]
 
     def _host(self, target: Target, positions: Int64s) -> Int64s:
         return self.node.memory[places(self.component)[:, :, target.slots["kv"][positions]]]
@@ -402,8 +402,8 @@ class SparseEngine:
 
     def _check_logical(self) -> None:
         """What is reserved or admitted can grow to its stated maximum."""
-        known = [each.room for each in self.targets.values() if self.scheduler.coordinator.state(each.room.id)]
-        wanted = sum(room.tokens + room.growth for room in known)
+        rooms = [target.room for target in self.targets.values() if self.scheduler.coordinator.state(target.room.id)]
+        wanted = sum(room.tokens + room.growth for room in rooms)
         if wanted > self.capacity.logical_tokens:
             self.world.fail(f"{wanted} logical tokens are promised, there are {self.capacity.logical_tokens}")
 

@@ -174,10 +174,10 @@ class StrangerDecode(Stranger):
         if room is None or not taken or slots is None:
             return
         theirs = self.world.rng.choice(taken)
-        for index, own in enumerate(slots):
-            if own and (clash := theirs.get(index)):
-                own[0] = min(clash)
-                own.sort()
+        for index, slot in enumerate(slots):
+            if slot and (clash := theirs.get(index)):
+                slot[0] = min(clash)
+                slot.sort()
         self._count("grants that overlap")
         self._send_grant(opened, opened.next_grant, room, slots)
 
@@ -250,8 +250,8 @@ class StrangerDecode(Stranger):
 
     def _room(self, opened: _Opened, *, own: bool) -> Room | None:
         """One that this peer has open: of its own, or of an honest decode."""
-        sources = [each for each in self.world.prefills[opened.peer].rooms.values() if each.peers is not None]
-        rooms = [each.room for each in sources if not each.over and (self.name in each.peers) is own]
+        sources = [room for room in self.world.prefills[opened.peer].rooms.values() if room.peers is not None]
+        rooms = [source.room for source in sources if not source.over and (self.name in source.peers) is own]
         return self.world.rng.choice(rooms) if rooms else None
 
     def _slots(self, opened: _Opened, room: Room | None) -> list[list[int]] | None:
@@ -262,7 +262,7 @@ class StrangerDecode(Stranger):
         for index, component in enumerate(self.components):
             taken = set[int]().union(*(slots_in(grant).get(index, ()) for grant in opened.grants.values()))
             free, rows = (
-                [each for each in range(component.layout.slots) if each not in taken],
+                [index for index in range(component.layout.slots) if index not in taken],
                 component.rows(room.tokens),
             )
             if rows > len(free):
@@ -274,9 +274,9 @@ class StrangerDecode(Stranger):
         if slots is None:
             return
         parts = tuple(
-            Part(index, 0, len(own), pack_extents(extents_of(np.array(own, np.int64))))
-            for index, own in enumerate(slots)
-            if own
+            Part(index, 0, len(slot), pack_extents(extents_of(np.array(slot, np.int64))))
+            for index, slot in enumerate(slots)
+            if slot
         )
         grant = Grant(opened.id, number, room.id, room.tokens, 0, parts, send_aux=True, time_left_ms=2_000)
         if number == opened.next_grant:
@@ -380,5 +380,5 @@ class StrangerPrefill(Stranger):
                 pass
 
     def _reform(self) -> None:
-        for session in [each for each in self._mappings if each not in self._sessions]:
+        for session in [mapping for mapping in self._mappings if mapping not in self._sessions]:
             self._unmap(session)

@@ -161,7 +161,7 @@ def test_bench_passes_its_flags_on(
     monkeypatch.setattr(part, "measure", lambda **given: seen.append(given) or measured)
     monkeypatch.setattr(part, "LINES", (), raising=False)
     assert cli.main(["bench", name]) == 0
-    given = {key: 5 + at for at, (key, value) in enumerate(defaults.items()) if type(value) is int}
+    given = {key: 5 + index for index, (key, value) in enumerate(defaults.items()) if type(value) is int}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
     capsys.readouterr()
     assert cli.main(["bench", name, *flags, "--json"]) == 0
@@ -215,8 +215,8 @@ def test_keygen_writes_a_private_key_and_prints_the_line_for_the_allow_list(
     assert capsys.readouterr().out == (tmp_path / "p0.pub").read_text()
     assert (tmp_path / "p0.key").stat().st_mode & 0o777 == 0o600
     assert cli.main(["keygen", str(tmp_path / "p1"), "--json"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert (tmp_path / "p1.pub").read_text() == f"{made['name']} {made['public']}\n"
+    document = json.loads(capsys.readouterr().out)
+    assert (tmp_path / "p1.pub").read_text() == f"{document['name']} {document['public']}\n"
     assert cli.main(["keygen", str(tmp_path / "p0")]) == 2
     assert "exists" in capsys.readouterr().err
 

@@ -326,8 +326,8 @@ def test_what_was_asked_and_answered_is_shown(capsys: pytest.CaptureFixture[str]
     made.text, made.identical = " Because.\n\nSo. ", True
     demo.show([made], demo.make_report(DemoConfig(requests=1), [made], 1.0, 0), speaks=True)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    at = lines.index(["Why", "is", "[red]?", "-", "4,000,000", "2.00", "1.00", "ms", "4", "0.50", "s", "yes"])
-    assert lines[at + 1] == ["Because.", "So."]
+    index = lines.index(["Why", "is", "[red]?", "-", "4,000,000", "2.00", "1.00", "ms", "4", "0.50", "s", "yes"])
+    assert lines[index + 1] == ["Because.", "So."]
 
 
 USAGE = {"completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 64}}
@@ -388,7 +388,7 @@ def test_the_single_process_runs_apart_and_is_killed_on_cancellation(
 
 def started(pid: int, word: str) -> list[int]:
     """Child processes of this process whose command line contains the word."""
-    return [each for each in children(pid) if any(word in argument for argument in command_line(each))]
+    return [child for child in children(pid) if any(word in argument for argument in command_line(child))]
 
 
 def start(*flags: str) -> subprocess.Popen[str]:
@@ -541,10 +541,10 @@ def test_a_demo_whose_arena_is_tampered_with_fails() -> None:
 
 def arena_of(pid: int) -> list[np.ndarray]:
     """The start of a decode's arena, where its first rooms are, as float32; None before there is one."""
-    for each in Path(f"/proc/{pid}/fd").iterdir():
+    for path in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if "memfd:decode-0" in os.readlink(each) and os.stat(each).st_size >= 1 << 20:
-                return [np.memmap(each, dtype=np.float32, mode="r+", shape=1 << 18)]
+            if "memfd:decode-0" in os.readlink(path) and os.stat(path).st_size >= 1 << 20:
+                return [np.memmap(path, dtype=np.float32, mode="r+", shape=1 << 18)]
         except OSError:
             pass
     return []

@@ -59,14 +59,14 @@ def test_this_host_passes_and_json_equals_the_table(capsys: pytest.CaptureFixtur
     status = doctor.run(json=True)
     answer = json.loads(capsys.readouterr().out)
     assert (status, answer["ok"]) == (0, True)
-    assert [each["name"] for each in answer["findings"]] == [each.name for each in doctor.probes()]
+    assert [each["name"] for each in answer["findings"]] == [probe.name for probe in doctor.probes()]
     for each in answer["findings"]:
         assert each.keys() == {"name", "state", "found", "mend"}
         assert each["found"]
         assert bool(each["mend"]) == (each["state"] != "ok")
     assert doctor.run(json=False) == 0
     table = capsys.readouterr().out
-    assert all(each.name in table for each in doctor.probes())
+    assert all(probe.name in table for probe in doctor.probes())
     assert "\nNothing required is missing." in table
 
 
@@ -156,9 +156,9 @@ def test_unusual_files_stop_no_probe(kind: str, tmp_path: Path) -> None:
             path.write_text(JUNK)
             path.chmod(0 if kind == "closed" else 0o600)
     findings = doctor.examine(tmp_path)
-    assert [each.name for each in findings] == [each.name for each in doctor.probes()]
-    assert all(each.found and (each.mend or each.state == "ok") for each in findings)
-    states = {each.name: each.state for each in findings}
+    assert [finding.name for finding in findings] == [probe.name for probe in doctor.probes()]
+    assert all(finding.found and (finding.mend or finding.state == "ok") for finding in findings)
+    states = {finding.name: finding.state for finding in findings}
     assert (states["shared memory mount"], states["clock"]) == ("warn", "warn")
     if kind != "closed":  # root reads what is closed
         assert states["boot id"] == ("ok" if kind == "junk" else "missing")
@@ -203,9 +203,9 @@ def test_a_used_port_is_named_with_its_flag() -> None:
             other.listen()
         except OSError:
             pass  # another process has it, which is as good
-        found = network.ports(ROOT)
-    assert found.state == "warn"
-    assert f"{port} (prefill --bind, EADDRINUSE, bound to " in found.found
+        ports = network.ports(ROOT)
+    assert ports.state == "warn"
+    assert f"{port} (prefill --bind, EADDRINUSE, bound to " in ports.found
 
 
 def test_low_limit_of_open_files_is_a_warning() -> None:
@@ -226,7 +226,7 @@ def test_with_too_little_memory_the_fix_names_the_slots_that_fit(monkeypatch: py
     assert tight.state == "warn"
     assert "32 MiB (a small box)" in tight.found
     words = tight.mend.split()
-    decode, prefill = (int(words[at + 1]) for at, word in enumerate(words) if word == "--slots")
+    decode, prefill = (int(words[index + 1]) for index, word in enumerate(words) if word == "--slots")
     assert DecodeConfig(slots=decode).slots + PrefillConfig(slots=prefill).slots < DecodeConfig().slots // 4
 
 

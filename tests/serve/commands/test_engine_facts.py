@@ -98,11 +98,11 @@ class Site:
 
 @contextmanager
 def made_site() -> Iterator[Site]:
-    made = Site()
+    site = Site()
     try:
-        yield made
+        yield site
     finally:
-        for server in made.servers:
+        for server in site.servers:
             server.shutdown()
             server.server_close()
 
@@ -161,11 +161,11 @@ def test_the_verdict_is_that_of_the_engines_own_handshake(
 def test_servers_of_each_kind_are_compared(
     site: Site, prefill: str, decode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = site.url(KINDS[prefill](identity_of("prefill"))), site.url(KINDS[decode](identity_of("both")))
-    assert main(["doctor", one, two]) == 0
+    url, two = site.url(KINDS[prefill](identity_of("prefill"))), site.url(KINDS[decode](identity_of("both")))
+    assert main(["doctor", url, two]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "The engines fit."
     other = site.url(KINDS[decode](identity_of("decode", weights="78", facts=FACTS | {"block_size": "64"})))
-    assert main(["doctor", one, other]) == 1
+    assert main(["doctor", url, other]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "The engines do not fit: block_size."
 
 
@@ -174,8 +174,8 @@ def test_the_table_has_both_values_of_every_fact(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     facts = FACTS | {"engine": "vLLM 0.33.0", "block_size": "64"}
-    one, two = site.url(vllm(identity_of("prefill"))), site.url(vllm(identity_of("decode", weights="78", facts=facts)))
-    assert main(["doctor", one, two]) == 1
+    url, two = site.url(vllm(identity_of("prefill"))), site.url(vllm(identity_of("decode", weights="78", facts=facts)))
+    assert main(["doctor", url, two]) == 1
     head, *rows, last = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     found = [[word.strip() for word in row if word.strip()] for row in rows]
     assert found == [
@@ -184,7 +184,7 @@ def test_the_table_has_both_values_of_every_fact(
         ["block_size", "128", "64", "differs"],
         ["engine", "vLLM 0.32.0", "vLLM 0.33.0", "may differ"],
     ]
-    assert [word.strip() for word in head if word.strip()] == ["fact", f"prefill {one}", f"decode {two}"]
+    assert [word.strip() for word in head if word.strip()] == ["fact", f"prefill {url}", f"decode {two}"]
     assert last == ["The engines do not fit: block_size."]
 
 
@@ -229,7 +229,7 @@ def test_a_key_is_shown_to_servers_that_ask_for_one(
         (vllm(identity_of("router")), "kv_transfer_params.identity.role: Invalid enum value 'router'"),
         (vllm(identity_of("prefill", weights="7")), "kv_transfer_params.identity.weights: expected str matching"),
         (vllm(identity_of("prefill", facts={"a": 1})), "facts"),
-        (sglang(identity_of("prefill", facts={str(at): "" for at in range(65)})), "facts"),
+        (sglang(identity_of("prefill", facts={str(index): "" for index in range(65)})), "facts"),
     ],
 )
 def test_a_server_that_reports_no_facts_is_named(

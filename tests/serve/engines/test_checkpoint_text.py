@@ -44,7 +44,7 @@ def test_texts_become_ids_and_come_back(text: CheckpointText) -> None:
 def test_pieces_split_no_character_and_make_up_the_whole(text: CheckpointText) -> None:
     ids, detokenizer = text.encode(TEXT, special=False).tolist(), text.detokenizer()
     pieces = [detokenizer.feed(each) for each in ids]
-    assert not any("\ufffd" in each for each in pieces)
+    assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) + detokenizer.end() == TEXT
     assert "" in pieces, "some ids end within a character"
 

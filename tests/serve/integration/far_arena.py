@@ -57,7 +57,7 @@ class Decode:
     def ended(self, room: int) -> RoomReady | RoomFailed:
         def found() -> list[RoomReady | RoomFailed]:
             self.events += self.client.poll()
-            return [each for each in self.events if each.room == room]
+            return [event for event in self.events if event.room == room]
 
         wait_for(found, f"room {room} has not ended", PATIENCE_S)
         return found()[0]
@@ -134,9 +134,9 @@ def expand(pages: Any, page_size: int) -> Any:
 
 def total(of: Any, slots: Any, address: int) -> int:
     runs = runs_of(np.asarray(slots, np.int64), np.ones(len(slots), np.int64), 0)
-    found = checksum_copy.checksum(lines_of("kv", of.layout), runs, address)
-    assert found is not None
-    return found
+    checksum = checksum_copy.checksum(lines_of("kv", of.layout), runs, address)
+    assert checksum is not None
+    return checksum
 
 
 def faults(files: Path, transport: str) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def faults(files: Path, transport: str) -> dict[str, Any]:
         }
         it.client.release(it.held.room)  # pyright: ignore
         wait_for(lambda: it.client.poll() is None or core_of(it.client).idle, "leases are left", PATIENCE_S)
-        rooms = [each.room for each in it.events]
+        rooms = [event.room for event in it.events]
         outcome["ended once"] = sorted(rooms) == list(range(1, it.rooms + 1))
         outcome["free"] = core_of(it.client).arena.free[0].free_slots
     far.process.communicate(timeout=30)

@@ -185,7 +185,7 @@ class FakeRouter:
 
     async def begin(self, *peers: str, tokens: int = 20, max_tokens: int = 4, **more: Any) -> int:
         room = secrets.randbits(63)
-        prompt = more.pop("prompt", pack_ids([97 + at % 26 for at in range(tokens)]))
+        prompt = more.pop("prompt", pack_ids([97 + index % 26 for index in range(tokens)]))
         await self.peer.send(Begin(room, prompt, Sampling(max_tokens=max_tokens), peers, 20_000, **more))
         return room
 
@@ -195,7 +195,7 @@ class Canaries:
 
     def __init__(self, daemon: Daemon) -> None:
         fds = Path(f"/proc/{daemon.process.pid}/fd")
-        found = next(each for each in fds.iterdir() if f"memfd:{daemon.ready['node']}" in os.readlink(each))
+        found = next(path for path in fds.iterdir() if f"memfd:{daemon.ready['node']}" in os.readlink(path))
         fd = os.open(found, os.O_RDWR)
         try:
             mapped = mmap.mmap(fd, os.fstat(fd).st_size)

@@ -171,7 +171,7 @@ def mapped(pid: int) -> str:
 
 
 def text_of(expected: Generation) -> str:
-    return bytes(each for each in expected.tokens if each < 256).decode("utf-8", "replace")
+    return bytes(token for token in expected.tokens if token < 256).decode("utf-8", "replace")
 
 
 def row_bytes(options: Options) -> int:

@@ -283,17 +283,17 @@ def test_a_host_that_stands_still_for_a_while_costs_no_request(four: tuple[Runni
     on, before = four
 
     async def case(site: Site) -> None:
-        begun = [await metric(site, each.ready["node"], "pdtransfer_rooms_begun_total") for each in workers(site)]
+        begun = [await metric(site, worker.ready["node"], "pdtransfer_rooms_begun_total") for worker in workers(site)]
         with gates.closed("prefill"):
             load = Load(site, seed=10)
-            for each in workers(site):
-                await has(site, each.ready["node"], "pdtransfer_rooms")
+            for worker in workers(site):
+                await has(site, worker.ready["node"], "pdtransfer_rooms")
             for number in (signal.SIGSTOP, signal.SIGCONT):
-                for each in site.fleet.daemons:
-                    each.process.send_signal(number)
+                for daemon in site.fleet.daemons:
+                    daemon.process.send_signal(number)
                 await asyncio.sleep(1.3 * QUICK.silence_ms / 1e3)
         await load.all_served()
-        after = [await metric(site, each.ready["node"], "pdtransfer_rooms_begun_total") for each in workers(site)]
+        after = [await metric(site, worker.ready["node"], "pdtransfer_rooms_begun_total") for worker in workers(site)]
         assert sum(after) - sum(begun) == 2 * 16, "no room was begun again"
         await healed(site, before)
 
@@ -301,4 +301,4 @@ def test_a_host_that_stands_still_for_a_while_costs_no_request(four: tuple[Runni
 
 
 def workers(site: Site) -> list[Daemon]:
-    return [each for each in site.fleet.daemons if each.role != "router"]
+    return [daemon for daemon in site.fleet.daemons if daemon.role != "router"]

@@ -26,17 +26,17 @@ KEYS = ("front", "p", "p-tp1", "d", "d-tp1")  # nobody's node goes by the name o
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    here = tmp_path_factory.mktemp("k")
-    lines = {name: generate(here / name) for name in KEYS}
+    directory = tmp_path_factory.mktemp("k")
+    lines = {name: generate(directory / name) for name in KEYS}
     for owner, listed in {
         "front": {"p": "prefill", "d": "decode"},
         "p": {"front": "router", "p": "prefill", "p-tp1": "prefill", "d": "decode", "d-tp1": "decode"},
         "d": {"front": "router", "d": "decode", "d-tp1": "decode", "p": "prefill", "p-tp1": "prefill"},
     }.items():
-        (here / f"{owner}.allow").write_text("".join(f"{lines[name]} {role}\n" for name, role in listed.items()))
+        (directory / f"{owner}.allow").write_text("".join(f"{lines[name]} {role}\n" for name, role in listed.items()))
 
     def keys(name: str) -> dict[str, Path]:
-        return {"key": here / f"{name}.key", "allow": here / f"{name}.allow"}
+        return {"key": directory / f"{name}.key", "allow": directory / f"{name}.allow"}
 
     with running(
         tmp_path_factory.mktemp("f"),

@@ -61,8 +61,8 @@ def test_sparse_and_dense_requests_side_by_side_are_answered_as_by_a_single_proc
     async def case(site: Site) -> None:
         asked = [(text, kind) for text in TEXTS for kind in (True, False)]
         answers = await asyncio.gather(*(site.complete(text, enable_hisparse=kind) for text, kind in asked))
-        for at, ((_, kind), answer) in enumerate(zip(asked, answers, strict=True)):
-            assert equal(answer, wanted[at // 2]), answer
+        for index, ((_, kind), answer) in enumerate(zip(asked, answers, strict=True)):
+            assert equal(answer, wanted[index // 2]), answer
             assert answer.facts["enable_hisparse"] is kind
         await site.settled()
         m = await site.metrics(site.decode)
@@ -92,8 +92,8 @@ def test_a_request_that_can_never_fit_is_refused_and_whoever_hangs_up_leaves_not
         for _ in range(3):  # it has had a place, and may have been retracted since
             await anext(events)
         await events.aclose()
-        for at, each in enumerate(asked, 4):
-            assert equal(await each, wanted[at])
+        for index, each in enumerate(asked, 4):
+            assert equal(await each, wanted[index])
         await site.settled()
 
     on(case)

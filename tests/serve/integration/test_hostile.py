@@ -126,13 +126,13 @@ async def mallory(site: Site, tmp_path: Path) -> AsyncIterator[FakeDecode]:
     (component,) = engine.description.components
     async with dialler(site.prefill) as dial:
         like = msgspec.structs.replace(identity("prefill", _Like(engine), "x"))
-        made = FakeDecode(dial(), like, component, tmp_path / "s")
+        fake_decode = FakeDecode(dial(), like, component, tmp_path / "s")
         try:
-            assert (await made.greet()).identity.node == "prefill-0"
-            yield made
+            assert (await fake_decode.greet()).identity.node == "prefill-0"
+            yield fake_decode
         finally:
-            assert made.untouched
-            await made.close()
+            assert fake_decode.untouched
+            await fake_decode.close()
 
 
 class _Like:
@@ -294,10 +294,10 @@ def replace_reach(reach, **fields):
     return msgspec.structs.replace(reach, **fields)
 
 
-async def register_of(it: FakeDecode, session: int):
+async def register_of(fake_decode: FakeDecode, session: int):
     from pdtransfer.wire import Register
 
-    return Register(session, (it.component,), await it._transport.offer(session))
+    return Register(session, (fake_decode.component,), await fake_decode._transport.offer(session))
 
 
 def test_who_takes_an_honest_nodes_name_disturbs_it_and_no_more(fleet: Running, tmp_path: Path) -> None:

@@ -17,7 +17,11 @@ DECODES = [
     ("page_first_direct", 256, "hbm"),
 ]
 COMMON = prompts(1, 300)[0]
-TEXTS = (*prompts(2, 1, 3, 4, 47, 48, 127, 129, 256, 511), *(COMMON + each for each in prompts(3, 5, 60, 200)), COMMON)
+TEXTS = (
+    *prompts(2, 1, 3, 4, 47, 48, 127, 129, 256, 511),
+    *(COMMON + prompt for prompt in prompts(3, 5, 60, 200)),
+    COMMON,
+)
 LONG = COMMON + prompts(4, 90)[0]  # past every border, from a prefix
 
 

@@ -21,13 +21,13 @@ NODES = ("router", "prefill-0", "decode-0", "decode-1")
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Of two decodes the second is unknown to the prefill, though the router knows it."""
-    here = tmp_path_factory.mktemp("k")
-    lines = {node: generate(here / node) for node in NODES}
-    (here / "all").write_text("\n".join(lines.values()) + "\n")
-    (here / "prefills").write_text("\n".join((lines["router"], lines["decode-0"])) + "\n")
+    directory = tmp_path_factory.mktemp("k")
+    lines = {node: generate(directory / node) for node in NODES}
+    (directory / "all").write_text("\n".join(lines.values()) + "\n")
+    (directory / "prefills").write_text("\n".join((lines["router"], lines["decode-0"])) + "\n")
 
     def keys(node: str, allow: str) -> dict[str, Path]:
-        return {"key": here / f"{node}.key", "allow": here / allow}
+        return {"key": directory / f"{node}.key", "allow": directory / allow}
 
     with running(
         tmp_path_factory.mktemp("f"),

@@ -101,7 +101,7 @@ def test_a_node_frozen_past_every_timeout_has_its_rooms_ended_by_its_peer_which_
             engines = frozen.engines()
             frozen.signal(signal.SIGSTOP)
             deliver(engines, signal.SIGSTOP)
-            (side,) = (each for each in large.sides if each.host == other)
+            (side,) = (side for side in large.sides if side.host == other)
             await fleet.until(large, lambda: side.ended, "ended")
             await fleet.idle(other)
             await fleet.land_again([spared])

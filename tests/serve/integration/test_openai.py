@@ -47,11 +47,11 @@ async def chunks(site: Site, path: str, **body: Any) -> list[dict[str, Any]]:
         assert response.status == 200, await response.text()
         *events, done = [line[6:].strip() async for line in response.content if line.startswith(b"data: ")]
     assert done == b"[DONE]"
-    return [json.loads(each) for each in events]
+    return [json.loads(event) for event in events]
 
 
 def joined(events: list[Any], index: int) -> str:
-    own = [each for event in events for each in event.choices if each.index == index]
+    own = [choice for event in events for choice in event.choices if choice.index == index]
     return "".join((each.delta.content or "") if hasattr(each, "delta") else each.text for each in own)
 
 
@@ -74,7 +74,7 @@ def test_every_object_is_of_openais_types_and_streams_add_up_to_the_answer(fleet
         assert len(content["pdtransfer"]) == len(whole.choices)
         tokens = whole.usage.completion_tokens
         assert tokens <= 12 * len(whole.choices)
-        listed = [(each.logprobs.content if chat else each.logprobs.tokens) for each in whole.choices]
+        listed = [(choice.logprobs.content if chat else choice.logprobs.tokens) for choice in whole.choices]
         assert sum(map(len, listed)) == tokens
         raw = await chunks(site, path, **body, stream_options={"include_usage": True})
         *events, last = [checked_chunk(each, chat=chat) for each in raw]
@@ -86,9 +86,9 @@ def test_every_object_is_of_openais_types_and_streams_add_up_to_the_answer(fleet
             (end,) = (e for event in events for e in event.choices if e.index == choice.index and e.finish_reason)
             assert end.finish_reason == choice.finish_reason
         if chat:
-            roles = [each.delta.role for event in events for each in event.choices if each.delta.role]
+            roles = [choice.delta.role for event in events for choice in event.choices if choice.delta.role]
             assert roles == ["assistant"] * len(whole.choices)
-        assert not any("usage" in each for each in await chunks(site, path, **body))
+        assert not any("usage" in chunk for chunk in await chunks(site, path, **body))
         await site.settled()
 
     fleet(case)
@@ -121,7 +121,7 @@ def test_choices_have_seeds_of_their_own_and_prompts_their_own_answers(fleet: Ru
         async with client(site) as api:
             how: Any = {"model": MODEL, "max_tokens": 10, "seed": 3}
             several = await api.completions.create(prompt=["one", "other"], n=2, **how)
-            texts = [each.text for each in several.choices]
+            texts = [choice.text for choice in several.choices]
             assert len(set(texts)) == 4
             first = await api.completions.create(prompt="one", **how)
             second = await api.completions.create(prompt="other", **{**how, "seed": 4})
@@ -140,7 +140,7 @@ def test_a_stop_string_ends_the_answer_before_it_and_frees_its_rooms(fleet: Runn
         assert status == 200
         whole = content["choices"][0]["text"]
         stop = whole[20:23]  # of three tokens at least
-        at = whole.index(stop)
+        index = whole.index(stop)
         body |= {"stop": [stop, "\0never"], "max_tokens": 900}
         if stream:
             events = await chunks(site, TEXT, **body, stream_options={"include_usage": True})
@@ -151,12 +151,12 @@ def test_a_stop_string_ends_the_answer_before_it_and_frees_its_rooms(fleet: Runn
             _, content = await post(site, TEXT, **body)
             text, reason = content["choices"][0]["text"], content["choices"][0]["finish_reason"]
             usage, extension = content["usage"], content["pdtransfer"]
-        assert (text, reason) == (whole[:at], "stop")
+        assert (text, reason) == (whole[:index], "stop")
         assert usage["completion_tokens"] < 100
         assert (extension["kv_bytes"], extension["decode"]) == (None, "decode-0")
         await site.settled()
         kept = (await post(site, TEXT, **body, include_stop_str_in_output=True))[1]["choices"][0]["text"]
-        assert kept == whole[: at + len(stop)]
+        assert kept == whole[: index + len(stop)]
 
     fleet(case)
 

@@ -54,11 +54,11 @@ def test_a_stream_whose_decode_is_killed_reads_as_if_nothing_had_happened(
             assert len(text_of(events)) < TOKENS
             await strike(site, await decoding(site), signal.SIGKILL)
         await reading
-        text, choices = wanted.text, [each["choices"][0] for each in events]
+        text, choices = wanted.text, [event["choices"][0] for event in events]
         assert text_of(events) == text
         assert choices[-1]["finish_reason"] == wanted.body["choices"][0]["finish_reason"]
         if "logprobs" in asked:
-            scores = [score for each in choices for score in each["logprobs"]["token_logprobs"]]
+            scores = [score for choice in choices for score in choice["logprobs"]["token_logprobs"]]
             # A prompt's rows may differ from those of decode's own steps in their last bits.
             assert scores == pytest.approx(wanted.body["choices"][0]["logprobs"]["token_logprobs"], abs=1e-3)
         facts = events[-1]["pdtransfer"]
@@ -81,6 +81,10 @@ def test_a_stream_whose_decode_is_killed_reads_as_if_nothing_had_happened(
 
 async def decoding(site: Site) -> str:
     """The decode that has a room."""
-    found = [f"decode-{at}" for at in range(2) if (await site.metrics(named(site, f"decode-{at}")))["pdtransfer_rooms"]]
+    found = [
+        f"decode-{index}"
+        for index in range(2)
+        if (await site.metrics(named(site, f"decode-{index}")))["pdtransfer_rooms"]
+    ]
     assert len(found) == 1, found
     return found[0]

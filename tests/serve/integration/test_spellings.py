@@ -35,18 +35,18 @@ def test_routers_that_spell_a_worker_differently_lose_no_request(tmp_path: Path,
                 fleet(tmp_path, prefills=[keys["prefill-0"]], decodes=[keys["decode-0"]], router=keys["router"])
             )
             prefill, decode = site.prefill.ready["endpoint"], site.decode.ready["endpoint"]
-            one = await _router(stack, site, tmp_path, "r1", (_local(prefill),), (_local(decode),))
+            router = await _router(stack, site, tmp_path, "r1", (_local(prefill),), (_local(decode),))
             both = await _router(stack, site, tmp_path, "r2", (prefill, _local(prefill)), (_local(decode), decode))
             texts = prompts(5, *[40] * 36)
-            asked = [_complete(each, text) for each, text in zip((site.http, one, both) * 12, texts, strict=True)]
+            asked = [_complete(each, text) for each, text in zip((site.http, router, both) * 12, texts, strict=True)]
             statuses = Counter[int]()
             for first in range(0, len(asked), 6):
                 statuses.update(await asyncio.gather(*asked[first : first + 6]))
             assert statuses == {200: len(texts)}, statuses
             assert (await site.metrics(site.prefill))["pdtransfer_sessions"] == 1
             workers = (await _health(both))["workers"]
-            assert sorted(each["usable"] for each in workers) == [False, False, True, True]
-            second = [each["why"] for each in workers if not each["usable"]]
+            assert sorted(worker["usable"] for worker in workers) == [False, False, True, True]
+            second = [worker["why"] for worker in workers if not worker["usable"]]
             assert all(why.startswith("the same worker as ") for why in second), second
             await site.settled()
             assert equal(await site.complete(texts[0]), generated(texts[0]))

@@ -37,10 +37,10 @@ EVERY = np.arange(SLOTS)
 
 @pytest.fixture
 def arena() -> Iterator[ArenaMemory]:
-    made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
-    made.prefault()
-    yield made
-    made.close()
+    arena_memory = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
+    arena_memory.prefault()
+    yield arena_memory
+    arena_memory.close()
 
 
 class CardPair(Pair):
@@ -120,7 +120,7 @@ def test_a_generation_on_a_card_has_the_same_bits_however_it_is_batched(
     together = generate_many(config, requests)
     others = replace(config, chunk_tokens=96, batch_max=3, host_layout="page_first", page_size=16)
     assert generate_many(others, requests) == together
-    assert [generate_many(config, [each])[0] for each in requests] == together
+    assert [generate_many(config, [request])[0] for request in requests] == together
 
 
 @pytest.mark.parametrize("attention", ["mla", "gqa"])

@@ -121,7 +121,7 @@ def test_a_daemon_that_fails_is_reported_with_its_status_and_the_end_of_its_log(
 
 def test_the_router_gets_the_workers_addresses(fake: Callable[..., Path], tmp_path: Path) -> None:
     here = fake()
-    prefills = [PrefillConfig(node=f"p{at}", bind="tcp://127.0.0.1:0") for at in range(2)]
+    prefills = [PrefillConfig(node=f"p{index}", bind="tcp://127.0.0.1:0") for index in range(2)]
 
     async def case() -> None:
         async with Fleet(prefills, [DecodeConfig(node="d")], ROUTER, tmp_path) as fleet:
@@ -129,7 +129,7 @@ def test_the_router_gets_the_workers_addresses(fake: Callable[..., Path], tmp_pa
             flags = (here / "router.arguments").read_text().split()
             assert flags[:3] == ["-m", "pdtransfer", "router"]
             ports = sorted(1 + int(pid) % 60_000 for pid in (here / "pids").read_text().split()[:3])
-            workers = [each.partition("=tcp://127.0.0.1:") for each in flags if "=tcp://127.0.0.1:" in each]
+            workers = [flag.partition("=tcp://127.0.0.1:") for flag in flags if "=tcp://127.0.0.1:" in flag]
             assert sorted(int(port) for _, _, port in workers) == ports
             assert [flag for flag, _, _ in workers] == ["--prefill", "--prefill", "--decode"]
             assert "--json" in flags

@@ -14,7 +14,7 @@ BOUNDS = (0.1, 1.0)
 
 def _samples(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
     families = text_string_to_metric_families(generate_latest(registry).decode())
-    return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+    return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
 
 
 def _peers(registry: CollectorRegistry) -> dict[str, float]:
@@ -29,8 +29,8 @@ def test_as_many_peers_as_there_may_be_have_series_and_all_others_share_one() ->
         for _ in range(2):
             histogram.observe(0.5, f"p{number}", "shm", now=float(number))
     # The clock goes on by 1,000 s: some of the first have been idle for long enough to make room.
-    found = _peers(registry)
-    assert len(found) == METRICS_LABELS_MAX + 1
+    peers = _peers(registry)
+    assert len(peers) == METRICS_LABELS_MAX + 1
 
 
 def test_peers_beyond_the_bound_share_one_series() -> None:
@@ -38,10 +38,10 @@ def test_peers_beyond_the_bound_share_one_series() -> None:
     histogram = BoundedHistogram("h", "text", buckets=BOUNDS, registry=registry, labels=("peer", "transport"))
     for number in range(1_000):
         histogram.observe(0.5, f"p{number}", "shm", now=1.0)
-    found = _peers(registry)
-    assert found.pop(OTHER) == 1_000 - METRICS_LABELS_MAX
-    assert set(found.values()) == {1}
-    assert len(found) == METRICS_LABELS_MAX
+    peers = _peers(registry)
+    assert peers.pop(OTHER) == 1_000 - METRICS_LABELS_MAX
+    assert set(peers.values()) == {1}
+    assert len(peers) == METRICS_LABELS_MAX
 
 
 def test_a_peer_without_news_makes_room_for_a_new_one() -> None:
@@ -53,6 +53,6 @@ def test_a_peer_without_news_makes_room_for_a_new_one() -> None:
     histogram.observe(0.5, "late", "shm", now=IDLE_S - 0.5)
     assert _peers(registry)[OTHER] == 1
     histogram.observe(0.5, "late", "shm", now=IDLE_S + 1.0)
-    found = _peers(registry)
-    assert (found["late"], found["p0"]) == (1, 2)
-    assert "p1" not in found, "the one that was idle the longest"
+    peers = _peers(registry)
+    assert (peers["late"], peers["p0"]) == (1, 2)
+    assert "p1" not in peers, "the one that was idle the longest"

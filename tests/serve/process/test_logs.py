@@ -120,7 +120,7 @@ def test_kinds_of_lines_are_bounded_and_those_forgotten_are_reported(monkeypatch
     for number in range(3 * logs.KINDS_MAX):
         assert passes(f"kind {number}")
         assert len(seldom._kinds) <= logs.KINDS_MAX
-    assert [each.args[0] for each in reports] == [2]
+    assert [report.args[0] for report in reports] == [2]
 
 
 def test_what_was_held_back_is_reported_where_logs_go_by_then(

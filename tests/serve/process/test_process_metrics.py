@@ -13,8 +13,8 @@ from pdtransfer.serve.process.process_metrics import process_registry
 
 
 def _answers(text: str) -> dict[tuple[str, str], float]:
-    found = re.findall(r'^pdtransfer_http_responses_total{path="(.*)",status="(\d+)"} (\S+)$', text, re.MULTILINE)
-    return {(path, status): float(count) for path, status, count in found}
+    matches = re.findall(r'^pdtransfer_http_responses_total{path="(.*)",status="(\d+)"} (\S+)$', text, re.MULTILINE)
+    return {(path, status): float(count) for path, status, count in matches}
 
 
 def test_every_answer_is_counted_by_its_route_and_no_path_of_a_client_is_a_label() -> None:

@@ -52,11 +52,11 @@ def test_a_request_and_its_rooms_are_one_trace_with_the_timelines_names(took: Co
     assert (request.name, room.name, queue.name, compute.name) == (
         "request", "prefill", "prompt: queue", "prompt: compute",
     )  # fmt: skip
-    assert {each.trace_id.hex() for each in took.spans()} == {TRACE}
+    assert {span.trace_id.hex() for span in took.spans()} == {TRACE}
     assert (request.span_id.hex(), request.parent_span_id.hex()) == (SPAN, PARENT)
     assert room.parent_span_id.hex() == SPAN
     assert {each.parent_span_id for each in (queue, compute)} == {room.span_id}
-    assert len({each.span_id for each in took.spans()}) == 4
+    assert len({span.span_id for span in took.spans()}) == 4
     assert (request.start_time_unix_nano, request.end_time_unix_nano) == (999_750_000_000, 1_000_000_000_000)
     assert (queue.start_time_unix_nano, queue.end_time_unix_nano) == (999_500_000_000, 999_700_000_000)
     assert (room.status.code, room.status.message) == (2, "a write failed")

@@ -37,8 +37,8 @@ class NameServer(asyncio.DatagramProtocol):
         name, kind = asked.name.to_text(omit_final_dot=True), asked.rdtype.name
         if self.failing:
             answer.set_rcode(dns.rcode.SERVFAIL)
-        elif found := self.records.get((name, kind)):
-            answer.answer.append(dns.rrset.from_text(asked.name, self.ttl, "IN", kind, *found))
+        elif record := self.records.get((name, kind)):
+            answer.answer.append(dns.rrset.from_text(asked.name, self.ttl, "IN", kind, *record))
         elif not any(of == name for of, _ in self.records):
             answer.set_rcode(dns.rcode.NXDOMAIN)
         self._transport.sendto(answer.to_wire(), addr)

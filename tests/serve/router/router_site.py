@@ -46,7 +46,7 @@ def generated(begin: Begin) -> list[int]:
 
 def scored(begin: Begin, ids: list[int]) -> bytes:
     """Logprobs for these ids, as many as the request asks for: each id is half as likely as all others together."""
-    top = tuple((each, -1.0 - each) for each in range(begin.sampling.top_logprobs))
+    top = tuple((index, -1.0 - index) for index in range(begin.sampling.top_logprobs))
     return b"".join(Logprobs(-0.5, top).pack() for _ in ids) if begin.sampling.logprobs else b""
 
 

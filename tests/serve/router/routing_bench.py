@@ -35,7 +35,7 @@ class Bench:
         return self.receive(peer, Welcome(1, identity(peer[6:8], role, incarnation, **who)))
 
     def receive(self, peer: str, *messages) -> list:
-        self.effects = [effect for each in messages for effect in self.routing.receive(peer, each, self.now)]
+        self.effects = [effect for message in messages for effect in self.routing.receive(peer, message, self.now)]
         return self.effects
 
     def submit(self, *args, **more) -> Accepted | Refusal:

@@ -20,7 +20,7 @@ def growing(*stops: str, keep_stop: bool = False, min_tokens: int = 0, logprobs:
 def fed(answer: AnswerText, text: str, *, size: int = 1) -> list[str]:
     """The pieces of the text, fed `size` bytes at a time."""
     ids = list(text.encode())
-    return [answer.feed(ids[at : at + size], b"").text for at in range(0, len(ids), size)]
+    return [answer.feed(ids[offset : offset + size], b"").text for offset in range(0, len(ids), size)]
 
 
 def test_an_incomplete_character_is_held_back_and_high_ids_have_no_text() -> None:
@@ -74,11 +74,11 @@ def test_a_stop_may_end_with_half_a_character_of_the_answer() -> None:
 
 def test_logprobs_come_with_their_text_and_none_of_a_stop() -> None:
     answer = growing("END", logprobs=True)
-    rows = [Logprobs(-float(at)).pack() for at in range(8)]
+    rows = [Logprobs(-float(index)).pack() for index in range(8)]
 
     def offsets(text: bytes, first: int) -> list[tuple[str, int, float]]:
         piece = answer.feed(list(text), b"".join(rows[first : first + len(text)]))
-        return [(token_name(BytesText(), each.id), each.offset, each.logprobs.own) for each in piece.tokens]
+        return [(token_name(BytesText(), token.id), token.offset, token.logprobs.own) for token in piece.tokens]
 
     assert offsets(b"aE", 0) == [("a", 0, 0.0)]
     assert offsets(b"N", 2) == []

@@ -235,7 +235,7 @@ def test_a_router_of_any_engine_lets_only_known_keys_through_over_tls(
 
     with caplog.at_level(logging.INFO):
         case()
-    lines = [each.getMessage() for each in caplog.records]
+    lines = [record.getMessage() for record in caplog.records]
     assert not [line for line in lines for key in (A, B, C) if key in line], "keys are never logged"
     assert names == ["a"]
     assert len([line for line in lines if "other refusals not logged" in line]) <= 5
@@ -256,7 +256,7 @@ def test_an_oversized_header_is_refused_and_shows_in_no_log(caplog: pytest.LogCa
 
     with caplog.at_level(logging.INFO):
         case()
-    assert [each.getMessage() for each in caplog.records if each.name == requests_log.name]
+    assert [record.getMessage() for record in caplog.records if record.name == requests_log.name]
     assert A not in caplog.text
 
 

@@ -42,8 +42,8 @@ async def fetch(url: str, method: str, path: str, body: bytes = b"", **headers: 
     return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
 
 
-def generated(it: Site | ServerSite) -> int:
-    return len(it.decode[0].begun if isinstance(it, Site) else it.decode[0].seen)
+def generated(site: Site | ServerSite) -> int:
+    return len(site.decode[0].begun if isinstance(site, Site) else site.decode[0].seen)
 
 
 @asynccontextmanager

@@ -179,7 +179,7 @@ def test_what_keeps_a_worker_from_being_reached_is_its_reason() -> None:
 
 
 def test_the_reasons_of_a_large_fleet_take_no_look_at_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill, decode = (tuple(f"tcp://{role}{each}:1" for each in ascii_letters) for role in "pd")
+    prefill, decode = (tuple(f"tcp://{role}{letter}:1" for letter in ascii_letters) for role in "pd")
     bench, looks = Bench(prefill=prefill, decode=decode), Counter[str]()
     usable = Worker.usable.fget
     assert usable is not None

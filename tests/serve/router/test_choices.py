@@ -61,7 +61,7 @@ def test_several_prompts_and_choices_are_one_answer_in_order() -> None:
             status, content, _ = await task
             assert status == 200
             answer = checked_answer(content, chat=False)
-            assert [(each.index, each.text) for each in answer.choices] == [
+            assert [(choice.index, choice.text) for choice in answer.choices] == [
                 (0, "cbac"), (1, "cbac"), (2, "yxyx"), (3, "yxyx"),
             ]  # fmt: skip
             assert answer.choices[2].logprobs.tokens == ["y", "x", "y", "x"]
@@ -105,19 +105,19 @@ def test_a_stop_string_cancels_its_room_alone() -> None:
     run_on_loop(case)
 
 
-async def failing(it: Site, *, stream: bool) -> tuple[int, bytes]:
+async def failing(site: Site, *, stream: bool) -> tuple[int, bytes]:
     """Three choices, of which the second fails after a token."""
-    it.decode[0].gate.clear()
+    site.decode[0].gate.clear()
     body = {"prompt": "abc", "max_tokens": 9, "n": 3, "stream": stream}
-    task = asyncio.create_task(it.http.post(it.url + "/v1/completions", json=body).__aenter__())
-    await until(lambda: len(it.decode[0].begun) == 3)
-    room = it.decode[0].begun[1].room
-    it.decode[0].perform(it.decode[0].service.tokens(room, [120], asyncio.get_running_loop().time()))
+    task = asyncio.create_task(site.http.post(site.url + "/v1/completions", json=body).__aenter__())
+    await until(lambda: len(site.decode[0].begun) == 3)
+    room = site.decode[0].begun[1].room
+    site.decode[0].perform(site.decode[0].service.tokens(room, [120], asyncio.get_running_loop().time()))
     if stream:
         await until(lambda: task.done())
     else:
-        await until(lambda: it.backend.routing._rooms[room].received)
-    it.decode[0].end(End(room, "engine", "broken", 0))
+        await until(lambda: site.backend.routing._rooms[room].received)
+    site.decode[0].end(End(room, "engine", "broken", 0))
     response = await task
     content = await response.read()
     response.close()
@@ -223,7 +223,7 @@ def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> N
         news, turns, stopped = asyncio.Event(), 0, []
         client = ClientRequest(node="r", path="/v1/completions", request_id="r-1")
         choices: list[Choice] = []
-        scores = b"".join(Logprobs(-float(at)).pack() for at in range(count))
+        scores = b"".join(Logprobs(-float(index)).pack() for index in range(count))
 
         def stopping(request: int) -> None:
             stopped.append(request)
@@ -248,16 +248,16 @@ def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> N
         task = asyncio.create_task(other())
         while not answer.ended:
             pieces = await answer.next()
-            assert sum(len(each.piece.text) for each in pieces) <= TURN_TOKENS_MAX
-            for each in pieces:
-                texts[each.index] += each.piece.text
-                own[each.index] += [one.logprobs.own for one in each.piece.tokens]
-                assert each.first == (texts[each.index] == each.piece.text)
+            assert sum(len(piece.piece.text) for piece in pieces) <= TURN_TOKENS_MAX
+            for piece in pieces:
+                texts[piece.index] += piece.piece.text
+                own[piece.index] += [token.logprobs.own for token in piece.piece.tokens]
+                assert piece.first == (texts[piece.index] == piece.piece.text)
         await task
         assert texts == ["a" * count + ("" if stop else "b")] * 3
-        assert own == [[-float(at) for at in range(count)] + ([] if stop else [-1.0])] * 3
+        assert own == [[-float(index) for index in range(count)] + ([] if stop else [-1.0])] * 3
         assert (turns >= 9, stopped) == (True, [0] if stop else [])
-        assert [each.tokens for each in answer.choices] == [count + 1] * 3
+        assert [choice.tokens for choice in answer.choices] == [count + 1] * 3
 
     run_on_loop(case)
 

@@ -21,17 +21,17 @@ from tests.support.waiting import run_on_loop, until
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-def rooms(it: Site) -> list[EndedRequest]:
-    return [each for each in it.ended if each.scope == "room"]
+def rooms(site: Site) -> list[EndedRequest]:
+    return [each for each in site.ended if each.scope == "room"]
 
 
-def requests(it: Site) -> list[EndedRequest]:
-    return [each for each in it.ended if each.scope == "request"]
+def requests(site: Site) -> list[EndedRequest]:
+    return [each for each in site.ended if each.scope == "request"]
 
 
-async def ask(it: Site, headers: dict[str, str], **body: Any) -> tuple[int, Mapping[str, str], bytes]:
-    path = it.url + "/v1/completions"
-    async with it.http.post(path, json={"prompt": "abc", "max_tokens": 7} | body, headers=headers) as answer:
+async def ask(site: Site, headers: dict[str, str], **body: Any) -> tuple[int, Mapping[str, str], bytes]:
+    path = site.url + "/v1/completions"
+    async with site.http.post(path, json={"prompt": "abc", "max_tokens": 7} | body, headers=headers) as answer:
         return answer.status, answer.headers, await answer.read()
 
 
@@ -58,7 +58,7 @@ def test_a_request_is_recorded_with_its_ids_workers_and_times(stream: bool) -> N
                 assert record.first_token_s is not None
                 assert 0 < record.first_token_s <= record.total_s
                 assert record.token_s == (record.total_s - record.first_token_s) / 6
-                assert [each.name for each in record.spans] == ["to the first token", "from the first token on"]
+                assert [span.name for span in record.spans] == ["to the first token", "from the first token on"]
             assert (request.status, request.path) == (200, "/v1/completions")
 
     run_on_loop(case)
@@ -138,7 +138,7 @@ def test_choices_are_recorded_each_and_together() -> None:
         async with site() as it:
             assert (await ask(it, {}, n=3))[0] == 200
             (request,) = requests(it)
-            assert sorted(request.rooms) == sorted(each.room for each in rooms(it))
+            assert sorted(request.rooms) == sorted(room.room for room in rooms(it))
             assert (len(request.rooms), request.tokens, request.kv_bytes) == (3, 21, 3 * 640)
             assert request.cached_tokens == 6
 

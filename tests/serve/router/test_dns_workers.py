@@ -195,17 +195,17 @@ def test_a_worker_that_has_been_taken_in_is_not_checked_again(monkeypatch: pytes
         def add_worker(self, role: str, address: str) -> None:
             pass
 
-    it = Membership(RouterConfig(), Here())  # type: ignore[arg-type]
+    membership = Membership(RouterConfig(), Here())  # type: ignore[arg-type]
     found = workers_of(DnsName("prefill", "x"), [HostPort("127.0.0.1", 1)], allowed=None)
-    may = it.checked("prefill srv://x", found)
-    it.listed("prefill srv://x", may.workers)
+    may = membership.checked("prefill srv://x", found)
+    membership.listed("prefill srv://x", may.workers)
 
     def unresolved(role: str, address: str) -> None:
         raise ConfigError("its name does not resolve")
 
-    monkeypatch.setattr(it, "check", unresolved)
-    assert it.checked("prefill srv://x", found).workers == found.workers
-    assert it.checked("another", found).refused == ["its name does not resolve"]
+    monkeypatch.setattr(membership, "check", unresolved)
+    assert membership.checked("prefill srv://x", found).workers == found.workers
+    assert membership.checked("another", found).refused == ["its name does not resolve"]
 
 
 @on_loop

@@ -61,7 +61,7 @@ def test_where_decode_is_the_first_prefills_token_adds_nothing() -> None:
 
 
 def test_its_logprobs_come_with_it_once() -> None:
-    rows = [Logprobs(-0.5 - at).pack() for at in range(2)]
+    rows = [Logprobs(-0.5 - index).pack() for index in range(2)]
     bench = begun(sampling=Sampling(12, logprobs=True))
     bench.receive(P, tokens(21, logprobs=rows[0]))
     assert bench.of(Emit) == [Emit(1, [21], rows[0])]

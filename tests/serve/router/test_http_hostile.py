@@ -60,7 +60,7 @@ async def test_beyond_the_bound_the_longest_idle_connection_is_closed() -> None:
         await until(lambda: len(listener.doors) == 8)
         assert await live(crowd[0])  # this request makes it the most recent
         newcomers = [await connect() for _ in range(3)]
-        assert all([await live(each) for each in newcomers])
+        assert all([await live(newcomer) for newcomer in newcomers])
         assert [await live(each) for each in crowd] == [True, *[False] * 3, *[True] * 4]
         assert listener.doors.refused == 3
         assert len(listener.doors) == 8

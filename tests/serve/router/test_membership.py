@@ -61,13 +61,13 @@ class Fleet:
         self.receive(peer, Welcome(1, identity(f"n{peer[-1]}", role)), Load(True, False, 0, 0, free, 1_000))
 
     def receive(self, peer: str, *messages) -> list:
-        return [effect for each in messages for effect in self.routing.receive(peer, each, self.now)]
+        return [effect for message in messages for effect in self.routing.receive(peer, message, self.now)]
 
     def begin(self) -> tuple[int, str]:
         """A request's room, and the decode worker that it was sent to."""
         taken = self.routing.submit(request(max_tokens=2), self.now)
         assert isinstance(taken, Accepted)
-        begun = [(each.peer, each.message) for each in taken.effects if isinstance(each, Send)]
+        begun = [(effect.peer, effect.message) for effect in taken.effects if isinstance(effect, Send)]
         ((peer, message),) = [(to, it) for to, it in begun if isinstance(it, Begin) and to != P]
         return message.room, peer
 
@@ -107,7 +107,7 @@ def test_a_removed_worker_leaves_after_its_last_room_and_its_last_answer_is_ackn
     assert worker_status(fleet.routing.workers.by_peer[at]).leaves
     assert fleet.begin()[1] != at
     effects = [each for each in fleet.end(room, at) if isinstance(each, WorkerLeft | Send)]
-    kinds = [type(each.message) if isinstance(each, Send) else WorkerLeft for each in effects]
+    kinds = [type(effect.message) if isinstance(effect, Send) else WorkerLeft for effect in effects]
     assert kinds[-3:] == [Ended, Goodbye, WorkerLeft], "nothing is sent after its connection is closed"
     assert at not in fleet.routing.workers.by_peer
     assert fleet.receive(at, Pong(1), Tokens(room, 0, pack_ids([1]))) == []
@@ -122,8 +122,8 @@ def test_the_end_of_an_old_room_does_not_remove_a_worker_that_was_added_again() 
     fleet.routing.add_worker(P, "prefill", fleet.now)
     fleet.connect(P)
     effects = fleet.receive(at, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
-    assert [each for each in effects if isinstance(each, Finish)]
-    assert not [each for each in effects if isinstance(each, WorkerLeft)]
+    assert [effect for effect in effects if isinstance(effect, Finish)]
+    assert not [effect for effect in effects if isinstance(effect, WorkerLeft)]
     fleet.routing.remove_worker(P)
     fleet.routing.add_worker(P, "prefill", fleet.now)
     fleet.connect(P)
@@ -137,7 +137,7 @@ def test_a_removed_worker_that_restarts_leaves_and_is_not_met_again() -> None:
     effects = fleet.receive(at, Welcome(1, identity(f"n{at[-1]}", "decode", 2)))
     assert WorkerLeft(at) in effects
     assert WorkerChanged(at, "") not in effects, "it has left"
-    assert not [each for each in effects if isinstance(each, Send) and isinstance(each.message, Ping)]
+    assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Ping)]
 
 
 def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once() -> None:
@@ -147,9 +147,9 @@ def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once() -> None:
     fleet.routing.remove_worker(D2)
     effects = fleet.receive(at, Goodbye(1, "shutdown"))
     assert WorkerLeft(D2) in effects
-    assert not [each for each in effects if isinstance(each, Send) and isinstance(each.message, Hello)]
+    assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Hello)]
     assert not fleet.routing.workers.models()
-    assert room not in {each.id for each in fleet.routing.rooms if each.state.value == "open"}
+    assert room not in {room.id for room in fleet.routing.rooms if room.state.value == "open"}
     refused = fleet.routing.submit(request(), fleet.now)
     assert isinstance(refused, Refusal)
 
@@ -382,7 +382,7 @@ async def test_without_its_token_the_admin_api_does_nothing(token: Path) -> None
 async def test_the_admin_token_is_compared_as_a_whole(token: Path) -> None:
     """Each beginning of it, each byte changed, and what goes on after it."""
     parts = [TOKEN[:count] for count in range(len(TOKEN))]
-    changed = [TOKEN[:at] + chr(ord(TOKEN[at]) ^ 1) + TOKEN[at + 1 :] for at in range(len(TOKEN))]
+    changed = [TOKEN[:index] + chr(ord(TOKEN[index]) ^ 1) + TOKEN[index + 1 :] for index in range(len(TOKEN))]
     others = [f"Bearer {each}" for each in (*parts, *changed, TOKEN + "x", TOKEN + " x", TOKEN * 2)]
     headers = [*others, "bearer " + TOKEN, "", *("Bearer"[:count] for count in range(7))]
     async with administered(token) as (it, url):

@@ -47,7 +47,7 @@ def plain_choice(
 
     decode = min(decodes, key=lambda each: (each in avoid, -score(each), len(each.rooms), each.peer))
     prefill = min(
-        (each for each in prefills if not obstacle(each, decode)),
+        (prefill for prefill in prefills if not obstacle(prefill, decode)),
         key=lambda each: (each in avoid, each.prompt_tokens, each.load.rooms_queued, len(each.rooms), each.peer),
     )
     return prefill, decode
@@ -79,8 +79,8 @@ def decide(dice: random.Random, pool: WorkerPool, worker: Worker, now: float) ->
 @pytest.mark.parametrize("seed", range(6))
 def test_the_choice_is_that_of_a_look_at_every_worker(seed: int) -> None:
     dice = random.Random(seed)
-    names = [f"tcp://{role}{at}:1" for role in "pd" for at in range(50 if seed % 2 else 4)]
-    prefill, decode = ([each for each in names if each[6] == role] for role in "pd")
+    names = [f"tcp://{role}{index}:1" for role in "pd" for index in range(50 if seed % 2 else 4)]
+    prefill, decode = ([name for name in names if name[6] == role] for role in "pd")
     ways_of = {peer: dice.choice((("shm",), ("mooncake",), ("mooncake", "shm"))) for peer in names}
     lost: list[str] = []
     pool = WorkerPool(
@@ -159,15 +159,15 @@ def test_nothing_is_kept_of_workers_that_have_left() -> None:
     gc.collect()
     before = sum(isinstance(each, Worker) for each in gc.get_objects())
     numbers: set[int] = set()
-    for at in range(20):
-        pool.add(f"tcp://d{at}:1", "decode", 0.0)
-        numbers.add(connect(f"tcp://d{at}:1", "decode").number)
+    for index in range(20):
+        pool.add(f"tcp://d{index}:1", "decode", 0.0)
+        numbers.add(connect(f"tcp://d{index}:1", "decode").number)
         pair = choose()
-        assert pair.decode.peer == f"tcp://d{at}:1"
-        assert pool.begin(pair, at, prompt) == 0, "another worker's prefixes are not its own"
-        assert pool.begin(choose(), 100 + at, prompt) == 3 * BLOCK
+        assert pair.decode.peer == f"tcp://d{index}:1"
+        assert pool.begin(pair, index, prompt) == 0, "another worker's prefixes are not its own"
+        assert pool.begin(choose(), 100 + index, prompt) == 3 * BLOCK
         pool.remove(pair.decode.peer)
-        for each, room in ((side, room) for side in (pair.prefill, pair.decode) for room in (at, 100 + at)):
+        for each, room in ((side, room) for side in (pair.prefill, pair.decode) for room in (index, 100 + index)):
             pool.end(each, room, len(prompt.ids) // 4)
             pool.left(each)
     assert len(numbers) == 1, "a number is used again, so that masks stay short"
@@ -186,11 +186,11 @@ def test_a_ranking_gives_the_best_of_a_mask_whichever_way_it_looks() -> None:
     ranking = Ranking[str]()
     for number in range(100):
         ranking.put(f"w{number}", number, ((number * 37) % 100, f"w{number}"))
-    for mask in (1 << 5 | 1 << 70, sum(1 << each for each in range(0, 100, 2)), EVERYONE):
-        members = [each for each in range(100) if mask >> each & 1]
+    for mask in (1 << 5 | 1 << 70, sum(1 << offset for offset in range(0, 100, 2)), EVERYONE):
+        members = [index for index in range(100) if mask >> index & 1]
         found = ranking.best(mask, lambda item: item != "w46")
         assert found is not None
-        assert found[1] == f"w{min((each for each in members if each != 46), key=lambda each: each * 37 % 100)}"
+        assert found[1] == f"w{min((member for member in members if member != 46), key=lambda each: each * 37 % 100)}"
     ranking.remove(5)
     assert ranking.best(1 << 5, lambda _: True) is None
     ranking.put("w70", 70, (-1, "w70"))
@@ -204,10 +204,10 @@ def test_levels_part_all_workers_by_what_they_know() -> None:
         for number in numbers:
             holders.add(key, number)
     levels = holders.levels([b"a", b"b", b"c", b"d"])
-    assert [(each.mask & 0b11111, each.blocks) for each in levels] == [
+    assert [(level.mask & 0b11111, level.blocks) for level in levels] == [
         (0b11000, 0), (0b00001, 1), (0b00010, 2), (0b00100, 3)
     ]  # fmt: skip
     holders.discard([b"a", b"b", b"c"], 2)
     holders.discard([b"c"], 3)
     assert len(holders) == 2
-    assert [each.blocks for each in holders.levels([b"a", b"b"])] == [0, 1, 2]
+    assert [level.blocks for level in holders.levels([b"a", b"b"])] == [0, 1, 2]

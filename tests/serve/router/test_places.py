@@ -24,8 +24,8 @@ from tests.support.waiting import on_loop, run_on_loop, until
 PATH = "/v1/completions"
 
 
-def key_of(it: Site | ServerSite) -> ApiKey:
-    keys = it.router.guard.keys
+def key_of(site: Site | ServerSite) -> ApiKey:
+    keys = site.router.guard.keys
     assert keys is not None
     key = keys.find(f"Bearer {A}")
     assert key is not None
@@ -40,9 +40,9 @@ def key_with(limits: str) -> ApiKey:
     return key
 
 
-async def ask(it: Site | ServerSite, body: dict | bytes, path: str = PATH) -> tuple[int, dict]:
+async def ask(site: Site | ServerSite, body: dict | bytes, path: str = PATH) -> tuple[int, dict]:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with it.http.post(it.url + path, data=raw, headers=bearer(A)) as response:
+    async with site.http.post(site.url + path, data=raw, headers=bearer(A)) as response:
         return response.status, await response.json(content_type=None)
 
 
@@ -66,10 +66,10 @@ def test_a_keys_open_answers_are_its_choices_and_the_prompts_of_its_lists(engine
             three = asyncio.create_task(ask(it, {"prompt": ["a", "b", "c"], "max_tokens": 1}))
             await until(lambda: key_of(it).open_count == 3)
             assert (await ask(it, {"prompt": "a", "n": 2, "max_tokens": 1}))[0] == 429
-            one = asyncio.create_task(ask(it, {"prompt": "a", "max_tokens": 1}))
+            task = asyncio.create_task(ask(it, {"prompt": "a", "max_tokens": 1}))
             await until(lambda: key_of(it).open_count == 4)
             it.decode[0].gate.set()
-            assert [(await each)[0] for each in (three, one)] == [200, 200]
+            assert [(await each)[0] for each in (three, task)] == [200, 200]
             assert key_of(it).open_count == 0
 
     case()
@@ -129,8 +129,10 @@ async def test_a_relay_counts_answers_against_its_limits_and_where_it_sends_them
 # What fails
 
 
-async def raw(it: Site | ServerSite, head: str, body: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    host, _, port = it.url.removeprefix("http://").rpartition(":")
+async def raw(
+    site: Site | ServerSite, head: str, body: bytes = b""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = site.url.removeprefix("http://").rpartition(":")
     stream = await asyncio.open_connection(host, int(port))
     start = (
         f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {A}\r\nContent-Type: application/json\r\n"
@@ -143,59 +145,59 @@ def body_of(**more: object) -> bytes:
     return json.dumps({"prompt": "abc", "max_tokens": 6} | more).encode()
 
 
-async def answered(it: Site | ServerSite, body: bytes, *statuses: int) -> None:
-    async with it.http.post(it.url + PATH, data=body, headers=bearer(A)) as response:
+async def answered(site: Site | ServerSite, body: bytes, *statuses: int) -> None:
+    async with site.http.post(site.url + PATH, data=body, headers=bearer(A)) as response:
         await response.read()
         assert response.status in statuses
 
 
-async def leaves(it: Site | ServerSite, sent: Callable[[], Awaitable[object]], body: bytes, length: int = 0) -> None:
+async def leaves(site: Site | ServerSite, sent: Callable[[], Awaitable[object]], body: bytes, length: int = 0) -> None:
     """A client that sends this and is gone when `sent` holds."""
-    _, writer = await raw(it, f"Content-Length: {length or len(body)}", body)
+    _, writer = await raw(site, f"Content-Length: {length or len(body)}", body)
     await until(sent)
     writer.transport.abort()
 
 
-async def begun(it: Site | ServerSite) -> bool:
-    return bool(it.decode[0].begun if isinstance(it, Site) else it.decode[0].seen)
+async def begun(site: Site | ServerSite) -> bool:
+    return bool(site.decode[0].begun if isinstance(site, Site) else site.decode[0].seen)
 
 
-async def held(it: Site | ServerSite) -> bool:
-    return key_of(it).open_count > 0
+async def held(site: Site | ServerSite) -> bool:
+    return key_of(site).open_count > 0
 
 
-async def without_answer(it: Site | ServerSite, body: bytes) -> None:
-    it.decode[0].gate.clear()
-    await leaves(it, lambda: begun(it), body)
+async def without_answer(site: Site | ServerSite, body: bytes) -> None:
+    site.decode[0].gate.clear()
+    await leaves(site, lambda: begun(site), body)
 
 
-async def in_stream(it: Site | ServerSite) -> None:
-    it.decode[0].more.clear()
+async def in_stream(site: Site | ServerSite) -> None:
+    site.decode[0].more.clear()
     body = body_of(stream=True)
-    reader, writer = await raw(it, f"Content-Length: {len(body)}", body)
+    reader, writer = await raw(site, f"Content-Length: {len(body)}", body)
     await reader.readuntil(b"data: ")
     writer.transport.abort()
 
 
-async def worker_fails(it: Site | ServerSite, *, stream: bool = False) -> None:
-    if isinstance(it, Site):
-        it.decode[0].failure = "engine"
+async def worker_fails(site: Site | ServerSite, *, stream: bool = False) -> None:
+    if isinstance(site, Site):
+        site.decode[0].failure = "engine"
     else:
-        it.decode[0].status, it.decode[0].answer = 500, {"error": {}}
-    await answered(it, body_of(stream=stream), 500, 503, 200)
+        site.decode[0].status, site.decode[0].answer = 500, {"error": {}}
+    await answered(site, body_of(stream=stream), 500, 503, 200)
 
 
-async def worker_is_lost(it: Site | ServerSite) -> None:
-    it.decode[0].gate.clear()
-    task = asyncio.create_task(ask(it, body_of()))
-    await until(lambda: begun(it))
-    await it.decode[0].close()
+async def worker_is_lost(site: Site | ServerSite) -> None:
+    site.decode[0].gate.clear()
+    task = asyncio.create_task(ask(site, body_of()))
+    await until(lambda: begun(site))
+    await site.decode[0].close()
     assert (await task)[0] in (500, 503, 502)
 
 
-async def in_turn(it: Site | ServerSite) -> None:
+async def in_turn(site: Site | ServerSite) -> None:
     """A large body, whose client leaves while it is read."""
-    await leaves(it, lambda: held(it), b'{"prompt": "' + b"a" * 300_000 + b'"}')
+    await leaves(site, lambda: held(site), b'{"prompt": "' + b"a" * 300_000 + b'"}')
 
 
 FAILURES: dict[str, Callable[[Site | ServerSite], Awaitable[None]]] = {

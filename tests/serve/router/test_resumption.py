@@ -78,7 +78,7 @@ def test_an_answer_is_resumed_only_where_the_request_allows_it() -> None:
 
 def test_logprobs_of_the_token_that_is_picked_again_are_dropped_with_it() -> None:
     bench = resumable(Sampling(12, logprobs=True))
-    rows = [Logprobs(-0.5 - at).pack() for at in range(3)]
+    rows = [Logprobs(-0.5 - index).pack() for index in range(3)]
     bench.receive(D, Tokens(1, 0, pack_ids([21]), rows[0]))
     bench.receive(D, End(1, "engine", "", 1))
     (begin,) = bench.sent(Begin, D2)
@@ -113,7 +113,7 @@ def test_an_answer_that_lacked_only_its_end_gets_it_and_no_token_more() -> None:
     bench.receive(D2, Tokens(begin.room, 0, pack_ids([23])), End(begin.room, "length", "", 1))
     assert not bench.of(Emit)
     effects = bench.receive(prefill_of(bench, begin.room), End(begin.room, "done", "", 0))
-    assert [each.room.decode.reason for each in effects if isinstance(each, Finish)] == ["length"]
+    assert [effect.room.decode.reason for effect in effects if isinstance(effect, Finish)] == ["length"]
 
 
 def test_a_room_that_picks_another_token_than_was_delivered_is_not_gone_on_with() -> None:
@@ -200,8 +200,8 @@ def test_a_resumption_that_is_refused_fails_for_the_reason_of_the_loss() -> None
 ASKED = {"prompt": "abcde", "max_tokens": 16, "seed": 3, "logprobs": 1, "enable_resume": True}
 
 
-def tokens_of(it: Site) -> float | None:
-    return it.router.metrics.registry.get_sample_value("pdtransfer_generated_tokens_total", {"model": "m"})
+def tokens_of(site: Site) -> float | None:
+    return site.router.metrics.registry.get_sample_value("pdtransfer_generated_tokens_total", {"model": "m"})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -225,11 +225,11 @@ def test_a_client_gets_one_answer_whose_usage_counts_it_once(stream: bool) -> No
                 text = await response.text()
             if stream:
                 events = [json.loads(each[6:]) for each in text.split("\n\n") if each.startswith("data: {")]
-                choices = [each["choices"][0] for each in events if each["choices"]]
+                choices = [event["choices"][0] for event in events if event["choices"]]
                 answer = {
-                    "text": "".join(each["text"] for each in choices),
-                    "tokens": [token for each in choices for token in each["logprobs"]["tokens"]],
-                    "offsets": [at for each in choices for at in each["logprobs"]["text_offset"]],
+                    "text": "".join(choice["text"] for choice in choices),
+                    "tokens": [token for choice in choices for token in choice["logprobs"]["tokens"]],
+                    "offsets": [at for choice in choices for at in choice["logprobs"]["text_offset"]],
                     "reason": choices[-1]["finish_reason"],
                     "usage": events[-1]["usage"],
                     "pdtransfer": events[-2]["pdtransfer"],

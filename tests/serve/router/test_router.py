@@ -90,9 +90,9 @@ def test_a_stream_has_the_same_text_in_pieces_and_then_done() -> None:
             assert answer.endswith(b"\n\n")
             *events, done = [each.removeprefix("data: ") for each in answer.decode()[:-2].split("\n\n")]
             assert done == "[DONE]"
-            *pieces, last = [json.loads(each) for each in events]
+            *pieces, last = [json.loads(event) for event in events]
             assert len(pieces) >= 1
-            assert all(each["choices"][0]["finish_reason"] is None for each in pieces)
+            assert all(piece["choices"][0]["finish_reason"] is None for piece in pieces)
             # In reverse, its bytes are not valid characters, neither in pieces nor in whole.
             text = "".join(each["choices"][0]["text"] for each in (*pieces, last))
             assert text == (("żółw".encode()[::-1]) * 4)[:16].decode("utf-8", "replace")
@@ -587,7 +587,7 @@ def test_a_worker_that_sends_goodbye_is_no_warning_and_one_that_refuses_is(caplo
     caplog.set_level("INFO")
 
     def level(end: str) -> str:
-        return next((each.levelname for each in caplog.records if each.message.endswith(end)), "")
+        return next((record.levelname for record in caplog.records if record.message.endswith(end)), "")
 
     async def case() -> None:
         async with site() as it:

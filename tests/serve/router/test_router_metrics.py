@@ -15,13 +15,13 @@ def test_no_series_of_a_model_loses_its_place_to_another() -> None:
     served = {f"m{number}": 1 for number in range(METRICS_LABELS_MAX + 5)}
     of_router = RouterMetrics(node="r")
     routing = SimpleNamespace(workers=SimpleNamespace(models=lambda: served))
-    made = RoutingMetrics(of_router, routing, SimpleNamespace())
-    metrics: list[ModelMetrics] = [made.of(name) for name in [*served, "nobody's"]]
+    routing_metrics = RoutingMetrics(of_router, routing, SimpleNamespace())
+    metrics: list[ModelMetrics] = [routing_metrics.of(name) for name in [*served, "nobody's"]]
     assert metrics[-1].name == NO_MODEL
-    assert len({each.name for each in metrics} - {NO_MODEL}) == METRICS_LABELS_MAX - 1
-    for each in metrics:
-        each.inter_token.observe(0.01)
-    of_router.registry.unregister(made)  # what the routing counts is not of interest here
+    assert len({metric.name for metric in metrics} - {NO_MODEL}) == METRICS_LABELS_MAX - 1
+    for metric in metrics:
+        metric.inter_token.observe(0.01)
+    of_router.registry.unregister(routing_metrics)  # what the routing counts is not of interest here
     lines = generate_latest(of_router.registry).decode().splitlines()
     counts = [
         float(line.rpartition(" ")[2]) for line in lines if line.startswith("pdtransfer_inter_token_seconds_count")

@@ -231,8 +231,8 @@ def test_each_connection_change_is_reported_and_each_reason_for_refusal_once() -
     receive(P, Pong(1), Reject(0, "refused", ("model",)), Reject(0, "refused", ("model",)), Reject(0, "full", ()))
     assert changes == [WorkerChanged(P, no), WorkerChanged(P, f"{P} refuses (full): ")]
     changes.clear()
-    who = Welcome(1, identity("p0", "prefill", 2))
-    receive(P, who, who)
+    welcome = Welcome(1, identity("p0", "prefill", 2))
+    receive(P, welcome, welcome)
     assert changes == [WorkerChanged(P, "")]
     receive(D, Goodbye(1, "shutdown"))
     assert changes[1:] == [WorkerChanged(D, f"{D} sent Goodbye (shutdown)", orderly=True)]
@@ -562,7 +562,7 @@ def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_wo
     assert bench.sent(Cancel, D), "it repeats until the room has ended"
     bench.receive(D, Tokens(room, 2, pack_ids([3])), End(room, "aborted", "", 3))
     bench.receive(P, End(room, "done", "", 0))
-    assert not [each for each in bench.effects if isinstance(each, Emit | Finish | Fail)]
+    assert not [effect for effect in bench.effects if isinstance(effect, Emit | Finish | Fail)]
     assert bench.routing.room_count == 0
 
 
@@ -584,7 +584,7 @@ def scored_request() -> CompletionRequest:
 
 
 def test_logprobs_are_emitted_with_the_ids_that_are_new() -> None:
-    bench, rows = Bench(), [Logprobs(-float(at), ((at, -0.5),)).pack() for at in range(4)]
+    bench, rows = Bench(), [Logprobs(-float(index), ((index, -0.5),)).pack() for index in range(4)]
     accepted = bench.routing.submit(scored_request(), bench.now)
     assert isinstance(accepted, Accepted)
     room = accepted.request

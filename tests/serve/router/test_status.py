@@ -52,8 +52,8 @@ def test_rates_are_in_the_workers_own_time_and_late_figures_are_dropped() -> Non
     window.add(figures(2_000, kv_bytes=6_000))
     assert window.rate("kv_bytes") == 2_000.0
     assert window.share("hot_hits", "hot_hits", "hot_misses") == pytest.approx(1 / 3)
-    for at in range(SAMPLES_MAX):
-        window.add(figures(10_000 + 1_000 * at, kv_bytes=9_000 + 7 * at))
+    for index in range(SAMPLES_MAX):
+        window.add(figures(10_000 + 1_000 * index, kv_bytes=9_000 + 7 * index))
     assert window.rate("kv_bytes") == 7.0, "older ones have left the window"
     window.add(figures(60_000, kv_bytes=1))
     assert window.rate("kv_bytes") is None, "a total does not shrink"
@@ -132,16 +132,16 @@ def test_failures_are_kept_with_their_cause_the_newest_first_and_bounded() -> No
     for number in range(FAILURES_MAX):
         recent(ended(cause=Cause.FULL, status=429, detail=f"{number}"))
     assert len(recent.failures) == FAILURES_MAX
-    assert {(each.cause, each.count) for each in recent.failures} == {("full", 1)}
+    assert {(failure.cause, failure.count) for failure in recent.failures} == {("full", 1)}
 
 
 def test_rates_and_quantiles_are_of_the_latest_requests() -> None:
     now = [0.0]
     recent = RecentRequests(lambda: now[0])
     assert recent.first_token_ms() is None
-    for at in range(100):
-        now[0] = 100.0 + at / 100
-        recent(ended(first_token_s=at / 1_000))
+    for index in range(100):
+        now[0] = 100.0 + index / 100
+        recent(ended(first_token_s=index / 1_000))
     now[0] = 101.0
     assert recent.requests_s == 100 / RATE_S
     times = recent.first_token_ms()
@@ -159,7 +159,7 @@ async def test_the_router_serves_its_document_as_it_is_now() -> None:
         document = msgspec.json.decode(text, type=FleetStatus, strict=True)
         assert document.router.ready
         assert document.router.models == ["m"]
-        assert [(each.role, each.node, each.state) for each in document.workers] == [
+        assert [(worker.role, worker.node, worker.state) for worker in document.workers] == [
             ("prefill", "p0", "ready"), ("prefill", "p1", "ready"), ("decode", "d0", "ready"),
         ]  # fmt: skip
         slots = document.workers[2].slots

@@ -114,13 +114,13 @@ def test_wrong_value_is_refused_with_its_name_and_the_allowed_values(change: Any
 
 
 def test_every_limit_has_a_bound_that_its_default_keeps_and_zero_or_a_huge_value_breaks() -> None:
-    assert LIMIT_BOUNDS.keys() <= {each.name for each in dataclasses.fields(Limits)}
+    assert LIMIT_BOUNDS.keys() <= {field.name for field in dataclasses.fields(Limits)}
     DecodeConfig(limits=Limits())
-    for each in dataclasses.fields(Limits):
-        with pytest.raises(ConfigError, match=f"limits.{each.name} = "):
-            DecodeConfig(limits=dataclasses.replace(Limits(), **{each.name: -1}))
-        with pytest.raises(ConfigError, match=f"limits.{each.name} = "):
-            DecodeConfig(limits=dataclasses.replace(Limits(), **{each.name: 1 << 60}))
+    for field in dataclasses.fields(Limits):
+        with pytest.raises(ConfigError, match=f"limits.{field.name} = "):
+            DecodeConfig(limits=dataclasses.replace(Limits(), **{field.name: -1}))
+        with pytest.raises(ConfigError, match=f"limits.{field.name} = "):
+            DecodeConfig(limits=dataclasses.replace(Limits(), **{field.name: 1 << 60}))
 
 
 @pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig])

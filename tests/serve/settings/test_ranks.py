@@ -91,8 +91,8 @@ def test_a_wildcard_is_accepted_alone_or_with_advertise() -> None:
 def test_each_rank_computes_on_its_own_card_unless_one_is_given(device: str, devices: list[str]) -> None:
     leader = PrefillConfig(tp_size=2, pp_size=2, device=device)
     ranks = [leader, *rank_configs(leader, GROUP)]
-    assert [each.engine_config.device for each in ranks] == devices
-    assert [each.device_index for each in ranks] == [None if each == "cpu" else int(each[5:]) for each in devices]
+    assert [rank.engine_config.device for rank in ranks] == devices
+    assert [rank.device_index for rank in ranks] == [None if device == "cpu" else int(device[5:]) for device in devices]
 
 
 def test_ranks_differ_when_only_one_verifies() -> None:

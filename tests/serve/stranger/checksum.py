@@ -19,24 +19,24 @@ def head_hash(component: str, kind: str, layer: int, head: int, row: int, text: 
 
 def xxh64(text: bytes, seed: int) -> int:
     """In whole numbers: a peer in earnest takes a library."""
-    words = [int.from_bytes(text[at : at + 8], "little") for at in range(0, len(text) - 7, 8)]
+    words = [int.from_bytes(text[offset : offset + 8], "little") for offset in range(0, len(text) - 7, 8)]
     whole = len(text) // 32 * 4
     found = seed + P5
     if whole:
         lanes = [seed + P1 + P2, seed + P2, seed, seed - P1]
-        for at in range(whole):
-            lanes[at % 4] = _step(lanes[at % 4], words[at])
+        for index in range(whole):
+            lanes[index % 4] = _step(lanes[index % 4], words[index])
         found = sum(_rotl(lane, by) for lane, by in zip(lanes, (1, 7, 12, 18), strict=True))
         for lane in lanes:
             found = (found ^ _step(0, lane)) * P1 + P4 & MASK
     found = found + len(text) & MASK
     for word in words[whole:]:
         found = _rotl(found ^ _step(0, word), 27) * P1 + P4 & MASK
-    at = 8 * len(words)
-    if len(text) - at >= 4:
-        found = _rotl(found ^ int.from_bytes(text[at : at + 4], "little") * P1 & MASK, 23) * P2 + P3 & MASK
-        at += 4
-    for byte in text[at:]:
+    index = 8 * len(words)
+    if len(text) - index >= 4:
+        found = _rotl(found ^ int.from_bytes(text[index : index + 4], "little") * P1 & MASK, 23) * P2 + P3 & MASK
+        index += 4
+    for byte in text[index:]:
         found = _rotl(found ^ byte * P5 & MASK, 11) * P1 & MASK
     for by, prime in ((33, P2), (29, P3)):
         found = (found ^ found >> by) * prime & MASK

@@ -38,10 +38,10 @@ class Decode(Worker):
         self.arena, self.components, self.generate = arena, components, generate
         # Even slots before odd ones: a room has many extents.
         self.free = {
-            at: [*range(0, each["layout"]["slots"], 2), *range(1, each["layout"]["slots"], 2)]
-            for at, each in enumerate(components)
+            index: [*range(0, component["layout"]["slots"], 2), *range(1, component["layout"]["slots"], 2)]
+            for index, component in enumerate(components)
         }
-        self.sparse = len({each["name"] for each in components}) < len(components)
+        self.sparse = len({component["name"] for component in components}) < len(components)
         self.sessions: dict[int, Session] = {}
         self.by_endpoint: dict[str, Session] = {}
         self.fence_due = 0.0
@@ -59,7 +59,7 @@ class Decode(Worker):
             self._register(self._open(link.endpoint))
 
     def load(self) -> Fields:
-        slots = [each["layout"]["slots"] for each in self.components]
+        slots = [component["layout"]["slots"] for component in self.components]
         found = {"slots_free": len(self.free[len(slots) - 1]), "slots_total": slots[-1]}
         if self.sparse:
             found |= {
@@ -140,7 +140,7 @@ class Decode(Worker):
         if now < self.fence_due:
             return
         self.fence_due = now + FENCE_POLL_S
-        for session in [each for each in self.sessions.values() if each.reason is not None]:
+        for session in [session for session in self.sessions.values() if session.reason is not None]:
             if self.arena.fenced(session.number):
                 for room in session.grants.values():
                     self._free(room)
@@ -163,13 +163,13 @@ class Decode(Worker):
 
     def _grant(self, session: Session, room: Room) -> None:
         sparse = room.begin["enable_hisparse"]
-        for at, component in enumerate(self.components):
-            twice = [each["name"] for each in self.components].count(component["name"]) == 2
+        for index, component in enumerate(self.components):
+            twice = [component["name"] for component in self.components].count(component["name"]) == 2
             if twice and component["memory"] != ("dram" if sparse else "hbm"):
                 continue  # this room's is in the other memory
             rows = row_count(component, len(room.ids))
-            room.slots[at] = [self.free[at].pop(0) for _ in range(rows)]
-            room.parts.append({"component": at, "first_row": 0, "rows": rows, "extents": packed(room.slots[at])})
+            room.slots[index] = [self.free[index].pop(0) for _ in range(rows)]
+            room.parts.append({"component": index, "first_row": 0, "rows": rows, "extents": packed(room.slots[index])})
         room.grant = session, session.granted
         session.grants[session.granted] = room
         self.repeat(

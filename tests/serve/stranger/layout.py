@@ -65,9 +65,9 @@ def slots_of(extents: bytes) -> list[int]:
 def places(component: Fields, part: Fields) -> Iterator[tuple[Fields, int, int]]:
     """Plane, row of the room, and byte offset in the arena, of all that a part covers."""
     layout = component["layout"]
-    for at, slot in enumerate(slots_of(part["extents"])):
+    for index, slot in enumerate(slots_of(part["extents"])):
         for plane in layout["planes"]:
-            yield plane, part["first_row"] + at, offset(layout, plane, slot)
+            yield plane, part["first_row"] + index, offset(layout, plane, slot)
 
 
 def fault(components: list[Fields], grant: Fields) -> str:
@@ -76,8 +76,8 @@ def fault(components: list[Fields], grant: Fields) -> str:
         return f"Grant.stop: {grant['stop']}, the prefix is {grant['prefix']}"
     if grant["send_aux"] and grant["stop"] < grant["tokens"]:
         return f"Grant.send_aux: true, of tokens up to {grant['stop']} of {grant['tokens']}"
-    for at, part in enumerate(grant["parts"]):
-        name = f"Grant.parts[{at}]"
+    for index, part in enumerate(grant["parts"]):
+        name = f"Grant.parts[{index}]"
         if part["component"] >= len(components):
             return f"{name}.component = {part['component']}: {len(components)} are registered"
         component, slots = components[part["component"]], slots_of(part["extents"])
@@ -96,10 +96,10 @@ def fault(components: list[Fields], grant: Fields) -> str:
 def row_sum(component: Fields, plane: Fields, row: int, content: bytes) -> int:
     """What a row adds to its grant's checksum: one hash for each of its heads."""
     size = plane["row_bytes"] // plane["head_count"]
-    heads = [content[at : at + size] for at in range(0, plane["row_bytes"], size)]
+    heads = [content[offset : offset + size] for offset in range(0, plane["row_bytes"], size)]
     found = [
-        head_hash(component["name"], plane["kind"], plane["layer"], plane["head_start"] + at, row, head)
-        for at, head in enumerate(heads)
+        head_hash(component["name"], plane["kind"], plane["layer"], plane["head_start"] + index, row, head)
+        for index, head in enumerate(heads)
     ]
     return sum(found) & MASK
 

@@ -15,10 +15,10 @@ def engine(host: str) -> Any:
     os.environ["MC_FORCE_TCP"] = "1"
     from mooncake.engine import TransferEngine
 
-    made = TransferEngine()
-    status = made.initialize(host, "P2PHANDSHAKE", "tcp", "")
+    transfer_engine = TransferEngine()
+    status = transfer_engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
     require(status == 0, f"initialize answers {status}")
-    return made
+    return transfer_engine
 
 
 def address_of(memory: mmap.mmap) -> int:

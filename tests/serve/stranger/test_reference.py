@@ -68,8 +68,8 @@ class Copied:
         for name, kinds in PLANES.items():
             for kind, _, _ in kinds:
                 for layer in range(2):
-                    for at in range(len(ids)):
-                        self.rows[tuple(ids), name, kind, layer, at] = read(name, kind, layer, at)
+                    for index in range(len(ids)):
+                        self.rows[tuple(ids), name, kind, layer, index] = read(name, kind, layer, index)
         self.made[tuple(ids)] = aux
         return [msgpack.unpackb(aux)[2]]
 
@@ -86,8 +86,8 @@ class Copied:
             of_one = blake2b(digest_size=16)
             for layer in range(2):
                 for kind, _, _ in PLANES[name]:
-                    for at in range(len(ids)):
-                        of_one.update(self.rows[tuple(ids), name, kind, layer, at])
+                    for index in range(len(ids)):
+                        of_one.update(self.rows[tuple(ids), name, kind, layer, index])
             found += of_one.digest()
         return blake2b(found, digest_size=16).digest()
 

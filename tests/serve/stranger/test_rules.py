@@ -104,7 +104,9 @@ def test_a_decode_that_breaks_a_rule_is_rejected_and_another_is_served(
             Router(node=named("r"), prefill=prefill, decode=right.endpoint) as other,
         ):
             router.begin(PROMPT.encode(), 5)
-            rejected = wait_for(lambda: [each for each in wrong.rejects if each["reason"] == reason], wrong.rejects)
+            rejected = wait_for(
+                lambda: [reject for reject in wrong.rejects if reject["reason"] == reason], wrong.rejects
+            )
             assert (rejected[0]["session"] != 0) is of_session
             assert any(field in line for line in rejected[0]["fields"]) or not field, rejected
             assert wrong.landed == []
@@ -152,7 +154,7 @@ def test_a_landed_of_other_bytes_than_granted_ends_the_session(decode: str) -> N
         with Router(node=named("r"), prefill=wrong.endpoint, decode=decode) as router:
             room = router.complete(PROMPT.encode(), 5)
         assert room.ends["decode"]["reason"] not in ("length", "stop")
-        rejected = wait_for(lambda: [each for each in wrong.rejects if each["reason"] == "breach"])
+        rejected = wait_for(lambda: [reject for reject in wrong.rejects if reject["reason"] == "breach"])
         assert rejected[0]["session"] != 0
 
 
@@ -284,11 +286,11 @@ def imports(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {each.name for each in node.names}
+            found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
             found |= (
-                {f"{node.module}.{each.name}" for each in node.names}
+                {f"{node.module}.{name.name}" for name in node.names}
                 if node.module == "tests.serve.stranger"
                 else {node.module or ""}
             )
@@ -296,10 +298,10 @@ def imports(path: Path) -> set[str]:
 
 
 def test_strangers_know_nothing_of_the_package() -> None:
-    here = Path(__file__).parent
-    files = {path.stem for path in here.glob("*.py") if not path.stem.startswith("test_")}
+    parent = Path(__file__).parent
+    files = {path.stem for path in parent.glob("*.py") if not path.stem.startswith("test_")}
     assert files == PEERS | {"cast"}
     allowed = {"zmq", "msgpack", "mooncake.engine"} | {f"tests.serve.stranger.{name}" for name in PEERS}
     for name in PEERS:
-        assert imports(here / f"{name}.py") <= allowed, name
-    assert "pdtransfer.serve.settings.router" in imports(here / "test_decode.py")
+        assert imports(parent / f"{name}.py") <= allowed, name
+    assert "pdtransfer.serve.settings.router" in imports(parent / "test_decode.py")

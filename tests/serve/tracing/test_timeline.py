@@ -21,8 +21,8 @@ from pdtransfer.serve.tracing.timeline import (
 
 def test_the_latest_spans_are_kept_and_taken_once() -> None:
     timeline = Timeline("prefill", spans_max=3)
-    for at in range(5):
-        timeline("compute", f"layer {at}", at, at + 0.5, room=7, layer=at)
+    for index in range(5):
+        timeline("compute", f"layer {index}", index, index + 0.5, room=7, layer=index)
     taken = timeline.take()
     assert [span.layer for span in taken] == [2, 3, 4]
     assert {(span.process, span.lane, span.room, span.seconds) for span in taken} == {("prefill", "compute", 7, 0.5)}
@@ -90,7 +90,7 @@ def test_a_rooms_parts_on_prefill_follow_one_another_without_a_timeline(monkeypa
     journey = journeys.of(7)
     assert journey is not None
     assert [journey.seconds(part) for part in (QUEUE, COMPUTE, EXPOSED)] == [1.0, 2.0, 0.5]
-    assert [(each.name, each.begin_s, each.end_s, each.room) for each in journey.spans] == [
+    assert [(span.name, span.begin_s, span.end_s, span.room) for span in journey.spans] == [
         ("queue", 10.0, 11.0, 7), ("compute", 11.0, 13.0, 7), ("exposed", 13.0, 13.5, 7),
     ]  # fmt: skip
     assert journeys.engine is None

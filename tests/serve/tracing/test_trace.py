@@ -59,8 +59,8 @@ def test_no_two_spans_of_a_track_overlap_but_one_within_the_other(tmp_path: Path
     assert (0, 4e6) in tracks[1]
     assert (1e6, 2e6) in tracks[1], "a part lies on the track of its whole"
     for own in tracks.values():
-        for at, (begin, end) in enumerate(own):
-            for other_begin, other_end in own[:at]:
+        for index, (begin, end) in enumerate(own):
+            for other_begin, other_end in own[:index]:
                 apart = end <= other_begin or other_end <= begin
                 assert (
                     apart or (other_begin <= begin and end <= other_end) or (begin <= other_begin and other_end <= end)
@@ -90,8 +90,8 @@ def test_a_file_is_whole_when_its_process_is_killed(tmp_path: Path) -> None:
         process.wait()
     found = read(path)
     assert found.clock == trace.TraceClock(**(vars_of(trace.own_clock()) | {"wall_s": found.clock.wall_s}))
-    assert [each.begin_s for each in found.spans] == list(range(len(found.spans)))
-    assert {each.process for each in found.spans} == {"decode-0"}
+    assert [span.begin_s for span in found.spans] == list(range(len(found.spans)))
+    assert {span.process for span in found.spans} == {"decode-0"}
     text = path.read_text()
     if not text.endswith("]\n"):  # the kernel was in the middle of a write
         text = text[: text.rindex(",\n")] + "]"
@@ -123,16 +123,16 @@ def test_what_was_written_over_the_end_between_two_reads_is_left_out(tmp_path: P
     before = path.read_bytes()
     write(path, [span(0, 1), span(1, 2), span(2, 3)])
     path.write_bytes(before + path.read_bytes()[len(before) :])  # the first read ended at the former end
-    assert [each.begin_s for each in read(path).spans] == [0]
+    assert [span.begin_s for span in read(path).spans] == [0]
 
 
 @pytest.mark.slow
 def test_the_latest_spans_are_kept_in_two_files_of_bounded_size(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("[\n]\n")  # of a process before
     recorder = Recorder(tmp_path, "p", bytes_max=4_000)
-    for at in range(200):
-        recorder.timeline("push", "x", at, at + 1, room=at)
-        if at % 20 == 19:
+    for index in range(200):
+        recorder.timeline("push", "x", index, index + 1, room=index)
+        if index % 20 == 19:
             wait_for(lambda: not recorder.timeline._spans)
     recorder.close()
     older, newest = (read(tmp_path / name) for name in ("p.1.json", "p.json"))
@@ -140,7 +140,7 @@ def test_the_latest_spans_are_kept_in_two_files_of_bounded_size(tmp_path: Path) 
     assert rooms == list(range(200 - len(rooms), 200)), "in order, without a gap, the latest"
     assert 20 < len(rooms) < 200
     assert all((tmp_path / name).stat().st_size <= 4_000 for name in ("p.json", "p.1.json"))
-    assert {each.process for each in newest.spans} == {"p"}, "tracks are named anew in each"
+    assert {span.process for span in newest.spans} == {"p"}, "tracks are named anew in each"
     assert newest.clock == older.clock
 
 

@@ -94,7 +94,7 @@ class Prefill:
 
     def begin(self, router: str, room: int, node: str, **more: Any) -> Begin:
         """Has the room computed for this decode node; returns the other Begin of it, decode's."""
-        prompt = pack_ids([97 + at % 26 for at in range(TOKENS)])
+        prompt = pack_ids([97 + index % 26 for index in range(TOKENS)])
         ids = {"request_id": f"r{room}", "traceparent": TRACEPARENT}
         self.routers.send(router, Begin(room, prompt, Sampling(4), (node,), 30_000, **ids, **more))
         return Begin(room, prompt, Sampling(4), (self.endpoint,), 30_000, **ids)

@@ -63,10 +63,10 @@ def bytes_of(each):
 
 @pytest.mark.parametrize("tokens", [1, 128, 238])
 def test_a_small_chunk_leaves_as_one_with_its_last_layer(tokens):
-    made = CellBatcher([KV])
+    cell_batcher = CellBatcher([KV])
     steps = list(chunk((0, tokens)))
-    assert cells_of(made, steps[:-1]) == []
-    (one,) = made.take(steps[-1])
+    assert cells_of(cell_batcher, steps[:-1]) == []
+    (one,) = cell_batcher.take(steps[-1])
     assert (one.rows, one.layers) == ((0, tokens), (0, LAYERS))
 
 
@@ -74,8 +74,8 @@ def test_a_small_chunk_leaves_as_one_with_its_last_layer(tokens):
 def test_a_large_chunk_leaves_in_cells_that_are_worth_it_and_get_smaller_in_the_end(tokens):
     cells = cells_of(CellBatcher([KV]), chunk((0, tokens)))
     assert (covered(cells) == 1).all()
-    assert [each.layers[0] for each in cells] == sorted(each.layers[0] for each in cells)
-    layer, sizes = tokens * ROW, [bytes_of(each) for each in cells]
+    assert [cell.layers[0] for cell in cells] == sorted(cell.layers[0] for cell in cells)
+    layer, sizes = tokens * ROW, [bytes_of(cell) for cell in cells]
     left = tokens * LAYERS * ROW
     for size in sizes:
         left -= size
@@ -87,16 +87,16 @@ def test_a_large_chunk_leaves_in_cells_that_are_worth_it_and_get_smaller_in_the_
 def test_chunks_stay_apart():
     steps = [*chunk((0, 512)), *chunk((512, 700)), [Prefilled(room=1, aux=b"")]]
     cells = cells_of(CellBatcher([KV]), steps)[:-1]
-    assert {each.rows for each in cells} == {(0, 512), (512, 700)}
+    assert {cell.rows for cell in cells} == {(0, 512), (512, 700)}
     assert (covered(cells) == 1).all()
 
 
 def test_rooms_and_components_are_put_together_apart():
-    made = CellBatcher([KV, INDEX])
+    cell_batcher = CellBatcher([KV, INDEX])
     both = zip(chunk((0, 1_000), index=True), chunk((0, 500), room=2, index=True), strict=True)
-    cells = cells_of(made, [cells_of_layer for pair in both for cells_of_layer in pair])
+    cells = cells_of(cell_batcher, [cells_of_layer for pair in both for cells_of_layer in pair])
     for room, tokens in ((1, 1_000), (2, 500)):
-        own = [each for each in cells if each.room == room]
+        own = [cell for cell in cells if cell.room == room]
         assert (covered([each for each in own if each.component == "kv"]) == 1).all()
         (index,) = [each for each in own if each.component == "index"]
         assert (index.rows, index.layers) == ((0, tokens), (0, LAYERS)), "31 layers that have an index, as one"
@@ -105,34 +105,34 @@ def test_rooms_and_components_are_put_together_apart():
 @pytest.mark.parametrize("end", [Prefilled(room=1, aux=b"x"), Broken(room=1, detail="it broke")])
 def test_nothing_overtakes_a_rooms_cells(end):
     """An engine that ends a room, or is about to, without its last layers: what there is goes first."""
-    made = CellBatcher([KV])
-    assert cells_of(made, list(chunk((0, 100)))[:7]) == []
-    one, last = made.take([end])
+    cell_batcher = CellBatcher([KV])
+    assert cells_of(cell_batcher, list(chunk((0, 100)))[:7]) == []
+    one, last = cell_batcher.take([end])
     assert (one.layers, last) == ((0, 7), end)
-    assert made.take([end]) == [end]
+    assert cell_batcher.take([end]) == [end]
 
 
 def test_cells_that_do_not_follow_one_another_stay_as_they_are():
-    made = CellBatcher([KV])
+    cell_batcher = CellBatcher([KV])
     steps = [[cell(layers=(5, 6))], [cell(layers=(3, 4))], [cell(rows=(128, 140), layers=(4, 5))]]
     steps += [[replace(cell(rows=(128, 140), layers=(5, 6)), skip=1)], [Prefilled(room=1, aux=b"")]]
-    cells = cells_of(made, steps)[:-1]
-    assert [each.layers for each in cells] == [(5, 6), (3, 4), (4, 5), (5, 6)]
+    cells = cells_of(cell_batcher, steps)[:-1]
+    assert [cell.layers for cell in cells] == [(5, 6), (3, 4), (4, 5), (5, 6)]
 
 
 def test_a_room_that_was_given_up_is_forgotten():
-    made = CellBatcher([KV])
-    cells_of(made, list(chunk((0, 100)))[:7])
-    made.drop(1)
-    made.drop(99)
-    assert made.take([Prefilled(room=1, aux=b"")]) == [Prefilled(room=1, aux=b"")]
+    cell_batcher = CellBatcher([KV])
+    cells_of(cell_batcher, list(chunk((0, 100)))[:7])
+    cell_batcher.drop(1)
+    cell_batcher.drop(99)
+    assert cell_batcher.take([Prefilled(room=1, aux=b"")]) == [Prefilled(room=1, aux=b"")]
 
 
 def test_what_was_put_together_waits_forevery_event_of_it():
     events = [Late() for _ in range(LAYERS)]
-    made = CellBatcher([KV])
+    cell_batcher = CellBatcher([KV])
     steps = [[cell(layers=(layer, layer + 1), after=event)] for layer, event in enumerate(events)]
-    (one,) = cells_of(made, steps)
+    (one,) = cells_of(cell_batcher, steps)
     for event in reversed(events):  # an engine may have several streams
         assert not one.after.query()
         event.fired = True

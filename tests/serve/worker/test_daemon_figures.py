@@ -44,8 +44,8 @@ async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> No
         assert (sent.rooms_done, sent.rooms_failed, sent.sessions) == (1, 0, (Tally("shm", 1),))
         assert (held.kv_bytes, held.tokens, held.rooms) == (end.kv_bytes, 0, (Tally("ready", 1),))
         assert held.prefix_queried_tokens == TOKENS // 64 * 64
-        made = [Token(room=local_id, index=at, id=97) for at in range(2)]
-        right.rank.on_outcomes([*made, Finished(room=local_id, reason="length")])
+        tokens = [Token(room=local_id, index=index, id=97) for index in range(2)]
+        right.rank.on_outcomes([*tokens, Finished(room=local_id, reason="length")])
         (done,) = figures(right.routers)
         assert (done.tokens, done.rooms_done, done.rooms) == (2, 1, ())
         assert done.uptime_ms >= held.uptime_ms
@@ -59,8 +59,8 @@ async def test_failed_rooms_are_counted_and_a_stranger_gets_no_figures(tmp_path:
             daemon.routers.send("a", Begin(room, pack_ids([97] * 9), Sampling(4), (NOWHERE,), 30_000))
         for room, cause in ((7, Cause.ABORTED), (8, Cause.DEADLINE), (9, Cause.ENGINE)):
             daemon.routers.send("a", Cancel(room, cause.value))
-        (one,) = figures(daemon.routers)
-        assert (one.rooms_done, one.rooms_failed, one.rooms_cancelled, one.rooms) == (0, 2, 1, ())
+        (figure,) = figures(daemon.routers)
+        assert (figure.rooms_done, figure.rooms_failed, figure.rooms_cancelled, figure.rooms) == (0, 2, 1, ())
         assert figures(daemon.routers, "stranger") == ()
 
 
@@ -80,6 +80,6 @@ class Figured:
 async def test_hisparse_figures_are_its_engines(tmp_path: Path) -> None:
     sparse: dict[str, Any] = {"enable_hisparse": True, "engine_option": ("layers=1", "top_k=16"), "hot_tokens": 32}
     async with decode(tmp_path, wrap=Figured, **sparse, device_slots=66, dense_slots=256) as daemon:
-        (one,) = figures(daemon.routers)
-        assert (one.hisparse_running, one.hisparse_waiting) == (1, 2)
-        assert (one.hot_hits, one.hot_misses, one.swapped_bytes) == (3, 4, 5)
+        (figure,) = figures(daemon.routers)
+        assert (figure.hisparse_running, figure.hisparse_waiting) == (1, 2)
+        assert (figure.hot_hits, figure.hot_misses, figure.swapped_bytes) == (3, 4, 5)

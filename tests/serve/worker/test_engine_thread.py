@@ -146,7 +146,7 @@ def computed(request: Request, *, pages: int | None = None) -> list:
 
 
 def generated(request: Request) -> list:
-    ids = [Token(room=request.room, index=at, id=at) for at in range(3)]
+    ids = [Token(room=request.room, index=index, id=index) for index in range(3)]
     return [*ids, Finished(room=request.room, reason="length")]
 
 
@@ -162,8 +162,8 @@ class Site:
         self.thread = engine_thread.start(self.work, self.died.append)
 
     def _receive(self, outcomes: list) -> None:
-        self.stepped += [each for each in outcomes if isinstance(each, Stepped)]
-        outcomes = [each for each in outcomes if not isinstance(each, Stepped)]
+        self.stepped += [outcome for outcome in outcomes if isinstance(outcome, Stepped)]
+        outcomes = [outcome for outcome in outcomes if not isinstance(outcome, Stepped)]
         self.bursts.append(len(outcomes))
         self.outcomes += outcomes
 
@@ -179,7 +179,7 @@ class Site:
             time.sleep(0.001)
 
     def of(self, room: int) -> list:
-        return [each for each in self.outcomes if each.room == room]
+        return [outcome for outcome in self.outcomes if outcome.room == room]
 
 
 @pytest.fixture
@@ -231,9 +231,9 @@ def test_cells_that_an_engine_reports_early_are_offered_before_its_step_returns(
 
 
 def test_rows_of_a_window_may_begin_within_their_first_page(prefill: Site) -> None:
-    def window(each: Request) -> list:
+    def window(request: Request) -> list:
         pages = np.array([9, 2, 5])
-        return [Computed(room=each.room, component="kv", rows=(3, 20), layers=(0, 2), pages=pages, skip=11)]
+        return [Computed(room=request.room, component="kv", rows=(3, 20), layers=(0, 2), pages=pages, skip=11)]
 
     prefill.engine.made = window
     prefill.send(Compute(request(1, tokens=20)))
@@ -249,7 +249,7 @@ def test_prompts_wait_in_order_for_pages_and_go_on_when_some_are_free(prefill: S
     assert prefill.of(3) == []  # it would fit, and it is not its turn
     prefill.send(Free(1))
     prefill.until(lambda: len(prefill.of(2)) == 2 and len(prefill.of(3)) == 2)
-    assert [each.room for each in prefill.outcomes] == [1, 1, 2, 2, 3, 3]
+    assert [outcome.room for outcome in prefill.outcomes] == [1, 1, 2, 2, 3, 3]
 
 
 def test_prompts_that_wait_for_pages_are_counted(prefill: Site) -> None:
@@ -305,9 +305,9 @@ def test_an_engine_whose_pages_do_not_fit_its_rows_breaks_that_room_alone(prefil
 
 
 def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone() -> None:
-    def made(each: Request) -> list:
-        cell, prefilled = computed(each)
-        return [replace(cell, component="kw"), prefilled] if each.room == 1 else [cell, prefilled]
+    def made(request: Request) -> list:
+        cell, prefilled = computed(request)
+        return [replace(cell, component="kw"), prefilled] if request.room == 1 else [cell, prefilled]
 
     here = Site(Prefill(made=made), PrefillThread)
     for _ in site(here):

@@ -39,12 +39,12 @@ def test_a_daemon_of_our_own_engine_loads_nothing_that_it_does_not_use(role: str
                 assert json.loads(process.stdout.readline()) == {"beside_the_loop": True}
             assert json.loads(process.stdout.readline())["ready"] is True
             process.send_signal(signal.SIGTERM)
-            found = json.loads(process.stdout.readline())
+            document = json.loads(process.stdout.readline())
             assert process.wait(timeout=PATIENCE_S) == 0
         finally:
             process.kill()
     unused = {"torch", "pdtransfer.hisparse.hot_requests"}
     if role == "prefill":  # on loopback; decode may dial a prefill of another host
         unused |= {"mooncake", "pdtransfer.transports.engines.child"}
-    assert not unused.intersection(found.pop("loaded"))
-    assert found == {"collects": True, "frozen": True}
+    assert not unused.intersection(document.pop("loaded"))
+    assert document == {"collects": True, "frozen": True}

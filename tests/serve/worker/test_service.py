@@ -55,7 +55,7 @@ class Daemon:
         self.receive(B, hello("b"))
 
     def receive(self, peer: str, *messages) -> list:
-        return [effect for each in messages for effect in self.service.receive(peer, each, self.now)]
+        return [effect for message in messages for effect in self.service.receive(peer, message, self.now)]
 
     def tokens(self, room: int, *ids: int) -> list:
         return self.service.tokens(room, list(ids), self.now)
@@ -267,7 +267,7 @@ def test_a_silent_routers_rooms_stop_and_nobody_elses() -> None:
     daemon.receive(A, begin(7))
     daemon.receive(B, begin(8))
     effects = daemon.wait(LIMITS.silence_ms / 1e3 + 0.3, alive=(B,))
-    assert [each for each in effects if isinstance(each, StopRoom)] == [StopRoom(7, Cause.PEER_LOST)]
+    assert [effect for effect in effects if isinstance(effect, StopRoom)] == [StopRoom(7, Cause.PEER_LOST)]
     daemon.end(7, "aborted")
     assert not [each for each in daemon.wait(1, alive=(B,)) if each.peer == A], "nothing is said to the silent"
     assert daemon.receive(A, begin(9)) == [], "not before it is heard again"
@@ -283,7 +283,7 @@ def test_a_slow_router_keeps_its_rooms_and_one_that_is_gone_loses_them() -> None
     daemon.receive(A, Ping(1))
     assert daemon.service.gone(A, "its connection has ended", daemon.now) == []
     effects = daemon.wait(2.6, alive=())
-    assert [each for each in effects if isinstance(each, StopRoom)] == [StopRoom(7, Cause.PEER_LOST)]
+    assert [effect for effect in effects if isinstance(effect, StopRoom)] == [StopRoom(7, Cause.PEER_LOST)]
 
 
 def test_evidence_about_a_router_that_was_forgotten_is_nothing() -> None:

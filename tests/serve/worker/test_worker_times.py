@@ -62,10 +62,10 @@ async def test_each_part_of_a_room_is_counted_once_and_the_time_between_its_toke
         assert _counts(p.daemon.rank.times) == {
             ("handoff", "d0", "shm"): 1, ("queue",): 1, ("compute",): 1, ("exposed", "d0", "shm"): 1,
         }  # fmt: skip
-        found = _counts(d.rank.times)
+        counts = _counts(d.rank.times)
         # Prefill's token and the first of decode's own leave in one message.
-        assert found.pop(("token",)) in (2, 3)
-        assert found == {("queue",): 1, ("admission",): 1, ("used",): 1, ("held",): 1}
+        assert counts.pop(("token",)) in (2, 3)
+        assert counts == {("queue",): 1, ("admission",): 1, ("used",): 1, ("held",): 1}
 
 
 @_on_loop

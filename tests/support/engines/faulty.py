@@ -86,7 +86,10 @@ class Slow:
                 self._engine.cancel(room)
                 return [Broken(room=room, detail="as the test wants it")]
             case "babble":  # more tokens than were asked for, and an end of a room that nobody knows
-                return [*(Token(room=room, index=at, id=7) for at in range(50)), Finished(room=1, reason="length")]
+                return [
+                    *(Token(room=room, index=index, id=7) for index in range(50)),
+                    Finished(room=1, reason="length"),
+                ]
             case _:
                 raise AssertionError(self._fault)
 

@@ -13,7 +13,7 @@ from tests.support.waiting import PATIENCE_S, wait_for
 
 def create(config: EngineConfig) -> None:
     """Raises what an invalid setting raises, on either rank."""
-    here = Path(config.options["at"])
-    (here / f"rank{config.group.ranks.tp_rank}").touch()
-    wait_for(lambda: len(list(here.glob("rank*"))) == 2, "the other rank makes its engine too", 2 * PATIENCE_S)
+    path = Path(config.options["at"])
+    (path / f"rank{config.group.ranks.tp_rank}").touch()
+    wait_for(lambda: len(list(path.glob("rank*"))) == 2, "the other rank makes its engine too", 2 * PATIENCE_S)
     raise ValueError("both ranks were here")

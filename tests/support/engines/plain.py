@@ -88,14 +88,14 @@ class PlainDecode(Decode):
         if self.idle:
             return []
         time.sleep(self._step_s)
-        made: list[Token | Finished | Broken] = []
+        tokens: list[Token | Finished | Broken] = []
         held = self._gate.exists()
         if held:
             time.sleep(HELD_S)
         for number, room in list(self._rooms.items()):
             if not held or room.rows == len(room.request.prompt):
-                made += self.advance(number)
-        return made
+                tokens += self.advance(number)
+        return tokens
 
 
 def create(config: EngineConfig) -> Any:

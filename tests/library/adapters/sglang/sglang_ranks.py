@@ -64,8 +64,9 @@ class Pool:
         return SimpleNamespace(
             page_size=self.page_size, kv_data_ptrs=kv.addresses, kv_data_lens=kv.byte_counts,
             kv_item_lens=kv.item_bytes, kv_layer_ids=[], prefill_start_layer=0, num_draft_entries=0,
-            aux_item_lens=[64, 64], state_types=self.states, state_data_ptrs=[each.addresses for each in states],
-            state_data_lens=[each.byte_counts for each in states], state_item_lens=[each.item_bytes for each in states],
+            aux_item_lens=[64, 64], state_types=self.states, state_data_ptrs=[state.addresses for state in states],
+            state_data_lens=[state.byte_counts for state in states],
+            state_item_lens=[state.item_bytes for state in states],
             state_layer_ids=[[] for _ in states], swa_kv_cache_layout="nhd", mla_compression_ratios=None,
         )  # fmt: skip
 
@@ -206,8 +207,8 @@ def world(
     latent_data = None
     made = World([], [])
     with ExitStack() as stack:
-        for at in range(prefill_tp * prefill_dp):
-            ranks = Ranks(at % prefill_tp, prefill_tp)
+        for index in range(prefill_tp * prefill_dp):
+            ranks = Ranks(index % prefill_tp, prefill_tp)
             pool = pool_type(None, prefill_page, HEADS // prefill_tp, states, latent)
             pool.raw[:] = random.integers(0, 250, len(pool.raw), np.uint8)
             if latent:  # every rank has the same
@@ -216,12 +217,12 @@ def world(
             base = pool.raw.ctypes.data
             described = described_of(pool, ranks, latent, lambda _, base=base: (base, "dram"))
             client = stack.enter_context(PrefillClient(
-                NodeSettings(node=f"p{at}", ranks=ranks, **options), described.components,
+                NodeSettings(node=f"p{index}", ranks=ranks, **options), described.components,
                 writer=WriterOptions(pool_address=base), replicas=described.replicas,
             ))  # fmt: skip
             made.prefill.append(Rank(pool, None, SendingSide(client, described, time_left_s=600.0), client))
-        for at in range(decode_tp):
-            ranks = Ranks(at, decode_tp)
+        for index in range(decode_tp):
+            ranks = Ranks(index, decode_tp)
             shape = decode_page, HEADS // decode_tp, states, latent
             if host or copied_up:
                 pool = pool_type(None, *shape)
@@ -240,7 +241,7 @@ def world(
             if host_pool is not None:
                 components += described_of(host_pool, ranks, latent, locate).components
             client = stack.enter_context(DecodeClient(
-                NodeSettings(node=f"d{at}", ranks=ranks, **options | {"weights": decode_weights}), components, arena,
+                NodeSettings(node=f"d{index}", ranks=ranks, **options | {"weights": decode_weights}), components, arena,
                 engine_slots=True, prefix_cache=False, enable_hisparse=host, verify=True,
             ))  # fmt: skip
             aux: dict[int, bytes] = {}

@@ -32,7 +32,9 @@ def test_each_kind_of_buffer_is_planes_of_its_layers() -> None:
     pool = CompressedPool(None, 4, states=("swa", "c128_state", "swa_draft"))
     pool.raw[:] = np.random.default_rng(2).integers(0, 256, len(pool.raw), np.uint8)
     components = made_of(pool).components
-    kinds = {each.name: [(plane.kind, plane.layer) for plane in each.layout.planes] for each in components}
+    kinds = {
+        component.name: [(plane.kind, plane.layer) for plane in component.layout.planes] for component in components
+    }
     assert kinds == {
         "kv": [("c4", 1), ("c4", 3), ("c4_index", 1), ("c4_index", 3), ("c128", 2)],
         "swa": [
@@ -44,12 +46,12 @@ def test_each_kind_of_buffer_is_planes_of_its_layers() -> None:
     }  # fmt: skip
     # A row is an item. Those that only some kinds have are nobody's.
     pages = SLOTS // 4
-    assert [(each.span.kind, each.tokens_per_row, each.layout.slots) for each in components] == [
+    assert [(component.span.kind, component.tokens_per_row, component.layout.slots) for component in components] == [
         ("all", 4, pages + 3), ("all", 4, pages), ("once", 1, 6), ("all", 4, pages),
     ]  # fmt: skip
     for component in components:
-        for at, (plane, items) in enumerate(zip(component.layout.planes, pool.items[component.name], strict=True)):
-            row = pool.raw[component.layout.address(at, 5) :][: plane.row_bytes]
+        for index, (plane, items) in enumerate(zip(component.layout.planes, pool.items[component.name], strict=True)):
+            row = pool.raw[component.layout.address(index, 5) :][: plane.row_bytes]
             assert np.array_equal(row, items[5])
 
 

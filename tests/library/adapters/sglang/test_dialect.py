@@ -129,17 +129,17 @@ def manager(state: KVPoll) -> Any:
 
 def test_a_request_that_has_failed_stays_failed(dialect: Any) -> None:
     """Also when its last pages leave after that; and one that was cleared stays unknown."""
-    made = dialect.KVManager()
+    kv_manager = dialect.KVManager()
     for state in (KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Failed, KVPoll.Transferring, KVPoll.Success):
-        made.update_status(ROOM, state)
-    assert made.request_status == {ROOM: KVPoll.Failed}
-    made.request_status.clear()
+        kv_manager.update_status(ROOM, state)
+    assert kv_manager.request_status == {ROOM: KVPoll.Failed}
+    kv_manager.request_status.clear()
     for state in (KVPoll.Transferring, KVPoll.Failed, KVPoll.Success):
-        made.update_status(ROOM, state)
-    assert made.request_status == {}
-    made.update_status(ROOM, KVPoll.Bootstrapping)
-    made.update_status(ROOM, KVPoll.Transferring)
-    assert made.request_status == {ROOM: KVPoll.Transferring}
+        kv_manager.update_status(ROOM, state)
+    assert kv_manager.request_status == {}
+    kv_manager.update_status(ROOM, KVPoll.Bootstrapping)
+    kv_manager.update_status(ROOM, KVPoll.Transferring)
+    assert kv_manager.request_status == {ROOM: KVPoll.Transferring}
 
 
 @pytest.mark.parametrize("side", ["KVSender", "KVReceiver"])

@@ -31,7 +31,7 @@ def test_engines_that_start_again_begin_with_other_rooms() -> None:
 def test_a_request_and_its_room_meet_in_either_order() -> None:
     opened: list[tuple[int, int]] = []
     meetings, uses = meetings_of(opened), Uses(3)
-    numbers = [random.Random(at).getrandbits(63) for at in range(200)]
+    numbers = [random.Random(index).getrandbits(63) for index in range(200)]
     rooms = {number: uses.room(number) for number in numbers}
     for number in numbers[:100]:
         meetings.wait(number)

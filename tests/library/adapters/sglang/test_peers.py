@@ -108,6 +108,6 @@ def test_why_a_server_was_refused_is_known_until_it_fits() -> None:
 
 def test_reasons_are_bounded() -> None:
     refusals = Refusals()
-    for at in range(ADDRESSES_MAX + 1):
-        refusals.add(str(at), "why")
+    for index in range(ADDRESSES_MAX + 1):
+        refusals.add(str(index), "why")
     assert (refusals.reason("0"), refusals.reason("1"), refusals.reason(str(ADDRESSES_MAX))) == ("", "why", "why")

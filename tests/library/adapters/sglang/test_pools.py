@@ -39,8 +39,8 @@ def test_a_row_is_a_token_of_one_layer_and_kind() -> None:
     layout = part.component.layout
     assert (part.name, part.component.tokens_per_row, layout.page_size, layout.slots) == ("kv", 1, 1, SLOTS)
     assert layout.row_bytes == 2 * LAYERS * HEADS * WIDTH * 4
-    for at, plane in enumerate(layout.planes):
-        row = pool.raw[layout.address(at, 37) :][: plane.row_bytes].tobytes()
+    for index, plane in enumerate(layout.planes):
+        row = pool.raw[layout.address(index, 37) :][: plane.row_bytes].tobytes()
         assert row == pool.kv["kv".index(plane.kind), plane.layer, 37].tobytes()
         assert (plane.head_start, plane.head_count) == (0, HEADS)
 
@@ -67,11 +67,13 @@ def test_the_shares_of_all_prefill_ranks_are_what_a_decode_rank_has(sizes: tuple
     def made(size: int, at: int) -> KVPools:
         return made_of(a_pool(heads=max(1, total // size)), model_of(Ranks(at, size), total=total))
 
-    sources = [made(sizes[0], at) for at in range(sizes[0])]
-    held = [holds_of(each.components, Ranks(at, sizes[0]), each.replicas) for at, each in enumerate(sources)]
-    for at in range(sizes[1]):
-        target = made(sizes[1], at).components
-        shares = {str(number): share_of(target, holds, at) for number, holds in enumerate(held)}
+    sources = [made(sizes[0], index) for index in range(sizes[0])]
+    held = [
+        holds_of(source.components, Ranks(index, sizes[0]), source.replicas) for index, source in enumerate(sources)
+    ]
+    for index in range(sizes[1]):
+        target = made(sizes[1], index).components
+        shares = {str(number): share_of(target, holds, index) for number, holds in enumerate(held)}
         assert uncovered(target, shares) == ""
 
 
@@ -92,7 +94,7 @@ def test_states_are_components_with_rows_of_their_own() -> None:
     pool = a_pool(STATES)
     made = made_of(pool, model_of(Ranks(1, 2)))
     kv, swa, dsa, mamba = made.components
-    assert [(each.name, each.span.kind, each.tokens_per_row) for each in made.components] == [
+    assert [(component.name, component.span.kind, component.tokens_per_row) for component in made.components] == [
         ("kv", "all", 1), ("swa", "all", 1), ("dsa", "all", 4), ("mamba", "once", 1),
     ]  # fmt: skip
     assert (kv.rows(10), swa.rows(10), dsa.rows(10), mamba.rows(10)) == (10, 10, 3, 1)
@@ -114,7 +116,7 @@ def test_windows_may_have_other_heads() -> None:
     ranks = Ranks(1, 2)
     model = replace(model_of(ranks), window_heads=Heads(8, ranks), window_head_count=4)
     made = made_of(a_pool(("swa",)), model)
-    assert [each.layout.planes[0].head_start for each in made.components] == [2, 4]
+    assert [component.layout.planes[0].head_start for component in made.components] == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -299,14 +299,14 @@ def test_prefill_gives_up_and_decode_fails(pushed: bool) -> None:
 @contextmanager
 def silent(rank: Rank) -> Iterator[None]:
     """The rank's own thread answers nobody."""
-    here, go_on = Event(), Event()
+    event, go_on = Event(), Event()
 
     def block() -> None:
-        here.set()
+        event.set()
         go_on.wait()
 
     rank.client._port.to_loop(block)
-    assert here.wait(60.0)
+    assert event.wait(60.0)
     try:
         yield
     finally:

@@ -223,7 +223,7 @@ def test_slots_of_a_piece_come_back_by_proof_and_its_source_is_informed_where_it
     assert sent(last, Grant) == []
     (abort,) = sent(end.core.abort(4, end.now), Abort)
     assert abort.room == 4
-    assert abort.grant not in (each.message.grant for each in end.core.rooms[2].leases)
+    assert abort.grant not in (lease.message.grant for lease in end.core.rooms[2].leases)
 
 
 def test_a_piece_that_no_frame_could_carry_fails_its_room_and_nobody_elses() -> None:

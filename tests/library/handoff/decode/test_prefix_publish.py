@@ -18,9 +18,9 @@ PROMPT = list(range(100, 120))  # two blocks, and four tokens more
 
 
 def end() -> DecodeEnd:
-    one = DecodeEnd(SHARED)
-    one.up()
-    return one
+    decode_end = DecodeEnd(SHARED)
+    decode_end.up()
+    return decode_end
 
 
 def keys(one: DecodeEnd, prompt: list[int], salt: bytes = b"") -> tuple[bytes, ...]:

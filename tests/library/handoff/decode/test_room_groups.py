@@ -21,7 +21,7 @@ def end() -> DecodeEnd:
 
 
 def greeted(effects: list[Any]) -> list[str]:
-    return [each.peer for each in effects if isinstance(each, fx.Send) and isinstance(each.message, Hello)]
+    return [effect.peer for effect in effects if isinstance(effect, fx.Send) and isinstance(effect.message, Hello)]
 
 
 def test_a_leader_is_greeted_alone_and_its_welcome_has_the_others_dialled(end: DecodeEnd) -> None:
@@ -30,7 +30,7 @@ def test_a_leader_is_greeted_alone_and_its_welcome_has_the_others_dialled(end: D
     assert of(effects, fx.Dial) == [fx.Dial(P), fx.Dial(P2)]
     assert greeted(effects) == [P2]
     assert effects.index(fx.Dial(P2)) < next(
-        at for at, each in enumerate(effects) if isinstance(each, fx.Send) and each.peer == P2
+        index for index, effect in enumerate(effects) if isinstance(effect, fx.Send) and effect.peer == P2
     )
 
 

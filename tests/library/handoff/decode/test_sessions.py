@@ -248,7 +248,7 @@ def test_slots_are_free_when_the_last_rank_has_drained() -> None:
 def test_each_rank_registers_its_own_planes_and_is_granted_by_their_places_in_register() -> None:
     end = DecodeEnd()
     registers = [end.registered(P, holds=KV), end.registered(P2, holds=C4), end.registered(P3, **IDLE)]
-    assert [[each.name for each in register.components] for register in registers] == [["kv"], ["c4"], []]
+    assert [[component.name for component in register.components] for register in registers] == [["kv"], ["c4"], []]
     end.expect(9, 8, P, P2, P3)
     kv, c4, none = sent(end.expect(1, 8, P, P2, P3), Grant)
     parts = [[(part.component, part.rows) for part in grant.parts] for grant in (kv, c4, none)]
@@ -892,7 +892,7 @@ def test_rooms_of_a_peer_that_refuses_this_node_are_named_to_it_in_three_hellos_
             end.receive(no)
     assert [len(each) for each in named[:2]] == [64, 64]
     assert {each.room for each in named[0] + named[1]} == set(range(1, 101)), "each within two Hellos"
-    assert Counter(each.room for rooms in named for each in rooms) == dict.fromkeys(range(1, 101), 3)
+    assert Counter(room.room for rooms in named for room in rooms) == dict.fromkeys(range(1, 101), 3)
     assert named[0][0].detail == f"refused: {P} refuses (refused): block_size: d0 has '32', p0 '16'"
     assert named[-1] == ()
     assert not end.core.withdrawals.rooms

@@ -29,16 +29,16 @@ SENT = SUM.to_bytes(8, "little")
 
 
 def end() -> DecodeEnd:
-    made = DecodeEnd(verify=True)
-    made.up()
-    return made
+    decode_end = DecodeEnd(verify=True)
+    decode_end.up()
+    return decode_end
 
 
 def of_two_ranks() -> DecodeEnd:
-    made = DecodeEnd(verify=True)
-    made.up(P, holds=KV)
-    made.up(P2, holds=C4)
-    return made
+    decode_end = DecodeEnd(verify=True)
+    decode_end.up(P, holds=KV)
+    decode_end.up(P2, holds=C4)
+    return decode_end
 
 
 # The core: what is asked, and what may be reused when

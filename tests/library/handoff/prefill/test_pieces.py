@@ -277,7 +277,7 @@ def test_numbers_are_kept_as_runs(seed: int) -> None:
     for number in order:
         numbers.add(number)
         added.add(number)
-        assert {each for each in range(70) if each in numbers} == added
+        assert {index for index in range(70) if index in numbers} == added
         assert len(numbers) == len(added)
         starts = {number for number in added if number - 1 not in added}
         assert numbers.runs == len(starts | {1}), "the first run, of those before any gap, may be empty"

@@ -249,7 +249,7 @@ def equal_rows_sent_by_all(patch: Patch) -> None:
     share = prefill_peers.share_of
 
     def all_of_it(components: Any, holds: Any, tp_rank: int) -> Any:
-        return share(components, [replace(each, replica=0, replicas=1) for each in holds], tp_rank)
+        return share(components, [replace(hold, replica=0, replicas=1) for hold in holds], tp_rank)
 
     patch(prefill_peers, "share_of", all_of_it)
     patch(Coverage, "gap", lambda self, sessions: "")

@@ -22,7 +22,7 @@ def greeted_undialled(patch: Patch) -> None:
     effects = DecodeSessions._effects
 
     def silent(self: DecodeSessions, now: float) -> Any:
-        return [each for each in effects(self, now) if not isinstance(each, Dial)]
+        return [effect for effect in effects(self, now) if not isinstance(effect, Dial)]
 
     patch(DecodeSessions, "_effects", silent)
 

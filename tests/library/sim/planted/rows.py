@@ -68,7 +68,7 @@ def keys_without_what_comes_before(patch: Patch) -> None:
 
     def alone(root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int) -> tuple[bytes, ...]:
         size = 4 * block_tokens
-        blocks = [prompt[at : at + size] for at in range(0, len(prompt) // size * size, size)]
+        blocks = [prompt[offset : offset + size] for offset in range(0, len(prompt) // size * size, size)]
         return sum((whole(root, block, block_tokens=block_tokens, blocks_max=blocks_max) for block in blocks), ())
 
     patch(module, "block_keys", alone)

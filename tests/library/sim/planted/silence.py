@@ -51,7 +51,9 @@ def evidence_taken_for_a_fence(patch: Patch) -> None:
 
     def and_quiet(self: PrefillPeers, peer: PeerRecord, now: float) -> None:
         look(self, peer, now)
-        for session in [each for each in self.sessions.values() if each.peer == peer.name and peer.liveness.gone]:
+        for session in [
+            session for session in self.sessions.values() if session.peer == peer.name and peer.liveness.gone
+        ]:
             self._quiet(session)
 
     patch(PrefillPeers, "_look", and_quiet)

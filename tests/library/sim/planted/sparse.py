@@ -174,10 +174,10 @@ def one_line_for_newcomers_too(patch: Patch) -> None:
         self._reserve()
         if not self._newcomers:
             return turn(self, now)
-        held, self._queue = self._queue, type(self._queue)()
+        queue, self._queue = self._queue, type(self._queue)()
         made = turn(self, now)
-        held.update(self._queue)
-        self._queue = held
+        queue.update(self._queue)
+        self._queue = queue
         return made
 
     patch(Scheduler, "next", stuck)

@@ -77,11 +77,11 @@ def test_hybrid_pools_have_the_outcomes_of_one_process_in_every_layout(host_layo
         create(config(options=HYBRID, **more)),
         create(config("decode", host_layout=host_layout, options=target, **more)),
     )
-    for at, (prompt, sampling) in enumerate(requests(9)):
-        both.hand_over(Request(room=at, prompt=prompt, sampling=sampling))
+    for index, (prompt, sampling) in enumerate(requests(9)):
+        both.hand_over(Request(room=index, prompt=prompt, sampling=sampling))
     events = both.run()
-    for at, one in enumerate(wanted):
-        *tokens, end = events[at]
+    for index, one in enumerate(wanted):
+        *tokens, end = events[index]
         assert tuple(token.id for token in tokens) == one.tokens
         assert (end.tokens_digest, end.logits_digest, end.kv_digest) == (
             one.tokens_digest, one.logits_digest, one.kv_digest,
@@ -95,15 +95,15 @@ def test_rows_copied_between_any_two_layouts_decode_to_what_one_process_generate
 ) -> None:
     random = np.random.default_rng([HOST_LAYOUTS.index(source), HOST_LAYOUTS.index(target)])
     pages = [int(random.choice([1, 16, 64])) for _ in range(2)]
-    rooms = [request(at, prompt) for at, prompt in enumerate(prompts(0, LENGTHS))]
+    rooms = [request(index, prompt) for index, prompt in enumerate(prompts(0, LENGTHS))]
     more = {"options": options, "factory": create, "slots": 2_048}
     prefill = Prefill.of(host_layout=source, page_size=pages[0], chunk_tokens=100, **more).run(*rooms)
     decode = Decode.of(host_layout=target, page_size=pages[1], batch_max=3, **more)
-    for one in rooms:
-        decode.admit(one, prefill)
+    for room in rooms:
+        decode.admit(room, prefill)
         decode.step()
     decode.run()
-    assert [decode.outcome(one.room) for one in rooms] == expected(options)
+    assert [decode.outcome(room.room) for room in rooms] == expected(options)
 
 
 GOLDEN = (  # of SHAPES["gqa with an index"], of the prompt "stamp" and 12 tokens
@@ -164,8 +164,8 @@ def test_an_answer_goes_on_in_another_room_as_in_the_first(options: dict[str, st
 
 
 def test_logits_are_of_letters_and_a_bias_can_lift_any_other_id() -> None:
-    for at in range(50):
-        logits = logits_of(bytes([at]))
+    for index in range(50):
+        logits = logits_of(bytes([index]))
         assert logits.dtype == np.float32
         assert len(logits) == VOCABULARY
         assert chr(int(logits.argmax())) in "abcdefghijklmnopqrstuvwxyz"

@@ -155,17 +155,17 @@ def test_requests_that_take_turns_in_the_hot_pool_have_the_tokens_of_one_process
     """Dense requests beside them, one that leaves while it waits, and one while it runs or has been retracted."""
     options = {"layers": "4", "top_k": str(TOP), "index_share": "1"} | options
     asked = prompts(0, (1, 30, 44, 48, 49, 100, 300) * 2)
-    rooms = [request(at, prompt, max_tokens=8, sparse=at % 7 != 2) for at, prompt in enumerate(asked)]
+    rooms = [request(index, prompt, max_tokens=8, sparse=index % 7 != 2) for index, prompt in enumerate(asked)]
     sources = prefills(prefill_tp, factory=create, slots=4_096, options=options)
     device = hisparse(2 * (HOT + 1))
     targets = decodes(decode_tp, factory=create, slots=2_048, options=options, hisparse=device, batch_max=5)
     together([lambda source=source: source.run(*rooms) for source in sources])
 
     def script(target: Any) -> None:
-        for at, one in enumerate(rooms):
-            carry(one, sources, target)
-            target.engine.admit(one, target.held(one.room), sources[0].aux[one.room])
-            if at == 7:
+        for index, room in enumerate(rooms):
+            carry(room, sources, target)
+            target.engine.admit(room, target.held(room.room), sources[0].aux[room.room])
+            if index == 7:
                 target.engine.cancel(6)
             target.step()
         target.engine.cancel(12)
@@ -175,8 +175,8 @@ def test_requests_that_take_turns_in_the_hot_pool_have_the_tokens_of_one_process
     wanted = expected(options, asked, 8)
     for target in targets:
         figures = target.engine.figures
-        for one in rooms:
-            assert one.room in (6, 12) or target.outcome(one.room) == wanted[one.room]
+        for room in rooms:
+            assert room.room in (6, 12) or target.outcome(room.room) == wanted[room.room]
         assert (figures.running, figures.waiting) == (0, 0)
         assert figures.admission_bytes == figures.preloaded_bytes
         assert figures.misses > 0

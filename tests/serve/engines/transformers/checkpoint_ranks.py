@@ -23,7 +23,7 @@ def workers(directory: Path, role: str, tp: int, **more: Any) -> list[Any]:
 def computed(engine: Any, requests: list[Request]) -> tuple[dict[int, bytes], list[Computed]]:
     """What a prefill rank makes of all these prompts at once: the aux of each room, and its cells."""
     aux, cells = {}, []
-    assert all(engine.admit(one) for one in requests)
+    assert all(engine.admit(request) for request in requests)
     while not engine.idle:
         for event in engine.step():
             if isinstance(event, Prefilled):
@@ -56,28 +56,28 @@ def generated_by_ranks(sources: list[Any], targets: list[Any], requests: list[Re
         kept.append(arena)  # it outlives its engine's steps
         random = np.random.default_rng(3)
         free = {
-            (each.name, each.memory): random.permutation(each.layout.slots).tolist()
-            for each in target.description.components
+            (component.name, component.memory): random.permutation(component.layout.slots).tolist()
+            for component in target.description.components
         }
-        for one in requests:
-            tokens = len(one.prompt) + one.sampling.max_tokens
-            own = components_of(target.description, one)
+        for request in requests:
+            tokens = len(request.prompt) + request.sampling.max_tokens
+            own = components_of(target.description, request)
             slots = {
                 name: np.array([free[name, each.memory].pop() for _ in range(each.rows(tokens))], np.int64)
                 for name, each in own.items()
             }
             for engine, (_, cells) in zip(sources, made, strict=True):
-                ours = {each.name: each.layout for each in engine.description.components}
+                ours = {component.name: component.layout for component in engine.description.components}
                 memory = np.frombuffer(engine.pool.view, np.uint8)
                 for cell in cells:
-                    if cell.room == one.room:
+                    if cell.room == request.room:
                         source = ours[cell.component]
                         held = slots_of_rows(cell.pages, source.page_size, cell.rows, skip=cell.skip)
                         place = slots[cell.component][cell.rows[0] : cell.rows[1]]
                         there = own[cell.component]
                         move((memory, source), held, (arena[there.memory], there.layout), place, cell.layers)
-            target.admit(one, slots, made[0][0][one.room])
+            target.admit(request, slots, made[0][0][request.room])
     for engine in sources:
-        for one in requests:
-            engine.free(one.room)
+        for request in requests:
+            engine.free(request.room)
     return together([lambda engine=engine: decoded(engine) for engine in targets])

@@ -80,7 +80,7 @@ def test_rows_that_landed_in_another_layout_generate_the_same(
     handoff = Handoff.of(directory, prefill=prefill, decode=decode, digests="true", layers_per_cell="1")
     one_process = generate_many(
         checkpoints.config(directory, options={"digests": "true"}),
-        [(each, Sampling(max_tokens=9)) for each in prompts()],
+        [(prompt, Sampling(max_tokens=9)) for prompt in prompts()],
     )
     requests = [request(room, prompt, max_tokens=9) for room, prompt in enumerate(prompts())]
     for each in requests:
@@ -182,9 +182,9 @@ def test_rows_that_rooms_share_are_not_written(directories: dict[str, Path]) -> 
     first = request(1, prompts()[-1], max_tokens=TOKENS)
     handoff.land(first, handoff.computed(first))
     shared = {"kv": handoff.slots[1]["kv"][:48]}
-    layout = next(each for each in handoff.decode.description.components if each.name == "kv").layout
+    layout = next(component for component in handoff.decode.description.components if component.name == "kv").layout
     rows = [layout.address(number, shared["kv"]) for number in range(len(layout.planes))]
-    before = [handoff.arena[at[:, None] + np.arange(64)].copy() for at in rows]
+    before = [handoff.arena[row[:, None] + np.arange(64)].copy() for row in rows]
     second = request(2, np.concatenate((first.prompt[:48], prompts(5, (9,))[0])), max_tokens=TOKENS)
     aux = handoff.computed(second)
     handoff.cells[2] = [cell for cell in handoff.cells[2] if cell.component != "kv" or cell.rows[1] > 48]
@@ -192,13 +192,13 @@ def test_rows_that_rooms_share_are_not_written(directories: dict[str, Path]) -> 
     handoff.run()
     for each in (first, second):
         assert handoff.tokens[each.room] == generated(directory, each.prompt, TOKENS)
-    after = [handoff.arena[at[:, None] + np.arange(64)] for at in rows]
+    after = [handoff.arena[row[:, None] + np.arange(64)] for row in rows]
     assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
 
 
 def test_a_windows_rows_alone_stay_of_layers_that_have_one(directories: dict[str, Path]) -> None:
     handoff = Handoff.of(made(directories, "gemma3"), prefill={}, decode={"batch_max": 2}, window_slots="0")
-    window = next(each for each in handoff.decode.description.components if each.name == "window")
+    window = next(component for component in handoff.decode.description.components if component.name == "window")
     assert window.rows(10_000) == WINDOW
     assert window.layout.slots == 2 * 2 * WINDOW
     one = request(1, prompts()[-1])
@@ -240,7 +240,7 @@ def test_a_layers_rows_are_there_when_its_cell_is_reported(directories: dict[str
         assert taken.any()
         return taken.tobytes()
 
-    engine.report = lambda events: reported.extend((each, rows(each)) for each in events)
+    engine.report = lambda events: reported.extend((event, rows(event)) for event in events)
     assert engine.admit(request(1, prompts()[0], 4))
     returned = []
     while not engine.idle:

@@ -54,19 +54,19 @@ def handoff(directory: Path, hot: HiSparse | None = None, **options: str) -> Han
 def test_hot_tokens_generate_those_of_transformers_beside_dense_requests(directory: Path) -> None:
     made = handoff(directory)
     rooms = [
-        request(2 * at + (not sparse), prompt, TOKENS, sparse=sparse, ignore_eos=True)
-        for at, prompt in enumerate(prompts(2, LENGTHS))
+        request(2 * index + (not sparse), prompt, TOKENS, sparse=sparse, ignore_eos=True)
+        for index, prompt in enumerate(prompts(2, LENGTHS))
         for sparse in (True, False)
-        if sparse or at in (0, 4)
+        if sparse or index in (0, 4)
     ]
-    for one in rooms:
-        made.land(one, made.computed(one))
+    for room in rooms:
+        made.land(room, made.computed(room))
         for event in made.decode.step():
             made.note(event)
     made.run()
-    for one in rooms:
-        expected = generated(directory, one.prompt, TOKENS, ignore_eos=True)
-        assert made.tokens[one.room] == expected, one
+    for room in rooms:
+        expected = generated(directory, room.prompt, TOKENS, ignore_eos=True)
+        assert made.tokens[room.room] == expected, room
     figures = made.decode.figures
     assert figures.hits > 0
     assert figures.misses > 0
@@ -103,9 +103,9 @@ def test_a_request_longer_than_its_places_loses_tokens_and_gets_them_again(direc
     groups = len(
         {
             plane.layer
-            for each in made.decode.description.components
-            if each.name == "index"
-            for plane in each.layout.planes
+            for component in made.decode.description.components
+            if component.name == "index"
+            for plane in component.layout.planes
         }
     )
     assert figures.misses > groups * HOT  # more than there are places: tokens were evicted for others
@@ -122,16 +122,16 @@ def test_replayed_steps_that_are_filled_up_have_the_same_tokens(
     monkeypatch.setattr(decode, "DecodeSteps", lambda *given, **more: DecodeSteps(*given, **more | {"graphs": True}))
     made = handoff(directory, hisparse(slots=3 * (HOT + 1)))
     rooms = [
-        request(2 * at + (not sparse), prompt, 2 * TOKENS, sparse=sparse, ignore_eos=True)
-        for at, prompt in enumerate(prompts(2, (40, HOT, 70, 150)))
+        request(2 * index + (not sparse), prompt, 2 * TOKENS, sparse=sparse, ignore_eos=True)
+        for index, prompt in enumerate(prompts(2, (40, HOT, 70, 150)))
         for sparse in (True, False)
-        if sparse or at == 2
+        if sparse or index == 2
     ]
-    for one in rooms:
-        made.land(one, made.computed(one))
+    for room in rooms:
+        made.land(room, made.computed(room))
     made.run()
-    for one in rooms:
-        assert made.tokens[one.room] == generated(directory, one.prompt, 2 * TOKENS, ignore_eos=True), one
+    for room in rooms:
+        assert made.tokens[room.room] == generated(directory, room.prompt, 2 * TOKENS, ignore_eos=True), room
     assert replays.captured >= 2  # of HiSparse requests, and of dense ones
     assert replays.replayed > 2 * TOKENS
     assert made.decode.figures.retracts > 0
@@ -141,22 +141,24 @@ def test_replayed_steps_that_are_filled_up_have_the_same_tokens(
 def test_ranks_run_the_same_requests_and_generate_the_tokens_of_transformers(directory: Path) -> None:
     sources = workers(directory, "prefill", 1)
     targets = workers(directory, "decode", 2, hisparse=hisparse(), page_size=1)
-    rooms = [request(at, prompt, 8, sparse=at != 1) for at, prompt in enumerate(prompts(8, (9, 40, 70, 100, 120)))]
+    rooms = [
+        request(index, prompt, 8, sparse=index != 1) for index, prompt in enumerate(prompts(8, (9, 40, 70, 100, 120)))
+    ]
     for tokens in generated_by_ranks(sources, targets, rooms):
-        assert tokens == {one.room: generated(directory, one.prompt, 8) for one in rooms}
-    assert {each.figures.retracts > 0 for each in targets} == {True, False}  # they count on the leader
+        assert tokens == {room.room: generated(directory, room.prompt, 8) for room in rooms}
+    assert {target.figures.retracts > 0 for target in targets} == {True, False}  # they count on the leader
 
 
 def test_with_digests_every_bit_is_that_of_requests_with_all_tokens_on_the_device(directory: Path) -> None:
     made = handoff(directory, digests="true")
-    rooms = [request(at, prompt, 8, sparse=True) for at, prompt in enumerate(prompts(3, LENGTHS))]
+    rooms = [request(index, prompt, 8, sparse=True) for index, prompt in enumerate(prompts(3, LENGTHS))]
     config = checkpoints.config(directory, options={"digests": "true"})
-    expected = generate_many(config, [(one.prompt, Sampling(max_tokens=8)) for one in rooms])
-    for one in rooms:
-        made.land(one, made.computed(one))
+    expected = generate_many(config, [(room.prompt, Sampling(max_tokens=8)) for room in rooms])
+    for room in rooms:
+        made.land(room, made.computed(room))
     made.run()
-    for one, alone in zip(rooms, expected, strict=True):
-        end = made.ends[one.room]
+    for room, alone in zip(rooms, expected, strict=True):
+        end = made.ends[room.room]
         assert isinstance(end, Finished)
         assert (end.tokens_digest, end.logits_digest, end.kv_digest) == (
             alone.tokens_digest, alone.logits_digest, alone.kv_digest
@@ -178,7 +180,7 @@ def test_the_arena_alone_has_all_rows_and_a_step_reads_what_it_brings(directory:
 
 def test_a_cancelled_request_gives_all_back_and_changes_no_other(directory: Path) -> None:
     made = handoff(directory)
-    rooms = [request(at, prompt, 8, sparse=True) for at, prompt in enumerate(prompts(5, (150, 100, 70, 40)))]
+    rooms = [request(index, prompt, 8, sparse=True) for index, prompt in enumerate(prompts(5, (150, 100, 70, 40)))]
     for one in rooms:
         made.land(one, made.computed(one))
     for event in made.decode.step():

@@ -46,9 +46,9 @@ def landed(directory: Path, hot: HiSparse, rooms: list[Any], **options: str) -> 
     hbm = np.full(decode.description.hbm_bytes, 0xFF, np.uint8)
     made = Handoff.between(create(checkpoints.config(directory, "prefill", options=options)), decode, memory, hbm)
     auxes: list[bytes] = []
-    for one in rooms:
-        auxes.append(made.computed(one))
-        made.copy(one)
+    for room in rooms:
+        auxes.append(made.computed(room))
+        made.copy(room)
     there = torch.from_numpy(hbm).cuda()
     registered = arena.mapping.registered
     assert registered is not None
@@ -56,8 +56,8 @@ def landed(directory: Path, hot: HiSparse, rooms: list[Any], **options: str) -> 
     view = arena.mapping.view[: decode.description.memory_bytes]
     decode.attach(view, device_address=registered.device_address, hbm=on_card)
     try:
-        for one, aux in zip(rooms, auxes, strict=True):
-            decode.admit(one, made.slots[one.room], aux)
+        for room, aux in zip(rooms, auxes, strict=True):
+            decode.admit(room, made.slots[room.room], aux)
         yield made
     finally:
         torch.cuda.synchronize()
@@ -67,8 +67,8 @@ def landed(directory: Path, hot: HiSparse, rooms: list[Any], **options: str) -> 
 def both_kinds(tokens: int) -> list[Any]:
     """Of each prompt a HiSparse request of an even number, and a dense one of the next."""
     return [
-        request(2 * at + (not sparse), prompt, tokens, sparse=sparse, ignore_eos=True)
-        for at, prompt in enumerate(prompts(2, (5, 9, HOT, 70, 150)))
+        request(2 * index + (not sparse), prompt, tokens, sparse=sparse, ignore_eos=True)
+        for index, prompt in enumerate(prompts(2, (5, 9, HOT, 70, 150)))
         for sparse in (True, False)
     ]
 

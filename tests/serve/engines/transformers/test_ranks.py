@@ -45,7 +45,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def heads(description: EngineDescription, name: str) -> set[tuple[int, int]]:
-    (layout,) = (each.layout for each in description.components if each.name == name)
+    (layout,) = (component.layout for component in description.components if component.name == name)
     return {(plane.head_start, plane.head_start + plane.head_count) for plane in layout.planes}
 
 
@@ -57,8 +57,8 @@ def test_ranks_generate_the_tokens_of_transformers(
     targets = workers(directories[family], "decode", decode, page_size=1, host_layout="page_first")
     requests = [request(room, prompt, max_tokens=TOKENS) for room, prompt in enumerate(prompts())]
     for found in generated_by_ranks(sources, targets, requests):
-        assert [found[one.room] for one in requests] == [
-            generated(directories[family], one.prompt, TOKENS) for one in requests
+        assert [found[request.room] for request in requests] == [
+            generated(directories[family], request.prompt, TOKENS) for request in requests
         ]
 
 

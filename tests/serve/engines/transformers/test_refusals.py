@@ -231,7 +231,7 @@ def test_aux_of_anything_else_is_refused_and_takes_no_room(handoff: Handoff) -> 
     aux = handoff.computed(one)
     handoff.prefill.free(7)
     good = msgspec.msgpack.decode(aux, type=FirstToken)
-    slots = {each.name: np.arange(each.rows(9)) for each in handoff.decode.description.components}
+    slots = {component.name: np.arange(component.rows(9)) for component in handoff.decode.description.components}
     for wrong in (
         b"", b"\x91", aux[:-1], aux + b"\0",
         msgspec.structs.replace(good, prompt_tokens=2).pack(), msgspec.structs.replace(good, id=512).pack(),
@@ -275,8 +275,8 @@ def test_rooms_beyond_a_batch_take_turns(handoff: Handoff) -> None:
     first = {event.room for event in handoff.decode.step()}
     second = {event.room for event in handoff.decode.step()}
     assert (len(first), len(second)) == (4, 4)
-    assert first | second == {each.room for each in rooms}
+    assert first | second == {room.room for room in rooms}
     handoff.decode.cancel(31)
     handoff.run()
-    assert handoff.ends.keys() & {each.room for each in rooms} == {each.room for each in rooms} - {31}
+    assert handoff.ends.keys() & {room.room for room in rooms} == {room.room for room in rooms} - {31}
     assert replace(rooms[0], room=99).room not in handoff.ends

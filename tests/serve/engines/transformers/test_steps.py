@@ -38,9 +38,11 @@ def model(family: str, folder: Path) -> tuple[PagedModel, Any]:
 def requests(described: Any, prompts: list[int]) -> list[steps.Stepped]:
     """Requests with slots of their own, each a prompt of this many tokens and 40 more."""
     made: list[steps.Stepped] = []
-    for at, prompt in enumerate(prompts):
-        own = {each.name: 100 * at + np.arange(each.rows(prompt + 40)) for each in described.components}
-        made.append((at, prompt, own))
+    for index, prompt in enumerate(prompts):
+        own = {
+            component.name: 100 * index + np.arange(component.rows(prompt + 40)) for component in described.components
+        }
+        made.append((index, prompt, own))
     return made
 
 
@@ -89,7 +91,7 @@ def test_a_model_that_no_graph_can_hold_is_launched(
     with torch.inference_mode():
         made = [graphs.step(running, ids=[5], positions=[9 + number]) for number in range(5)]
     assert all(each.finite.all() for each in made)
-    assert [each.message for each in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         "decode steps are launched kernel by kernel: operation not permitted when stream is capturing"
     ]
 

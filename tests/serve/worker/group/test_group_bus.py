@@ -137,17 +137,17 @@ def hello(name: str) -> Hello:
 @on_loop
 async def test_all_that_a_leader_sends_comes_once_and_in_order_and_so_do_reports() -> None:
     async with Pair() as (leader, follower):
-        for at in range(1_000):
-            leader.room(at, BEGIN)
-            leader.step([Drop(at)])
-            follower.bus.send(RankReady, at, 5, 3)
+        for index in range(1_000):
+            leader.room(index, BEGIN)
+            leader.step([Drop(index)])
+            follower.bus.send(RankReady, index, 5, 3)
         leader.introduce(("tcp://p0:1",))
         await until(lambda: len(follower.taken) == 2_001 and len(leader.reports) == 1_000)
         rooms, steps = (follower.taken[first:2_000:2] for first in (0, 1))
-        assert rooms == [RankRoom(2 * at + 1, at, BEGIN) for at in range(1_000)]
-        assert steps == [StepOrders(2 * at + 2, (StepOrder("drop", at),)) for at in range(1_000)]
+        assert rooms == [RankRoom(2 * index + 1, index, BEGIN) for index in range(1_000)]
+        assert steps == [StepOrders(2 * index + 2, (StepOrder("drop", index),)) for index in range(1_000)]
         assert follower.taken[-1].peers == ("tcp://p0:1",)  # type: ignore[attr-defined]
-        assert leader.reports == [RankReady(at + 1, at, 5, 3) for at in range(1_000)]
+        assert leader.reports == [RankReady(index + 1, index, 5, 3) for index in range(1_000)]
 
 
 @on_loop

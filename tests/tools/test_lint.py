@@ -17,6 +17,10 @@ def alike(files: Iterable[Source]) -> Iterator[str]:
     return modules.duplicate_functions(files, size_min=0)
 
 
+def locals_(files: Iterable[Source]) -> Iterator[str]:
+    return words.locals_(files, {})
+
+
 @pytest.mark.parametrize(
     ("rule", "path", "text", "complaint"),
     [
@@ -42,9 +46,9 @@ def alike(files: Iterable[Source]) -> Iterator[str]:
         (words.names, "x.py", "def f(a, *, tell): ...", "x.py:1: 'tell' in the name tell"),
         (words.names, "x.py", "for _said in a: pass", "x.py:1: 'said' in the name _said"),
         (words.names, "x.py", "self.told_by = 1", "x.py:1: 'told' in the name told_by"),
-        (words.locals_, "pdtransfer/x.py", "for each in rows: pass", "x.py:1: each: a local is named for what it"),
-        (words.locals_, "pdtransfer/x.py", "def f(a, *, held): ...", "x.py:1: held: a local is named"),
-        (words.locals_, "lab/x.py", "a = [(b, at) for b, at in c]", "x.py:1: at: a local is named"),
+        (locals_, "pdtransfer/x.py", "for each in rows: pass", "x.py:1: each: a local is named for what it"),
+        (locals_, "pdtransfer/x.py", "def f(a, *, held): ...", "x.py:1: held: a local is named"),
+        (locals_, "lab/x.py", "a = [(b, at) for b, at in c]", "x.py:1: at: a local is named"),
     ],
 )
 def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, complaint: str) -> None:
@@ -65,7 +69,7 @@ def test_what_a_rule_forbids_is_found_once(rule: Rule, path: str, text: str, com
         (words.phrases_shown, "x.py", "# Refused for ever.\nraise ValueError('must be one of a, b')"),
         (words.phrases, "x.py", "'''There is none for every row.'''  # as everywhere\n\n# It is\n\n# told here.\n"),
         (words.names, "x.py", "teller = b.told(say)\nimport saying"),
-        (words.locals_, "pdtransfer/x.py", "class A:\n at: float\nself.held = f(own=1, held_s=at)"),
+        (locals_, "pdtransfer/x.py", "class A:\n at: float\nself.held = f(own=1, held_s=at)"),
     ],
 )
 def test_what_a_rule_allows_is_not_found(rule: Rule, path: str, text: str) -> None:

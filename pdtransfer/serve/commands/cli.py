@@ -62,7 +62,7 @@ for name, where, text in (
     ("workers", "worker_commands", "Lists, adds, drains and removes the workers of a running router."),
 ):
     app.command(f"pdtransfer.serve.commands.{where}:{name}", name=name, help=text)
-kernels = App(name="kernels", help="The kernels that run on a card.")
+kernels = App(name="kernels", help="The kernels that run on a GPU.")
 app.command(kernels)
 
 
@@ -81,8 +81,8 @@ def top(
     *,
     router: Annotated[str, Parameter(help="The router's URL.")] = "http://127.0.0.1:8000",
     api_key: Annotated[Path | None, Parameter(help="A file with an API key, for a router that asks for one.")] = None,
-    interval: Annotated[float, Parameter(help="Seconds between two pictures.")] = 1.0,
-    once: Annotated[bool, Parameter(help="Print one picture, as where the output is no terminal.")] = False,
+    interval: Annotated[float, Parameter(help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, Parameter(help="Print once and end, as when the output is not a terminal.")] = False,
     json: Annotated[bool, Parameter(help="Print the router's status document once.")] = False,
 ) -> int:
     """Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it."""
@@ -155,10 +155,10 @@ def keygen(
 @kernels.command(name="build")
 def kernels_build(
     *,
-    arch: Annotated[tuple[str, ...], Parameter(help="Architectures such as sm_90; by default the cards' own.")] = (),
+    arch: Annotated[tuple[str, ...], Parameter(help="Architectures such as sm_90; by default the GPUs' own.")] = (),
     json: Json = False,
 ) -> int:
-    """Compiles every kernel into the cache ahead of time; with --arch also on a host without a card."""
+    """Compiles every kernel into the cache ahead of time; with --arch also on a host without a GPU."""
     from .kernels_build import run
 
     return run(arch, json=json)

@@ -37,7 +37,7 @@ class DemoConfig:
     seed: Annotated[int, _help("Determines the prompts.")] = 0
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
     device: Annotated[str, _help("Device of prefill and decode: cpu, cuda or cuda:N.")] = "cpu"
-    prefill_device: Annotated[str, _help("Device of prefill, if another; cuda:N,cuda:M,... is a card a rank.")] = ""
+    prefill_device: Annotated[str, _help("Device of prefill, if another; cuda:N,cuda:M,... is a GPU a rank.")] = ""
     decode_device: Annotated[str, _help("Device of decode, likewise.")] = ""
     prefill: Annotated[int, _help("Prefill workers.")] = 1
     decode: Annotated[int, _help("Decode workers.")] = 1
@@ -82,7 +82,7 @@ class DemoConfig:
             check_device(device, ranks, name if getattr(self, name) else "device")
         if len({number is None for number in self.cards}) > 1:
             text = f"prefill_device = {self.devices[0]!r}, decode_device = {self.devices[1]!r}"
-            raise ConfigError(f"{text}: a card computes other bits than the CPU, so no answer would be identical")
+            raise ConfigError(f"{text}: a GPU computes other bits than the CPU, so no answer would be identical")
 
     @property
     def devices(self) -> tuple[str, str]:
@@ -91,7 +91,7 @@ class DemoConfig:
 
     @property
     def cards(self) -> set[int | None]:
-        """The cards of all ranks; None stands for the CPU."""
+        """The GPUs of all ranks; None stands for the CPU."""
         return {
             device_index(device_of(device, ranks))
             for _, device, worker_config in self._workers

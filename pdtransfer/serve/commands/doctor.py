@@ -29,7 +29,7 @@ PROBES = (
     Probe("torch", builds.torch, pip_install("transformers")),
     Probe("native copy", builds.copy, VENV),
     Probe("kernel cache", builds.cache, "export PDTRANSFER_CACHE=<a directory of this user>"),
-    Probe("cards", cards.cards, "nvidia-smi"),
+    Probe("GPUs", cards.cards, "nvidia-smi"),
     Probe("GPU links", cards.links, "lspci -vv"),
     Probe("GPU kernels", cards.kernels, "pdtransfer kernels build"),
     Probe("MPS", cards.mps, "pgrep -l nvidia-cuda-mps"),

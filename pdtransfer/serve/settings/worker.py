@@ -65,7 +65,7 @@ class WorkerConfig(NodeConfig):
     host_layout: Annotated[HostLayout, flag("How the pool or the arena is laid out.")] = "layer_first"
     device: Annotated[
         str,
-        flag("Where the engine computes: cpu, cuda (each rank on a card of its own), cuda:N, or cuda:N,cuda:M,..."),
+        flag("Where the engine computes: cpu, cuda (each rank on a GPU of its own), cuda:N, or cuda:N,cuda:M,..."),
     ] = "cpu"
     tp_size: Annotated[int, flag("Processes that share the heads of each layer.")] = 1
     tp_rank: Annotated[int, flag("This process's number among them; 0 leads, and routers name it.")] = 0

@@ -73,4 +73,4 @@ def test_a_prompt_of_embeddings_is_handed_over(vllm_servers: ServerPair) -> None
     body = {name: value for name, value in body.items() if name != "prompt"} | {"prompt_embeds": embeddings}
     answer, byte_count = vllm_servers.handed_over("/v1/completions", body)
     assert answer["choices"][0]["text"] == expected
-    assert byte_count > 0
+    assert answer["kv_transfer_params"]["kv_bytes"] == byte_count > 0

@@ -77,10 +77,14 @@ def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
 def block_bytes(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> list[int]:
     """The bytes of a block of each group, of all ranks together; ranks that share heads count them all."""
     specs = [kv_cache_config.kv_cache_groups[group.index].kv_cache_spec for group, _ in groups]
-    return [
-        getattr(spec, "state_content_size_bytes", spec.page_size_bytes) * len(names) * tp_size
-        for spec, (_, names) in zip(specs, groups, strict=True)
+    sizes = [
+        # Of a state without what pads its page. Attention has a field of this name as well, of one head and token.
+        getattr(spec, "state_content_size_bytes", spec.page_size_bytes)
+        if type(spec).__name__ == _STATE
+        else spec.page_size_bytes
+        for spec in specs
     ]
+    return [size * len(names) * tp_size for size, (_, names) in zip(sizes, groups, strict=True)]
 
 
 def _kind(index: int, spec: Any) -> str:

@@ -24,6 +24,7 @@ WINDOWS = 63, 64, 65, 190, 191, 192, 193, 318, 319, 320, 321, 446, 447, 448, 449
 CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
 # Without a graph vLLM's build for CPUs makes no room for what a stage gets from the one before it.
 STAGES = {"pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
+BLOCK_BYTES = 128 * 4 * 2 * 64 * 2 * 4  # of the model llama in float32
 TIME_LEFT_S = 20.0  # after which either side gives a hand-off up
 
 Family = tuple[VllmPair, VllmEngine]  # and one engine that does both
@@ -65,6 +66,11 @@ def identity(engine: VllmEngine) -> ShownIdentity:
     answer = engine.generated(engine.add([0], tokens=1, kv_transfer_params={"identify": True}))
     assert answer.kv_transfer_params is not None
     return convert(answer.kv_transfer_params["identity"], ShownIdentity)
+
+
+def received_bytes(engine: VllmEngine) -> float:
+    """By its connector's count."""
+    return engine.metrics("vllm:pdtransfer_bytes_total")["vllm:pdtransfer_bytes_total received"]
 
 
 def received_tokens(engine: VllmEngine) -> float:
@@ -238,11 +244,10 @@ def test_prompts_that_either_engine_has_cached_cross_in_part(checkpoints: Checkp
         shared, one, two, other = prompts(512, 60, 100, 200, seed=5)
         for tail in (one, two):
             [expected] = single.generate([shared + tail], tokens=TOKENS)
-            before = pair.decode.metrics("vllm:pdtransfer_bytes_total")["vllm:pdtransfer_bytes_total received"]
+            before = received_bytes(pair.decode)
             assert pair.serial(shared + tail, tokens=TOKENS).tokens == expected
-            after = pair.decode.metrics("vllm:pdtransfer_bytes_total")["vllm:pdtransfer_bytes_total received"]
             blocks = 5 if tail is one else 1  # of the second prompt decode has the first four
-            assert after - before == blocks * 128 * 4 * 2 * 64 * 2 * 4
+            assert received_bytes(pair.decode) - before == blocks * BLOCK_BYTES
         # Prefill has the prompt's first blocks, decode has none of it.
         pair.prefill.generate([shared[:256] + other], tokens=1)
         longer = shared[:256] + other + one
@@ -460,18 +465,34 @@ def test_a_preempted_request_is_handed_over_when_it_has_been_computed_again(
 # Other connectors beside it
 
 
-def test_it_is_one_of_several_connectors(checkpoints: Checkpoints, tmp_path: Path, llama: Family) -> None:
+@pytest.mark.parametrize("order", ["ours first", "ours second"])
+def test_it_is_one_of_several_connectors(checkpoints: Checkpoints, tmp_path: Path, llama: Family, order: str) -> None:
+    """Beside vLLM's example, which keeps a prompt's blocks in files: what the first has, the other does not load."""
     good, single = llama
     ours = transfer("kv_consumer", verify=True, time_left_s=TIME_LEFT_S)
-    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours]}}
-    config = {"kv_transfer_config": {"kv_role": "kv_consumer"} | several}
+    storage = {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "storage")}}
+    files = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"} | storage
+    connectors = [ours, files] if order == "ours first" else [files, ours]
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
+    config = {"kv_transfer_config": {"kv_role": "kv_consumer"} | several, "disable_hybrid_kv_cache_manager": True}
     with VllmEngine(checkpoints.path("llama"), tmp_path / "several.log", **CHUNKS | config) as decode:
         pair = VllmPair(good.prefill, decode)
         pair.ready()
         asked = prompts(*LENGTHS, seed=23)
-        made = handed_over(pair, asked, order="serial")
-        assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
-        pair.settles()
+        expected = single.generate(asked, tokens=TOKENS)
+        # Once a prompt has been here, the files have its blocks, but for the block of its last two tokens.
+        in_files = [(length - 2) // 128 for length in LENGTHS]
+        for again in (False, True):
+            before = received_bytes(decode)
+            made = handed_over(pair, asked, order="serial")
+            assert [each.tokens for each in made] == expected
+            pair.settles()  # prefill keeps nothing for a room that was declined
+            from_files = in_files if again and order == "ours second" else [0] * len(LENGTHS)
+            crossed = sum(-(-length // 128) for length, count in zip(LENGTHS, from_files, strict=True) if count == 0)
+            assert received_bytes(decode) - before == crossed * BLOCK_BYTES
+        before = received_tokens(decode)
+        assert decode.generate(asked, tokens=TOKENS) == expected
+        assert received_tokens(decode) - before == sum(in_files) * 128
         data = figures.empty() | {"rooms": {"received": 3}}
         assert decode.figures_of("PDTransferConnector", data) == {"PDTransferConnector": {"rooms received": 3}}
 

@@ -115,6 +115,33 @@ def engines(
 
 
 @bench.command(group=COMPARISONS)
+def chaos(
+    model: Annotated[str, Parameter(help="A model's directory, or dimensions with random weights: qwen3-8b, tiny.")],
+    /,
+    *options: Annotated[str, Parameter(help="For both servers, behind --.", allow_leading_hyphen=True)],
+    python: Annotated[Path, Parameter(help="An interpreter that has vLLM.")] = Path(".venv-vllm/bin/python"),
+    connector: Annotated[tuple[str, ...], Parameter(help="Of these servers; repeated.")] = ("PDTransferConnector",),
+    fault: Annotated[tuple[str, ...], Parameter(help="Only these; repeated.")] = (),
+    rounds: Annotated[int, counted("How often each fault strikes.")] = 1,
+    card: Annotated[tuple[str, ...], Parameter(help="Of prefill and of decode; repeated. None on CPUs.")] = (),
+    environment: Annotated[tuple[str, ...], Parameter(help="NAME=value for the servers; may be repeated.")] = (),
+    logs: Annotated[Path, Parameter(help="Where the servers' logs are written.")] = Path("build/chaos"),
+    json: Json = False,
+) -> int:
+    """Two vLLM engines whose requests are given up, and that are killed and restarted under load: blocks that stay, and
+    seconds until answers are right, with our connector and with vLLM's own."""
+    from ..bench.fleets import chaos as part
+    from ..bench.fleets.engines import setup_of
+
+    setup = setup_of(model, options, python, card, (), environment, logs)
+    outcomes = part.measure(
+        setup, links=connector, faults=fault or tuple(part.FAULTS), rounds=rounds, progress=progress
+    )
+    part.show(outcomes, as_json=json)
+    return int(part.failed(outcomes))
+
+
+@bench.command(group=COMPARISONS)
 def checkpoints(
     model: Annotated[
         str, Parameter(help="A checkpoint's directory, or of which shape random weights are: qwen3-8b, ...")

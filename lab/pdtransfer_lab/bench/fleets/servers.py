@@ -24,7 +24,7 @@ from pdtransfer.errors import WorldError
 
 REPO = Path(__file__).parents[4]
 HOST = "127.0.0.1"
-START_S = 180.0  # of servers that import torch, load a model and capture graphs
+START_S = 600.0  # of servers that import torch, load a model and capture graphs, on a busy host
 ANSWER_S = 300.0
 END_S = 20.0  # after which a server that was asked to end is killed
 LOG_LINES = 12  # that an error quotes
@@ -48,6 +48,7 @@ class Setup:
     vocabulary: int
     prefill_options: tuple[str, ...] = ()  # of a server of this role, behind `options`
     decode_options: tuple[str, ...] = ()
+    transfer: Mapping[str, Any] = field(default_factory=dict[str, Any])  # more of vLLM's kv_transfer_config
 
     def options_of(self, role: Role) -> tuple[str, ...]:
         return {"one": (), "prefill": self.prefill_options, "decode": self.decode_options}[role]
@@ -216,7 +217,8 @@ async def running(setup: Setup, engine: Engine, link: str | None) -> AsyncGenera
             if setup.cards:
                 environment["CUDA_VISIBLE_DEVICES"] = setup.cards[index % len(setup.cards)]
             log = setup.logs / f"{link or 'one'}-{role}.log"
-            started[role] = processes.enter_context(_server(command, environment | dict(setup.environment), log)), log
+            environment |= setup.environment
+            started[role] = processes.enter_context(server_process(command, environment, log)), log
         session = await stack.enter_async_context(
             # A connection that was idle may be closed by its server just as it is used again.
             aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True))
@@ -224,7 +226,7 @@ async def running(setup: Setup, engine: Engine, link: str | None) -> AsyncGenera
         servers: dict[Role, Server] = {}
         for role, (process, log) in started.items():
             url = f"http://{HOST}:{ports[role]}"
-            await _healthy(session, url, process, log, began + START_S)
+            await healthy(session, url, process, log, began + START_S)
             servers[role] = Server(url, process.pid, time.monotonic() - began)
         yield await engine.fleet(servers, session, link, side_ports)
 
@@ -272,7 +274,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _server(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Generator[subprocess.Popen[bytes]]:
+def server_process(
+    command: Sequence[str], variables: Mapping[str, str], log: Path
+) -> Generator[subprocess.Popen[bytes]]:
+    """A server with these variables besides this process's; with the scope all of its processes end."""
     environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment |= variables
@@ -290,9 +295,12 @@ def _server(command: Sequence[str], variables: Mapping[str, str], log: Path) -> 
         process.wait()
 
 
-async def _healthy(
-    session: aiohttp.ClientSession, url: str, process: subprocess.Popen[bytes], log: Path, until: float
+async def healthy(
+    session: aiohttp.ClientSession, url: str, process: subprocess.Popen[bytes], log: Path, until: float | None = None
 ) -> None:
+    """Waits until a server answers, by default for as long as one may start. Raises WorldError, with lines of its log,
+    where it does not."""
+    until = time.monotonic() + START_S if until is None else until
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:

@@ -82,7 +82,7 @@ class VllmFleet(Fleet):
             params = self._identity | {"transfer_id": label}
             rest = self._decode("decode", answer, prompt, tokens, params)
         try:
-            returned: Params = (await self._post("prefill", _body(prompt, 1, sends))).get("kv_transfer_params") or {}
+            returned: Params = (await self._post("prefill", body_of(prompt, 1, sends))).get("kv_transfer_params") or {}
         except (OSError, aiohttp.ClientError, TimeoutError, WorldError) as error:
             answer.error = f"prefill: {error!r}"
             return answer, rest or asyncio.create_task(asyncio.sleep(0))
@@ -94,7 +94,7 @@ class VllmFleet(Fleet):
         return answer, rest
 
     async def prefill_alone(self, prompt: Sequence[int]) -> None:
-        await self._post("prefill", _body(prompt, 1, None))
+        await self._post("prefill", body_of(prompt, 1, None))
 
     async def decode_alone(self, prompt: Sequence[int], tokens: int, into: Answer | None = None) -> Answer:
         answer = into or Answer(time.monotonic())
@@ -104,14 +104,15 @@ class VllmFleet(Fleet):
     def _decode(
         self, role: Role, into: Answer, prompt: Sequence[int], tokens: int, params: Params | None
     ) -> asyncio.Task[None]:
-        body = _body(prompt, tokens, params) | {"stream": True, "return_token_ids": True}
+        body = body_of(prompt, tokens, params) | {"stream": True, "return_token_ids": True}
         return asyncio.create_task(self._stream(role, into, body, tokens))
 
     def _new_tokens(self, chunk: Any, count: int) -> list[int]:  # noqa: ARG002
         return (chunk["choices"] and chunk["choices"][0].get("token_ids")) or []
 
 
-def _body(prompt: Sequence[int], tokens: int, params: Params | None) -> Params:
+def body_of(prompt: Sequence[int], tokens: int, params: Params | None) -> Params:
+    """A request for greedy tokens; `params` are its kv_transfer_params."""
     body = {"model": NAME, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return body if params is None else body | {"kv_transfer_params": params}
 
@@ -134,7 +135,8 @@ class Vllm:
         environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": HOST}
         if link is not None:
             connector = CONNECTORS[link]
-            config: dict[str, Any] = {"kv_connector": link, "kv_role": ROLES[role]} | dict(connector.config)
+            config: dict[str, Any] = {"kv_connector": link, "kv_role": ROLES[role]}
+            config |= {**connector.config, **setup.transfer}
             if link == self.our_link and setup.extra:
                 config["kv_connector_extra_config"] = dict(setup.extra)
             command += ["--kv-transfer-config", json.dumps(config)]

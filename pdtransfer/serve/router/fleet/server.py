@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .prefixes import KnownPrefixes
@@ -58,6 +58,8 @@ class Server:
     unfinished: int = 0  # answers of requests that it has not answered in full
     sent: int = 0  # requests since the start
     computing: int = 0  # tokens of prompts that a decode server computes itself, up to its first tokens
+    # Of a decode server: whether its chats of a kind begin as those of a prefill engine do (early_token.py).
+    begins_alike: dict[tuple[object, bytes], bool] = field(default_factory=dict)
     twin: Server | None = None  # the same server in its other role
     rank: int | None = None  # None where the server has only one
     gone: bool = False  # a rank that the server had, and has no more

@@ -10,7 +10,12 @@ import pytest
 from aiohttp import web
 
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.serve.router.backends.servers.early_token import EARLY_WRONG_MAX, EarlyToken, may_come_early
+from pdtransfer.serve.router.backends.servers.early_token import (
+    EARLY_KINDS_MAX,
+    EARLY_WRONG_MAX,
+    EarlyToken,
+    may_come_early,
+)
 from tests.serve.router.servers.relayed import relayed
 from tests.support.vllm_servers import PIECES, ServerSite, first_token_events, server_site, texts
 from tests.support.waiting import on_loop, run_on_loop, until
@@ -297,6 +302,64 @@ def test_a_stream_that_decode_does_not_go_on_with_ends_with_an_error(
             assert it.prefill[0].seen[0].body["stream"] is False, "no first token is shown early any more"
 
     run_on_loop(case)
+
+
+def chat_texts(stream: str) -> list[dict]:
+    *events, done, _ = stream.split("\n\n")
+    assert done == "data: [DONE]"
+    return [delta for each in events if (delta := json.loads(each.removeprefix("data: "))["choices"][0]["delta"])]
+
+
+@pytest.mark.parametrize("says", ["content", "reasoning"])
+def test_chats_begin_with_prefills_token_once_one_of_their_kind_began_alike(says: str) -> None:
+    """Where the servers have other parsers, decode says in another field what prefill says in this one."""
+
+    async def case() -> None:
+        async with server_site() as it:
+            await it.meet()
+            (prefill,), (decode,) = it.prefill, it.decode
+            decode.says, whole = says, [{"role": "assistant", "content": ""}, *({says: piece} for piece in PIECES)]
+            known = it.server(decode).begins_alike
+
+            async def chat(**more: Any) -> list[dict]:
+                async with it.http.post(it.url + "/v1/chat/completions", json=CHAT | more) as response:
+                    return chat_texts((await response.read()).decode())
+
+            def begun() -> tuple[int, bool]:
+                return it.backend.metrics.early, prefill.seen[-1].body["stream"]
+
+            assert (await chat(), begun()) == (whole, (0, True)), "the first one is compared"
+            await until(lambda: list(known.values()) == [says == "content"])
+            if says == "content":
+                decode.gate.clear()
+                again = asyncio.create_task(chat())
+                await until(lambda: it.backend.metrics.early == 1)
+                decode.gate.set()
+                assert await again == whole
+            else:
+                assert (await chat(), begun()) == (whole, (0, False))
+            thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+            early = it.backend.metrics.early
+            assert (await chat(**thinks), begun()) == (whole, (early, True)), "another kind is compared anew"
+            prefill.engine = "p0 again"  # another process: its identity is learnt first
+            it.backend.pool.prefill[0].identity = None
+            assert [(await chat(), begun()) for _ in range(2)] == [(whole, (early, False)), (whole, (early, True))]
+            assert it.backend.metrics.early_wrong == 0
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_no_more_kinds_of_chats_than_are_remembered_are_compared() -> None:
+    async with server_site() as it:
+        await it.meet()
+        known = it.server(it.decode[0]).begins_alike
+        known |= {("p0", bytes([number])): True for number in range(EARLY_KINDS_MAX)}
+        async with it.http.post(it.url + "/v1/chat/completions", json=CHAT) as response:
+            _, *pieces = chat_texts((await response.read()).decode())
+        assert pieces == [{"content": piece} for piece in PIECES]
+        assert it.prefill[0].seen[-1].body["stream"] is False
+        assert len(known) == EARLY_KINDS_MAX
 
 
 @on_loop

@@ -2,10 +2,14 @@
 
 vLLM's decode computes the last token of a prompt again and picks the first token itself. With temperature 0 it picks
 the same one, unless two tokens are so close that rounding decides between them: then decode's is waited for.
+
+In which field of a chat the token's text stands is up to the server's parsers: reasoning or content. Both servers may
+have been started with different ones, so the first chat of each kind is only compared: see `kind_of` and `agrees`.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -20,6 +24,7 @@ from .server_request import Fields, ServerRequest
 # two sides with differences of some hundredths to tenths.
 MARGIN_MIN = 1.0
 EARLY_WRONG_MAX = 3  # answers that went on in another way: after this many, no first token is shown early any more
+EARLY_KINDS_MAX = 256  # of chats that a decode server was asked for and that were compared: more are not shown early
 EVENT_END = b"\n\n"
 TEXTS = ("text", "content", "reasoning", "reasoning_content")  # of an event, the first of completions
 
@@ -30,6 +35,8 @@ _FIELDS = frozenset({
     "top_p", "top_k", "min_p", "seed", "n", "presence_penalty", "frequency_penalty", "ignore_eos", "user", "cache_salt",
     "add_special_tokens", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort", "priority",
 })  # fmt: skip
+# Those of them that a chat's template is given, beside the messages.
+_OF_TEMPLATES = ("model", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort")
 _UNSET = (b"null", b"false", b"[]")
 _NO_PENALTY = {"repetition_penalty": (b"1", b"1.0")}  # as vLLM's benchmark sends it
 
@@ -101,6 +108,14 @@ def scored(fields: Fields) -> dict[str, object]:
     return {"logprobs": True, "top_logprobs": 2} if "messages" in fields else {"logprobs": 2}
 
 
+def kind_of(fields: Fields) -> bytes | None:
+    """Names chats whose templates, and so whose parsers, begin alike; None for what no parser reads."""
+    if "messages" not in fields:
+        return None
+    values = (bytes(fields.get(name, b"")) for name in _OF_TEMPLATES)
+    return hashlib.blake2b(b"\0".join(values), digest_size=16).digest()
+
+
 class EarlyToken:
     """What a client was shown of prefill's answer. `behind` passes on what decode's stream has beside it."""
 
@@ -157,6 +172,17 @@ class EarlyToken:
         if not any(rest.values()) and choice.finish_reason is None:
             return b""
         return _event(body, rest, {})
+
+    def agrees(self, stream: bytes) -> bool:
+        """Whether decode's stream begins with what prefill has answered, which nobody was shown."""
+        try:
+            for event in stream.split(EVENT_END)[:-1]:
+                if self.repeated:
+                    break
+                self.behind(event)
+        except RemoteProtocolError:
+            return False
+        return self.repeated
 
     def _rest(self, name: str, text: str) -> str:
         """What of a text the client was not shown."""

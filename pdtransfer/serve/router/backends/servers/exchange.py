@@ -17,7 +17,7 @@ from ...fleet.server import Server, ServerIdentity
 from ...front.backend import WholeAnswer
 from ...front.client_request import ClientRequest
 from .dialect import Dialect, ServerOrder
-from .early_token import EVENT_END, EarlyToken
+from .early_token import EARLY_KINDS_MAX, EVENT_END, EarlyToken, kind_of
 from .hand_offs import ANSWER_TAIL_BYTES, received_of
 from .server_metrics import ServerMetrics
 from .server_pool import ServerPair
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 EVENTS = "text/event-stream"
 ERROR_BYTES_MAX = 65_536  # of an error that a stream may begin with
+HEAD_BYTES_MAX = 16_384  # of a stream that is compared: all events of its first token
 
 
 class _Error(Struct):
@@ -66,6 +67,8 @@ class Exchange:
         self._first = self._tail = b""  # of its answer
         self.shown, self._ask_early = shown, ask_early
         self._early: EarlyToken | None = None  # prefill's answer
+        self._compares: tuple[object, bytes] | None = None  # in decode's `begins_alike`: the answer is not shown then
+        self._head = b""  # of decode's stream, to be compared
         self._joins = pair.prefill is not None and dialect.joins(request)
         self._computed = b""  # prefill's answer, where it has a part of the whole one
         self.status, self.headers, self.length, self.events = 0, dict[str, str](), None, False
@@ -120,6 +123,8 @@ class Exchange:
             return shown.events
         piece = await (self._read() if self.shown is None or self.shown.repeated else self._read_behind(self.shown))
         self._tail = (self._tail + piece[-ANSWER_TAIL_BYTES:])[-ANSWER_TAIL_BYTES:]
+        if self._compares is not None and len(self._head) < HEAD_BYTES_MAX:
+            self._head += piece
         return piece
 
     async def _read(self) -> bytes:
@@ -168,9 +173,24 @@ class Exchange:
         if self._decode is not None:
             self._decode.add_done_callback(self._abandoned)
             self._decode.cancel()
+        if complete and self._prefill is not None:
+            self._prefill.add_done_callback(self._compare)
         if complete and not self.events and (received := received_of(self._tail)) is not None:
             self._client.kv_bytes, self._client.kv_lost = received.kv_bytes, received.kv_lost
             self._metrics.computed += received.kv_lost
+
+    def _compare(self, _: object) -> None:
+        """Both have answered: notes whether later chats of this kind may begin with prefill's first token."""
+        if self._compares is None or self._early is None:
+            return
+        alike = self.pair.decode.begins_alike[self._compares] = self._early.agrees(self._head)
+        if not alike:
+            assert self.pair.prefill is not None
+            log.warning(
+                "%s begins a chat otherwise than %s, so none of its kind begins with prefill's first token: "
+                "give both servers the same flags, such as --reasoning-parser", self.pair.decode.name,
+                self.pair.prefill.name,
+            )  # fmt: skip
 
     def _hang_up(self) -> None:
         """Closes decode's connection, which cancels its request unless it has ended."""
@@ -213,7 +233,7 @@ class Exchange:
             if learned is not None and learned != identity:
                 text = f"{server.name}: is another process than before"
                 raise AttemptFailedError(text, Cause.PEER_RESTARTED, ())
-            if self._early is not None and not decode.done():
+            if self._early is not None and self._compares is None and not decode.done():
                 return
         await decode
 
@@ -241,7 +261,7 @@ class Exchange:
 
     def _start_prefill(self, server: Server, identity: ServerIdentity | None) -> asyncio.Task[ServerIdentity | None]:
         """Starts a task that may outlive its request: once decode has answered, nobody waits for prefill."""
-        early = self._ask_early and identity is not None  # a stream does not tell the identity
+        early = identity is not None and self._asks_early(identity)  # a stream does not tell the identity
         body = self._dialect.prefill_body(self._request, self._transfer, identity, early=early)
         task = asyncio.create_task(self._post_prefill(server, body, early))
         prompts, prefills = self._request.prompts, self._upstream.prefills
@@ -256,6 +276,16 @@ class Exchange:
 
         task.add_done_callback(ended)
         return task
+
+    def _asks_early(self, identity: ServerIdentity) -> bool:
+        """Whether prefill is asked for a stream, be it only to be compared."""
+        kind, known = kind_of(self._request.fields), self.pair.decode.begins_alike
+        if not self._ask_early or kind is None:
+            return self._ask_early
+        key = identity.get("remote_engine_id"), kind
+        if key not in known and len(known) < EARLY_KINDS_MAX:
+            self._compares = key
+        return self._compares is not None or known.get(key, False)
 
     async def _post_prefill(self, server: Server, body: bytes, early: bool) -> ServerIdentity | None:
         """Posts prefill's part; returns and keeps an identity in the answer. Raises AttemptFailedError."""

@@ -130,6 +130,7 @@ class ServerPool:
         if why and not server.why:
             server.down_since, server.identity = now, None
             server.known.clear()
+            server.begins_alike.clear()
         server.why = why
         return changed
 

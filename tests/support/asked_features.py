@@ -19,3 +19,13 @@ CITY = {
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def texts_of(events: list[Any]) -> dict[str, str]:
+    """The texts of a chat's stream, or of a completion's, by field."""
+    texts: dict[str, str] = {}
+    for choice in [choice for event in events for choice in event["choices"]]:
+        for name, text in (choice.get("delta") or {"text": choice.get("text")}).items():
+            if isinstance(text, str) and text and name != "role":
+                texts[name] = texts.get(name, "") + text
+    return texts

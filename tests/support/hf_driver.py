@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from tests.support.json_process import Requests
 
@@ -66,6 +66,23 @@ DELTA = {
 }  # fmt: skip
 # vLLM asks for two sizes that transformers do not.
 CONVOLVED = {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_dim": 256, "block_dim": 256}
+# A language model that is eight times as sure of the next token as others here, behind one that makes eight tokens of
+# an image. Its vocabulary is for a tokenizer of bytes and five special tokens, the third for an image.
+SEEING: dict[str, Any] = {
+    "text_config": COMMON | {
+        "model_type": "granite", "num_hidden_layers": 2, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1,
+        "logits_scaling": 0.125, "attention_multiplier": 0.125,
+    },
+    "vision_config": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 32, "patch_size": 8, "initializer_range": 0.12,
+    },
+    "qformer_config": {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "initializer_range": 0.12,
+    },
+    "num_query_tokens": 8, "image_token_index": 2, "initializer_range": 0.12,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
     # Of a vocabulary for a tokenizer of bytes.
@@ -74,6 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 2, "head_dim": 64, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1},
     ),
     "qwen3": ("Qwen3Config", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
+    "blip2": ("Blip2Config", SEEING),
     # Five layers with a window of 64 tokens before one that sees all.
     "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 64}),
     # Short convolutions, Mamba 2 and gated delta nets, with one layer of attention between them.
@@ -92,17 +110,31 @@ def make(family: str, path: str) -> None:
     """Writes a checkpoint of a family to `path`: float32, the same weights each time, and a word for each token."""
     name, sizes = FAMILIES[family]
     torch.manual_seed(7)
-    config = getattr(transformers, name)(**COMMON | sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    sees = "vision_config" in sizes
+    config = getattr(transformers, name)(**sizes if sees else COMMON | sizes)
+    model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(config, dtype=torch.float32)
     if "index_topk" in sizes:  # sharp attention, so that tokens depend on the KV cache
         with torch.no_grad():
             for parameter, weight in model.named_parameters():
                 if parameter.endswith("q_b_proj.weight"):
                     weight.mul_(4)
     model.save_pretrained(path)
-    words = Tokenizer(WordLevel({f"w{token}": token for token in range(config.vocab_size)}, unk_token="w0"))
+    if sees:
+        write_processor(Path(path), config)
+    words = Tokenizer(
+        WordLevel({f"w{token}": token for token in range(config.get_text_config().vocab_size)}, unk_token="w0")
+    )
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2").save_pretrained(path)
+
+
+def write_processor(folder: Path, config: Any) -> None:
+    """Writes what makes the pixels and the tokens of an image in a request."""
+    size = dict.fromkeys(("height", "width"), config.vision_config.image_size)
+    image = {"image_processor_type": "BlipImageProcessor", "size": size}
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    whole = {"processor_class": "Blip2Processor", "num_query_tokens": config.num_query_tokens}
+    (folder / "processor_config.json").write_text(json.dumps(whole))
 
 
 def generate(path: str, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -89,6 +89,17 @@ class HttpProcess:
         self.process.wait()
 
 
+def stream_of(url: str, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream, which must be whole."""
+    request = urllib.request.Request(
+        url + path, json.dumps(body | {"stream": True}).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+        *events, done, rest = response.read().decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", ""), (done, rest)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 def vllm_server(model: Path, log: Path, *options: str, transfer: dict[str, Any], dtype: str = "float32") -> HttpProcess:
     """`vllm serve`, which serves the model as "m"; `transfer` is its kv_transfer_config."""
     port = free_port()
@@ -107,13 +118,16 @@ class Addressed(Protocol):
     url: str
 
 
-def router(prefill: Addressed, decode: Addressed, log: Path, *, engine: str = "vllm") -> HttpProcess:
-    """Our router in front of both."""
+def router(
+    prefill: Addressed, decode: Addressed, log: Path, *more: str, engine: str = "vllm", turn_tokens: int = 0
+) -> HttpProcess:
+    """Our router in front of both; `more` are further flags. Without `turn_tokens` every prompt is handed over, also
+    one that decode has answered before."""
     port = free_port()
     command: list[str | Path] = [
         sys.executable, "-m", "pdtransfer", "router", "--engine", engine, "--listen", f"127.0.0.1:{port}",
-        "--prefill", prefill.url, "--decode", decode.url, "--limits.silence-ms", "20000",
-        "--limits.turn-tokens-max", "0",  # every prompt is handed over, also one that decode has answered before
+        "--prefill", prefill.url, "--decode", decode.url, "--limits.silence-ms", "60000",
+        "--limits.turn-tokens-max", str(turn_tokens), *more,
     ]  # fmt: skip
     return HttpProcess(command, port, log, {})
 
@@ -146,13 +160,33 @@ class ServerPair:
         return answer, self.received()[1] - byte_count
 
 
+def model_of_bytes(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    special: tuple[str, ...] = (),
+    marks: tuple[str, ...] = (),
+    template: str = TEMPLATE,
+) -> Path:
+    """Copies a checkpoint of 300 tokens to `folder`, with a tokenizer of bytes and a chat template. Beside the bytes it
+    has `special` tokens, and `marks`, which are left in texts."""
+    model = shutil.copytree(checkpoint, folder / "model")
+    words = write_tokenizer(
+        folder / "words", vocabulary=300, special=(START, END, *special, *marks), template=template, eos_token=END
+    )
+    tokenizer = json.loads((words / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] &= token["content"] not in marks
+    (words / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(words / name, model)
+    return model
+
+
 @contextmanager
 def server_pair(checkpoints: Checkpoints, folder: Path) -> Iterator[ServerPair]:
     """One of a model that has a tokenizer of bytes, a chat template and a LoRA adapter, "tuned"."""
-    model = shutil.copytree(checkpoints.path("llama_bytes"), folder / "model")
-    words = write_tokenizer(folder / "words", vocabulary=300, special=(START, END), template=TEMPLATE)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(words / name, model)
+    model = model_of_bytes(checkpoints.path("llama_bytes"), folder)
     checkpoints.adapter(model, folder / "tuned")
     options = [
         "--enable-lora", "--lora-modules", f"tuned={folder / 'tuned'}", "--max-lora-rank", "8", "--max-loras", "1",

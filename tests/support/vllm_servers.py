@@ -85,7 +85,7 @@ class FakeVllm:
     ranks: int = 1  # data parallel engines
     first_token: str = PIECES[0]  # of a prefill server that is to stream it
     logprobs: tuple[float, ...] = (-0.1, -2.5)  # the token's own, and the next one's
-    says: str = "content"  # the field of a chat's first text: "reasoning" where a parser finds that it is
+    text_field: str = "content"  # the field of a chat's first text: "reasoning" where a parser finds that it is
 
     def __post_init__(self) -> None:
         self.gate, self.more = asyncio.Event(), asyncio.Event()
@@ -163,12 +163,12 @@ class FakeVllm:
         await self.gate.wait()
         await self.hand_over(seen)
         if streams and self.role == "prefill" and seen.kv:
-            for event in first_token_events(seen.body, self.first_token, self.logprobs, self.says):
+            for event in first_token_events(seen.body, self.first_token, self.logprobs, self.text_field):
                 await self._event(response, json.dumps(event))
             await self._event(response, "[DONE]")
             return response
         if streams:
-            return await self._stream(request, response, self.says if "messages" in seen.body else "text")
+            return await self._stream(request, response, self.text_field if "messages" in seen.body else "text")
         if self.role == "prefill":
             await self.more.wait()
         return self._whole(seen)
@@ -196,14 +196,14 @@ class FakeVllm:
             answer["kv_transfer_params"] = {"kv_bytes": 0 if self.lost else 4_096, "kv_lost": self.lost}
         return web.json_response(answer, headers={"X-Vllm": "yes"})
 
-    async def _stream(self, request: web.Request, response: web.StreamResponse, says: str) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, response: web.StreamResponse, text_field: str) -> web.StreamResponse:
         if self.first_error:
             text = json.dumps({"error": {"message": "KV is lost", "code": self.first_error}})
             for piece in (f"data: {text[:9]}", f"{text[9:]}\n", "\n"):
                 await response.write(piece.encode())
                 await asyncio.sleep(0.02)  # each arrives by itself
         else:
-            if says != "text":
+            if text_field != "text":
                 role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
                 await self._event(response, json.dumps(role))
             for index, piece in enumerate(self.pieces):
@@ -213,7 +213,7 @@ class FakeVllm:
                         assert request.transport is not None
                         request.transport.abort()
                         return response
-                choice = {"text": piece} if says == "text" else {"delta": {says: piece}}
+                choice = {"text": piece} if text_field == "text" else {"delta": {text_field: piece}}
                 await self._event(response, json.dumps({"choices": [choice], "server": self.engine}))
         await self._event(response, "[DONE]")
         await response.write_eof()
@@ -232,7 +232,7 @@ def texts(stream: str) -> list[str]:
     return [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
 
 
-def first_token_events(body: dict, text: str, logprobs: tuple[float, ...], says: str = "content") -> list[dict]:
+def first_token_events(body: dict, text: str, logprobs: tuple[float, ...], text_field: str = "content") -> list[dict]:
     """A stream of one token as vLLM writes it, by the body that asked for it."""
     head = {"id": "cmpl-1", "created": 7, "model": "m"}
     own, *others = logprobs
@@ -241,7 +241,7 @@ def first_token_events(body: dict, text: str, logprobs: tuple[float, ...], says:
         assert (body["logprobs"], body["top_logprobs"]) == (True, 2)
         top = [{"token": str(index), "logprob": value, "bytes": []} for index, value in enumerate(logprobs)]
         scored = {"content": [{"token": "0", "logprob": own, "bytes": [], "top_logprobs": top}]}
-        deltas = [{"role": "assistant", "content": ""}, {says: text}]
+        deltas = [{"role": "assistant", "content": ""}, {text_field: text}]
         choices = [
             {"index": 0, "delta": deltas[0], "logprobs": None, "finish_reason": None},
             {"index": 0, "delta": deltas[1], "logprobs": scored, **end, "token_ids": None},

@@ -59,7 +59,7 @@ class Server:
     sent: int = 0  # requests since the start
     computing: int = 0  # tokens of prompts that a decode server computes itself, up to its first tokens
     # Of a decode server: whether its chats of a kind begin as those of a prefill engine do (early_token.py).
-    begins_alike: dict[tuple[object, bytes], bool] = field(default_factory=dict)
+    begins_alike: dict[tuple[object, bytes], bool] = field(default_factory=dict[tuple[object, bytes], bool])
     twin: Server | None = None  # the same server in its other role
     rank: int | None = None  # None where the server has only one
     gone: bool = False  # a rank that the server had, and has no more

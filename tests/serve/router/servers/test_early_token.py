@@ -310,15 +310,18 @@ def chat_texts(stream: str) -> list[dict]:
     return [delta for each in events if (delta := json.loads(each.removeprefix("data: "))["choices"][0]["delta"])]
 
 
-@pytest.mark.parametrize("says", ["content", "reasoning"])
-def test_chats_begin_with_prefills_token_once_one_of_their_kind_began_alike(says: str) -> None:
-    """Where the servers have other parsers, decode says in another field what prefill says in this one."""
+@pytest.mark.parametrize("text_field", ["content", "reasoning"])
+def test_chats_begin_with_prefills_token_once_one_of_their_kind_began_alike(text_field: str) -> None:
+    """Where the servers have other parsers, decode puts in another field what prefill puts in this one."""
 
     async def case() -> None:
         async with server_site() as it:
             await it.meet()
             (prefill,), (decode,) = it.prefill, it.decode
-            decode.says, whole = says, [{"role": "assistant", "content": ""}, *({says: piece} for piece in PIECES)]
+            decode.text_field, whole = (
+                text_field,
+                [{"role": "assistant", "content": ""}, *({text_field: piece} for piece in PIECES)],
+            )
             known = it.server(decode).begins_alike
 
             async def chat(**more: Any) -> list[dict]:
@@ -329,8 +332,8 @@ def test_chats_begin_with_prefills_token_once_one_of_their_kind_began_alike(says
                 return it.backend.metrics.early, prefill.seen[-1].body["stream"]
 
             assert (await chat(), begun()) == (whole, (0, True)), "the first one is compared"
-            await until(lambda: list(known.values()) == [says == "content"])
-            if says == "content":
+            await until(lambda: list(known.values()) == [text_field == "content"])
+            if text_field == "content":
                 decode.gate.clear()
                 again = asyncio.create_task(chat())
                 await until(lambda: it.backend.metrics.early == 1)

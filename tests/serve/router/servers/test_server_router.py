@@ -186,7 +186,11 @@ def test_a_prefill_that_has_answered_is_notified_where_decode_does_not_take_its_
             if how == "its client leaves":
                 await until(lambda: prefill.seen and prefill.seen[0].answered and decode.seen)
                 task.cancel()
-            await until(lambda: prefill.seen and prefill.given_up == [prefill.seen[0].kv["transfer_id"]])
+            await until(lambda: prefill.given_up)
+            # Where decode refuses the connection, the request may be given up before it is sent to prefill.
+            assert prefill.given_up == [seen.kv["transfer_id"] for seen in prefill.seen] or (
+                how == "refuses" and not prefill.seen
+            )
             if how != "its client leaves":
                 assert (await task)[0] in (400, 500, 503)
 

@@ -85,6 +85,7 @@ class FakeVllm:
     ranks: int = 1  # data parallel engines
     first_token: str = PIECES[0]  # of a prefill server that is to stream it
     logprobs: tuple[float, ...] = (-0.1, -2.5)  # the token's own, and the next one's
+    more_params: dict[str, Any] = field(default_factory=dict[str, Any])  # that prefill's connector returns
     text_field: str = "content"  # the field of a chat's first text: "reasoning" where a parser finds that it is
 
     def __post_init__(self) -> None:
@@ -191,7 +192,7 @@ class FakeVllm:
                 "remote_host": "127.0.0.1", "remote_port": self.port, "tp_size": 2, "transfer_mode": "push",
                 "remote_request_id": "cmpl-1", "transfer_id": seen.kv["transfer_id"], "facts": {"dtype": "float32"},
                 "remote_prefill_cached_tokens": len(self.seen),  # as vLLM adds it: of the one request
-            }  # fmt: skip
+            } | self.more_params  # fmt: skip
         elif self.reports_kv and seen.kv.get("do_remote_prefill"):
             answer["kv_transfer_params"] = {"kv_bytes": 0 if self.lost else 4_096, "kv_lost": self.lost}
         return web.json_response(answer, headers={"X-Vllm": "yes"})

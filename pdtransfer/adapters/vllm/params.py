@@ -145,9 +145,11 @@ def answer(
     request_id: str,
     transfer_id: str | None,
     facts: Mapping[str, str] | None = None,
+    first_token: bool = True,
 ) -> dict[str, Any]:
     """What a prefill engine returns of a request, which decode takes as it is: the address of its first rank, and of
-    each of its ranks. `facts` are for a router, which shows them."""
+    each of its ranks. For a router are `facts`, which it shows, and `first_token`: whether what this engine generates
+    is the token behind the prompt."""
     first = Endpoint.parse(endpoints[0])
     host, _, port = first.address.removeprefix("tcp://").rpartition(":")
     params: dict[str, Any] = {
@@ -157,6 +159,7 @@ def answer(
         "remote_endpoints": list(endpoints),
     }  # fmt: skip
     params |= {"facts": dict(facts)} if facts else {}
+    params |= {} if first_token else {"first_token": False}
     return params if transfer_id is None else params | {"transfer_id": transfer_id}
 
 

@@ -266,7 +266,7 @@ class SchedulerSide:
             return True, None
         return True, answer(
             self.endpoints, tp_size=self._tp_size, engine_id=self._engine_id, request_id=send.request_id,
-            transfer_id=send.transfer_id, facts=self.identity.get("facts"),
+            transfer_id=send.transfer_id, facts=self.identity.get("facts"), first_token=not self._has_states,
         )  # fmt: skip
 
     def _id_for_peers(self, name: str) -> str:

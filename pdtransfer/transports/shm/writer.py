@@ -338,13 +338,13 @@ class ShmWriter:
             device, host = self._gpu.ordinal, theirs.memory != "hbm" or arena.hbm is None
             if host:
                 assert arena.mapping.registered is not None
-                there = arena.mapping.registered.device_address
+                target_address = arena.mapping.registered.device_address
             else:
                 assert arena.hbm is not None
-                there = arena.hbm.address - mapped.reach.hbm_base
+                target_address = arena.hbm.address - mapped.reach.hbm_base
             pools = mapped.pools[key] = (
                 Pool(layout=source, address=self._pool_address, device=device),
-                Pool(layout=target, address=there, device=device, host=host),
+                Pool(layout=target, address=target_address, device=device, host=host),
             )
         source, target = pools
         staged = Staged.of(arena.components[order.component].name, source) if order.verify else None

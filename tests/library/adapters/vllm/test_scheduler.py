@@ -519,7 +519,10 @@ def test_prefill_stops_before_a_prompts_last_token_and_sends_the_state_with_the_
     assert rows(first) == [(1, 0, 2)]
     last = made.orders(more("a", [[], [5]], 8, 32))
     assert last.chunks == [Chunk("a", (Rows(0, 0, 1, (9,)), Rows(1, 2, 3, (7, 3, 5))), last=True)]
-    assert made.on_finished(request, STOPPED)[0]
+    stays, params = made.on_finished(request, STOPPED)
+    assert stays
+    assert params is not None
+    assert params["first_token"] is False, "what it generated is the prompt's last token"
 
 
 def test_with_prefix_caching_the_state_is_in_the_last_tokens_block() -> None:

@@ -16,6 +16,7 @@ import torch
 
 from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions, room_id
 from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.vllm import figures
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.worker import WorkerSide
@@ -57,11 +58,32 @@ class Engines:
         for stage in self.decode:
             stage.begin(Orders(receives=[order]))
 
-    def send(self, name: str) -> None:
+    def open(self, name: str) -> None:
+        for stage in self.prefill:
+            stage.begin(Orders(opens=[Open(name, name, PROMPT)]))
+            stage.end(lambda: None)
+
+    def push(self, name: str) -> None:
         chunk = Chunk(name, (Rows(0, 0, len(SOURCE), tuple(SOURCE)),), last=True)
         for stage in self.prefill:
-            stage.begin(Orders(opens=[Open(name, name, PROMPT)], chunks=[chunk]))
+            stage.begin(Orders(chunks=[chunk]))
             stage.end(lambda: None)
+
+    def send(self, name: str) -> None:
+        self.open(name)
+        self.push(name)
+
+    def until_prefill_fails(self) -> None:
+        """Waits until each of prefill's stages has counted a room that failed."""
+        failed = [0] * len(self.prefill)
+
+        def polled() -> bool:
+            for index, stage in enumerate(self.prefill):
+                stage.results(())
+                failed[index] += (stage.take_figures() or figures.empty())["rooms"].get("failed", 0)
+            return all(failed)
+
+        wait_for(polled)
 
     def until_all(self, sets: list[set[str]], name: str) -> None:
         """Waits until each of decode's stages has reported this request."""
@@ -127,9 +149,11 @@ def test_each_stage_of_decode_receives_its_layers(prefill_stages: int, decode_st
 def test_a_request_that_one_stage_gives_up_fails_on_all_and_alone(stage: int) -> None:
     with engines(2, 2) as both:
         both.receive("gone")
+        both.open("gone")
         # As where its room fails there: the other stage has not been told, and learns it of prefill.
         both.decode[stage].begin(Orders(aborts=["gone"]))
-        both.send("gone")
+        both.until_prefill_fails()
+        both.push("gone")
         both.until_all(both.received, "gone")
         assert both.failed[1 - stage] == {"gone"}
         both.receive("next")

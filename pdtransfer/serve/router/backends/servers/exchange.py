@@ -280,8 +280,10 @@ class Exchange:
     def _asks_early(self, identity: ServerIdentity) -> bool:
         """Whether prefill is asked for a stream, be it only to be compared."""
         kind, known = kind_of(self._request.fields), self.pair.decode.begins_alike
-        if not self._ask_early or kind is None:
-            return self._ask_early
+        if not self._ask_early or identity.get("first_token") is False:
+            return False
+        if kind is None:
+            return True
         key = identity.get("remote_engine_id"), kind
         if key not in known and len(known) < EARLY_KINDS_MAX:
             self._compares = key

@@ -33,6 +33,7 @@ class _VllmParams(Struct, frozen=True):
     dcp_size: Size | None = None
     transfer_mode: Text | None = None
     facts: Annotated[dict[Text, FactText], Meta(max_length=FACTS_MAX)] | None = None  # what its peers compare
+    first_token: bool | None = None  # whether what it generates is the token behind the prompt; so it is if None
 
 
 class _VllmAnswer(Struct, frozen=True):
@@ -42,6 +43,7 @@ class _VllmAnswer(Struct, frozen=True):
 # Of each engine behind this HTTP server; with vLLM's external load balancing that is one.
 _ENGINE = re.compile(rb'^vllm:num_requests_running\{[^\n]*\bengine="(\d{1,6})"', re.MULTILINE)
 _VLLM_ANSWER = msgspec.json.Decoder(_VllmAnswer)
+_VLLM_NOT_FOR_DECODE = ("facts", "first_token")  # of an identity
 _VLLM_NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one token that is not streamed
 
 
@@ -105,7 +107,7 @@ class VllmDialect:
             "transfer_id": _transfer_id(transfer),
             "remote_request_id": request.request_id,
         }
-        reach = {name: value for name, value in identity.items() if name != "facts"}
+        reach = {name: value for name, value in identity.items() if name not in _VLLM_NOT_FOR_DECODE}
         return msgspec.json.encode(request.fields | {"kv_transfer_params": {"transfer_mode": "push"} | reach | ids})
 
     def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:

@@ -310,6 +310,10 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             name = name_of(engine_id, self._side.endpoints, tp_size)
             self._bootstrap = Bootstrap(self._settings.bootstrap, name)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM has made its block pool."""
+        self._side.block_pool = gpu_block_pool
+
     def on_new_request(self, request: Any) -> None:
         """A request has come."""
         self._side.on_new_request(request)
@@ -332,7 +336,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return OrdersMetadata(self._side.orders(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers report of loads: the answer of a request reports whether its KV was received."""
+        """What the workers report: of loads too, since a request's answer has whether its KV was received."""
+        self._side.on_sent(getattr(connector_output, "finished_sending", None) or ())
         failed = getattr(connector_output, "failed_recving", None) or ()
         self._side.on_failed_loads(failed, getattr(connector_output, "invalid_block_ids", None) or ())
 

@@ -6,7 +6,7 @@ It holds no memory and opens no socket. vLLM's own block tables are kept here, s
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol, cast
@@ -59,6 +59,23 @@ class ScheduledStep(Protocol):
     scheduled_cached_reqs: CachedRequests
     num_scheduled_tokens: Mapping[str, int]
     preempted_req_ids: Collection[str] | None
+
+
+class BlockPool(Protocol):
+    """vLLM's: a block is free once nobody counts it any more."""
+
+    @property
+    def blocks(self) -> Sequence[Any]:
+        """By their ids."""
+        ...
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Counts these blocks once more."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Counts them once less."""
+        ...
 
 
 class _LoadState(Enum):
@@ -124,6 +141,8 @@ class SchedulerSide:
         self.endpoints: tuple[str, ...] = ()
         self.identity: dict[str, Any] = {}
         self._identified: set[str] = set()  # requests that ask for it
+        self.block_pool: BlockPool | None = None  # once vLLM has made it
+        self._kept: dict[str, list[Any]] = {}  # by request: blocks that vLLM frees before they are sent
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._sent: dict[str, str] = {}  # the first request of each transfer_id, oldest first
@@ -144,12 +163,7 @@ class SchedulerSide:
             return
         match wanted:
             case SendTo(transfer_id):
-                first = name if transfer_id is None else _first(self._sent, transfer_id, name)
-                if first == name:
-                    drop_last_tokens(request, request.num_prompt_tokens - tokens)
-                    self._sends[name] = _Send(tokens, transfer_id, self._id_for_peers(name))
-                else:
-                    log.info("request %s: not handed over, %s is, as transfer_id %s", name, first, transfer_id)
+                self._send(request, tokens, transfer_id)
             case GiveUp(transfer_id):
                 first = _first(self._sent, transfer_id, name)  # a request that comes later is not handed over
                 if (send := self._sends.get(first)) is not None:
@@ -167,6 +181,20 @@ class SchedulerSide:
                 self._identified.add(name)
             case None:
                 pass
+
+    def _send(self, request: VLLMRequest, tokens: int, transfer_id: str | None) -> None:
+        name = request.request_id
+        first = name if transfer_id is None else _first(self._sent, transfer_id, name)
+        if first != name:
+            log.info("request %s: not handed over, %s is, as transfer_id %s", name, first, transfer_id)
+            return
+        send = _Send(tokens, transfer_id, self._id_for_peers(name))
+        if self.block_pool is None and self._loses_blocks(tokens):
+            log.warning("request %s: not handed over: vLLM frees blocks of it before they are sent", name)
+            self._orders.withdrawals.append(Withdraw(name, room_id(self._label(send))))
+            return
+        drop_last_tokens(request, request.num_prompt_tokens - tokens)
+        self._sends[name] = send
 
     def matched_tokens(self, request: VLLMRequest, computed: int) -> int | None:
         """Tokens that come from a peer, beyond `computed` ones that this engine has: all but the prompt's last, which
@@ -231,6 +259,13 @@ class SchedulerSide:
         """Loads have failed: of these requests, or into these blocks where vLLM has no failed requests."""
         for name, receive in self._receives.items() if requests or blocks else ():
             receive.failed |= name in requests or not receive.blocks.isdisjoint(blocks)
+
+    def on_sent(self, requests: Collection[str]) -> None:
+        """Nothing reads the blocks of these requests any more."""
+        for name in requests:
+            if (blocks := self._kept.pop(name, None)) is not None:
+                assert self.block_pool is not None
+                self.block_pool.free_blocks(blocks)
 
     @property
     def has_word_for_peers(self) -> bool:
@@ -358,12 +393,26 @@ class SchedulerSide:
                 send.ordered[index] = end
         if rows:
             orders.chunks.append(Chunk(name, tuple(rows), send.complete))
+        if send.complete and self._loses_blocks(send.tokens):
+            assert self.block_pool is not None
+            kept = self._kept[name] = list[Any]()
+            for group in self._groups:
+                blocks = group.blocks(send.blocks[group.index], send.tokens)
+                first, end = group.first_row(send.tokens - 1), group.first_row(send.tokens)
+                kept += [self.block_pool.blocks[block] for block in blocks[first:end]]
+            self.block_pool.touch(kept)
+
+    def _loses_blocks(self, tokens: int) -> bool:
+        """Whether the token behind a prompt of this many does not see a block that its last one sees: vLLM frees that
+        as the request ends, and decode needs it, as it computes the last token."""
+        return any(group.first_row(tokens - 1) < group.first_row(tokens) for group in self._groups)
 
     def _give_up(self, name: str, send: _Send, orders: Orders) -> None:
         """The request loses blocks that were to be sent. Unless decode may know the room already, it gets another."""
         if not send.opened:
             return
         orders.quiesce.append(name)
+        self.on_sent((name,))  # they are written again in a later step, and this one waits for their readers
         send.opened = send.complete = False
         if send.transfer_id is not None:
             send.lost = True

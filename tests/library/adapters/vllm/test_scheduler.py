@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,12 +68,37 @@ def more(name: str, blocks: BlockTable | None, count: int, computed: int, **othe
     return Step((), Cached([name], (), [blocks], [computed]), {name: count}, **others)
 
 
+class Pool:
+    """vLLM's: how often each block is counted."""
+
+    def __init__(self) -> None:
+        self.blocks = [f"block {number}" for number in range(64)]
+        self.counts: dict[int, int] = {}
+
+    def touch(self, blocks: Sequence[str]) -> None:
+        self._count(blocks, 1)
+
+    def free_blocks(self, ordered_blocks: Iterable[str]) -> None:
+        self._count(ordered_blocks, -1)
+
+    def _count(self, blocks: Iterable[str], by: int) -> None:
+        for block in blocks:
+            number = self.blocks.index(block)
+            self.counts[number] = self.counts.get(number, 0) + by
+
+    @property
+    def kept(self) -> set[int]:
+        assert set(self.counts.values()) <= {0, 1}
+        return {number for number, count in self.counts.items() if count}
+
+
 def side(*groups: KVGroup, **roles: bool) -> SchedulerSide:
     found = groups or (KVGroup(0, 16),)
     made = SchedulerSide(
         found, engine_id="p0", block_bytes=[1_000] * len(found), **{"sends": True, "receives": True} | roles
     )
     made.endpoints = ADDRESS
+    made.block_pool = Pool()
     return made
 
 
@@ -494,6 +519,72 @@ def test_a_request_without_a_hand_off_is_left_alone() -> None:
     made.on_blocks(request, [[7, 3, 5]], 0)
     assert made.orders(new("a", [[7, 3, 5]], 40)) == Orders()
     assert made.on_finished(request, STOPPED) == (False, None)
+
+
+# Blocks that vLLM frees as a request ends, while decode's last token still sees them
+
+AT_THE_EDGE = [
+    ((KVGroup(0, 16), KVGroup(1, 16, window=20)), 51, {5}),  # token 50 sees from 31 on, the next one from 32 on
+    ((KVGroup(0, 16), KVGroup(1, 16, chunk=32)), 64, {3, 9}),  # token 63 ends a chunk
+]
+
+
+def kept_by(made: SchedulerSide) -> set[int]:
+    assert isinstance(made.block_pool, Pool)
+    return made.block_pool.kept
+
+
+@pytest.mark.parametrize(("groups", "tokens", "kept"), AT_THE_EDGE)
+def test_what_only_the_prompts_last_token_sees_is_kept_until_it_is_sent(
+    groups: tuple[KVGroup, ...], tokens: int, kept: set[int]
+) -> None:
+    made = side(*groups)
+    request = begun(made, tokens)
+    last = made.orders(new("a", [[11, 12, 13, 14], [7, 5, 3, 9]], tokens))
+    assert last.chunks[0].last
+    assert kept_by(made) == kept
+    assert made.on_finished(request, STOPPED)[0]
+    made.on_sent(["another"])
+    assert kept_by(made) == kept
+    made.on_sent(["a"])
+    assert kept_by(made) == set()
+
+
+@pytest.mark.parametrize("tokens", [50, 52, 63])
+def test_no_other_block_is_kept(tokens: int) -> None:
+    made = side(KVGroup(0, 16), KVGroup(1, 16, window=20), KVGroup(2, 16, chunk=64))
+    begun(made, tokens)
+    made.orders(new("a", [[11, 12, 13, 14], [7, 5, 3, 9], [1, 2, 4, 6]], tokens))
+    assert kept_by(made) == set()
+
+
+def test_blocks_of_a_preempted_request_are_kept_no_longer_and_again_when_it_resumes() -> None:
+    groups, tokens, kept = AT_THE_EDGE[1]
+    made, table = side(*groups), [[11, 12, 13, 14], [7, 5, 3, 9]]
+    request = begun(made, tokens)
+    made.orders(new("a", table, tokens))
+    assert made.orders(Step(preempted_req_ids=["a"])).quiesce == ["a"]
+    assert kept_by(made) == set()
+    resumed = Step((), Cached(["a"], ["a"], [table], [0]), {"a": tokens})
+    assert made.orders(resumed).opens[0].label == "p0/a#1"
+    assert kept_by(made) == kept
+    assert made.on_finished(request, ABORTED)[0]
+    made.on_sent(["a"])
+    assert kept_by(made) == set()
+
+
+def test_without_vllms_pool_such_a_hand_off_fails(caplog: pytest.LogCaptureFixture) -> None:
+    groups, tokens, _ = AT_THE_EDGE[1]
+    made = side(*groups)
+    made.block_pool = None
+    request = begun(made, tokens, SENDS | {"transfer_id": "xfer-1"})
+    assert made.has_word_for_peers
+    orders = made.orders(new("a", [[11, 12, 13, 14], [7, 5, 3, 9]], tokens))
+    assert orders == Orders(withdrawals=[Withdraw("a", room_id("xfer-1"))])
+    assert "vLLM frees blocks of it before they are sent" in caplog.text
+    assert made.on_finished(request, STOPPED) == (False, None)
+    begun(made, tokens - 1, name="b")
+    assert made.orders(new("b", [[11, 12, 13, 14], [7, 5, 3, 9]], tokens - 1)).chunks, "others are"
 
 
 # States of layers that keep no KV

@@ -106,6 +106,20 @@ def test_states_of_unequal_groups_of_ranks(checkpoints: Checkpoints, tmp_path: P
             pair.settles()
 
 
+@pytest.mark.full
+def test_chunks_of_256_tokens_continue_at_each_offset_of_a_chunk(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Chunked local attention. Of the layers that see a chunk, only the blocks cross that the prompt's last token sees.
+    Where it ends a chunk vLLM frees these as the request ends, and has others prefilled into them."""
+    with pair_of(checkpoints, tmp_path, "llama4") as pair:
+        asked = prompts(100, 255, 256, 257, 300, 385, 512, 700, seed=36)
+        expected = pair.prefill.generate(asked, tokens=TOKENS)
+        for order in ("serial", "decode first"):
+            for at_once in (asked, *([prompt] for prompt in asked)):
+                made = [each.tokens for each in handed_over(pair, at_once, order=order)]
+                assert made == [expected[asked.index(prompt)] for prompt in at_once], order
+        pair.settles()
+
+
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 

@@ -94,6 +94,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "blip2": ("Blip2Config", SEEING),
     # Five layers with a window of 64 tokens before one that sees all.
     "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 64}),
+    # Three layers that see a chunk of 256 tokens, up to themselves, before one that sees all; none with experts.
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "attention_chunk_size": 256,
+            "intermediate_size_mlp": 512,
+            "interleave_moe_layer_step": 0,
+            "moe_layers": [],
+            "tie_word_embeddings": False,
+        },
+    ),
     # Short convolutions, Mamba 2 and gated delta nets, with one layer of attention between them.
     "lfm2": ("Lfm2Config", HYBRID | CONVOLVED),
     "granite_hybrid": ("GraniteMoeHybridConfig", MIXED | MAMBA2),

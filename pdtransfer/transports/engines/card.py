@@ -37,11 +37,15 @@ class CudaCard:
         self._call("cuInit", 0)
         device, context = self._device(uuid), ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._call("cuCtxSetCurrent", context)
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        if free.value < _FREE_BYTES_MIN:
-            raise RuntimeError(f"the GPU has {free.value >> 20} MiB left, {_FREE_BYTES_MIN >> 20} are to stay free")
+        try:
+            self._call("cuCtxSetCurrent", context)
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+            if free.value < _FREE_BYTES_MIN:
+                raise RuntimeError(f"the GPU has {free.value >> 20} MiB left, {_FREE_BYTES_MIN >> 20} are to stay free")
+        except RuntimeError:
+            self._call("cuDevicePrimaryCtxRelease_v2", device)  # the process goes on without the GPU
+            raise
 
     def open(self, handle: bytes, offset: int, byte_count: int, used: Sequence[tuple[int, int]]) -> int:
         """The address here of another process's memory: `byte_count` bytes from `offset` of what the handle names, at

@@ -8,6 +8,7 @@ a build without CUDA may crash.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 _BYTES = 1 << 20  # several of the pieces that a library copies at a time
 _SECONDS = 20.0
+_SECONDS_ALL = 40  # its parent ends it before that, unless that is dead
 _LOOK_S = 0.001
 
 
@@ -30,6 +32,7 @@ def _module(path: str) -> Any:
 
 def main() -> None:
     """Raises RuntimeError where a GPU's memory cannot be sent, or received."""
+    signal.alarm(_SECONDS_ALL)
     driver, card, uuid, protocol, first, last = sys.argv[1:]
     here = _module(card).CARD(bytes.fromhex(uuid))
     source, target, content = here.allocate(_BYTES), here.allocate(_BYTES), os.urandom(_BYTES)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import UUID
 
-from ...errors import PDTransferError
 from ...memory.cuda_ipc import Handle
 from ..options import Network
 from . import card_probe, child
@@ -59,7 +58,14 @@ class CardUse:
 
     async def handle(self) -> Handle | None:
         """The memory that engines read and write; None for none."""
-        return None if self._found is None else await asyncio.shield(self._found)
+        if self._found is None:
+            return None
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._found), 2 * _PROBE_SECONDS)
+        except TimeoutError:  # a process that waits for a GPU that is lost cannot be ended
+            self._found = None
+            self.report(f"a trial could not be ended within {2 * _PROBE_SECONDS:g} s")
+            return None
 
     def report(self, reason: str) -> None:
         """Logs why it is not reached."""
@@ -73,8 +79,8 @@ class CardUse:
             if not (reason := why_no_card(self._library, self._network, handle)):
                 log.info("engines of %s reach the memory of GPU %s", self._library.name, UUID(bytes=handle.gpu))
                 return handle
-        except (PDTransferError, OSError) as error:
-            reason = str(error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, rows go the other way)
+            reason = str(error) or type(error).__name__
         self.report(reason)
         return None
 

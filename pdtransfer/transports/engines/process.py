@@ -21,6 +21,7 @@ from .cards import CardMemory
 from .library import Library
 
 _READY_SECONDS = 10.0  # an idle host takes 0.1 s; a peer that does not answer the handshake takes all of it
+_CARD_READY_SECONDS = 40.0  # with a GPU's memory: a context takes seconds on a host of many GPUs
 _REPLIES_BYTES = 4_096
 _TEXT_BYTES_MAX = 300
 
@@ -74,6 +75,7 @@ class EngineProcess:
         self._guard, self._session, self._dials_itself = network.guard, session, library.dials_itself
         self._guarded: GuardedPorts | None = None
         self.dead = False
+        self._ready_s = _READY_SECONDS if card is None else _CARD_READY_SECONDS
         self.card_address, self.why_no_card = 0, ""  # once it is ready: where it has the GPU's memory, or why not
         self.engines = engines if sending is None else len(sending.targets)  # perhaps fewer once it is ready
         with ExitStack() as undo:
@@ -122,13 +124,13 @@ class EngineProcess:
         try:
             if self._guard is not None:
                 await self._close_ports(self._guard)
-            ports = await asyncio.wait_for(asyncio.shield(self._ready), _READY_SECONDS)
+            ports = await asyncio.wait_for(asyncio.shield(self._ready), self._ready_s)
             if self._guarded is not None:
                 await self._guarded.opened()
             closed = True
             return ports
         except TimeoutError:
-            raise TransportError(f"the engine was not ready within {_READY_SECONDS:g} s{self.last_log()}") from None
+            raise TransportError(f"the engine was not ready within {self._ready_s:g} s{self.last_log()}") from None
         finally:
             if not closed:
                 self.kill()
@@ -139,7 +141,7 @@ class EngineProcess:
         return self._ready.done() and self._ready.exception() is None
 
     async def _close_ports(self, guard: PortGuard) -> None:
-        ports = await asyncio.wait_for(asyncio.shield(self._listens), _READY_SECONDS)
+        ports = await asyncio.wait_for(asyncio.shield(self._listens), self._ready_s)
         self._guarded = await guard.guard(self._session, ports, self.kill, dials_itself=self._dials_itself)
         if self.dead:
             self._guarded.release()

@@ -36,7 +36,7 @@ from .turns import Turns
 from .works import OpenWorks, Turn
 
 PIECE_BYTES = 16 << 20  # of one launch to the host: some 0.3 ms of the bus
-PEER_PIECE_BYTES = 256 << 20  # of one to a GPU's memory: as long, and no shorter than the CPU takes to make the next
+PEER_PIECE_BYTES = 128 << 20  # of one to a GPU's memory: no shorter than the CPU takes to make the next
 HINT_NS = 500_000  # between two hints of one write: a thread that has slept for a millisecond is slow to wake
 HINTS_MAX = 128  # reports of one write: an engine may have a single event for all that it computes
 
@@ -122,7 +122,7 @@ class GpuWrite:
     @property
     def piece_end(self) -> int:
         """The end of the rows that are launched next."""
-        byte_count = PIECE_BYTES if self.target.host else PEER_PIECE_BYTES
+        byte_count = PIECE_BYTES if self.target.host or self.staged is not None else PEER_PIECE_BYTES
         rows = max(1, byte_count // max(1, self.row_bytes))
         return min(self.rows_taken + rows, len(self.order.source_slots))
 

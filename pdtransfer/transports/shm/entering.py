@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from ...memory.mapping import Mapping, backed_end
 
 PIECE_BYTES = 2 << 20  # entered as one, or not at all: a huge page, and so a bound of how many registrations there are
 STEP_BYTES = 32 << 20  # entered by one call: some 6 ms, during which rows that are about to land wait
+_ROUNDED_MAX = 1 << 20  # pairs of a plane and an extent whose pieces are looked for at a time
 
 
 class Parts:
@@ -62,13 +65,25 @@ def parts_of(pairing: Pairing, extents: Extents) -> Int64s:
     first byte and the end."""
     if not len(pairing.table) or not len(extents):
         return np.empty((0, 2), np.int64)
-    base, page_stride, row_stride, row_bytes = pairing.table[:, 3:].T[:, :, None]
-    size = pairing.target_page_size
-    first_page, last_page = extents[:, 0] // size, (extents.sum(axis=1) - 1) // size
+    planes = max(1, _ROUNDED_MAX // len(extents))
+    tables = [pairing.table[first : first + planes] for first in range(0, len(pairing.table), planes)]
+    pieces = [_joined(*_pieces(table, pairing.target_page_size, extents)) for table in tables]
+    return pieces[0] if len(pieces) == 1 else _joined(*np.concatenate(pieces).T)
+
+
+def _pieces(table: Int64s, page_size: int, extents: Extents) -> tuple[Int64s, Int64s]:
+    """The first byte and the end of the pieces around each extent of each plane."""
+    base, page_stride, row_stride, row_bytes = table[:, 3:].T[:, :, None]
+    first_page, last_page = extents[:, 0] // page_size, (extents.sum(axis=1) - 1) // page_size
     firsts = (base + first_page * page_stride).ravel() // PIECE_BYTES * PIECE_BYTES
-    ends = (base + last_page * page_stride + (size - 1) * row_stride + row_bytes).ravel()
+    ends = (base + last_page * page_stride + (page_size - 1) * row_stride + row_bytes).ravel()
+    return firsts, -(-ends // PIECE_BYTES) * PIECE_BYTES
+
+
+def _joined(firsts: Int64s, ends: Int64s) -> Int64s:
+    """Parts that touch as one."""
     order = np.argsort(firsts, kind="stable")
-    firsts, ends = firsts[order], np.maximum.accumulate(-(-ends[order] // PIECE_BYTES) * PIECE_BYTES)
+    firsts, ends = firsts[order], np.maximum.accumulate(ends[order])
     opens = np.flatnonzero(np.concatenate(([True], firsts[1:] > ends[:-1])))
     return np.stack((firsts[opens], ends[np.append(opens[1:], len(ends)) - 1]), axis=1)
 
@@ -76,13 +91,14 @@ def parts_of(pairing: Pairing, extents: Extents) -> Int64s:
 class EnteredArena:
     """Enters the first `needed` bytes of a received arena, and with a `gpu` registers them, part by part and each once.
 
-    `enter` and `enter_next` are called in worker threads; each waits for those of other threads.
+    It is called in worker threads. One enters a step at a time; those whose rows are computed come first.
     """
 
     def __init__(self, mapping: Mapping, fd: int, needed: int, gpu: Registrar | None) -> None:
         """Takes `fd`, the arena's descriptor, over."""
         self._mapping, self._fd, self._needed, self._gpu = mapping, fd, needed, gpu
-        self._lock, self._entered = threading.Lock(), Parts()
+        self._turn, self._busy, self._urgent = threading.Condition(), False, 0
+        self._entered = Parts()
         self._backed = 0  # by the arena's owner, when last looked
         self.bytes_ready = 0  # that its owner has backed: rows may be granted there
         self.whole = not needed  # whether all is entered
@@ -92,27 +108,50 @@ class EnteredArena:
         """Whether its owner has backed all that is needed."""
         return self.bytes_ready == self._needed
 
-    def enter(self, parts: Int64s) -> None:
-        """Enters what is missing of these parts, which rows are about to land in.
+    def enter(self, parts: Int64s, *, urgent: bool = False, unwanted: Callable[[], bool] = lambda: False) -> None:
+        """Enters what is missing of these parts, which rows are about to land in; `urgent` where the rows are computed.
+        Returns before that once they are `unwanted`.
 
         Raises TransportError where the owner has not backed them, WorldError where there is no memory for the page
         table, or the GPU refuses; what was entered before stays.
         """
-        with self._lock:
-            if self.whole:
-                return
-            self._look()
-            for first, end in parts.tolist():
-                self._enter(first, min(end, self.bytes_ready))
+        for first, end in parts.tolist():
+            for start in range(first, end, STEP_BYTES):
+                with self._alone(urgent=urgent):
+                    if self.whole or unwanted():
+                        return
+                    self._look()
+                    stop = min(start + STEP_BYTES, end, max(start + 1, self.bytes_ready))
+                    self._enter(start, stop)
 
     def enter_next(self) -> bool:
         """Enters a step of what is missing from the beginning; whether there was any. Raises as `enter`."""
-        with self._lock:
+        with self._alone():
             self._look()
             gap = next(iter(self._entered.missing(0, self._backed)), None)
             if gap is not None:
                 self._enter(gap[0], min(gap[1], gap[0] + STEP_BYTES))
             return gap is not None
+
+    def look(self) -> bool:
+        """Only looks what its owner has backed meanwhile. Returns False: nothing is entered."""
+        with self._alone():
+            self._look()
+        return False
+
+    @contextmanager
+    def _alone(self, *, urgent: bool = False) -> Generator[None]:
+        with self._turn:
+            self._urgent += urgent
+            self._turn.wait_for(lambda: not self._busy and (urgent or not self._urgent))
+            self._urgent -= urgent
+            self._busy = True
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._busy = False
+                self._turn.notify_all()
 
     def _look(self) -> None:
         self._backed = backed_end(self._fd, self._needed, self._backed)

@@ -122,7 +122,8 @@ class ShmWriter:
         self._gpu = gpu
         self._writer = Copier(options.copy_threads) if gpu is None else GpuWriter(gpu.launcher, gpu.spans, wake_hint)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pdtransfer-enter")  # of what rows are about to land in
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pdtransfer-enter")  # for rows that are granted
+        self._due = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-due")  # for rows that are computed
         self._tasks = set[asyncio.Task[None]]()
         self._sessions: dict[int, _Session] = {}
         self._closing = False
@@ -138,7 +139,8 @@ class ShmWriter:
         landing: tuple[Component, ...] | None = None,
     ) -> int:
         """As WriterTransport. What is ready was backed by the arena's owner."""
-        assert session not in self._sessions, f"session {session:#x} is mapped already"
+        if session in self._sessions:  # its peer may have gone and come again while its arena is still being entered
+            raise TransportError(f"session {session:#x} is mapped already")
         if self._closing:
             raise TransportError("this writer is closing")
         mapped = self._sessions[session] = _Session(reach)
@@ -171,7 +173,8 @@ class ShmWriter:
 
     async def _follow(self, session: int, mapped: _Session, arena: _WritableArena, ready: int, more: Ready) -> None:
         """Enters the rest, step by step, and reports what its owner backs meanwhile. After a step the next one comes at
-        once: without one, the owner has backed no more yet."""
+        once: without one, the owner has backed no more yet. After an error it only reports; writes enter their rows."""
+        ahead = True
         while not mapped.leaving:
             if mapped.grantable(arena) > ready:
                 ready = mapped.grantable(arena)
@@ -179,12 +182,17 @@ class ShmWriter:
             if arena.entered.whole:
                 arena.entered.close_fd()
                 return
+            if not ahead and arena.entered.is_ready:
+                return
+            step = arena.entered.enter_next if ahead else arena.entered.look
             try:
-                if not await self._enter(session, mapped, self._apart, arena.entered.enter_next):
+                if not await self._enter(session, mapped, self._apart, step):
                     await asyncio.sleep(_FOLLOW_SECONDS)
             except Exception as error:  # noqa: BLE001 (whatever it is, what is entered stays in use)
+                if not ahead:
+                    return
+                ahead = False
                 log.error("session %#x: its arena is entered no further ahead of its rows: %s", session, error)
-                return
 
     async def _enter(
         self, session: int, mapped: _Session, threads: ThreadPoolExecutor, call: Callable[[], _Result]
@@ -283,12 +291,15 @@ class ShmWriter:
 
     async def _write_entered(self, mapped: _Session, arena: _WritableArena, order: Write) -> None:
         """Starts a write once its slots are entered, unless it was cancelled meanwhile."""
-        text, pairing = "", mapped.pairing(arena, order.component, order.layers)
+        text = ""
+
+        def enter(pairing: Pairing) -> None:
+            parts = parts_of(pairing, extents_of(order.target_slots))
+            arena.entered.enter(parts, urgent=True, unwanted=lambda: order.write not in mapped.held)
+
         try:
-            await self._enter(
-                order.session, mapped, self._ahead,
-                lambda: arena.entered.enter(parts_of(pairing, extents_of(order.target_slots))),
-            )  # fmt: skip
+            pairing = mapped.pairing(arena, order.component, order.layers)
+            await self._enter(order.session, mapped, self._due, partial(enter, pairing))
         except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
             text = str(error) or type(error).__name__
         if mapped.held.pop(order.write, None) is None:
@@ -306,7 +317,8 @@ class ShmWriter:
 
         def enter() -> None:
             if not mapped.leaving:
-                arena.entered.enter(parts_of(arena.pairings[component], extents))
+                parts = parts_of(arena.pairings[component], extents)
+                arena.entered.enter(parts, unwanted=lambda: mapped.leaving)
 
         async def attempt() -> None:
             with suppress(PDTransferError, RuntimeError):  # no thread starts while the interpreter exits
@@ -387,6 +399,7 @@ class ShmWriter:
         await self._writer.close()
         await in_thread(self._apart.shutdown)
         await in_thread(self._ahead.shutdown)
+        await in_thread(self._due.shutdown)
 
 
 def _discard(attached: Future[_WritableArena]) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pdtransfer.errors import TransportError
 from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.layout.layout import Layout
 from pdtransfer.layout.pairing import pair
+from pdtransfer.memory import mapping as mappings
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.shm import entering
-from pdtransfer.transports.shm.entering import Parts, parts_of
+from pdtransfer.transports.shm.entering import EnteredArena, Parts, parts_of
 from tests.support.shm_pair import LAYERS, PAGE, ROW, layer_first, page_first
 
 SLOTS = 512
@@ -60,3 +68,75 @@ def test_planes_of_no_layer_need_no_bytes() -> None:
     pairing = pair(layer_first(SLOTS), layer_first(SLOTS))
     assert parts_of(pairing.within_layers(LAYERS, LAYERS + 1), np.array([[0, 9]])).shape == (0, 2)
     assert parts_of(pairing, np.empty((0, 2), np.int64)).shape == (0, 2)
+
+
+def test_parts_of_many_extents_are_those_of_few_planes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entering, "PIECE_BYTES", 8_192)
+    pairing = pair(layer_first(SLOTS), layer_first(SLOTS, base=12_288))
+    extents = extents_of(np.random.default_rng(3).permutation(SLOTS)[:100])
+    whole = parts_of(pairing, extents)
+    monkeypatch.setattr(entering, "_ROUNDED_MAX", 2 * len(extents))
+    assert len(pairing.table) > 2
+    assert np.array_equal(parts_of(pairing, extents), whole)
+
+
+STEP = 4_096
+
+
+class Entered:
+    """An arena of this many steps, of which the first are backed, and what is entered of it, in order."""
+
+    def __init__(self, steps: int, backed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(entering, "STEP_BYTES", STEP)
+        monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
+        self.order, self.enters = list[int](), lambda _: None
+        made = ArenaMemory.create(steps * STEP, huge_pages="never")
+        made.mapping.prefault(end=backed * STEP)
+        mapping: Any = SimpleNamespace(prefault=self._prefault)
+        self.arena = EnteredArena(mapping, os.dup(made.fd), steps * STEP, None)
+        self._made = made
+
+    def _prefault(self, *, first: int, end: int) -> None:
+        assert end - first <= STEP
+        self.order.append(first // STEP)
+        self.enters(first // STEP)
+
+    def close(self) -> None:
+        self.arena.close_fd()
+        self._made.close()
+
+
+def test_rows_that_are_computed_do_not_wait_for_all_that_is_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 1_000
+    it = Entered(steps, steps, monkeypatch)
+    computed = steps - 1
+
+    def slow(step: int) -> None:
+        if step != computed and computed not in it.order:
+            time.sleep(0.02)
+
+    it.enters = slow
+    granted = threading.Thread(target=it.arena.enter, args=(np.array([[0, computed * STEP]]),))
+    granted.start()
+    it.arena.enter(np.array([[computed * STEP, steps * STEP]]), urgent=True)
+    assert len(it.order) < steps, "the others are not all entered"
+    granted.join()
+    assert sorted(it.order) == list(range(steps))
+    assert it.arena.whole
+    it.close()
+
+
+def test_what_nobody_wants_any_more_is_entered_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Entered(9, 9, monkeypatch)
+    it.arena.enter(np.array([[0, 9 * STEP]]), unwanted=lambda: len(it.order) == 3)
+    assert it.order == [0, 1, 2]
+    it.close()
+
+
+@pytest.mark.parametrize("first", [3, 4])
+def test_rows_where_nothing_is_backed_are_refused(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Entered(9, 4, monkeypatch)
+    with pytest.raises(TransportError, match=f"its owner has backed {4 * STEP}"):
+        it.arena.enter(np.array([[first * STEP, 6 * STEP]]))
+    assert it.order == list(range(first, 4))
+    it.close()

@@ -15,7 +15,7 @@ import pytest
 
 from pdtransfer.client.clients import PrefillClient
 from pdtransfer.client.prefill_node import PrefillNode
-from pdtransfer.errors import Cause, WorldError
+from pdtransfer.errors import Cause, TransportError, WorldError
 from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
 from pdtransfer.handoff.ready_gate import AllEvents, ReadyGate
 from pdtransfer.kernels import checksum_copy, registered
@@ -85,7 +85,7 @@ async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: A
     await both.close()
 
 
-@pytest.mark.parametrize(("host", "rows"), [(True, 4), (False, 64)])
+@pytest.mark.parametrize(("host", "rows"), [(True, 4), (False, 32)])
 def test_a_launch_to_another_gpu_is_as_long_as_one_across_the_bus(
     monkeypatch: pytest.MonkeyPatch, host: bool, rows: int
 ) -> None:
@@ -541,6 +541,41 @@ async def test_a_growing_arena_is_ready_as_far_as_it_is_backed(
     await until(lambda: sum(gpu.registered.values()) == made.byte_count)
     await both.close()
     made.close()
+
+
+@on_loop
+async def test_a_growing_arena_is_reported_although_the_card_has_refused_a_part_of_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(mappings, "CHUNK_BYTES", 1 << 20)
+    made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
+    gpu, progress = FakeGpu(), list[int]()
+    both = Pair(made, directory, gpu=gpu)
+    made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
+    reach = await both.owner.offer(WRITER)
+    await both.writer.map(WRITER, reach, (component(both.target),), progress.append)
+    gpu.refused = gpu.calls
+    made.prefault()
+    await until(lambda: bool(progress) and progress[-1] == made.byte_count)
+    both.want(both.write(EVERY[-9:], EVERY[:9], grant=1))
+    await until(lambda: both.ended)
+    assert both.ended == [(1, Outcome.LANDED, "")]
+    await both.close()
+    made.close()
+
+
+@on_loop
+async def test_a_session_that_is_mapped_is_not_mapped_again(arena: ArenaMemory, directory: Path) -> None:
+    both = Pair(arena, directory, gpu=FakeGpu())
+    reach = await both.owner.offer(WRITER)
+    await both.writer.map(WRITER, reach, (component(both.target),))
+    with pytest.raises(TransportError, match="is mapped already"):
+        await both.writer.map(WRITER, reach, (component(both.target),))
+    both.want(both.write(EVERY[-9:], EVERY[:9], grant=1))
+    await until(lambda: both.ended)
+    assert both.right
+    await both.close()
 
 
 def pages(arena: ArenaMemory, gpu: FakeGpu) -> set[int]:

@@ -524,17 +524,22 @@ async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: ArenaMemo
     await both.close()
 
 
+def growing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ArenaMemory, FakeGpu, Pair]:
+    """An arena of which 3 MiB are backed so far."""
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(mappings, "CHUNK_BYTES", 1 << 20)
+    made, gpu = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never"), FakeGpu()
+    both = Pair(made, directory, gpu=gpu)
+    made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
+    return made, gpu, both
+
+
 @on_loop
 async def test_a_growing_arena_is_ready_as_far_as_it_is_backed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
-    monkeypatch.setattr(mappings, "CHUNK_BYTES", 1 << 20)
-    made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
-    gpu, progress = FakeGpu(), list[int]()
-    both = Pair(made, directory, gpu=gpu)
-    made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
-    reach = await both.owner.offer(WRITER)
+    made, gpu, both = growing(directory, monkeypatch)
+    progress, reach = list[int](), await both.owner.offer(WRITER)
     assert await both.writer.map(WRITER, reach, (component(both.target),), progress.append) == 3 << 20
     made.prefault()
     await until(lambda: bool(progress) and progress[-1] == made.byte_count)
@@ -547,13 +552,8 @@ async def test_a_growing_arena_is_ready_as_far_as_it_is_backed(
 async def test_a_growing_arena_is_reported_although_the_card_has_refused_a_part_of_it(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
-    monkeypatch.setattr(mappings, "CHUNK_BYTES", 1 << 20)
-    made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
-    gpu, progress = FakeGpu(), list[int]()
-    both = Pair(made, directory, gpu=gpu)
-    made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
-    reach = await both.owner.offer(WRITER)
+    made, gpu, both = growing(directory, monkeypatch)
+    progress, reach = list[int](), await both.owner.offer(WRITER)
     await both.writer.map(WRITER, reach, (component(both.target),), progress.append)
     gpu.refused = gpu.calls
     made.prefault()

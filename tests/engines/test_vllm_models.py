@@ -151,3 +151,27 @@ def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: P
         drafted, taken = accepted(pair.decode)
         assert taken / drafted > 0.75 * taken_alone / drafted_alone > 0.5
         pair.settles()
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "caches"),
+    [("llama_drafted", "eagle", False), ("llama_drafted", "eagle", True), ("glm4_moe_drafted", "mtp", False)],
+)
+def test_the_kv_of_eagle_and_mtp_crosses_as_well(
+    name: str, method: str, caches: bool, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """The drafter has the model's own layers, and drafts what the model takes, if it has the KV of the prompt."""
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "eagle":
+        drafts["model"] = str(tmp_path / "head")
+        checkpoints.eagle(checkpoints.path(name), tmp_path / "head")
+    with pair_of(checkpoints, tmp_path, name, speculative_config=drafts, enable_prefix_caching=caches) as pair:
+        asked = [[prompt] for prompt in prompts(*LENGTHS, seed=34)]  # a full batch would drop drafts
+        expected = [pair.prefill.generate(prompt, tokens=TOKENS) for prompt in asked]
+        drafted, taken = accepted(pair.prefill)
+        assert taken > 0.5 * drafted
+        for times, order in enumerate(("serial", "decode first"), start=1):
+            answers = [handed_over(pair, prompt, order=order) for prompt in asked]
+            assert [[answer.tokens for answer in batch] for batch in answers] == expected
+            assert accepted(pair.decode)[1] == times * taken, "vLLM pads decode's first step with drafts of nothing"
+        pair.settles()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -83,6 +83,12 @@ SEEING: dict[str, Any] = {
     },
     "num_query_tokens": 8, "image_token_index": 2, "initializer_range": 0.12,
 }  # fmt: skip
+# Experts in each layer, and one more layer that drafts (MTP).
+NEXT_TOKENS: dict[str, Any] = {
+    "num_hidden_layers": 1, "head_dim": 64, "moe_intermediate_size": 128, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+    "use_qk_norm": True, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
     # Of a vocabulary for a tokenizer of bytes.
@@ -90,6 +96,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"num_hidden_layers": 2, "head_dim": 64, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1},
     ),
+    "llama_drafted": ("LlamaConfig", {"num_hidden_layers": 2, "head_dim": 64, "tie_word_embeddings": False}),
+    "glm4_moe_drafted": ("Glm4MoeConfig", NEXT_TOKENS),
     "qwen3": ("Qwen3Config", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
     "blip2": ("Blip2Config", SEEING),
     # Five layers with a window of 64 tokens before one that sees all.
@@ -131,7 +139,13 @@ def make(family: str, path: str) -> None:
             for parameter, weight in model.named_parameters():
                 if parameter.endswith("q_b_proj.weight"):
                     weight.mul_(4)
+    if family.endswith("_drafted"):  # A norm leaves the embeddings as they are: see `drafter_input`.
+        with torch.no_grad():
+            embeddings = model.get_input_embeddings().weight
+            embeddings.div_(embeddings.square().mean(-1, keepdim=True).sqrt())
     model.save_pretrained(path)
+    if sizes.get("num_nextn_predict_layers"):
+        add_next_token_layer(Path(path) / "model.safetensors", config)
     if sees:
         write_processor(Path(path), config)
     words = Tokenizer(
@@ -139,6 +153,38 @@ def make(family: str, path: str) -> None:
     )
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2").save_pretrained(path)
+
+
+def drafter_input(config: Any) -> torch.Tensor:
+    """The weights that take a token's embedding and drop the model's hidden state. A drafter that has the model's own
+    layers behind them drafts what the model takes, but that it never sees the first token."""
+    return torch.cat([torch.eye(config.hidden_size), torch.zeros(config.hidden_size, config.hidden_size)], 1)
+
+
+def add_next_token_layer(weights_path: Path, config: Any) -> None:
+    """Adds to a model of one layer this layer once more, for multi-token prediction."""
+    weights = load_file(weights_path)
+    first, last = "model.layers.0.", f"model.layers.{config.num_hidden_layers}."
+    added = {last + name.removeprefix(first): weight for name, weight in weights.items() if name.startswith(first)}
+    added |= {f"{last}{norm}.weight": torch.ones(config.hidden_size) for norm in ("enorm", "hnorm")}
+    added[f"{last}eh_proj.weight"] = drafter_input(config)
+    added[f"{last}embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    added[f"{last}shared_head.norm.weight"] = weights["model.norm.weight"]
+    added[f"{last}shared_head.head.weight"] = weights["lm_head.weight"]
+    save_file(weights | {name: weight.clone() for name, weight in added.items()}, weights_path, {"format": "pt"})
+
+
+def eagle(model: str, path: str) -> None:
+    """Writes the EAGLE head of a model of the family llama_drafted to `path`: all its layers, the first without its
+    first norm."""
+    config = AutoConfig.from_pretrained(model)
+    weights = load_file(Path(model) / "model.safetensors")
+    head = {name.removeprefix("model."): weight for name, weight in weights.items() if name.startswith("model.layers.")}
+    del head["layers.0.input_layernorm.weight"]
+    folder = Path(path)
+    folder.mkdir()
+    save_file(head | {"fc.weight": drafter_input(config)}, folder / "model.safetensors")
+    config.save_pretrained(folder)
 
 
 def write_processor(folder: Path, config: Any) -> None:
@@ -193,7 +239,7 @@ def embeddings(model: str, prompt: list[int]) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     requests = Requests()
-    does = {each.__name__: each for each in (make, generate, adapter, embeddings)}
+    does = {each.__name__: each for each in (make, generate, adapter, eagle, embeddings)}
     while not requests.ended:
         for number, name, arguments in requests.take(wait=True):
             requests.attempt(number, does[name], arguments)

@@ -169,6 +169,10 @@ class Checkpoints(JsonProcess):
         """Writes a LoRA adapter for a model of the family llama."""
         self.ask("adapter", START_S, model=str(model), path=str(path))
 
+    def eagle(self, model: Path, path: Path) -> None:
+        """Writes an EAGLE head for a model of the family llama_drafted."""
+        self.ask("eagle", START_S, model=str(model), path=str(path))
+
     def embeddings(self, model: Path, prompt: Sequence[int]) -> str:
         """A prompt's embeddings, as vLLM's API takes them."""
         return self.ask("embeddings", START_S, model=str(model), prompt=list(prompt))

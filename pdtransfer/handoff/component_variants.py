@@ -29,6 +29,20 @@ def used_with(components: Sequence[Component], names: Collection[str], stand_ins
     return tuple(component for component in components if component.name not in unused)
 
 
+def sent_by_both(shares: Mapping[str, Sequence[Component]], stand_ins: StandIns) -> str:
+    """Empty if the shares, by source, have one of each pair at most; else a line that names both and their sources:
+    these send the same rows, and no count of planes shows whether they send each once."""
+    senders: dict[str, list[str]] = {}
+    for source, share in shares.items():
+        for component in share:
+            senders.setdefault(component.name, []).append(source)
+    for stand_in, original in stand_ins.items():
+        if stand_in in senders and original in senders:
+            first, second = ", ".join(senders[original]), ", ".join(senders[stand_in])
+            return f"components {original!r} from {first} and {stand_in!r} from {second} are the same KV"
+    return ""
+
+
 def leased(components: Sequence[Component], *, enable_hisparse: bool) -> tuple[bool, ...]:
     """Whether a room of this kind uses each component."""
     repeated_names = _repeated_names(components)

@@ -15,7 +15,7 @@ from ...errors import Cause
 from ...layout.layout import Component
 from ...limits import TEXT_LENGTH_MAX, WITHDRAWN_MAX
 from ...wire import Withdrawn
-from ..component_variants import NO_STAND_INS, StandIns, used_with
+from ..component_variants import NO_STAND_INS, StandIns, sent_by_both, used_with
 from ..sharing import uncovered
 from ..states import Lease
 from .records import RoomRecord, SessionRecord
@@ -24,7 +24,7 @@ HELLOS = 3  # that name a room: ZeroMQ loses one where a connection is made anew
 
 
 class Coverage:
-    """Whether the sources of a room send every plane of it exactly once.
+    """Whether the sources of a room send every plane of it exactly once, all of them by the same rows.
 
     The answers for the latest `kept_max` sets of sessions of one decode rank are kept.
     """
@@ -34,14 +34,15 @@ class Coverage:
         self._known: dict[tuple[int, ...], str] = {}  # by session ids, which are never used again
 
     def gap(self, sessions: Iterable[SessionRecord]) -> str:
-        """Empty if the sessions cover the room, else a line that names what is missing."""
+        """Empty if the sessions cover the room, else a line that names what is missing, or sent twice."""
         sessions = tuple(sessions)
         key = tuple([session.id for session in sessions])
         text = self._known.get(key)
         if text is None:
             shares = {session.peer: session.components for session in sessions}
             names = {component.name for share in shares.values() for component in share}
-            text = uncovered(used_with(self._components, names, self._stand_ins), shares)
+            text = sent_by_both(shares, self._stand_ins)
+            text = text or uncovered(used_with(self._components, names, self._stand_ins), shares)
             if len(self._known) >= self._kept_max:
                 del self._known[next(iter(self._known))]
             self._known[key] = text

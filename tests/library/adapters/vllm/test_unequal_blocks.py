@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -32,7 +33,10 @@ from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.token_rows import planes_of
 from pdtransfer.adapters.vllm.worker import WorkerSide
 from pdtransfer.handoff.component_variants import used_with
+from pdtransfer.handoff.decode.records import SessionRecord
+from pdtransfer.handoff.decode.waiting_rooms import Coverage
 from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases
+from pdtransfer.layout.layout import Component
 from pdtransfer.wire import Ranks
 from tests.support.client_pair import LIMITS, Late
 from tests.support.waiting import wait_for
@@ -176,6 +180,47 @@ def test_engines_with_equal_blocks_and_with_others_hand_over_to_one() -> None:
         assert np.array_equal(decode.cache[:, targets[0]], alike.cache[:, sources[0]])
         assert np.array_equal(tokens_of(decode.cache, targets[1]), tokens_of(other.cache, sources[1]))
         assert not decode.cache[:, 6, :, PROMPT % 32 :].any()
+
+
+def test_a_room_has_no_sources_of_blocks_and_of_tokens() -> None:
+    """Each of them covers it, so its rows would be sent twice."""
+    with engines(32, 32, 8) as (decode, prefills):
+        for prefill in prefills:
+            prefill.send("both", prefill.blocks(5))
+        endpoints = tuple(prefill.client.endpoint for prefill in prefills)
+        receive = Receive("both", room_id("both"), endpoints, PROMPT, 0, ((5, 3, 9, 1),))
+        decode.worker.begin(Orders(receives=[receive]))
+        events = list[object]()
+        wait_for(lambda: events.extend(decode.client.poll()) or len(events) == 2)
+        failed, drained = events
+        assert isinstance(failed, RoomFailed)
+        assert failed.cause is Cause.PEER_LOST
+        alike, other = map(re.escape, endpoints)
+        text = rf"components 'group0-32 tokens' from \S*{alike} and 'kv' from \S*{other} are the same KV"
+        assert re.fullmatch(text, failed.detail)
+        assert drained == RoomDrained(room_id("both"))
+        assert not decode.cache.any(), "nothing was granted"
+
+
+@pytest.mark.parametrize("token_layers", [(0, 1), (1, 2), (0, 2)])
+def test_layers_that_one_source_sends_by_blocks_do_not_complete_those_of_another_by_tokens(
+    token_layers: tuple[int, int],
+) -> None:
+    cache = np.zeros((LAYERS, BLOCKS, HEADS, 8, 2 * SIZE), np.float32)
+    made = described(cache, cache.ctypes.data)
+    blocks, tokens = made.components
+    coverage = Coverage(made.components, 8, made.stand_ins)
+
+    def session(number: int, component: Component, layers: tuple[int, int]) -> SessionRecord:
+        share = msgspec.structs.replace(component, layout=component.layout.layers(*layers))
+        return SessionRecord(number, f"p{number}", (share,), (share,), (0,), window=1, frame_bytes_max=1)
+
+    first, second = session(1, blocks, (0, 1)), session(2, tokens, token_layers)
+    text = f"components {blocks.name!r} from p1 and {tokens.name!r} from p2 are the same KV"
+    assert coverage.gap([first, second]) == text
+    assert coverage.gap([first, session(3, blocks, (1, 2)), second]).startswith("components")
+    assert coverage.gap([first, session(4, blocks, (1, 2))]) == ""
+    assert coverage.gap([session(5, tokens, (0, 1)), session(6, tokens, (1, 2))]) == ""
 
 
 def test_a_block_belongs_to_one_room_whatever_its_rows() -> None:

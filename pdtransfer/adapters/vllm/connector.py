@@ -302,8 +302,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """What all ranks announce, by (stage, tensor parallel rank)."""
-        self._side.endpoints = tuple(metadata[rank].endpoint for rank in sorted(metadata))
-        self._side.identity = metadata[min(metadata)].identity if metadata else {}
+        self._side.on_ranks(metadata)
         if self._settings.bootstrap and self._sends and self._bootstrap is None:
             engine_id = self._vllm_config.kv_transfer_config.engine_id
             tp_size = self._vllm_config.parallel_config.tensor_parallel_size

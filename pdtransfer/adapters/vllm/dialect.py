@@ -17,7 +17,6 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from vllm.logger import init_logger
 
 from ...errors import ConfigError
-from ...limits import PLANES_MAX
 from ...wire import Ranks
 from ..kit.model_facts import dtype_name, model_facts, named_facts
 from . import token_rows
@@ -250,8 +249,8 @@ def rows_of(
     """What crosses where the settings want "auto", "blocks" or "tokens", and where the tokens of each layer are.
 
     "auto" becomes "blocks" on GPUs, with several groups or a window, and where it is not known how blocks hold tokens,
-    or these are too many planes: those of the whole model with this many `heads`, so that its engines decide alike
-    whatever their tensor parallel sizes.
+    or these are too many planes: those of the whole model with this many `heads`, so that its ranks decide alike
+    whatever their number and their layers.
     """
     if wanted == "tokens":
         return wanted, kinds_of(vllm_config, views)
@@ -264,8 +263,8 @@ def rows_of(
     except (ConfigError, RuntimeError, TypeError) as error:  # the latter two: of an attention backend that is not known
         log.info("blocks of another size cannot cross: %s", error)
         return "blocks", None
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages * sum(token_rows.planes_of(each, heads) for each in kinds.values()) > PLANES_MAX:
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if token_rows.too_many_planes(kinds.values(), heads=heads, layers=layers):
         return "blocks", None
     return wanted, kinds
 

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Any, Protocol, cast
 
 from ...client.api import room_id
+from ...errors import ConfigError
 from ..kit.reachable import Reachable, RequestError
 from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw, slots_of
 from .params import GiveUp, Identify, ReceiveFrom, SendTo, Wanted, answer, own_label, parse, shared_id
@@ -114,6 +115,20 @@ class _Receive:
     behind: _Receive | None = None  # of the same prompt and label, whose load serves this one as well
 
 
+class RankAnnouncement(Protocol):
+    """What a rank that runs announces to the scheduler."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where a rank of prefill listens, [KEY@]tcp://host:port; else empty."""
+        ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What peers compare, as `handoff.identity_check.shown` makes it."""
+        ...
+
+
 class SchedulerSide:
     """Answers vLLM's scheduler. `groups` are those whose KV crosses; `engine_id` names this engine to peers.
 
@@ -149,6 +164,22 @@ class SchedulerSide:
         self._shared: dict[str, str] = {}  # that of each id which decode may know without an answer
         self._received: dict[str, str] = {}  # that of each label
         self._orders = Orders()
+
+    def on_ranks(self, announced: Mapping[tuple[int, int], RankAnnouncement]) -> None:
+        """What all ranks announce, by (stage, tensor parallel rank). Raises ConfigError where they would send or
+        receive unequal rows: no request could be handed over."""
+        ranks = sorted(announced)
+        by_rows: dict[Any, tuple[int, int]] = {}
+        for rank in ranks:
+            by_rows.setdefault(announced[rank].identity["facts"].get("rows"), rank)
+        if len(by_rows) > 1:
+            raise ConfigError(
+                "rows: "
+                + ", ".join(f"{rows!r} of stage {stage} rank {rank}" for rows, (stage, rank) in by_rows.items())
+                + ': all ranks of an engine need the same: set rows to "blocks"'
+            )
+        self.endpoints = tuple(announced[rank].endpoint for rank in ranks)
+        self.identity = announced[ranks[0]].identity if ranks else {}
 
     def on_new_request(self, request: VLLMRequest) -> None:
         """A request has come: its parameters are checked. A wrong one of decode fails its load, and no other."""

@@ -12,12 +12,13 @@ for CPUs, pair with keys that lie side by side in a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
+from ...limits import PLANES_MAX
 
 Kinds = dict[str, torch.Tensor]
 """By kind: a view of a layer's KV cache, [pages, tokens, heads, numbers]; a latent one has one head."""
@@ -55,6 +56,12 @@ def planes_of(kinds: Kinds, heads: int) -> int:
     return sum(
         1 if kind == "latent" else heads * (1 if view.stride(3) == 1 else view.shape[3]) for kind, view in kinds.items()
     )
+
+
+def too_many_planes(kinds: Iterable[Kinds], *, heads: int, layers: int) -> bool:
+    """Whether a model with this many heads and layers is more planes than a component may have. `kinds` are of some of
+    its layers; the widest counts for all, so that stages of one engine with unequal numbers of them decide alike."""
+    return layers * max((planes_of(layer_kinds, heads) for layer_kinds in kinds), default=0) > PLANES_MAX
 
 
 def _write(layer: Any, view: torch.Tensor, token: int) -> Kinds:

@@ -14,6 +14,7 @@ from pdtransfer.adapters.vllm import scheduler
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.params import ReceiveFrom, parse
 from pdtransfer.adapters.vllm.scheduler import BlockTable, SchedulerSide
+from pdtransfer.errors import ConfigError
 
 SENDS: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 RECEIVES: dict[str, Any] = {
@@ -510,6 +511,32 @@ def test_an_engine_of_any_role_reports_its_identity_and_hands_nothing_over(roles
     assert made.orders(new("a", [[7]], 1)) == Orders()
     assert made.on_finished(request, STOPPED) == (False, {"identity": made.identity})
     assert made.on_finished(begun(made, 1, {}), STOPPED) == (False, None), "another request of the same name"
+
+
+@dataclass
+class Rank:
+    endpoint: str
+    identity: dict[str, Any]
+
+
+def test_ranks_that_would_hand_over_unequal_rows_end_the_start_by_name() -> None:
+    """Each rank has chosen by its own part of the cache."""
+    engine = side()
+    rows = ("blocks+tokens", "blocks+tokens", "blocks")
+    ranks = {
+        (stage, 0): Rank(f"tcp://127.0.0.1:{7801 + stage}", {"facts": {"rows": name}})
+        for stage, name in enumerate(rows)
+    }
+    text = r"rows: 'blocks\+tokens' of stage 0 rank 0, 'blocks' of stage 2 rank 0: all ranks .* need the same"
+    with pytest.raises(ConfigError, match=text):
+        engine.on_ranks(ranks)
+    assert engine.endpoints == ADDRESS, "as it was"
+    identity = ranks[0, 0].identity
+    engine.on_ranks({(1, 0): ranks[1, 0], (0, 0): ranks[0, 0]})
+    assert engine.endpoints == ("tcp://127.0.0.1:7801", "tcp://127.0.0.1:7802")
+    assert engine.identity is identity
+    engine.on_ranks({})
+    assert (engine.endpoints, engine.identity) == ((), {})
 
 
 def test_a_request_without_a_hand_off_is_left_alone() -> None:

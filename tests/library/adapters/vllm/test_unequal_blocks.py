@@ -30,13 +30,14 @@ from pdtransfer import (
 from pdtransfer.adapters.kit.heads import Heads
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools
-from pdtransfer.adapters.vllm.token_rows import planes_of
+from pdtransfer.adapters.vllm.token_rows import planes_of, too_many_planes
 from pdtransfer.adapters.vllm.worker import WorkerSide
 from pdtransfer.handoff.component_variants import used_with
 from pdtransfer.handoff.decode.records import SessionRecord
 from pdtransfer.handoff.decode.waiting_rooms import Coverage
 from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases
 from pdtransfer.layout.layout import Component
+from pdtransfer.limits import PLANES_MAX
 from pdtransfer.wire import Ranks
 from tests.support.client_pair import LIMITS, Late
 from tests.support.waiting import wait_for
@@ -207,9 +208,9 @@ def test_layers_that_one_source_sends_by_blocks_do_not_complete_those_of_another
     token_layers: tuple[int, int],
 ) -> None:
     cache = np.zeros((LAYERS, BLOCKS, HEADS, 8, 2 * SIZE), np.float32)
-    made = described(cache, cache.ctypes.data)
-    blocks, tokens = made.components
-    coverage = Coverage(made.components, 8, made.stand_ins)
+    cache_pools = described(cache, cache.ctypes.data)
+    blocks, tokens = cache_pools.components
+    coverage = Coverage(cache_pools.components, 8, cache_pools.stand_ins)
 
     def session(number: int, component: Component, layers: tuple[int, int]) -> SessionRecord:
         share = msgspec.structs.replace(component, layout=component.layout.layers(*layers))
@@ -265,3 +266,12 @@ def test_numbers_that_lie_apart_are_planes_of_their_own() -> None:
     apart = torch.zeros(BLOCKS, HEADS, SIZE, 8).permute(0, 3, 1, 2)
     assert planes_of({"k": apart, "v": rows}, 3) == 3 * SIZE + 3
     assert planes_of({"latent": rows}, 3) == 1
+
+
+def test_stages_with_unequal_numbers_of_layers_decide_alike_whether_tokens_cross() -> None:
+    apart = {"k": torch.zeros(BLOCKS, HEADS, SIZE, 8).permute(0, 3, 1, 2)}
+    stages = [apart] * 7, [apart] * 3
+    heads = PLANES_MAX // 10 // SIZE
+    for layers in (10, 11):
+        choices = {too_many_planes(stage, heads=heads, layers=layers) for stage in stages}
+        assert choices == {layers == 11}, "the whole model is a component, or too much for one"

@@ -27,7 +27,7 @@ from ...threads import in_pool, in_thread
 from ...wire import Reach
 from ..base import Ready, WakeHint, Wrote
 from ..component_match import Planes, lines_for, paired
-from ..copier import CANCELLED, Copier, CopyWork, copy_job
+from ..copier import CANCELLED, Copier, CopyWork, attempt, copy_job
 from ..gpu_launcher import Exported, WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from ..options import WriterOptions
@@ -327,10 +327,20 @@ class ShmWriter:
         self._spawn(attempt())
 
     def _start(self, mapped: _Session, arena: _WritableArena, order: Write) -> None:
+        """A write that cannot be made ends as failed, in a later turn of the loop."""
         if isinstance(self._writer, GpuWriter):
-            self._writer.add(self._gpu_write(mapped, arena, order))
-            return
-        job = copy_job(
+            write, text = attempt(lambda: self._gpu_write(mapped, arena, order))
+            if write is not None:
+                self._writer.add(write)
+        else:
+            job, text = attempt(lambda: self._copy_job(mapped, arena, order))
+            if job is not None:
+                self._writer.add(job, here=True)
+        if text:
+            self._loop.call_soon(self._report, mapped, order, Outcome.FAILED, text)
+
+    def _copy_job(self, mapped: _Session, arena: _WritableArena, order: Write) -> CopyWork:
+        return copy_job(
             order,
             mapped.pairing(arena, order.component, order.layers),
             partial(self._ended, order),
@@ -338,7 +348,6 @@ class ShmWriter:
             target_address=arena.mapping.address,
             lines=lines_for(order, self._components, arena.components, mapped.lines) if order.verify else None,
         )
-        self._writer.add(job, here=True)
 
     def _gpu_write(self, mapped: _Session, arena: _WritableArena, order: Write) -> GpuWrite:
         key = order.component, order.layers

@@ -984,6 +984,36 @@ async def test_a_copy_that_raises_fails_its_write_and_not_its_thread(
     await both.close()
 
 
+@pytest.mark.parametrize("entered", [True, False])
+@on_loop
+async def test_a_write_that_cannot_be_made_fails_and_holds_no_session(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, entered: bool
+) -> None:
+    """Whether its slots are entered when it is ordered, or later."""
+    both = Pair(arena, directory)
+    await both.map()
+    failures = iter([True])
+
+    def failing(*args: Any, **kwargs: Any) -> CopyWork:
+        if next(failures, False):
+            raise ZeroDivisionError("a layout of no bytes")
+        return copy_job(*args, **kwargs)
+
+    monkeypatch.setattr(shm_writer, "copy_job", failing)
+    monkeypatch.setattr(shm_writer._WritableArena, "awaits", lambda *_: not entered)
+    row = np.arange(1)
+    both.write(row, row, grant=1)
+    assert not both.ended, "it is reported in a later turn"
+    await until(lambda: len(both.ended) == 1)
+    both.want(both.write(row, row, grant=1))
+    await until(lambda: len(both.ended) == 2)
+    assert both.ended == [(1, Outcome.FAILED, "ZeroDivisionError: a layout of no bytes"), (2, Outcome.LANDED, "")]
+    assert both.right
+    both.writer.unmap(WRITER)
+    await until(lambda: both.owner.quiet(WRITER))
+    await both.close()
+
+
 @on_loop
 async def test_a_report_that_raises_costs_no_other_report(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,9 @@ class PlayedCard:
         assert all(end <= address or address + byte_count <= first for first, end in used)
         return address
 
+    def close(self) -> None:
+        self._kept.clear()
+
     def allocate(self, byte_count: int) -> int:
         self._kept.append(mmap.mmap(-1, byte_count))
         return self._address(self._kept[-1])

@@ -35,8 +35,8 @@ class CudaCard:
         except OSError as error:
             raise RuntimeError(f"no CUDA driver: {error}") from None
         self._call("cuInit", 0)
-        device, context = self._device(uuid), ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._gpu, context = self._device(uuid), ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._gpu)
         try:
             self._call("cuCtxSetCurrent", context)
             free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -44,8 +44,12 @@ class CudaCard:
             if free.value < _FREE_BYTES_MIN:
                 raise RuntimeError(f"the GPU has {free.value >> 20} MiB left, {_FREE_BYTES_MIN >> 20} are to stay free")
         except RuntimeError:
-            self._call("cuDevicePrimaryCtxRelease_v2", device)  # the process goes on without the GPU
+            self.close()  # the process goes on without the GPU
             raise
+
+    def close(self) -> None:
+        """Gives the context back, with all that was opened in it."""
+        self._call("cuDevicePrimaryCtxRelease_v2", self._gpu)
 
     def open(self, handle: bytes, offset: int, byte_count: int, used: Sequence[tuple[int, int]]) -> int:
         """The address here of another process's memory: `byte_count` bytes from `offset` of what the handle names, at

@@ -113,8 +113,9 @@ def main() -> None:
     DRIVER is the file of the library's ENGINE, whose ports are FIRST to LAST. Where HELD is 1, it reports all ports
     that its engines listen on, and waits for a packet before it goes on.
     CARD is empty, or the file of the class by which it opens a GPU's memory. The first packet from the parent names
-    that memory, as CARD and SPANs: addresses where it may not lie. An arena serves it besides. A sender has it for its
-    pool, whose offset 0 is `place` bytes before it. Where it is not reached, all works as without.
+    that memory, as CARD and SPANs: addresses where it may not lie. An arena serves it besides, by the engines that can.
+    A sender has it for its pool, whose offset 0 is `place` bytes before it. Where it is not reached, all works as
+    without.
     SENDING is POOL POOL_BYTES TARGET_BASE TARGET...
     A sender has one engine for each target; the targets are engines of one process that have the same memory. POOL is
     -1 for none. Where not all ENGINES can be started, it works with those that can.
@@ -147,7 +148,8 @@ def main() -> None:
             for engine in engines:
                 engine.serve(address, int(byte_count))
             if reached:
-                reached, why = _served(engines, reached, card_bytes)
+                serving, why = _serving(engines, reached, card_bytes)
+                engines, reached = serving or engines, reached if serving else 0
             serve = partial(_enter, libc, pipe, int(memory), address, int(byte_count))
     except Exception as error:  # noqa: BLE001 (whatever it is, the parent gets it)
         text = f"{type(error).__name__}: {error}" if not isinstance(error, RuntimeError) else str(error)
@@ -159,29 +161,37 @@ def main() -> None:
     os._exit(0)  # destroying an engine takes a second, for nothing
 
 
-_kept: list[Any] = []  # what has a GPU's memory open, as long as this process lives
+_kept: list[Any] = []  # as long as this process lives: what has a GPU's memory open, engines that no peer has
 
 
 def _opened(path: str, pipe: socket.socket) -> tuple[int, int, int, str]:
     """Where the GPU's memory is that the parent names, its place and its bytes; 0, and why it is not reached."""
     packet = pipe.recv(CARD_PACKET_BYTES_MAX)
     uuid, handle, offset, byte_count, place = CARD.unpack_from(packet)
+    spans = list(SPAN.iter_unpack(packet[CARD.size :]))
     try:
         card = _loaded("card", path).CARD(uuid)
-        _kept.append(card)
-        return card.open(handle, offset, byte_count, list(SPAN.iter_unpack(packet[CARD.size :]))), place, byte_count, ""
+        try:
+            address = card.open(handle, offset, byte_count, spans)
+        except Exception:
+            card.close()
+            raise
     except Exception as error:  # noqa: BLE001 (whatever it is, rows need not go to the GPU's memory, or come from it)
         return 0, place, byte_count, str(error)
+    _kept.append(card)
+    return address, place, byte_count, ""
 
 
-def _served(engines: list[Engine], address: int, byte_count: int) -> tuple[int, str]:
-    """The address, once all engines serve this memory of a GPU; 0, and why one does not."""
-    try:
-        for engine in engines:
+def _serving(engines: list[Engine], address: int, byte_count: int) -> tuple[list[Engine], str]:
+    """The engines that serve this memory of a GPU besides the arena, and why the next one does not. Then a peer learns
+    of these alone: what an engine serves cannot be taken back, and all that a peer has must serve the same."""
+    for index, engine in enumerate(engines):
+        try:
             engine.serve(address, byte_count)
-    except Exception as error:  # noqa: BLE001 (whatever the library raises)
-        return 0, str(error)
-    return address, ""
+        except Exception as error:  # noqa: BLE001 (whatever the library raises)
+            _kept.extend(engines)
+            return engines[:index], str(error)
+    return engines, ""
 
 
 def _let_go(pipe: socket.socket) -> bool:

@@ -203,10 +203,12 @@ class EngineProcess:
             (self.card_address,) = child.CARD_AT.unpack(after[count:card_at])
             self.why_no_card = after[card_at:].decode(errors="replace")
             if len(ports) < self.engines:
-                text = (
-                    "%d of %d engines could be started in process %d: pdtransfer doctor reports how many ports are left"
-                )
-                log.warning(text, len(ports), self.engines, self.pid)
+                counts = len(ports), self.engines, self.pid
+                if self.card_address and self.why_no_card:
+                    log.warning("%d of %d engines of process %d serve the GPU's memory: %s", *counts, self.why_no_card)
+                else:
+                    text = "%d of %d engines could be started in process %d: pdtransfer doctor reports the ports left"
+                    log.warning(text, *counts)
             self.engines = len(ports)
             self._ready.set_result(ports)
         else:

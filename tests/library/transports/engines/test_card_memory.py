@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import dataclasses
 import logging
 import os
@@ -389,3 +390,11 @@ def test_the_memory_is_opened_anew_until_it_lies_where_no_earlier_session_had_it
     card._cuda = PlayedDriver(iter([0x1000] * 100))
     with pytest.raises(RuntimeError, match="earlier session"):
         card.open(bytes(64), 0, 1, [(0, 0x2000)])
+
+
+def test_a_card_that_is_closed_has_no_context_left() -> None:
+    card = CudaCard.__new__(CudaCard)
+    card._gpu = ctypes.c_int(3)
+    driver = card._cuda = PlayedDriver(iter(()))
+    card.close()
+    assert driver.log == ["cuDevicePrimaryCtxRelease_v2"]

@@ -1,4 +1,4 @@
-"""What an engine's process submits, and on which line; with engines that are none."""
+"""What an engine's process submits, and on which line; and a GPU's memory there. With engines that are none."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import socket
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
+from pdtransfer.transports.engines import child
 from pdtransfer.transports.engines.child import (
+    CARD,
     CHUNK_BYTES,
     OPERATION,
     ORDER,
     PUT,
     WINDOW_OPERATIONS,
     _EngineLine,
+    _opened,
     _Sender,
+    _serving,
     _Source,
 )
+from tests.support.played_card import BLIND, PlayedCard
 
 WINDOW = 4 << 20
 
@@ -73,3 +79,53 @@ def test_a_line_that_is_full_of_small_operations_leaves_the_others_to_large_ones
     assert all(line.full for line in sending.lines)
     assert WINDOW_OPERATIONS in [len(line._flying) for line in sending.lines]
     sending.close()
+
+
+class Serving(Engine):
+    """Serves memory, or refuses a GPU's."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__()
+        self._refuses = refuses
+        self.served = list[tuple[int, int]]()
+
+    def serve(self, address: int, byte_count: int) -> None:
+        if self._refuses:
+            raise RuntimeError("the GPU's memory cannot be registered")
+        self.served.append((address, byte_count))
+
+
+@pytest.mark.parametrize("refusing", [0, 1, 2, None])
+def test_a_peer_learns_of_no_engine_behind_the_first_that_does_not_serve_the_gpus_memory(
+    refusing: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else some served it, although the parent takes it for memory that no peer reaches."""
+    monkeypatch.setattr(child, "_kept", kept := list[object]())
+    engines = [Serving(refuses=index == refusing) for index in range(3)]
+    serving, why = _serving(engines, 0x1000, 64)
+    assert serving == (engines if refusing is None else engines[:refusing])
+    assert [engine for engine in engines if engine.served] == serving
+    assert why == ("" if refusing is None else "the GPU's memory cannot be registered")
+    assert kept == ([] if refusing is None else engines), "ending one takes a second"
+
+
+def test_a_gpu_whose_memory_cannot_be_opened_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its context would stay as long as the process, which goes on without it."""
+    closed = list[bool]()
+
+    class Recorded(PlayedCard):
+        def close(self) -> None:
+            super().close()
+            closed.append(True)
+
+    class Module:
+        CARD = Recorded
+
+    monkeypatch.setattr(child, "_loaded", lambda *_: Module)
+    monkeypatch.setattr(child, "_kept", kept := list[object]())
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.send(CARD.pack(BLIND, b"", 0, 64, 16))
+        assert _opened("card", theirs) == (0, 16, 64, "cuIpcOpenMemHandle answers 2 (out of memory)")
+    assert closed == [True]
+    assert kept == []

@@ -169,15 +169,16 @@ def backed_end(fd: int, needed: int, backed: int = 0) -> int:
     """How many of the first `needed` bytes of a received arena its owner has backed. `backed` of them were by an
     earlier call: looking for a hole takes 30 ns for each page before it.
 
-    All of them where at most UNBACKED_BYTES_MAX fewer are backed, anywhere in the arena: whoever enters the bytes that
-    are missing backs them.
+    All of them where at most UNBACKED_BYTES_MAX fewer are backed, anywhere: whoever enters the bytes that are missing
+    backs them. What may be backed behind them does not count.
     """
-    there = os.fstat(fd).st_blocks * 512
-    if needed - there <= UNBACKED_BYTES_MAX:
+    stat_result = os.fstat(fd)
+    there, behind = stat_result.st_blocks * 512, stat_result.st_size - needed
+    if needed - max(0, there - behind) <= UNBACKED_BYTES_MAX:
         return needed
-    if backed < there:
+    if backed < min(there, needed):
         backed = os.lseek(fd, backed, os.SEEK_HOLE)
-    return min(backed, there)
+    return min(backed, there, needed)
 
 
 def allocate(byte_count: int, *, huge_pages: HugePages = "auto") -> Mapping:

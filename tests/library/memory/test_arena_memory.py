@@ -291,6 +291,32 @@ def test_an_arena_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> Non
     made.close()
 
 
+@pytest.mark.parametrize("allowed", [0, 64 << 10])
+def test_what_is_backed_behind_the_bytes_that_are_needed_is_not_backed_in_front(
+    monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    """Else whoever enters them would back the holes, of any size."""
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", allowed)
+    arena = ArenaMemory.create(8 * MIB, huge_pages="never")
+    arena.mapping.prefault(first=4 * MIB)
+    assert mappings.backed_end(arena.fd, 4 * MIB) == 0
+    arena.mapping.prefault(end=MIB)
+    assert mappings.backed_end(arena.fd, 4 * MIB) == MIB
+    arena.mapping.prefault(first=MIB, end=4 * MIB - (32 << 10))
+    assert mappings.backed_end(arena.fd, 4 * MIB, MIB) == (4 * MIB if allowed else 4 * MIB - (32 << 10))
+    arena.close()
+
+
+def test_bytes_that_are_needed_are_there_although_none_behind_them_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
+    arena = ArenaMemory.create(8 * MIB, huge_pages="never")
+    arena.mapping.prefault(end=4 * MIB)
+    assert mappings.backed_end(arena.fd, 4 * MIB) == 4 * MIB
+    arena.mapping.prefault(end=5 * MIB)
+    assert mappings.backed_end(arena.fd, 4 * MIB, 4 * MIB) == 4 * MIB
+    arena.close()
+
+
 def test_what_an_arenas_owner_takes_back_meanwhile_is_not_backed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mappings, "UNBACKED_BYTES_MAX", 0)
     made = ArenaMemory.create(4 * MIB, huge_pages="never")

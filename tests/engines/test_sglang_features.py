@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,35 +9,44 @@ from typing import Any
 
 import pytest
 
-from tests.support.asked_features import CHAT, CITY, COMPLETION, NAMED, TEMPLATE, TEXT, TOOL
+from tests.support.asked_features import CHAT, CITY, COMPLETION, NAMED, TEXT, TOOL, texts_of
 from tests.support.sglang_engine import DEVICE, SglangServer, is_since
-from tests.support.tiny_tokenizer import END, START, write_tokenizer
 from tests.support.vllm_engine import Checkpoints
-from tests.support.vllm_server import HttpProcess, router
+from tests.support.vllm_server import HttpProcess, model_of_bytes, router, stream_of
 
 pytestmark = [
     pytest.mark.timeout(2_000),  # servers start slowly on a busy host
     pytest.mark.skipif(DEVICE != "cpu", reason="without a grammar backend on a GPU"),
 ]
 
+CHATS = "/v1/chat/completions"
+THINKS, ANSWERS = "<think>", "</think>"  # tokens of the model: the third and the fourth
+AT_ONCE = {"chat_template_kwargs": {"enable_thinking": False}}  # an answer without reasoning before it
 SAMPLING = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 PLACE = {"type": "json_schema", "json_schema": {"name": "place", "schema": CITY}}
 SCORED = {"sampling_params": SAMPLING, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
 # By the name of the feature: where it is asked, and the body.
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "logprobs": ("/v1/completions", COMPLETION | {"logprobs": 3}),
-    "logprobs of a chat": ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 3}),
+    "logprobs of a chat": (CHATS, CHAT | AT_ONCE | {"logprobs": True, "top_logprobs": 3}),
     "prompt logprobs": ("/generate", {"text": TEXT} | SCORED),
     "prompt logprobs of several": ("/generate", {"text": [TEXT, TEXT[40:]]} | SCORED),
     "echo": ("/v1/completions", COMPLETION | {"echo": True, "logprobs": 2}),
-    "JSON schema": ("/v1/chat/completions", CHAT | {"response_format": PLACE}),
+    "JSON schema": (CHATS, CHAT | AT_ONCE | {"response_format": PLACE}),
     "regular expression": ("/v1/completions", COMPLETION | {"regex": "[a-f]{12}"}),
     "grammar": ("/v1/completions", COMPLETION | {"ebnf": 'root ::= "yes" | "no"'}),
-    "a tool by name": ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": NAMED}),
-    "any tool": ("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}),
+    "a tool by name": (CHATS, CHAT | AT_ONCE | {"tools": [TOOL], "tool_choice": NAMED}),
+    "any tool": (CHATS, CHAT | AT_ONCE | {"tools": [TOOL], "tool_choice": "required"}),
     "penalties": ("/v1/completions", COMPLETION | {"frequency_penalty": 0.7}),
     "a text that stops it": ("/v1/completions", COMPLETION | {"stop": ["a"]}),
 }  # fmt: skip
+# By what comes of it: the body of a chat, and which of the reasoning and the answer there are.
+REASONS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
+    "both": (AT_ONCE | {"regex": f"{THINKS}[bjn]{{9}}{ANSWERS}[qvx]{{9}}"}, (True, True)),
+    # Prefill's token ends the reasoning; the regular expression is for what follows.
+    "an answer": ({"regex": "[qvx]{9}", "logit_bias": {"3": 100}}, (False, True)),
+    "reasoning": ({"max_tokens": 12, "ignore_eos": True, "logit_bias": {"3": -100}}, (True, False)),
+}
 OF_ONE_ANSWER = {"id", "created", "usage", "e2e_latency", "metadata", "weight_version"}
 
 
@@ -53,10 +61,7 @@ class Servers:
 @pytest.fixture(scope="module")
 def servers(sglang_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("features")
-    model = shutil.copytree(sglang_checkpoints.path("llama_bytes"), folder / "model")
-    words = write_tokenizer(folder / "words", vocabulary=300, special=(START, END), template=TEMPLATE)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(words / name, model)
+    model = model_of_bytes(sglang_checkpoints.path("llama_bytes"), folder, marks=(THINKS, ANSWERS))
     decode: dict[str, Any] = {"disaggregation_mode": "decode"}
     if is_since("0.5.18"):  # the default backup of what is retracted is pinned by CUDA
         decode["disaggregation_decode_retraction_backup"] = "cpu_tensor"
@@ -65,7 +70,7 @@ def servers(sglang_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFa
             name: stack.enter_context(
                 SglangServer(
                     model, folder / f"{name}.log", settings={"verify": True, "time_left_s": 60.0},
-                    tool_call_parser="qwen25", served_model_name="m", **options,
+                    tool_call_parser="qwen25", reasoning_parser="qwen3", served_model_name="m", **options,
                 )
             )
             for name, options in (("prefill", {"disaggregation_mode": "prefill"}), ("decode", decode), ("single", {}))
@@ -91,3 +96,17 @@ def test_an_answer_is_that_of_one_server(servers: Servers, feature: str) -> None
     body = body if path == "/generate" else {"model": "m"} | body
     answer, expected = servers.router.post(path, body), servers.single.ask(path, body)
     assert what_counts(answer) == what_counts(expected)
+
+
+@pytest.mark.parametrize("parts", REASONS)
+def test_reasoning_is_parsed_of_the_whole_output(servers: Servers, parts: str) -> None:
+    """Decode's server parses its own output from the first token on, which prefill's server has sampled."""
+    asked, has = REASONS[parts]
+    body = {"model": "m"} | CHAT | asked
+    [answer] = servers.router.post(CHATS, body)["choices"]
+    assert what_counts(answer) == what_counts(servers.single.ask(CHATS, body)["choices"][0])
+    message = answer["message"]
+    assert (bool(message["reasoning_content"]), bool(message["content"])) == has
+    texts = texts_of(stream_of(servers.router.url, CHATS, body))
+    assert texts == texts_of(stream_of(servers.single.url, CHATS, body))
+    assert texts == {name: message[name] for name in ("reasoning_content", "content") if message[name]}

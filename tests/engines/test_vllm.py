@@ -584,20 +584,20 @@ def test_engines_that_do_not_fit_are_refused_with_both_values(
     pair, single = llama
     with ExitStack() as stack:
 
-        def start(name: str, dtype: str, *, rows: str = "auto", **more: Any) -> VllmEngine:
-            receives = transfer("kv_consumer", time_left_s=TIME_LEFT_S, rows=rows)
+        def start(name: str, dtype: str, **more: Any) -> VllmEngine:
+            receives = transfer("kv_consumer", time_left_s=TIME_LEFT_S)
             options = CHUNKS | more | {"kv_transfer_config": receives}
             path = checkpoints.path("llama")
             return stack.enter_context(VllmEngine(path, tmp_path / f"{name}.log", dtype=dtype, **options))
 
         other_name = start("name", "bfloat16", served_model_name="another")
-        other_size = start("size", "float32", rows="blocks", block_size=64)
+        other_size = start("size", "float32", block_size=96)  # no power of two: its tokens cannot cross
         drafts = {"method": "draft_model", "model": str(checkpoints.path("llama")), "num_speculative_tokens": 1}
         drafts_alone = start("drafts", "float32", speculative_config=drafts)
         prompt, fine = prompts(200, 150, seed=18)
         for engine, differs, line in (
             (other_name, "model", r"model: d-\S+ has 'another \(KV bfloat16\)', p-\S+ '\S*llama \(KV float32\)'"),
-            (other_size, "block_size", r"refused: block_size: d-\S+ has '64', p-\S+ '128'"),
+            (other_size, "block_size", r"refused: block_size: d-\S+ has '96', p-\S+ '128'"),
             (drafts_alone, "speculation", r"refused: speculation: d-\S+ has 'draft_model \w+', p-\S+ nothing"),
         ):
             blocks = engine.ready()["blocks"] - 1

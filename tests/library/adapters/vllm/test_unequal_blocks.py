@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receiv
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.token_rows import planes_of, too_many_planes
 from pdtransfer.adapters.vllm.worker import WorkerSide
+from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.component_variants import used_with
 from pdtransfer.handoff.decode.records import SessionRecord
 from pdtransfer.handoff.decode.waiting_rooms import Coverage
@@ -48,16 +50,20 @@ PROMPT = 100
 
 
 def described(cache: np.ndarray, base: int) -> Pools:
-    """Of a cache float32 (layers, blocks, heads, tokens, keys and values), by blocks and by tokens. Engines with equal
-    blocks have the same fact of them."""
+    """Of a cache float32 (layers, blocks, heads, tokens, keys and values), by blocks and by tokens, or by blocks alone
+    where its tokens cannot cross, as the connector has it. Engines with equal blocks have the same fact of them."""
     tokens = cache.shape[3]
     views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
     by_token = {name: view.transpose(1, 2) for name, view in views.items()}
     kinds = {name: {"k": view[..., :SIZE], "v": view[..., SIZE:]} for name, view in by_token.items()}
     groups = [(KVGroup(0, tokens), NAMES)]
     heads = Heads(HEADS, Ranks())
-    blocks, rows = (pools(views, groups, blocks=BLOCKS, base=base, heads=heads, kinds=each) for each in (None, kinds))
-    return blocks.or_tokens(rows, f"{tokens} tokens")
+    described_by = partial(pools, views, groups, blocks=BLOCKS, base=base, heads=heads)
+    if tokens.bit_count() > 1:
+        with pytest.raises(ConfigError, match=f"page_size: {tokens} is not a power of two"):
+            described_by(kinds=kinds)
+        return described_by()
+    return described_by().or_tokens(described_by(kinds=kinds), f"{tokens} tokens")
 
 
 def tokens_of(cache: np.ndarray, blocks: list[int], count: int = PROMPT) -> np.ndarray:
@@ -108,20 +114,33 @@ class Decode:
         self.worker.begin(Orders(receives=[order]))
 
 
+def by_layer(memory: np.ndarray, tokens: int, *, whole_blocks: bool) -> np.ndarray:
+    """A cache, (layers, blocks, heads, tokens, keys and values), in this memory. With `whole_blocks` all layers of a
+    block lie together."""
+    order = (BLOCKS, LAYERS) if whole_blocks else (LAYERS, BLOCKS)
+    cache = memory.reshape(*order, HEADS, tokens, 2 * SIZE)
+    return cache.swapaxes(0, 1) if whole_blocks else cache
+
+
 @contextmanager
-def engines(decode_size: int, *prefill_sizes: int) -> Iterator[tuple[Decode, list[Prefill]]]:
+def engines(
+    decode_size: int, *prefill_sizes: int, whole_blocks: tuple[bool, bool] = (False, False)
+) -> Iterator[tuple[Decode, list[Prefill]]]:
+    """`whole_blocks` are prefill's and decode's."""
     with ExitStack() as stack:
         prefills: list[Prefill] = []
         for index, size in enumerate(prefill_sizes):
-            cache = np.random.default_rng(index).random((LAYERS, BLOCKS, HEADS, size, 2 * SIZE), np.float32)
+            numbers = np.random.default_rng(index).random(LAYERS * BLOCKS * HEADS * size * 2 * SIZE, np.float32)
+            cache = by_layer(numbers, size, whole_blocks=whole_blocks[0])
             made = described(cache, cache.ctypes.data)
             writer = WriterOptions(pool_address=cache.ctypes.data)
             client = PrefillClient(settings(f"p{index}"), made.components, writer=writer, replicas=made.replicas)
             stack.enter_context(client)
             prefills.append(Prefill(cache, client, WorkerSide(pools=made, prefill=client, decode=None, time_left_s=60)))
-        shape = LAYERS, BLOCKS, HEADS, decode_size, 2 * SIZE
-        arena = ArenaMemory.create(4 * int(np.prod(shape)))
-        target = np.frombuffer(arena.mapping.view, np.float32, int(np.prod(shape))).reshape(shape)
+        count = LAYERS * BLOCKS * HEADS * decode_size * 2 * SIZE
+        arena = ArenaMemory.create(4 * count)
+        numbers = np.frombuffer(arena.mapping.view, np.float32, count)
+        target = by_layer(numbers, decode_size, whole_blocks=whole_blocks[1])
         made = described(target, arena.mapping.address)
         client = DecodeClient(
             settings("d"), made.components, arena, engine_slots=True, stand_ins=made.stand_ins, prefix_cache=False,
@@ -156,6 +175,22 @@ def test_tokens_land_in_blocks_of_another_size(prefill_size: int, decode_size: i
         received(decode, [prefill], "room")
         assert np.array_equal(tokens_of(decode.cache, blocks), tokens_of(prefill.cache, source))
         assert np.count_nonzero(decode.cache) == PROMPT * LAYERS * HEADS * 2 * SIZE, "nothing behind the prompt"
+
+
+@pytest.mark.parametrize("whole_blocks", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("prefill_size", "decode_size"), [(32, 32), (32, 8), (96, 96)])
+def test_blocks_of_all_layers_pair_with_layers_that_lie_apart(
+    prefill_size: int, decode_size: int, whole_blocks: tuple[bool, bool]
+) -> None:
+    """vLLM's layout BLHNC, on either side: blocks of equal sizes cross as they are, others by tokens."""
+    with engines(decode_size, prefill_size, whole_blocks=whole_blocks) as (decode, [prefill]):
+        source, blocks = prefill.blocks(5), list(range(1, 1 + -(-PROMPT // decode_size)))
+        decode.receive("room", prefill, blocks)
+        prefill.send("room", source)
+        received(decode, [prefill], "room")
+        assert np.array_equal(tokens_of(decode.cache, blocks), tokens_of(prefill.cache, source))
+        behind = len(blocks) * decode_size - PROMPT if decode_size == prefill_size else 0
+        assert np.count_nonzero(decode.cache) == (PROMPT + behind) * LAYERS * HEADS * 2 * SIZE
 
 
 def test_tokens_that_decode_has_do_not_cross() -> None:
@@ -222,6 +257,24 @@ def test_layers_that_one_source_sends_by_blocks_do_not_complete_those_of_another
     assert coverage.gap([first, session(3, blocks, (1, 2)), second]).startswith("components")
     assert coverage.gap([first, session(4, blocks, (1, 2))]) == ""
     assert coverage.gap([session(5, tokens, (0, 1)), session(6, tokens, (1, 2))]) == ""
+
+
+def test_blocks_whose_size_is_no_power_of_two_cross_as_they_are_between_equals() -> None:
+    """A page of tokens has a power of two of them, so that these blocks have no tokens that other sizes could take."""
+    with engines(96, 96, 32) as (decode, [alike, other]):
+        assert [component.tokens_per_row for component in described(alike.cache, 0).components] == [96]
+        source, target = alike.blocks(6), [5, 3]
+        decode.receive("a", alike, target)
+        alike.send("a", source)
+        received(decode, [alike], "a")
+        assert np.array_equal(decode.cache[:, target], alike.cache[:, source])
+        decode.receive("b", other, [2, 8])
+        other.send("b", other.blocks(6))
+        events = list[object]()
+        wait_for(lambda: events.extend(decode.client.poll()) or events)
+        assert isinstance(events[0], RoomFailed)
+        assert re.search(r"component 'group0' .* no rank of \S+ sends it", events[0].detail)
+        assert not decode.cache[:, [2, 8]].any()
 
 
 def test_a_block_belongs_to_one_room_whatever_its_rows() -> None:

@@ -169,15 +169,15 @@ class DecodeNode:
     def way_of(self, room: int) -> tuple[str, str]:
         """The first prefill rank of the room, by its node, and the transport from it; empty where it is not known."""
         record = self.core.rooms.get(room)
-        peer = self.core.prefill_peers.peers.get(record.sources[0]) if record is not None else None
+        peer = self.core.prefill_peers.peers.get(record.sources[0]) if record is not None and record.sources else None
         if peer is None or peer.identity is None:
             return "", ""
         return peer.identity.node, self.transport.name_of(peer.session.id) if peer.session is not None else ""
 
-    def release(self, room: int, *, after: Event | None = None) -> None:
+    def release(self, room: int, *, after: Event | None = None, keys: Sequence[bytes] = ()) -> None:
         """Releases a READY room once `after` has fired: the engine does not use it any more. A room that is not READY
-        fails."""
-        self._events.call(room, after, lambda: self._release(room))
+        fails. `keys` as DecodeSessions.release."""
+        self._events.call(room, after, lambda: self._release(room, keys))
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives up a room that is not READY."""
@@ -250,9 +250,9 @@ class DecodeNode:
     def _never_quiet(self, room: int, error: Exception) -> None:
         log.critical("room %016x keeps its slots, since its event cannot be queried: %s", room, error)
 
-    def _release(self, room: int) -> None:
+    def _release(self, room: int, keys: Sequence[bytes]) -> None:
         try:
-            self._run(self.core.release(room, self._clock.now()))
+            self._run(self.core.release(room, self._clock.now(), keys))
         except LocalProtocolError as error:
             self.abort(room, Cause.REFUSED, str(error))
 

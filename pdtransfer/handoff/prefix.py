@@ -16,7 +16,7 @@ import numpy as np
 from ..layout.layout import Component
 from ..limits import TOKENS_MAX, Limits
 from .component_variants import leased
-from .prefix_keys import block_keys, root_key
+from .prefix_keys import RunningKeys, block_keys, root_key
 from .slot_allocator import Block, Extents, Holding, SlotAllocator, cut
 
 
@@ -80,6 +80,13 @@ class PrefixCache:
             return ()
         root = root_key(self._model, self._weights, salt)
         return block_keys(root, prompt, block_tokens=self.block_tokens, blocks_max=self._blocks_max)
+
+    def running_keys(self, prompt: bytes, salt: bytes) -> RunningKeys:
+        """The keys of a prompt's full blocks, to which those of its answer are added. Only where prompts are kept."""
+        root = root_key(self._model, self._weights, salt)
+        running = RunningKeys(root, block_tokens=self.block_tokens, blocks_max=self._blocks_max)
+        running.add(prompt)
+        return running
 
     def longest(self, keys: Sequence[bytes]) -> list[Block]:
         """The cached blocks of these keys, up to the first that is missing."""
@@ -154,7 +161,8 @@ class PrefixCache:
         return needed
 
     def keep(self, holding: Holding, keys: Sequence[bytes]) -> None:
-        """Shares the full blocks of a room's prompt, which has arrived and on which no lease is left.
+        """Shares the full blocks of a room's prompt, which has arrived and on which no lease is left; and at the room's
+        end those of its answer as well, by the keys of both.
 
         A block that is cached already stays the room's own.
         """
@@ -175,8 +183,8 @@ class PrefixCache:
             blocks.append(block)
         holding.blocks = blocks
         holding.own = tuple(
-            _without(extents, twice=(before * rows, shared * rows), end=len(blocks) * rows)
-            for extents, rows in zip(holding.extents, self._rows, strict=True)
+            _without(kept, extents, before=before * rows, shared=shared * rows, end=len(blocks) * rows)
+            for kept, extents, rows in zip(holding.own, holding.extents, self._rows, strict=True)
         )
 
     def drop(self, holding: Holding) -> bool:
@@ -230,12 +238,15 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Extents:
     return np.array(joined, dtype=np.int64).reshape(-1, 2)
 
 
-def _without(extents: Extents, *, twice: tuple[int, int], end: int) -> Extents:
-    """The extents that stay a room's own: the slots [first, end) of blocks cached already, and all from `end` on."""
-    rest = cut(extents, first=end, count=int(extents[:, 1].sum()) - end)
-    if twice[0] == twice[1]:
+def _without(kept: Extents, extents: Extents, *, before: int, shared: int, end: int) -> Extents:
+    """The extents that stay a room's own. Of `extents`, all of its slots, [before, end) become blocks: [before, shared)
+    are cached already and stay its own, as others did that stand first in `kept`, and all from `end` on."""
+    total = int(extents[:, 1].sum())
+    rest, twice = cut(extents, first=end, count=total - end), int(kept[:, 1].sum()) - (total - before)
+    if not twice and before == shared:
         return rest
-    return np.concatenate([cut(extents, first=twice[0], count=twice[1] - twice[0]), rest])
+    parts = [cut(kept, first=0, count=twice), cut(extents, first=before, count=shared - before), rest]
+    return np.concatenate(parts)
 
 
 def _pieces(extents: Extents, *, first: int, size: int, count: int) -> list[tuple[tuple[int, int], ...]]:

@@ -147,7 +147,8 @@ class DecodeEnd(_End):
 
     def expect(self, room: int, tokens: int = 8, *sources: str, **options: Any) -> list[Any]:
         time_left_s = options.pop("deadline", self.now + 60.0) - self.now
-        request = RoomRequest(room=room, tokens=tokens, sources=sources or (P,), time_left_s=time_left_s, **options)
+        sources = () if "rest_max" in options else sources or (P,)
+        request = RoomRequest(room=room, tokens=tokens, sources=sources, time_left_s=time_left_s, **options)
         return self.core.expect(request, self.now)
 
     def granted(self, room: int, tokens: int = 8, *sources: str, **options: Any) -> Grant:

@@ -169,6 +169,7 @@ class RoomRecord:
     enable_hisparse: bool
     leaders: tuple[str, ...] = ()  # whose groups the sources are; none where the caller named all sources
     first_rows: tuple[int, ...] = ()  # where the engine chose the slots: the first row of each component that has one
+    rest_max: int = 0  # without sources: the tokens at most that the engine computes itself
     state: DecodeRoom = DecodeRoom.CONNECTING
     reserved: dict[str, SessionRecord] = field(default_factory=dict[str, SessionRecord])  # window slots, by source
     holding: Holding | None = None

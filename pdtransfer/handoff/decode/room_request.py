@@ -21,7 +21,9 @@ from .records import RoomRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomRequest:
-    """Slots for `tokens` + `growth` tokens, which the prefill ranks `sources` write.
+    """Slots for `tokens` + `growth` tokens, which the prefill ranks `sources` write. Without any the engine computes
+    what is not cached, `rest_max` tokens of the prompt at most: the room is READY with its slots, and the blocks that
+    it fills are shared from its release on.
 
     `room` is the label under which those ranks open it. The engine has the first `prefix` tokens elsewhere. Or `keys`,
     as `PrefixCache.keys` makes them, name the prompt's blocks: those in the arena when the room is admitted do not
@@ -40,6 +42,7 @@ class RoomRequest:
     enable_hisparse: bool = False
     chosen: tuple[ComponentRows, ...] | None = None
     whole_group: bool = False
+    rest_max: int = 0
 
     def record(
         self, cache: PrefixCache, rooms: Collection[int], deadline: float, names: Callable[[str], str] = str
@@ -63,16 +66,18 @@ class RoomRequest:
                 f"slots: an engine that chooses them may set no growth and no keys: {growth} and {len(keys)}"
             )
         sources = tuple(map(names, self.sources))
-        if not sources or len(set(sources)) != len(sources):
+        if not (sources or self.rest_max) or len(set(sources)) != len(sources):
             raise LocalProtocolError(f"sources: {list(self.sources)} must name at least one rank, each once")
-        demand = self._demand(cache.arena)
+        if not sources:  # the last token is computed in any case, and writes no row of a block that others read
+            keys = keys[: (tokens - 1) // max(1, cache.block_tokens)]
+        demand = self._demand(cache.arena, keys)
         first_rows = () if chosen is None else tuple([rows.first_row for rows in chosen])
         return RoomRecord(
             self.room, tokens, prefix, demand, sources, deadline, self.enable_hisparse,
-            leaders=sources if self.whole_group else (), first_rows=first_rows,
+            leaders=sources if self.whole_group else (), first_rows=first_rows, rest_max=self.rest_max,
         )  # fmt: skip
 
-    def _demand(self, arena: SlotAllocator) -> Demand:
+    def _demand(self, arena: SlotAllocator, keys: tuple[bytes, ...]) -> Demand:
         components = arena.components
         if self.chosen is not None:
             counts = [slot_count(rows.extents) for rows in self.chosen]
@@ -87,7 +92,7 @@ class RoomRequest:
             if used:
                 byte_count += component.bytes_of(component.rows(self.tokens) - prefix_rows(component, self.prefix))
         shared = shares_prefixes(components, enable_hisparse=self.enable_hisparse)
-        return Demand(tuple(counts), byte_count, self.keys if shared else ())
+        return Demand(tuple(counts), byte_count, keys if shared else ())
 
 
 def chosen_rows(

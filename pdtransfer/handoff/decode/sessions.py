@@ -30,7 +30,7 @@ from ..admission import Admission
 from ..component_variants import NO_STAND_INS, StandIns
 from ..effects import DecodeEffect, Dial, PeerRefused, RoomDrained, RoomFailed, RoomLeased, RoomReady, Send, SessionLost
 from ..prefix import PrefixCache
-from ..slot_allocator import SlotAllocator
+from ..slot_allocator import Holding, SlotAllocator
 from ..states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, SessionState
 from ..tables import step
 from .leases import Leases, reason_of, too_many_extents
@@ -144,14 +144,18 @@ class DecodeSessions:
             self._meet(room, now)
         return self._effects(now)
 
-    def release(self, room_id: int, now: float) -> list[DecodeEffect]:
-        """Frees a READY room, of which the engine reads and writes no slot any more; idempotent."""
+    def release(self, room_id: int, now: float, keys: Sequence[bytes] = ()) -> list[DecodeEffect]:
+        """Frees a READY room, of which the engine reads and writes no slot any more; idempotent. `keys` are those of
+        the blocks of its prompt and answer whose rows the engine has written: they are shared from now on."""
         room = self.rooms.get(room_id)
         if room is None:
             return []
         if room.state is not DecodeRoom.READY:
             raise LocalProtocolError(f"room: {room_id:016x} is {room.state.value}, not ready: abort it")
         self.prefix_publish.publish(room_id)
+        if keys:
+            assert room.holding is not None
+            self.cache.keep(room.holding, keys)
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.RELEASE)
         self._close(room)
         return self._effects(now)
@@ -345,7 +349,10 @@ class DecodeSessions:
 
     def _meet(self, room: RoomRecord, now: float) -> None:
         """The room knows its sources: it waits for a window slot at each of them."""
-        if self._fit(room, now):
+        if not room.sources:
+            room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.CONNECT)
+            self.admission.enqueue(room.id, room.demand)
+        elif self._fit(room, now):
             self.window_slots.wait(room)
             for name in room.sources:
                 self._connect(name)
@@ -428,17 +435,28 @@ class DecodeSessions:
             room.unreserve()
             if text := too_many_extents(sessions, holding):
                 self._fail(room, Cause.FULL, text, now)
-                continue
-            self._out.append(RoomLeased(room.id))
-            room.stop = room.prefix
-            room.staged = tuple([session for session in sessions if session.stages_rows_of(holding)])
-            for session in sessions:
-                if session not in room.staged:
-                    self.leases.grant(room, session, room.whole, verify=self._verify, now=now)
-            if room.staged and room.prefix < room.tokens:
-                self._grant_piece(room, self.staging.begin(room), now)
-            elif room.staged:  # windows and states alone
-                self._next_piece(room, room.staged)
+            elif not room.sources and (rest := room.tokens - room.prefix) > room.rest_max:
+                cached = f"{room.prefix} of {room.tokens} tokens are cached"
+                text = f"prefix: {cached}, {rest} are left, at most {room.rest_max} are computed here"
+                self._fail(room, Cause.REFUSED, text, now)
+            else:
+                self._out.append(RoomLeased(room.id))
+                self._grant(room, holding, sessions, now)
+
+    def _grant(self, room: RoomRecord, holding: Holding, sessions: Sequence[SessionRecord], now: float) -> None:
+        """The room has its slots: grants them to its sources, those that stage piece by piece."""
+        if not room.sources:
+            self._ready(room, now)
+            return
+        room.stop = room.prefix
+        room.staged = tuple([session for session in sessions if session.stages_rows_of(holding)])
+        for session in sessions:
+            if session not in room.staged:
+                self.leases.grant(room, session, room.whole, verify=self._verify, now=now)
+        if room.staged and room.prefix < room.tokens:
+            self._grant_piece(room, self.staging.begin(room), now)
+        elif room.staged:  # windows and states alone
+            self._next_piece(room, room.staged)
 
     def _next_piece(self, room: RoomRecord, sessions: Sequence[SessionRecord]) -> None:
         """These sessions may have the next piece, and keep their window slots for it. When all of them may, the room
@@ -495,7 +513,8 @@ class DecodeSessions:
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.COMPLETE)
         self.admission.landed(room.demand, room.holding)
         self.prefill_peers.timers.clear(("room", room.id, 0))
-        self.prefix_publish.add(room, now)
+        if room.sources:  # else its engine has yet to compute the rest of the prompt
+            self.prefix_publish.add(room, now)
         slots = room.slots_of(self.arena.components)
         self._out.append(
             RoomReady(room.id, slots, room.aux, sum([lease.kv_bytes for lease in room.leases]), room.prefix)

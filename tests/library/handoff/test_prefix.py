@@ -107,7 +107,7 @@ class ShareAndEvict(RuleBasedStateMachine):
     # What happens
 
     @rule(
-        blocks=st.lists(st.integers(0, 1), max_size=4), rest=st.integers(0, BLOCK - 1), growth=st.integers(0, 3),
+        blocks=st.lists(st.integers(0, 1), max_size=4), rest=st.integers(0, BLOCK - 1), growth=st.integers(0, 20),
         salt=st.sampled_from(SALTS),
     )  # fmt: skip
     def lease(self, blocks: list[int], rest: int, growth: int, salt: bytes) -> None:
@@ -155,11 +155,29 @@ class ShareAndEvict(RuleBasedStateMachine):
         self.write(room, first=True)
         room.leases = 0
         assert not self.cache.drop(room.holding)
+        room.holding.blocks = list(room.holding.blocks)
+        room.kept = True
+        self.keep(room)
+
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=16))
+    def generate(self, data: st.DataObject, tokens: list[int]) -> None:
+        """A READY room fills some of its growth, and shares the blocks that are full now."""
+        room = self.some(data, landing=False)
+        if room is None:
+            return
+        before, tokens = len(room.prompt), tokens[: room.growth]
+        room.prompt, room.growth = (*room.prompt, *tokens), room.growth - len(tokens)
+        for index, each in enumerate(COMPONENTS):
+            for row in range(
+                before // each.tokens_per_row if each.span.kind == "all" else 0, each.rows(len(room.prompt))
+            ):
+                self.memory[index][room.slots[index][row]] = self.content(room, index, row)
+        self.keep(room)
+
+    def keep(self, room: Room) -> None:
         chain = room.chain
         there = next((index for index, each in enumerate(chain) if each not in self.used), len(chain))
-        room.holding.blocks = list(room.holding.blocks)
         self.cache.keep(room.holding, self.cache.keys(ids(room.prompt), room.salt))
-        room.kept = True
         fresh = len(chain) - there
         for each in chain[:there]:
             self.used[each] = -1
@@ -310,6 +328,24 @@ def test_the_last_block_s_tokens_and_growth_are_never_shared() -> None:
     assert run[1] == BLOCK
     one.drop(holding)
     assert one.arena.free[0].free_slots == 80 - BLOCK
+
+
+def test_blocks_of_an_answer_are_shared_and_what_was_twice_stays_the_rooms_own() -> None:
+    one = cache()
+    keys = [one.keys(ids([1] * 16 + [answer] * 8), b"") for answer in (2, 3)]
+    rooms = [one.allocate(rows_of(16 + 10), []) for _ in keys]
+    for room, room_keys in zip(rooms, keys, strict=True):
+        assert room is not None
+        one.keep(room, room_keys[:2])
+        one.keep(room, room_keys)
+    assert [len(room.blocks) for room in rooms if room is not None] == [3, 3]
+    assert len(one) == 4, "the prompt's two, and one of each answer"
+    for room in rooms:
+        assert room is not None
+        assert one.drop(room)
+    assert one.arena.free[0].free_slots == 80 - 4 * BLOCK
+    one.clear()
+    assert [free.free_slots for free in one.arena.free] == [80, 16, 120]
 
 
 def test_what_is_full_of_blocks_in_use_leaves_the_rest_private() -> None:

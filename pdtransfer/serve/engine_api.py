@@ -296,3 +296,22 @@ class DecodeEngine(Protocol):
 
     @property
     def idle(self) -> bool: ...
+
+
+@runtime_checkable
+class ComputesRests(Protocol):
+    """A decode engine that can compute the rest of a prompt whose beginning is in the arena, as prefill would.
+
+    When it has returned the Token of an index, the rows of all tokens before that one are in the room's slots. So the
+    blocks of an answer are shared as those of a prompt are, and the next turn of a chat is computed from them.
+    """
+
+    @property
+    def computes_rests(self) -> bool:
+        """Whether this engine can, with its model and memory; read once, from any thread."""
+        ...
+
+    def admit_rest(self, request: Request, slots: dict[str, NDArray[np.int64]], done: int) -> None:
+        """As `DecodeEngine.admit`, of a room whose first `done` tokens have their rows in their slots, at least one
+        less than the prompt has. The engine writes those of the others, and picks the first token itself."""
+        ...

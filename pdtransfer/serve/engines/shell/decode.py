@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,16 @@ class Generating(Generic[State]):
         return "length" if len(self.ids) == self.request.sampling.max_tokens else None
 
 
+@dataclass(slots=True, eq=False)
+class Rest(Generic[State]):
+    """A prompt of which the arena has the rows of the first `done` tokens, and decode computes the others."""
+
+    request: Request
+    slots: dict[str, Int64s]
+    state: State
+    done: int
+
+
 class DecodeModel(Protocol[State]):
     """What computes steps."""
 
@@ -97,6 +107,24 @@ class DecodeModel(Protocol[State]):
         ...
 
 
+@runtime_checkable
+class RestModel(Protocol[State]):
+    """A DecodeModel that computes the rests of prompts as well."""
+
+    @property
+    def computes_rests(self) -> bool:
+        """As ComputesRests."""
+        ...
+
+    def begin_rest(self, request: Request, slots: dict[str, Int64s]) -> State:
+        """A request is admitted, of which the arena has the beginning. The state is that of `DecodeModel.begin`."""
+        ...
+
+    def compute_rest(self, rest: Rest[State], end: int) -> NDArray[np.float32] | None:
+        """Computes tokens [rest.done, end) of the prompt. Returns the logits of its last token; None before."""
+        ...
+
+
 class DecodeShell(Generic[State]):
     """A DecodeEngine. Rooms beyond batch_max take turns. HiSparse rooms first wait for a place on the device."""
 
@@ -111,11 +139,20 @@ class DecodeShell(Generic[State]):
         self._dense = {component.name: component for component in self.description.components}
         self._sparse = {component.name: component for component in reversed(self.description.components)}
         self._answers: dict[int, Generating[State]] = {}
+        self._rests: dict[int, Rest[State]] = {}
+        self._rest_model: RestModel[State] | None = None
+        if isinstance(model, RestModel) and model.computes_rests:
+            self._rest_model = model
 
     @property
     def idle(self) -> bool:
         """Whether step() would do nothing."""
-        return not self._answers and (self.model.hot is None or self.model.hot.idle)
+        return not self._answers and not self._rests and (self.model.hot is None or self.model.hot.idle)
+
+    @property
+    def computes_rests(self) -> bool:
+        """Whether the model can compute the rest of a prompt."""
+        return self._rest_model is not None
 
     @property
     def figures(self) -> HotFigures:
@@ -152,9 +189,7 @@ class DecodeShell(Generic[State]):
 
     def admit(self, request: Request, slots: dict[str, Int64s], aux: bytes) -> None:
         """The room has landed in these slots."""
-        self.check(request)
-        if request.room in self._answers:
-            raise ValueError(f"room {request.room:016x} exists already")
+        self._check_new(request)
         prompt, growth = len(request.prompt), request.sampling.max_tokens
         first = FirstToken.unpack(aux, prompt_tokens=prompt, facts=self._facts)
         picked = first.picked(request.sampling)
@@ -168,6 +203,18 @@ class DecodeShell(Generic[State]):
             request, slots, hot is not None, state, first.logits_digest, picked, [first.id]
         )  # fmt: skip
 
+    def admit_rest(self, request: Request, slots: dict[str, Int64s], done: int) -> None:
+        """As ComputesRests: a chunk of the oldest rest is computed before each step."""
+        if self._rest_model is None or request.enable_hisparse:
+            raise ValueError("this engine computes no prompt")
+        self._check_new(request)
+        if not 0 <= done < len(request.prompt):
+            raise ValueError(f"{done} tokens are in the arena, the prompt has {len(request.prompt)}")
+        self._check_slots(request, slots)
+        with self.model.computing():
+            state = self._rest_model.begin_rest(request, slots)
+        self._rests[request.room] = Rest(request, slots, state, done)
+
     def step(self) -> Events:
         """Runs one decode step for up to batch_max rooms."""
         with self.model.computing():
@@ -179,10 +226,12 @@ class DecodeShell(Generic[State]):
 
     def _step(self) -> Events:
         hot, events = self.model.hot, Events()
-        if self._answers:
+        if self._answers or self._rests:
             self.model.spans.anchor()
         if hot is not None:
             hot.turn()
+        if self._rests:
+            self._compute_rest(next(iter(self._rests.values())), events)
         running: list[Generating[State]] = []
         ready = (room for room, answer in self._answers.items() if not answer.reported or self._placed(answer))
         for room in list(islice(ready, self._config.batch_max)):
@@ -196,6 +245,25 @@ class DecodeShell(Generic[State]):
         if hot is not None:
             hot.count(exact=any(isinstance(event, Finished | Broken) for event in events))
         return events
+
+    def _compute_rest(self, rest: Rest[State], events: Events) -> None:
+        """Computes a chunk of a prompt. At its end the request generates, as one that has landed."""
+        assert self._rest_model is not None
+        request, end = rest.request, min(rest.done + self._config.chunk_tokens, len(rest.request.prompt))
+        with self.model.spans.span("compute", f"rows {rest.done}-{end}", room=request.room):
+            logits = self._rest_model.compute_rest(rest, end)
+        rest.done = end
+        if logits is None:
+            return
+        del self._rests[request.room]
+        if not np.isfinite(logits).all():
+            events.append(Broken(room=request.room, detail=NOT_FINITE))
+            return
+        first = pick(logits, request.sampling, prompt=request.prompt, ids=(), eos=self._facts.eos)
+        digest = chain(b"", logits) if self._facts.digests else b""
+        self._answers[request.room] = Generating(
+            request, rest.slots, hot=False, state=rest.state, logits_digest=digest, last=first, ids=[first.id]
+        )
 
     def _run(self, running: list[Generating[State]], events: Events) -> None:
         """Computes and picks the next id of each room."""
@@ -248,8 +316,14 @@ class DecodeShell(Generic[State]):
 
     def _release(self, room: int, *, drop: bool) -> None:
         """Ends the room. When this returns, nothing reads or writes its slots."""
+        self._rests.pop(room, None)
         if self._answers.pop(room, None) is not None and self.model.hot is not None:
             self.model.hot.release(room, drop=drop)
+
+    def _check_new(self, request: Request) -> None:
+        self.check(request)
+        if request.room in self._answers or request.room in self._rests:
+            raise ValueError(f"room {request.room:016x} exists already")
 
     def _components_of(self, request: Request) -> dict[str, Component]:
         """The components in which this request has rows, by name."""

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ....kernels.stream import DeviceSpans
 from ....layout.geometry import Int64s
 from ....layout.layout import Component
+from ....wire import Ranks
 from ...engine_api import EngineConfig, GpuMemory, Request
 from ...sampling import DIGEST_BYTES
-from ..shell.decode import Generating, StepResult, hot_capacity
+from ..shell.decode import Generating, Rest, StepResult, hot_capacity
 from ..shell.first_token import FirstToken
 from ..shell.token_rows import last_tokens, row_of
 from .digests import RowDigest, read, total
@@ -48,6 +50,10 @@ class StampDecode:
 
     def __init__(self, config: EngineConfig, options: StampOptions) -> None:
         self._options = options
+        # Picks, windows and states are of a whole prompt, hot tokens are elsewhere, and ranks would have to take equal
+        # turns.
+        whole = options.top_k or options.pools or config.hisparse is not None
+        self.computes_rests = not whole and config.group.ranks == Ranks()
         self.facts = facts_of(config, options)
         self.capacity = hot_capacity(config, options.top_k)
         components = self.facts.description.components
@@ -82,16 +88,40 @@ class StampDecode:
     def begin(self, request: Request, slots: dict[str, Int64s], first: FirstToken) -> AnswerStamps:
         if len(first.rows_digest) != DIGEST_BYTES:
             raise ValueError(f"aux: a digest of rows of {len(first.rows_digest)} bytes, expected {DIGEST_BYTES}")
+        stamper = Stamper()
+        stamper.extend(request.prompt)
+        return AnswerStamps(self._row_digests(request, slots), _number(first.rows_digest), stamper)
+
+    def _row_digests(self, request: Request, slots: dict[str, Int64s]) -> list[RowDigest]:
         components = dict(self._dense)
         if request.enable_hisparse:
             components[KV] = self.facts.description.components[0]
-        digests = [
+        return [
             RowDigest(self._rows[name, component.memory], component, slots[name], len(request.prompt))
             for name, component in components.items()
         ]
-        stamper = Stamper()
-        stamper.extend(request.prompt)
-        return AnswerStamps(digests, _number(first.rows_digest), stamper)
+
+    def begin_rest(self, request: Request, slots: dict[str, Int64s]) -> AnswerStamps:
+        """The digest that prefill would send follows from the prompt: so the answer shows a wrong row of its cached
+        beginning as it shows one that landed."""
+        stamper, digests = Stamper(), self._row_digests(request, slots)
+        stamps = stamper.extend(request.prompt)
+        totals = [total(digest.rows.words.sums(stamps)) for digest in digests]
+        (landed,) = self._units.together(np.concatenate(totals)[np.newaxis])
+        return AnswerStamps(digests, _number(landed), stamper)
+
+    def compute_rest(self, rest: Rest[AnswerStamps], end: int) -> NDArray[np.float32] | None:
+        """Writes the rows of tokens [done, end). At the end of the prompt all of its rows are read."""
+        prompt, state = rest.request.prompt, rest.state
+        stamps = stamps_of(prompt[:end])[rest.done :]
+        for digest in state.digests:
+            digest.rows.write(digest.slots[rest.done : end], stamps)
+        if end < len(prompt):
+            return None
+        read([(digest, end) for digest in state.digests])
+        (digest,) = self._units.together(np.concatenate([digest.total for digest in state.digests])[np.newaxis])
+        state.spoilt = _number(digest) ^ state.landed
+        return logits_of(digest)
 
     def step(self, running: list[StampAnswer]) -> Sequence[StepResult]:
         """Writes the rows of each room's last id, reads, and computes the logits of the next."""

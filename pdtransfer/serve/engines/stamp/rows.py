@@ -61,11 +61,11 @@ class StampRows:
         """`memory` is a buffer of this process; the layout's bases are offsets into it."""
         pool_bytes = np.frombuffer(memory, np.uint8)
         words = pool_bytes[: len(pool_bytes) // 4 * 4].view(np.uint32)
-        self._page_size, self._words = layout.page_size, RowWords(layout, name, seed)
-        self.heads = self._words.heads
+        self._page_size, self.words = layout.page_size, RowWords(layout, name, seed)
+        self.heads = self.words.heads
         self._planes = [
             (plane, _view(words, layout, plane_layout))
-            for plane, plane_layout in zip(self._words.planes, layout.planes, strict=True)
+            for plane, plane_layout in zip(self.words.planes, layout.planes, strict=True)
         ]
 
     def write(self, slots: Int64s, stamps: Words) -> None:

@@ -17,9 +17,10 @@ from ....hisparse.hot_requests import HotRequests, HotShape, pool_slots
 from ....kernels.pools import Pool
 from ....kernels.stream import DeviceSpans, Download, upload
 from ....layout.geometry import Int64s
+from ....wire import Ranks
 from ...engine_api import EngineConfig, EngineDescription, GpuMemory, Request
 from ...sampling import DIGEST_BYTES, is_argmax
-from ..shell.decode import Generating, StepResult, hot_capacity
+from ..shell.decode import Generating, Rest, StepResult, hot_capacity
 from ..shell.facts import NOT_FINITE
 from ..shell.first_token import FirstToken
 from ..shell.torch_memory import arena_tensors
@@ -54,6 +55,9 @@ class CheckpointDecode:
                 context_tokens=checkpoint.context_tokens,
             ),
         )  # fmt: skip
+        # The rows before a window are not kept, hot tokens are elsewhere, and ranks would have to take equal turns.
+        spans = {component.span.kind for component in self.facts.description.components}
+        self.computes_rests = spans == {"all"} and hisparse is None and config.group.ranks == Ranks()
         self._components = {component.name: component for component in self.facts.description.components}
         self._steps: DecodeSteps | None = None
         self.hot: HotRequests | None = None
@@ -106,6 +110,17 @@ class CheckpointDecode:
 
     def begin(self, request: Request, slots: dict[str, Int64s], first: FirstToken) -> None:
         """Nothing is kept of a request."""
+
+    def begin_rest(self, request: Request, slots: dict[str, Int64s]) -> None:
+        """Nothing is kept of a request."""
+
+    def compute_rest(self, rest: Rest[None], end: int) -> NDArray[np.float32] | None:
+        """Computes tokens [done, end) through all layers, as prefill does."""
+        prompt, device = rest.request.prompt, self._checkpoint.device
+        slots = {name: upload(torch.as_tensor(indices[:end]), device) for name, indices in rest.slots.items()}
+        chunk = upload(torch.as_tensor(prompt[rest.done : end]), device)
+        logits = self._model.chunk(chunk, slots, done=rest.done)
+        return Download(logits).get().numpy() if end == len(prompt) else None
 
     def step(self, running: list[Generating[None]]) -> Sequence[StepResult]:
         """Runs a step of these rooms: those with HiSparse apart. With digests each room is computed by itself, as

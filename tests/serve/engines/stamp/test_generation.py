@@ -199,3 +199,42 @@ described = engine.description
 engine.attach(memoryview(bytearray(described.memory_bytes)), hbm=memoryview(bytearray(described.hbm_bytes)))
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)
+
+
+def second_turn(options: dict[str, str], *, chunk: int = 64, spoil: bool = False) -> tuple[Generation, Generation]:
+    """What a decode engine answers to a turn of which it computes the rest itself, and what one process does."""
+    (prompt,) = prompts(0, (40,))
+    first, source = request(1, prompt, max_tokens=10), Prefill.of(factory=create, options=options)
+    decode = Decode.of(factory=create, options=options, chunk_tokens=chunk)
+    decode.admit(first, source.run(first))
+    decode.run()
+    done = np.concatenate((prompt, decode.tokens[1][:-1]))
+    turn = request(2, np.concatenate((done, *prompts(1, (30,)))), max_tokens=8)
+    decode.slots[2] = np.concatenate((decode.slots[1][: len(done)], decode.take(0, turn)[len(done) :]))
+    if spoil:
+        slot = int(decode.slots[2][7])
+        decode.memory.view(np.uint8)[decode.layout.address(0, np.array([slot]))[0] + 3] ^= 1
+    decode.engine.admit_rest(turn, decode.held(2), len(done))
+    decode.run()
+    (whole,) = generate_many(config(slots=4_096, page_size=64, options=options), [(turn.prompt, turn.sampling)])
+    return decode.outcome(2), whole
+
+
+@pytest.mark.parametrize("shape", ["mla", "gqa"])
+@pytest.mark.parametrize("chunk", [64, 7])
+def test_the_rest_of_a_prompt_is_computed_behind_an_earlier_answer(shape: str, chunk: int) -> None:
+    answered, whole = second_turn(SHAPES[shape], chunk=chunk)
+    assert answered == whole
+
+
+def test_an_answer_shows_a_wrong_byte_of_its_cached_beginning() -> None:
+    answered, whole = second_turn(SHAPES["mla"], spoil=True)
+    assert answered.tokens != whole.tokens
+
+
+def test_what_needs_the_whole_prompt_computes_no_rests() -> None:
+    able = {
+        shape: create(config("decode", options=options)).computes_rests
+        for shape, options in {**SHAPES, "hybrid": HYBRID}.items()
+    }
+    assert able == {shape: shape in ("mla", "gqa") for shape in (*SHAPES, "hybrid")}

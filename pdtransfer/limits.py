@@ -76,7 +76,7 @@ class Limits:
     prefix_blocks_max: int = 65_536  # that decode remembers: 4 Mi tokens, some 30 MB of bookkeeping
     prefix_keys_max: int = 65_536  # blocks that a router remembers of each decode worker: as many as that keeps
     prefix_weight: int = 4  # free slots that count as much as one token of prefix; 0: a router places by load alone
-    turn_tokens_max: int = 1_024  # of next turns that vLLM's decode computes at a time: they delay its steps; 0: none
+    turn_tokens_max: int = 1_024  # of next turns that decode computes itself at a time: they delay its steps; 0: none
     hisparse_queue_max: int = 1_024  # HiSparse requests without a row, retracted ones included: beyond it, 429
     hisparse_wait_steps: int = 64  # the next in line waits for rows to come free by themselves before it takes one
     hisparse_quantum_steps: int = 256  # a request runs before it may be retracted: what its buffer cost is used first

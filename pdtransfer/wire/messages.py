@@ -374,6 +374,9 @@ class Begin(_Wire, frozen=True):
     traceparent: TraceParent = ""  # the router's span of the request, as W3C Trace Context writes it; empty: none
     # To prefill, since v1.6: send Tokens of the first token as soon as it is picked. Decode's begin with it as well.
     first_token: bool = False
+    # To decode, since v1.9: no prefill writes this room. Decode computes what it has not cached of the prompt itself,
+    # this many tokens at most. It dials nobody: `peers` has its own endpoint. 0: the peers write it.
+    rest_max: TokenCount = 0
 
 
 class Begun(_Wire, frozen=True):
@@ -466,6 +469,8 @@ class Load(_Wire, frozen=True):
     sparse_slots_total: Bytes64 = 0  # the same of slots_total; 0: they are one
     # Since v1.4: of the prefill ranks that a router named to decode. No room of such a pair can land.
     unusable: Annotated[tuple[Unusable, ...], Meta(max_length=UNUSABLE_MAX)] = ()
+    # Decode, since v1.9: the most that a Begin may have in rest_max; 0: it computes no prompt.
+    rest_max: TokenCount = 0
 
 
 class Ping(_Wire, frozen=True):

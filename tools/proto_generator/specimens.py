@@ -50,7 +50,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "Drained": [1, 12, _SESSION, 1],
     "Begin": [
         1, 13, _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,
-        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE, True,
+        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE, True, 1024,
     ],
     "Begun": [1, 14, _ROOM],
     "Tokens": [1, 15, _ROOM, 3, bytes.fromhex("4100000042000000"), _LOGPROBS],
@@ -63,7 +63,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "Cancel": [1, 19, _ROOM, "aborted"],
     "Load": [
         1, 20, True, False, 12, 3, 60000, 65536, 128, True, 130000, 131072,
-        [["tcp://prefill-3:7101", "transport: p3 takes mooncake, this node shm"]],
+        [["tcp://prefill-3:7101", "transport: p3 takes mooncake, this node shm"]], 1024,
     ],
     "Ping": [1, 21, 0x0123456789ABCDEF, [f"{_KEY}@tcp://10.0.0.7:9310"]],
     "Pong": [1, 22, 0xFFEEDDCCBBAA9988, [[
@@ -77,7 +77,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "RankBound": [1, 34, f"{_KEY}@tcp://10.0.0.7:9312", "10.0.0.7:7104"],
     "RankRoom": [1, 35, 1, 7, [
         _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,
-        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE, True,
+        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE, True, 1024,
     ]],
     "StepOrders": [1, 36, 2, [["generate", 7, b"first token and the like"]]],
     "RankFailed": [1, 37, 3, 7, "engine", "the model ran out of pages", 1000],
@@ -172,6 +172,10 @@ VARIANTS: dict[str, list[Any]] = {
     "Grant after a prefix, in two extents": [
         1, 6, _SESSION, 3, _ROOM, 1000, 488,
         [[0, 488, 512, bytes.fromhex("0010000000010000ffff00ff00010000")]], True, 1, False,
+    ],
+    "Begin of a room without prefill": [
+        1, 13, _ROOM, bytes.fromhex("680000006900000021000000"), [1], ["tcp://10.0.0.8:9320"], 1000, False, b"", "", "",
+        False, 256,
     ],
     "Begin to prefill, peers by name": [1, 13, _ROOM, b"", [1], ["decode-0", "decode-1"], 1000],
     "Welcome of a rank that is alone and holds all": [1, 2, 1, _PREFILL[:8]],

@@ -207,7 +207,7 @@ class FleetModel:
         """Begins the room on its pair, which may refuse it: then it is tried once on another."""
         pair = request.pair
         self.pool.begin(pair, request.room, request.prompt)
-        prefill, decode = self.prefills[pair.prefill.peer], self.decodes[pair.decode.peer]
+        prefill, decode = self.prefills[_prefill(pair).peer], self.decodes[pair.decode.peer]
         try:
             if not prefill.fits(request):
                 raise ArenaFullError("the pool is too small", retry_ms=None)
@@ -226,7 +226,7 @@ class FleetModel:
 
     def _refused(self, request: ModelledRequest, error: ArenaFullError) -> None:
         pair = request.pair
-        for worker in (pair.prefill, pair.decode):
+        for worker in (_prefill(pair), pair.decode):
             self.pool.end(worker, request.room, request.tokens)
         if error.retry_ms is not None:
             pair.decode.mark_full(self._now + error.retry_ms / 1e3, enable_hisparse=False)
@@ -252,7 +252,7 @@ class FleetModel:
                 continue
             prefill, decode = self._workers(request)
             self._fail(request, "504")
-            for worker in (request.pair.prefill, request.pair.decode):
+            for worker in (_prefill(request.pair), request.pair.decode):
                 self.pool.end(worker, request.room, request.tokens)
             decode.rooms -= 1
             decode.admission.withdraw(request.room)
@@ -272,7 +272,7 @@ class FleetModel:
             prefill.free(request)
 
     def _workers(self, request: ModelledRequest) -> tuple[ModelledPrefill, ModelledDecode]:
-        return self.prefills[request.pair.prefill.peer], self.decodes[request.pair.decode.peer]
+        return self.prefills[_prefill(request.pair).peer], self.decodes[request.pair.decode.peer]
 
     # Prefill
 
@@ -328,7 +328,7 @@ class FleetModel:
         self._compute(prefill)
         assert request.holding is not None
         request.landed = True
-        self.pool.end(request.pair.prefill, request.room, request.tokens)
+        self.pool.end(_prefill(request.pair), request.room, request.tokens)
         decode.admission.landed(request.demand, request.holding)
         decode.cache.keep(request.holding, request.demand.keys)
         self._lease(decode)
@@ -435,3 +435,8 @@ def modelled(
     model = FleetModel(shape, rates, limits, block_tokens=block_tokens, slo=slo)
     model.run(requests, progress)
     return model
+
+
+def _prefill(pair: WorkerPair) -> Worker:
+    assert pair.prefill is not None, "the modelled decode workers compute no prompts"
+    return pair.prefill

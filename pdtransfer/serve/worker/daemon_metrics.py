@@ -31,6 +31,11 @@ class RoomMetrics:
         self.begun = Counter("pdtransfer_rooms_begun", "Rooms that were begun; each of them ends once", registry=of)
         self.ended = Counter("pdtransfer_rooms_ended", "Rooms that ended, by reason", ["reason"], registry=of)
         self.kv_bytes = Counter("pdtransfer_kv_bytes", "Bytes of KV written, or landed", registry=of)
+        self.computed_tokens = Counter(
+            "pdtransfer_computed_tokens",
+            "Prompt tokens that the engine computed; decode: of next turns",
+            registry=of,
+        )
 
 
 class PrefillMetrics(Collector):

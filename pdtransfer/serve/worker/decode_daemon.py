@@ -92,6 +92,7 @@ class DecodeDaemon:
             sparse_slots_free=sparse_free,
             sparse_slots_total=sparse_total,
             unusable=tuple(Unusable(name, why[:TEXT_LENGTH_MAX]) for name, why in self.node.unusable()[:UNUSABLE_MAX]),
+            rest_max=self.rank.rest_max,
         )
 
     def figures(self) -> WorkerFigures:
@@ -129,6 +130,8 @@ class DecodeDaemon:
             tokens.setdefault(token.room, []).append(token)
             if token.index == 0 and (room := self.rank.rooms.get(token.room)) is not None:
                 self._journeys.reached(room.room_id, *FIRST_TOKEN)
+                if room.begin.rest_max:
+                    self.rank.metrics.rooms.computed_tokens.inc(len(room.request.prompt) - room.prefix)
         for local_id, room_tokens in tokens.items():
             ids = [token.id for token in room_tokens]
             logprobs = b"".join(token.logprobs.pack() for token in room_tokens if token.logprobs is not None)
@@ -207,6 +210,8 @@ class DecodeDaemon:
             raise ValueError(f"room: {begin.room:016x} is in use")
         if begin.enable_hisparse and not self.config.enable_hisparse:
             raise ValueError("enable_hisparse: the request wants it, this node is run without it")
+        if begin.rest_max > (most := 0 if begin.enable_hisparse else self.rank.rest_max):
+            raise ValueError(f"rest_max: {begin.rest_max}, of such a prompt this node computes {most} tokens at most")
         self._engine.check(request)
         if begin.enable_hisparse:
             figures, most = self._engine.figures, self.config.limits.hisparse_queue_max

@@ -16,15 +16,16 @@ from ...client.thread_queues import ThreadQueues
 from ...errors import Cause, RemoteProtocolError
 from ...handoff.decode.room_request import RoomRequest
 from ...handoff.effects import DecodeEvent, RoomDrained, RoomFailed, RoomReady
+from ...handoff.prefix_keys import RunningKeys
 from ...limits import TOKENS_MAX
 from ...memory.arena_memory import ArenaMemory
 from ...transports.options import ArenaOptions
-from ...wire import Begin, StepOrder
-from ..engine_api import Broken, DecodeEngine, Finished, Request, Token
+from ...wire import Begin, Ranks, StepOrder, pack_ids
+from ..engine_api import Broken, ComputesRests, DecodeEngine, Finished, Request, Token
 from ..settings.worker import DecodeConfig
 from ..tracing.timeline import Journeys
 from .daemon_metrics import DecodeMetrics
-from .engine_thread import DecodeOutcome, DecodeThread, Drop, Dropped, Generate, Order, Stepped, Steps
+from .engine_thread import DecodeOutcome, DecodeThread, Drop, Dropped, Generate, GenerateFrom, Order, Stepped, Steps
 from .worker_times import DecodeTimes
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class DecodeRankRoom:
     begin: Begin
     request: Request
     landing: RoomReady | None = None
+    keys: RunningKeys | None = None  # of its prompt and of its answer, without the last id; None: no answer is shared
     leased_s: float = 0.0  # when it got its slots, by CLOCK_MONOTONIC; 0: it has none
     # Of all ranks.
     ranks_ready: set[int] = field(default_factory=set[int])  # by their numbers in the group
@@ -57,6 +59,11 @@ class DecodeRankRoom:
     def local_id(self) -> int:
         """The leader's id, used once; engines and other ranks know the room by it."""
         return self.request.room
+
+    @property
+    def written_keys(self) -> tuple[bytes, ...]:
+        """The keys of the blocks of its prompt and answer whose rows are written."""
+        return tuple(self.keys.keys) if self.keys is not None and self.keys.last_id else ()
 
 
 class DecodeReports(Protocol):
@@ -114,6 +121,10 @@ class DecodeRank:
             quarantined=self.times.quarantined,
             unusable_changed=unusable_changed,
         )
+        # The other ranks of a worker evict by themselves, so that some may lack what the leader has.
+        rests = isinstance(engine, ComputesRests) and engine.computes_rests and settings.ranks == Ranks()
+        self._shares_answers = rests and self.node.core.cache.block_tokens > 0
+        self.rest_max = settings.limits.turn_tokens_max if self._shares_answers else 0  # tokens of one prompt
         figures = (lambda: engine.figures) if config.enable_hisparse else None
         self.metrics = DecodeMetrics(self.node, registry, figures)
         self.thread = DecodeThread(engine, port, self.on_outcomes, steps)
@@ -130,17 +141,23 @@ class DecodeRank:
         room = DecodeRankRoom(begin, request)
         if room.local_id in self.rooms:
             raise RemoteProtocolError("RankRoom.local_id", f"{room.local_id} is here already")
+        if begin.rest_max > self.rest_max:
+            raise RemoteProtocolError("Begin.rest_max", f"{begin.rest_max}, this rank computes {self.rest_max} tokens")
         self.rooms[room.local_id] = self.by_id[room.room_id] = room
         self.journeys.begin(room.room_id, room.local_id)
+        cache = self.node.core.cache
+        if self._shares_answers and not begin.enable_hisparse:
+            room.keys = cache.running_keys(begin.prompt, begin.salt)
         self.node.expect(
             RoomRequest(
                 room=begin.room,
                 tokens=len(request.prompt),
-                sources=begin.peers,
+                sources=() if begin.rest_max else begin.peers,
                 time_left_s=begin.time_left_ms / 1e3,
                 growth=begin.sampling.max_tokens,
-                keys=self.node.core.cache.keys(begin.prompt, begin.salt),
+                keys=cache.keys(begin.prompt, begin.salt) if room.keys is None else tuple(room.keys.keys),
                 enable_hisparse=begin.enable_hisparse,
+                rest_max=begin.rest_max,
             )
         )
 
@@ -155,11 +172,16 @@ class DecodeRank:
             self.journeys.forget(room.room_id)
         return room
 
-    def generate(self, local_id: int, aux: bytes) -> Generate:
-        """Has the engine generate. Raises RemoteProtocolError if the room is not in the arena."""
+    def generate(self, local_id: int, aux: bytes) -> Generate | GenerateFrom:
+        """Has the engine generate, and first compute what no prefill did.
+
+        Raises RemoteProtocolError if the room is not in the arena.
+        """
         room = self.rooms.get(local_id)
         if room is None or room.landing is None:
             raise RemoteProtocolError("StepOrders.orders", f"generate of room {local_id}, not ready here")
+        if room.begin.rest_max:
+            return GenerateFrom(room.request, room.landing.slots, room.landing.prefix)
         return Generate(room.request, room.landing.slots, aux)
 
     def order(self, order: StepOrder) -> Order:
@@ -177,6 +199,10 @@ class DecodeRank:
         for outcome in outcomes:
             if isinstance(outcome, Stepped) and (room := self.rooms.get(outcome.room)) is not None:
                 self.journeys.admitted(room.room_id, outcome.begin_s)
+            elif isinstance(outcome, Token):
+                room = self.rooms.get(outcome.room)
+                if room is not None and room.keys is not None:
+                    room.keys.generated(pack_ids([outcome.id]))
         self._reports.tokens(outcome for outcome in outcomes if isinstance(outcome, Token))
         for outcome in outcomes:
             match outcome:
@@ -198,7 +224,8 @@ class DecodeRank:
             return
         self.journeys.reached(room.room_id, "generate", reason)
         self._forget(local_id)
-        self.node.release(room.room_id)
+        broken = reason == Cause.ENGINE.value  # what it has written is not known
+        self.node.release(room.room_id, keys=() if broken else room.written_keys)
         self._reports.closed(room, reason, detail, finished)
         self.journeys.forget(room.room_id)
 

@@ -26,6 +26,7 @@ from ...limits import STEP_ORDERS_MAX
 from ..engine_api import (
     Broken,
     Computed,
+    ComputesRests,
     DecodeEngine,
     Event,
     Finished,
@@ -54,6 +55,15 @@ class Generate:
     request: Request
     slots: dict[str, NDArray[np.int64]]
     aux: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateFrom:
+    """Decode: the room has its slots, with the rows of its first `done` tokens; the engine computes the others."""
+
+    request: Request
+    slots: dict[str, NDArray[np.int64]]
+    done: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +119,7 @@ class Offered:
     after: Event | None = None
 
 
-Order: TypeAlias = Compute | Generate | Drop | Free | Quit
+Order: TypeAlias = Compute | Generate | GenerateFrom | Drop | Free | Quit
 PrefillOutcome: TypeAlias = Stepped | Offered | Prefilled | Broken | Refused
 DecodeOutcome: TypeAlias = Stepped | Token | Finished | Broken | Dropped
 
@@ -184,7 +194,7 @@ class PrefillThread:
                         self.engine.free(room)
                     case Quit():
                         return
-                    case Generate():
+                    case Generate() | GenerateFrom():
                         raise AssertionError("a prefill engine generates nothing")
             outcomes, self._step_s = self._admit(), time.monotonic()
             self._pass_on(outcomes, self.engine.step())
@@ -257,9 +267,9 @@ class DecodeThread:
             outcomes: list[DecodeOutcome] = []
             for order in orders:
                 match order:
-                    case Generate(request, slots, aux):
+                    case Generate(request) | GenerateFrom(request):
                         try:
-                            self.engine.admit(request, slots, aux)
+                            self._admit(order)
                         except ValueError as error:
                             outcomes.append(Broken(room=request.room, detail=str(error)))
                     case Drop(room):
@@ -277,6 +287,14 @@ class DecodeThread:
             outcomes += produced
             if outcomes:
                 self._port.to_loop(lambda outcomes=outcomes: self._on_outcomes(outcomes))
+
+    def _admit(self, order: Generate | GenerateFrom) -> None:
+        match order:
+            case Generate(request, slots, aux):
+                self.engine.admit(request, slots, aux)
+            case GenerateFrom(request, slots, done):
+                assert isinstance(self.engine, ComputesRests), "the daemon refuses such rooms of other engines"
+                self.engine.admit_rest(request, slots, done)
 
 
 def start(

@@ -98,6 +98,7 @@ class PrefillDaemon:
         if first is not None and room.begin.first_token:
             self.desk.tokens(room.room_id, [first.id], b"" if first.logprobs is None else first.logprobs.pack())
         room.computed = True
+        self.rank.metrics.rooms.computed_tokens.inc(len(room.request.prompt))
         self._finish(room, aux)
 
     def landed(self, room: PrefillRankRoom, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:

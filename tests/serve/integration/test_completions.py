@@ -69,7 +69,10 @@ COMMON = ("mla 16 to 16, chunks of 8 and a layer", "gqa 64 to 1")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Options, Running]]:
     options, prefill, decode = FLEETS[request.param]
     both = {"engine_option": options}
-    with running(tmp_path_factory.mktemp("f"), prefills=[both | prefill], decodes=[both | decode]) as made:
+    router = {"limits": replace(LIMITS, turn_tokens_max=0)}  # each prompt is handed over
+    with running(
+        tmp_path_factory.mktemp("f"), prefills=[both | prefill], decodes=[both | decode], router=router
+    ) as made:
         yield options, made
 
 

@@ -49,6 +49,14 @@ class Slow:
         self._admitted = True
         return self._engine.admit(request, *more)
 
+    @property
+    def computes_rests(self) -> bool:
+        return getattr(self._engine, "computes_rests", False)  # the plain ones do not say
+
+    def admit_rest(self, request: Request, *more: Any) -> None:
+        self._admitted = True
+        self._engine.admit_rest(request, *more)
+
     def step(self) -> list[Any]:
         time.sleep(self._step_s)
         if self._held():

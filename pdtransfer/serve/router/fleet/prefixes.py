@@ -56,7 +56,8 @@ class PrefixHolders:
 
 class KnownPrefixes:
     """The keys that a router sent to one worker recently, at most `keys_max`; a prompt's deepest blocks are dropped
-    first. `learned` and `forgot` report keys that are new, and keys that are known no more."""
+    first. `learned` and `forgot` report keys that are new, and keys that are known no more. With them the ends of
+    prompts that it has answered."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class KnownPrefixes:
     ) -> None:
         self._keys_max, self._learned, self._forgot = keys_max, learned, forgot
         self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._ends: set[bytes] = set()
 
     def learn(self, keys: Sequence[bytes]) -> None:
         """Adds keys."""
@@ -77,7 +79,18 @@ class KnownPrefixes:
                 self._keys[key] = None
                 self._learned(key)
         if len(self._keys) > self._keys_max:
-            self._forgot([self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._keys_max)])
+            gone = [self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._keys_max)]
+            self._ends.difference_update(gone)
+            self._forgot(gone)
+
+    def answered(self, keys: Sequence[bytes]) -> None:
+        """The worker has a prompt of these keys, and its answer."""
+        if keys and self.count(keys) == len(keys):
+            self._ends.add(keys[-1])
+
+    def held(self, keys: Sequence[bytes]) -> int:
+        """The number of these keys up to the end of the longest answered prompt that is a beginning of theirs."""
+        return max((place for place, key in enumerate(keys[: self.count(keys)], 1) if key in self._ends), default=0)
 
     def count(self, keys: Sequence[bytes]) -> int:
         """The number of these keys up to the first unknown one."""
@@ -87,3 +100,4 @@ class KnownPrefixes:
         """Forgets all keys."""
         self._forgot(self._keys)
         self._keys.clear()
+        self._ends.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,23 +24,6 @@ class HandOffs:
     refusals: tuple[str, ...] = ()  # its facts, name=value, in which prefill engines differ
 
 
-class ServerPrefixes(KnownPrefixes):
-    """With the ends of prompts that the server has answered."""
-
-    def __init__(self, keys_max: int) -> None:
-        self._ends = set[bytes]()
-        super().__init__(keys_max, forgot=self._ends.difference_update)
-
-    def answered(self, keys: Sequence[bytes]) -> None:
-        """The server has a prompt of these keys, and its answer."""
-        if keys and self.count(keys) == len(keys):
-            self._ends.add(keys[-1])
-
-    def held(self, keys: Sequence[bytes]) -> int:
-        """The number of these keys up to the end of the longest answered prompt that is a beginning of theirs."""
-        return max((place for place, key in enumerate(keys[: self.count(keys)], 1) if key in self._ends), default=0)
-
-
 @dataclass(slots=True, eq=False)
 class Server:
     """One server, or one data parallel rank of it: an engine with a cache of its own behind the same URL. `why` is the
@@ -49,7 +31,7 @@ class Server:
 
     url: str
     role: Role
-    known: ServerPrefixes  # blocks of the prompts sent there
+    known: KnownPrefixes  # blocks of the prompts sent there
     why: str = "has not answered yet"
     down_since: float = 0.0  # while `why` is set, in seconds
     identity: ServerIdentity | None = None  # of a prefill server, by what it last reported

@@ -35,6 +35,7 @@ class Worker:
     prompt_tokens: int = 0  # of its rooms
     promised: dict[int, int] = field(default_factory=dict[int, int])  # slots for rooms begun after its last Load
     promised_slots: int = 0  # all of these
+    computing: dict[int, int] = field(default_factory=dict[int, int])  # prompt tokens that decode has yet to compute
     full_until: float = 0.0  # from its last refusal as full
     sparse_full_until: float = 0.0  # the same, for rooms with HiSparse only
     figures: FigureWindow = field(default_factory=FigureWindow)  # of the process that is connected
@@ -89,6 +90,11 @@ class Worker:
     def forget_promise(self, room: int) -> None:
         """The room has ended here, perhaps before any Load showed it."""
         self.promised_slots -= self.promised.pop(room, 0)
+
+    @property
+    def rest_max(self) -> int:
+        """The tokens of a prompt that it may be asked to compute itself, by its Load."""
+        return 0 if self.load is None else self.load.rest_max
 
     def loaded(self, load: Load) -> None:
         """A Load came: it shows all rooms that have begun."""

@@ -13,7 +13,7 @@ from .candidates import CandidatesByModel
 from .placement import NoPair, Pair, RoutedRequest
 from .ranking import Ranking
 
-WorkerPair: TypeAlias = Pair[Worker, Worker]
+WorkerPair: TypeAlias = Pair[Worker | None, Worker]  # without a prefill worker decode computes the rest of a prompt
 
 
 def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], model: str | None) -> str:
@@ -35,12 +35,16 @@ class FreeSlots:
 
     Each prompt token cached at a decode worker counts as `prefix_weight` free slots, unless the room would queue there.
     Both workers serve one model; HiSparse needs a decode worker that supports it.
+
+    A prompt that goes on from one that the decode worker has answered stays there without a prefill worker: it holds
+    the answer as well, which prefill would compute. It gets at most `turn_tokens_max` tokens at a time, since they
+    delay the answers that it generates.
     """
 
     def __init__(self, candidates: CandidatesByModel, holders: PrefixHolders, limits: Limits) -> None:
         self._candidates, self._holders, self._limits = candidates, holders, limits
 
-    def choose(self, request: RoutedRequest, avoid: Collection[Worker], now: float) -> WorkerPair | NoPair:
+    def choose(self, request: RoutedRequest, avoid: Collection[Worker | None], now: float) -> WorkerPair | NoPair:
         """As PlacementPolicy.choose."""
         model, enable_hisparse = request.model, request.enable_hisparse
         best: WorkerPair | None = None
@@ -53,7 +57,7 @@ class FreeSlots:
             decodes = among.sparse if enable_hisparse else among.decode
             if (model is not None and key[0] != model) or not among.prefill or not decodes:
                 continue
-            keys = self._keys(key, request)
+            keys = self._keys(key, request, decodes)
             pair = self._best_pair(among.prefill, decodes, keys, request.tokens, avoid, accepts)
             if pair is None:
                 wait_ms = self._wait_ms(among.prefill, decodes, now, enable_hisparse=enable_hisparse)
@@ -64,16 +68,31 @@ class FreeSlots:
             if best is None or left > best.decode.slots_left(enable_hisparse=enable_hisparse):
                 best = pair
         if best is not None:
-            return best
+            return self._staying(best, request) or best
         if waits_ms:
             return NoPair("every worker is full", int(min(waits_ms)) + 1)
         return NoPair(
             _no_pair_reason(self._candidates.groups("prefill"), self._candidates.groups("decode"), model), None
         )
 
-    def _keys(self, model: Model, request: RoutedRequest) -> tuple[bytes, ...]:
-        if self._candidates.decode_count == 1 or not self._limits.prefix_weight:
-            return ()  # no choice to make
+    def _staying(self, pair: WorkerPair, request: RoutedRequest) -> WorkerPair | None:
+        """The decode worker alone, where it has answered a beginning of the prompt and may compute what follows."""
+        decode, block_tokens, most = pair.decode, self._limits.prefix_block_tokens, self._limits.turn_tokens_max
+        if not request.may_stay or request.enable_hisparse or len(pair.keys) == PREFIX_PLACED_BLOCKS_MAX:
+            return None
+        # The last token is computed in any case.
+        cached = min(decode.known.held(pair.keys), (request.prompt_tokens - 1) // block_tokens) * block_tokens
+        rest = request.prompt_tokens - cached
+        fits = rest <= decode.rest_max and sum(decode.computing.values()) + rest <= most
+        return Pair(None, decode, pair.keys, computed=rest) if cached and fits else None
+
+    def _keys(self, model: Model, request: RoutedRequest, decodes: Ranking[Worker]) -> tuple[bytes, ...]:
+        if self._candidates.decode_count > 1:
+            wanted = self._limits.prefix_weight > 0
+        else:  # no choice to make, but whether the prompt stays
+            wanted = request.may_stay and any(worker.rest_max for worker in decodes.items())
+        if not wanted:
+            return ()
         if request.keys is not None:
             return request.keys[:PREFIX_PLACED_BLOCKS_MAX]
         root, blocks_max = root_key(*model, request.salt), PREFIX_PLACED_BLOCKS_MAX
@@ -81,7 +100,7 @@ class FreeSlots:
 
     def _best_pair(
         self, prefills: Ranking[Worker], decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int,
-        avoid: Collection[Worker], accepts: Callable[[Worker], bool],
+        avoid: Collection[Worker | None], accepts: Callable[[Worker], bool],
     ) -> WorkerPair | None:  # fmt: skip
         """The best decode worker that some prefill worker can serve now, and the best of these; avoid ones last."""
 

@@ -17,7 +17,8 @@ Decode = TypeVar("Decode")
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
     """A request as placement sees it. `ids` are its prompt's, u32, and at most `growth` tokens follow. `keys` are those
-    of the prompt's blocks, where they are known already. A `model` of None accepts any."""
+    of the prompt's blocks, where they are known already. A `model` of None accepts any. `may_stay`: decode may compute
+    the rest of a prompt that goes on from one that it has answered."""
 
     ids: bytes = b""
     growth: int = 0
@@ -25,11 +26,16 @@ class RoutedRequest:
     keys: tuple[bytes, ...] | None = None
     model: str | None = None
     enable_hisparse: bool = False
+    may_stay: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.ids) // 4
 
     @property
     def tokens(self) -> int:
         """Slots needed where nothing is cached."""
-        return len(self.ids) // 4 + self.growth
+        return self.prompt_tokens + self.growth
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
 
+from pdtransfer.limits import Limits
 from pdtransfer.serve.commands.cli import main
 from pdtransfer.serve.engines.transformers.factory import generate_many
 from pdtransfer.wire import Sampling
@@ -18,6 +19,7 @@ from tests.support import checkpoints
 from tests.support.fleets import Answer, Running, Site, running
 
 TOKENS = 12
+BLOCK = Limits().prefix_block_tokens
 OPTIONS = ("threads=1", "digests=true")
 
 
@@ -111,3 +113,32 @@ def test_a_directory_that_is_no_checkpoint_is_one_line_that_names_it(
     assert f"model = '{tmp_path}': " in output
     assert "config.json" in output
     assert len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "turns_kept"), [("qwen3", 9), pytest.param("deepseek_v32", 9, marks=pytest.mark.full), ("gemma3", 0)]
+)
+def test_ten_turns_of_a_chat_are_computed_where_their_kv_is(tmp_path: Path, family: str, turns_kept: int) -> None:
+    """The rows before a window are not kept: such a model's turns are handed over."""
+    directory = checkpoints.make(family, tmp_path / family)
+    one = {"model": str(directory), "engine_option": ("threads=1",), "page_size": 16}
+    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+
+    async def case(site: Site) -> None:
+        prompt, one_engine, cached = checkpoints.prompts(3, (100,))[0], 0, 0
+        for turn in range(10):
+            one_engine += len(prompt) - cached
+            answer = await complete(site, prompt)
+            (alone,) = generate_many(checkpoints.config(directory), [(prompt, sampling)])
+            assert answer.facts["tokens_digest"] == alone.tokens_digest.hex()
+            prompt = np.concatenate((prompt, alone.tokens))
+            cached = (len(prompt) - 1) // BLOCK * BLOCK
+            prompt = np.concatenate((prompt, checkpoints.prompts(turn, (15,))[0]))
+        prefill, decode, router = [await site.metrics(daemon) for daemon in (site.prefill, site.decode, site.router)]
+        assert router["pdtransfer_requests_kept_total"] == turns_kept
+        name = "pdtransfer_computed_tokens_total"
+        assert (prefill[name] + decode[name] <= 1.05 * one_engine) is (turns_kept == 9)
+        await site.settled()
+
+    with running(tmp_path, prefills=[one], decodes=[one]) as on:
+        on(case)

@@ -23,7 +23,8 @@ from pdtransfer.serve.router.backends.servers.exchange import Exchange
 from pdtransfer.serve.router.backends.servers.server_metrics import ServerMetrics
 from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
 from pdtransfer.serve.router.backends.servers.upstream import AttemptFailedError, Upstream, end_to_end
-from pdtransfer.serve.router.fleet.server import Server, ServerPrefixes
+from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
+from pdtransfer.serve.router.fleet.server import Server
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.router_metrics import RouterMetrics
 from pdtransfer.serve.router.policy.placement import Pair
@@ -59,7 +60,7 @@ async def alone(handler: Handler, *, url: str = "", limits: Limits = LIMITS) -> 
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server = Server(url or f"http://127.0.0.1:{runner.addresses[0][1]}", "decode", ServerPrefixes(1), why="")
+    server = Server(url or f"http://127.0.0.1:{runner.addresses[0][1]}", "decode", KnownPrefixes(1), why="")
     unreachable: list[str] = []
     made = Upstream(limits, lambda _, why: unreachable.append(why))
     try:

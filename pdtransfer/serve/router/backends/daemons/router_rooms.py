@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from msgspec.structs import replace as replace_fields
 
 from .....errors import Cause
+from .....handoff.prefix_keys import RunningKeys
 from .....handoff.tables import Word
 from .....limits import PROMPT_BYTES_MAX
 from .....wire import Begin, End, Sampling, pack_ids
@@ -159,20 +160,27 @@ class RoutedRoom:
     id: int
     request_id: int  # the id of the request's first room
     request: CompletionRequest
-    prefill: RoomLeg
+    prefill: RoomLeg | None  # None: decode computes the rest of the prompt itself
     decode: RoomLeg
     deadline: float
     retried: bool
     so_far: AnswerSoFar | None = None  # None: the request is not resumed
+    keys: RunningKeys | None = None  # of its prompt's blocks and its answer's, where decode may compute the next turn
     repeats: int | None = None  # the id that decode has to send first, which was delivered already
     state: RouterRoom = RouterRoom.OPEN
     received: int = 0
     cause: Cause = Cause.ABORTED  # why it failed
 
     @property
-    def legs(self) -> tuple[RoomLeg, RoomLeg]:
-        """Prefill, then decode."""
-        return self.prefill, self.decode
+    def legs(self) -> tuple[RoomLeg, ...]:
+        """Prefill, where the room has one, then decode."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+    def generated(self, ids: bytes) -> None:
+        """Decode sent these ids, u32, behind those that it sent before."""
+        self.decode.worker.computing.pop(self.id, None)
+        if self.keys is not None:
+            self.keys.generated(ids)
 
     @property
     def landed(self) -> bool:

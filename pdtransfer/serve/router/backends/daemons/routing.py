@@ -85,7 +85,7 @@ class Routing:
         self._requests: dict[int, RoutedRoom] = {}  # by request id: the room that may still answer
         self._timers: Timers[tuple[str, int]] = Timers()
         self._draining = False
-        self.retries = self.resumptions = 0
+        self.retries = self.resumptions = self.stayed = 0
         self.prefix_tokens = 0  # prompt tokens placed where they were cached
 
     @property
@@ -121,7 +121,7 @@ class Routing:
         if len(self._rooms) >= self._limits.rooms_max:
             text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
             return Refusal(Cause.FULL, text, self._limits.resend_ms_max)
-        request, pair = self._choose(request, (), now)
+        request, pair = self._choose(request, (), now, may_stay=True)
         if isinstance(pair, NoPair):
             if pair.retry_ms is None:
                 return Refusal(Cause.PEER_LOST, pair.detail, self._limits.resend_ms_max)
@@ -197,7 +197,7 @@ class Routing:
             if kind == "deadline":
                 self._deadline(room, now)
             else:
-                self._repeat(room, room.prefill if kind == "prefill" else room.decode, now)
+                self._repeat(room, next(leg for leg in room.legs if leg.worker.role == kind), now)
         return self._take()
 
     def add_worker(self, peer: str, role: Role, now: float) -> list[RoutingEffect]:
@@ -235,26 +235,24 @@ class Routing:
         room_id = self._mint()
         while room_id in self._rooms or room_id in self._requests:
             room_id = self._mint()
-        legs: list[RoomLeg] = []
-        assert pair.prefill.identity is not None
-        assert pair.decode.identity is not None
-        prefill_node, decode_node = pair.prefill.identity.node, pair.decode.identity.node
-        for worker, node, peers, early in (
-            (pair.prefill, prefill_node, pair.decode.names, request.early and repeats is None),
-            (pair.decode, decode_node, pair.prefill.endpoints, False),
-        ):
-            begin = Begin(
-                room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt,
-                request.request_id, request.traceparent, early,
-            )  # fmt: skip
-            legs.append(RoomLeg(worker, begin, node))
+        prefill, sources, rest_max = (
+            None,
+            pair.decode.endpoints,
+            min(pair.decode.rest_max, self._limits.turn_tokens_max),
+        )
+        if pair.prefill is not None:
+            sources, rest_max = pair.prefill.endpoints, 0
+            early = request.early and repeats is None
+            prefill = _leg(room_id, pair.prefill, request, pair.decode.names, early=early)
+        decode = _leg(room_id, pair.decode, request, sources, rest_max=rest_max)
         first = room_id if request_id is None else request_id
-        retried = request_id is not None
-        room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried, so_far, repeats)
+        retried, keys = request_id is not None, self.workers.answer_keys(pair.decode, request.prompt, request.salt)
+        room = RoutedRoom(room_id, first, request, prefill, decode, deadline, retried, so_far, keys, repeats)
         self._rooms[room_id] = self._requests[first] = room
         self.prefix_tokens += self.workers.begin(pair, room_id, _routed(request))
+        self.stayed += pair.prefill is None
         self._timers.set(("deadline", room_id), deadline)
-        for leg in legs:
+        for leg in room.legs:
             self._repeat(room, leg, now)
         return room
 
@@ -294,6 +292,7 @@ class Routing:
                     self._fail(room, (leg.worker,), Cause.ENGINE, text, 0, now)
                     return
                 received = 1
+            room.generated(message.ids[4 * (room.received - message.first) :])
             new_ids: list[int] = ids[received:].tolist()
             logprobs = message.logprobs[received * logprob_bytes(sampling) :]
             room.received = upto
@@ -340,7 +339,7 @@ class Routing:
     def _lost(self, worker: Worker, cause: Cause, detail: str, now: float) -> None:
         for room_id in list(worker.rooms):
             room = self._rooms[room_id]
-            leg = room.prefill if room.prefill.worker is worker else room.decode
+            leg = next(leg for leg in room.legs if leg.worker is worker)
             self._end_leg(room, leg, LegEvent.LOSE)
             self._leg_failed(room, leg, (leg,), cause, detail, 0, now)
             self._settle(room)
@@ -373,6 +372,8 @@ class Routing:
         self._timers.clear(("deadline", room.id))
 
     def _finish(self, room: RoutedRoom, report: RoomReport) -> None:
+        if room.keys is not None:
+            self.workers.answered(room.decode.worker, room.keys)
         del self._requests[room.request_id]
         self._effects.append(Finish(room.request_id, report))
 
@@ -405,6 +406,7 @@ class Routing:
                 self.retries += 1
             repeats = room.repeats if room.so_far is None else room.so_far.repeated
             again = self._open(*retry, room.request_id, room.so_far, repeats, room.deadline, now)
+            again.retried = room.retried or room.prefill is not None  # decode alone was no pair's attempt
             self._effects.append(Retry(room.request_id, cause, detail, report, again.id, resumed))
         else:
             if cause is Cause.REFUSED and room.so_far is not None and room.so_far.lost is not None:
@@ -439,10 +441,11 @@ class Routing:
         return None if cause is Cause.FULL and any(again) else (request, pair)
 
     def _choose(
-        self, request: CompletionRequest, avoid: tuple[Worker, ...], now: float
+        self, request: CompletionRequest, avoid: tuple[Worker, ...], now: float, *, may_stay: bool = False
     ) -> tuple[CompletionRequest, WorkerPair | NoPair]:
-        """Chooses a pair. A HiSparse request that no worker supports is decoded densely."""
-        pair = self._pair(request, avoid, now)
+        """Chooses a pair. A HiSparse request that no worker supports is decoded densely. `may_stay`: as RoutedRequest,
+        for the first attempt alone, since decode may have lost what it had."""
+        pair = self.workers.choose(_routed(request, may_stay=may_stay), avoid, now)
         if request.enable_hisparse and isinstance(pair, NoPair) and pair.retry_ms is None:
             request = dense(request)
             pair = self._pair(request, avoid, now)
@@ -494,13 +497,34 @@ class Routing:
 
 def _report(room: RoutedRoom, *, ended: bool = True) -> RoomReport:
     """`ended`: its workers were left to end it, so that their Ends count."""
-    ends = (room.prefill.end, room.decode.end) if ended else (None, None)
+    prefill = room.prefill
+    ends = (None if prefill is None else prefill.end, room.decode.end) if ended else (None, None)
     resumptions, tokens = 0 if room.so_far is None else room.so_far.resumptions, len(room.request.prompt) // 4
     return RoomReport(
-        room.id, room.prefill.node, room.decode.node, *ends, tokens, room.request.enable_hisparse, resumptions
+        room.id,
+        "" if prefill is None else prefill.node,
+        room.decode.node,
+        *ends,
+        tokens,
+        room.request.enable_hisparse,
+        resumptions,
     )
 
 
-def _routed(request: CompletionRequest) -> RoutedRequest:
+def _leg(
+    room_id: int, worker: Worker, request: CompletionRequest, peers: tuple[str, ...], *, early: bool = False,
+    rest_max: int = 0,
+) -> RoomLeg:  # fmt: skip
+    assert worker.identity is not None
+    begin = Begin(
+        room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt, request.request_id,
+        request.traceparent, early, rest_max,
+    )  # fmt: skip
+    return RoomLeg(worker, begin, worker.identity.node)
+
+
+def _routed(request: CompletionRequest, *, may_stay: bool = False) -> RoutedRequest:
     growth, sparse = request.sampling.max_tokens, request.enable_hisparse
-    return RoutedRequest(request.prompt, growth, request.salt, model=request.model, enable_hisparse=sparse)
+    return RoutedRequest(
+        request.prompt, growth, request.salt, model=request.model, enable_hisparse=sparse, may_stay=may_stay
+    )

@@ -68,6 +68,11 @@ class RoutingMetrics(Collector):
         yield CounterMetricFamily(
             "pdtransfer_prefix_placed_tokens", "Prompt tokens placed where they were cached", placed
         )
+        yield CounterMetricFamily(
+            "pdtransfer_requests_kept",
+            "Requests that decode was to compute: it held earlier turns",
+            self._routing.stayed,
+        )
         yield CounterMetricFamily("pdtransfer_bus_sent", "Messages sent", self._bus.sent)
         yield CounterMetricFamily("pdtransfer_bus_received", "Messages received", self._bus.received)
         yield CounterMetricFamily("pdtransfer_bus_dropped", "Messages that could not be sent", self._bus.dropped)

@@ -12,9 +12,10 @@ from itertools import count
 from .....errors import Cause
 from .....handoff.liveness import NAME_TAKEN, Liveness, PeerProcess
 from .....handoff.peers import Peers
+from .....handoff.prefix_keys import RunningKeys, root_key
 from .....handoff.send import Send
 from .....handoff.timers import TimerKey, Timers
-from .....limits import AHEAD_PING, TEXT_LENGTH_MAX, WORKERS_MAX, Limits
+from .....limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, WORKERS_MAX, Limits
 from .....wire import VERSION, Goodbye, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 from ...fleet.prefixes import KnownPrefixes, PrefixHolders
 from ...fleet.roles import Departure, Role
@@ -43,7 +44,7 @@ class WorkerPool:
 
         self._holders = PrefixHolders()
         self._candidates = CandidatesByModel()
-        self._policy: PlacementPolicy[Worker, Worker] = FreeSlots(self._candidates, self._holders, limits)
+        self._policy: PlacementPolicy[Worker | None, Worker] = FreeSlots(self._candidates, self._holders, limits)
         self._by_node: dict[str, Worker] = {}  # connected ones, by their names
         self._numbers = count()
         self._free_numbers: list[int] = []  # of workers that have left: masks stay as short as the fleet was large
@@ -157,9 +158,13 @@ class WorkerPool:
     def begin(self, pair: WorkerPair, room: int, request: RoutedRequest) -> int:
         """A room begins on this pair. Returns the tokens of the prompt that are known to be cached at decode."""
         for worker in (pair.prefill, pair.decode):
-            worker.rooms.add(room)
-            self._candidates.changed(worker)
-        pair.prefill.prompt_tokens += len(request.ids) // 4
+            if worker is not None:
+                worker.rooms.add(room)
+                self._candidates.changed(worker)
+        if pair.prefill is not None:
+            pair.prefill.prompt_tokens += request.prompt_tokens
+        if pair.computed is not None:
+            pair.decode.computing[room] = pair.computed
         cached = pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
         pair.decode.known.learn(pair.keys)
         pair.decode.promise(room, request.tokens)
@@ -169,9 +174,24 @@ class WorkerPool:
         """A room with this many prompt tokens has ended on this worker."""
         worker.rooms.discard(room)
         worker.forget_promise(room)
+        worker.computing.pop(room, None)
         if worker.role == "prefill":
             worker.prompt_tokens -= prompt_tokens
         self._candidates.changed(worker)
+
+    def answer_keys(self, worker: Worker, prompt: bytes, salt: bytes) -> RunningKeys | None:
+        """The keys of a prompt's blocks, for those of its answer to follow. None where decode computes no next turn."""
+        if not (worker.rest_max and self._limits.turn_tokens_max):
+            return None
+        block_tokens, blocks_max = self._limits.prefix_block_tokens, PREFIX_PLACED_BLOCKS_MAX
+        keys = RunningKeys(root_key(*worker.model, salt), block_tokens=block_tokens, blocks_max=blocks_max)
+        keys.add(prompt)
+        return keys
+
+    def answered(self, worker: Worker, keys: RunningKeys) -> None:
+        """Decode has a prompt and its answer, with these keys."""
+        worker.known.learn(keys.keys)
+        worker.known.answered(keys.keys)
 
     def choose(self, request: RoutedRequest, avoid: Iterable[Worker], now: float) -> WorkerPair | NoPair:
         """Chooses a pair by the policy; workers in `avoid`, and slow ones, come last."""

@@ -7,8 +7,9 @@ from itertools import product
 from typing import TypeAlias
 
 from .....limits import Limits
+from ...fleet.prefixes import KnownPrefixes
 from ...fleet.roles import Departure, Role
-from ...fleet.server import Server, ServerPrefixes
+from ...fleet.server import Server
 from ...fleet.status import WorkerState, WorkerStatus
 from ...policy.fewest_answers import FewestAnswers
 from ...policy.placement import NoPair, Pair, PlacementPolicy, RoutedRequest
@@ -63,7 +64,7 @@ class ServerPool:
         return not any(server.usable for server in self.prefill)
 
     def _new(self, url: str, role: Role) -> Server:
-        return Server(url, role, ServerPrefixes(self._limits.prefix_keys_max))
+        return Server(url, role, KnownPrefixes(self._limits.prefix_keys_max))
 
     def _of(self, role: Role) -> list[Server]:
         return self.prefill if role == "prefill" else self.decode

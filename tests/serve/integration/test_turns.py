@@ -1,0 +1,178 @@
+"""The next turn of a chat is computed where its KV is: by decode, behind the blocks that it holds of earlier turns."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from pdtransfer.limits import Limits
+from tests.support.fleets import ENGINE, LIMITS, Answer, Gates, Running, Site, equal, generated, prompts, running
+from tests.support.healing import text_of
+from tests.support.loads import named, strike
+from tests.support.waiting import until
+
+TURNS, ANSWER = 10, 60
+BLOCK = Limits().prefix_block_tokens
+QUICK = replace(LIMITS, silence_ms=1_500)
+
+
+@dataclass
+class Chat:
+    """One chat, and what one engine with prefix caching would compute of it, in blocks of the same size."""
+
+    prompt: str = ""
+    one_engine: int = 0
+    cached: int = 0  # tokens of whole blocks that such an engine has
+
+    def asks(self, text: str) -> str:
+        """The prompt of the next turn."""
+        self.prompt += text
+        self.one_engine += len(self.prompt) - min(self.cached, (len(self.prompt) - 1) // BLOCK * BLOCK)
+        return self.prompt
+
+    def takes(self, answer: Answer) -> None:
+        self.prompt += answer.text
+        self.cached = (len(self.prompt) - 1) // BLOCK * BLOCK
+
+
+@pytest.fixture(scope="module")
+def on(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running]:
+    option = ("layers=2", f"gates={gates.directory}")
+    both = {"engine": ENGINE, "limits": QUICK, "engine_option": option}
+    with running(
+        tmp_path_factory.mktemp("f"), ends_as=(-signal.SIGKILL,), prefills=[both], decodes=[both] * 2,
+        router={"limits": QUICK},
+    ) as made:  # fmt: skip
+        yield made
+
+
+async def computed(site: Site) -> int:
+    """Prompt tokens that all engines have computed since they were started, by their own counts."""
+    workers = [*site.fleet.of("prefill"), *site.fleet.of("decode")]
+    return sum([int((await site.metrics(worker))["pdtransfer_computed_tokens_total"]) for worker in workers])
+
+
+async def kept(site: Site) -> int:
+    return int((await site.metrics(site.router))["pdtransfer_requests_kept_total"])
+
+
+async def turn(site: Site, chat: Chat, text: str, **more: Any) -> Answer:
+    """A turn is answered as a single process answers it."""
+    prompt = chat.asks(text)
+    answer = await site.complete(prompt, max_tokens=ANSWER, **more)
+    assert equal(answer, generated(prompt, ANSWER)), answer
+    chat.takes(answer)
+    return answer
+
+
+def test_ten_turns_compute_no_more_prompt_tokens_than_one_engine_with_prefix_caching(on: Running) -> None:
+    async def case(site: Site) -> None:
+        before, stayed, chat = await computed(site), await kept(site), Chat()
+        answers = [await turn(site, chat, text) for text in prompts(1, 150, *[20] * (TURNS - 1))]
+        assert await computed(site) - before <= 1.05 * chat.one_engine
+        assert await kept(site) - stayed == TURNS - 1
+        assert [answer.facts["prefill"] for answer in answers] == ["prefill-0", *[""] * (TURNS - 1)]
+        assert len({answer.facts["decode"] for answer in answers}) == 1
+        assert [answer.facts["kv_bytes"] > 0 for answer in answers] == [True, *[False] * (TURNS - 1)]
+        await site.settled()
+
+    on(case)
+
+
+def test_two_chats_that_branch_share_the_turns_before_and_no_answer(on: Running) -> None:
+    async def case(site: Site) -> None:
+        chat = Chat()
+        first, *others = prompts(2, 200, 30, 40)
+        await turn(site, chat, first)
+        stayed = await kept(site)
+        branches = [replace(chat) for _ in others]
+        await asyncio.gather(*(turn(site, branch, text) for branch, text in zip(branches, others, strict=True)))
+        await asyncio.gather(*(turn(site, branch, text) for branch, text in zip(branches, others, strict=True)))
+        assert await kept(site) - stayed == 4
+        await site.settled()
+
+    on(case)
+
+
+def test_another_salt_shares_no_turn(on: Running) -> None:
+    async def case(site: Site) -> None:
+        chat, stayed = Chat(), await kept(site)
+        first, second = prompts(3, 200, 30)
+        await turn(site, chat, first, cache_salt="a")
+        answer = await turn(site, chat, second, cache_salt="b")
+        assert answer.facts["prefill"] == "prefill-0"
+        assert await kept(site) == stayed
+
+    on(case)
+
+
+def test_a_turn_that_its_client_leaves_gives_everything_back_and_the_next_is_right(on: Running, gates: Gates) -> None:
+    async def case(site: Site) -> None:
+        chat = Chat()
+        first, second, third = prompts(4, 200, 30, 25)
+        await turn(site, chat, first)
+        stayed, left = await kept(site), chat.prompt
+        with gates.closed("decode"):
+            async for event in site.events(left + second, max_tokens=ANSWER):
+                assert text_of([event])
+                break  # the first token is here, others are to come
+        await site.settled()
+        await turn(site, chat, second + third)
+        assert await kept(site) - stayed == 2
+        await site.settled()
+
+    on(case)
+
+
+def test_a_prompt_whose_blocks_decode_has_given_up_is_handed_over(on: Running) -> None:
+    """The router does not know what was evicted: decode refuses the turn, and prefill computes it."""
+
+    async def case(site: Site) -> None:
+        chat = Chat()
+        first, second, *more = prompts(5, 1_300, 30, *[900] * 8)
+        await turn(site, chat, first)
+        await asyncio.gather(*(site.complete(text, max_tokens=2) for text in more))
+        retries = (await site.metrics(site.router))["pdtransfer_retries_total"]
+        answer = await turn(site, chat, second)
+        assert answer.facts["prefill"] == "prefill-0"
+        assert (await site.metrics(site.router))["pdtransfer_retries_total"] == retries + 1
+        await site.settled()
+
+    on(case)
+
+
+def test_a_turn_whose_decode_is_killed_goes_on_elsewhere(on: Running, gates: Gates) -> None:
+    async def case(site: Site) -> None:
+        chat = Chat()
+        first, second, third = prompts(6, 200, 30, 25)
+        where = (await turn(site, chat, first)).facts["decode"]
+        stayed, prompt = await kept(site), chat.asks(second)
+        with gates.closed("decode"):
+            events = list[dict[str, Any]]()
+
+            async def read() -> None:
+                async for event in site.events(prompt, max_tokens=ANSWER, enable_resume=True):
+                    assert "error" not in event, event
+                    events.append(event)
+
+            reading = asyncio.ensure_future(read())
+            await until(lambda: text_of(events), "the first token")
+            assert await kept(site) - stayed == 1
+            await strike(site, where, signal.SIGKILL)
+        await reading
+        whole = generated(prompt, ANSWER)
+        assert text_of(events).encode() == bytes(whole.tokens)
+        assert events[-1]["pdtransfer"]["resumptions"] == 1
+        assert events[-1]["pdtransfer"]["decode"] != where
+        await site.restart(named(site, where))
+        await site.usable(prefill=1, decode=2)
+        chat.prompt += text_of(events)
+        await turn(site, chat, third)
+        await site.settled()
+
+    on(case)

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ import pytest
 
 from tests.engines.sglang_requests import mixed_requests
 from tests.support.pcie import PcieReads, UnsupportedError
-from tests.support.sglang_engine import DEVICE, RefusedError, SglangPair, SglangServer
+from tests.support.sglang_engine import DEVICE, ENVIRONMENT, PYTHON, RefusedError, SglangPair, SglangServer
 from tests.support.vllm_engine import Checkpoints
 
 pytestmark = [
@@ -81,11 +82,13 @@ def generated(server: SglangServer, prompt: Sequence[int], **more: Any) -> Gener
     return Generated(answer["output_ids"], [each[0] for each in answer["meta_info"]["output_token_logprobs"]])
 
 
-def handed_over(pair: SglangPair, asked: Sequence[Sequence[int]], *, at_once: bool = False) -> list[Generated]:
-    """Of each prompt, what decode goes on with; one at a time, or all at once."""
+def handed_over(
+    pair: SglangPair, asked: Sequence[Sequence[int]], *, at_once: bool = False, **more: Any
+) -> list[Generated]:
+    """Of each prompt, what decode goes on with; one at a time, or all at once. `more` are further fields of both."""
 
     def one(prompt: Sequence[int]) -> Generated:
-        room = pair.room()
+        room = pair.room() | more
         with ThreadPoolExecutor(1) as thread:
             first = thread.submit(generated, pair.prefill, prompt, **room)
             answer = generated(pair.decode, prompt, **room)
@@ -328,6 +331,62 @@ def test_dense_models_continue(sglang_checkpoints: Checkpoints, tmp_path: Path, 
                 same(answers, expected)
         follow(servers["single"], asked, handed_over(pair, asked, at_once=True))
         pair.settles()
+
+
+def test_an_adapter_by_its_name_continues(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """LoRA, which both servers have loaded, beside requests without it."""
+    asked, model = prompts(5, 300, 1_500), sglang_checkpoints.path("llama")
+    sglang_checkpoints.adapter(model, tmp_path / "tuned")
+    options = SHORT | {
+        "enable_lora": True, "lora_paths": f"tuned={tmp_path / 'tuned'}", "max_loras_per_batch": 2,
+        "lora_backend": "triton",
+    }  # fmt: skip
+    with ExitStack() as stack:
+        servers = Servers(
+            model, tmp_path, stack, single=options, prefill=options | PREFILL, decode=options | DECODE
+        )  # fmt: skip
+        pair, answers = servers.pair("prefill", "decode"), list[list[Generated]]()
+        for named in ({"lora_path": "tuned"}, {}):
+            expected = [generated(servers["single"], prompt, **named) for prompt in asked]
+            answers.append(handed_over(pair, asked, **named))
+            same(answers[-1], expected)
+        assert all(tuned.tokens != plain.tokens for tuned, plain in zip(*answers, strict=True))
+        pair.settles()
+
+
+@pytest.mark.parametrize("family", ["granite_hybrid", "qwen3_next"])
+def test_states_cross_with_the_kv(sglang_checkpoints: Checkpoints, tmp_path: Path, family: str) -> None:
+    """Of Mamba 2, and of gated delta nets behind layers of experts."""
+    asked = prompts(5, 300, 1_500)
+    with ExitStack() as stack:
+        model = sglang_checkpoints.path(family)
+        servers = Servers(model, tmp_path, stack, single=SHORT, prefill=SHORT | PREFILL, decode=SHORT | DECODE)
+        pair = servers.pair("prefill", "decode")
+        follow(servers["single"], asked, handed_over(pair, asked))
+        follow(servers["single"], asked, handed_over(pair, asked, at_once=True))
+        pair.settles()
+
+
+def test_kv_crosses_over_mooncake(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """With checksums, which a server computes of what landed."""
+    command, environment = [PYTHON, "-c", "import mooncake.engine"], os.environ | ENVIRONMENT
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        pytest.skip(f"no Mooncake there: {ended.stderr.strip().rpartition(chr(10))[2]}")
+    settings = {"settings": SETTINGS | {"transport": "mooncake"}}
+    checked = {"settings": SETTINGS | {"transport": "mooncake", "verify": True}}
+    asked = prompts(5, 300, 1_500)
+    with ExitStack() as stack:
+        model = sglang_checkpoints.path("qwen3")
+        servers = Servers(
+            model, tmp_path, stack, single=SHORT, prefill=SHORT | PREFILL | settings, decode=SHORT | DECODE | checked
+        )
+        expected = [generated(servers["single"], prompt) for prompt in asked]
+        pair = servers.pair("prefill", "decode")
+        same(handed_over(pair, asked), expected)
+        follow(servers["single"], asked, handed_over(pair, asked, at_once=True))
+        pair.settles()
+        assert "over mooncake" in pair.decode.log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,17 @@ NEXT_TOKENS: dict[str, Any] = {
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
+    # Of the sizes that attention for GPUs is made for, and prompts of some thousand tokens, 16 KiB each in bfloat16.
+    "llama_long": (
+        "LlamaConfig",
+        {
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 16384,
+            "tie_word_embeddings": False,
+        },
+    ),
     # Of a vocabulary for a tokenizer of bytes.
     "llama_bytes": (
         "LlamaConfig",
@@ -120,10 +131,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_hybrid": ("GraniteMoeHybridConfig", MIXED | MAMBA2),
     "qwen3_next": ("Qwen3NextConfig", MIXED | DELTA),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
-    "deepseek_v3_drafted": (
-        "DeepseekV3Config",
-        LATENT | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 1},
-    ),
+    "deepseek_v3_dense": ("DeepseekV3Config", LATENT | {"first_k_dense_replace": 3}),
     "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | PUBLISHED),
     # Of the sizes that kernels of sparse attention (DSA) take; the second has a layer of experts.
     "glm_dsa": ("GlmMoeDsaConfig", SPARSE),

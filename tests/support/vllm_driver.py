@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import vllm
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
@@ -42,13 +43,20 @@ class Driver:
         return {"blocks": self._core.scheduler.kv_cache_config.num_blocks, "block_size": cache.block_size}
 
     def generate(
-        self, *, number: int, request: str, prompt: list[int], tokens: int, kv_transfer_params: dict[str, Any] | None
+        self,
+        *,
+        number: int,
+        request: str,
+        prompt: list[int],
+        tokens: int,
+        kv_transfer_params: dict[str, Any] | None,
+        logprobs: int | None,
     ) -> object:
         """Answers later: exactly this many greedy tokens, why it ended, and what the KV connector returned."""
         extra = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params is not None else None
         params = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY, logprobs=logprobs,
         )  # fmt: skip
         self._engine.add_request(request, {"prompt_token_ids": prompt}, params)
         self._numbers[request] = number
@@ -73,9 +81,14 @@ class Driver:
         [blocks] = scheduler.kv_cache_manager.get_block_ids(known)
         made = hashlib.sha256()
         for cache in self._core.model_executor.driver_worker.worker.model_runner.kv_caches:
-            rows = cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens]  # [tokens, heads, width]
-            made.update(rows.contiguous().numpy().tobytes())
+            of_request = cache[blocks]  # [blocks, heads, tokens, width], or of a latent [blocks, tokens, width]
+            rows = (of_request.transpose(1, 2) if of_request.ndim == 4 else of_request).flatten(0, 1)[:tokens]
+            made.update(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return made.hexdigest()
+
+    def forget(self) -> bool:
+        """Empties the prefix cache; False while a request has blocks."""
+        return self._engine.reset_prefix_cache()
 
     def hold(self) -> None:
         """Runs no step from now on, but those that `step` asks for."""
@@ -134,6 +147,7 @@ class Driver:
             answer = {
                 "tokens": list(made.token_ids), "finish_reason": made.finish_reason,
                 "kv_transfer_params": output.kv_transfer_params,
+                "logprobs": [{token: of.logprob for token, of in likely.items()} for likely in made.logprobs or ()],
             }  # fmt: skip
             self._requests.answer(self._numbers.pop(output.request_id), answer)
         if not self._core.scheduler.running:

@@ -1,4 +1,7 @@
-"""vLLM engines in processes of their own, from .venv-vllm, and tiny checkpoints that they load."""
+"""vLLM engines in processes of their own, from .venv-vllm, and tiny checkpoints that they load.
+
+On a host with a GPU, PDTRANSFER_TEST_VLLM names another interpreter that has vLLM, and PDTRANSFER_TEST_DEVICE=cuda has
+all engines share its first GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from typing import Any, Protocol
 
 from tests.support.json_process import JsonProcess
 from tests.support.paths import REPO
+from tests.support.sglang_engine import DEVICE
 
 # Another version than the default, as make test-vllm VERSION=0.27.0 sets it.
 VERSION = os.environ.get("PDTRANSFER_TEST_VLLM_VERSION", "")
 VENV = REPO / f".venv-vllm{VERSION and '-'}{VERSION}"
-PYTHON = VENV / "bin" / "python"
+PYTHON = Path(os.environ.get("PDTRANSFER_TEST_VLLM", VENV / "bin" / "python"))
 START_S = 300.0  # of a process that imports vLLM and starts an engine, beside others on two cores
 ANSWER_S = 120.0
-KV_BYTES = 128 << 20
+KV_BYTES = 128 << 20 if DEVICE == "cpu" else 1 << 30
 VOCABULARY = 512  # of each tiny checkpoint
 
 ENVIRONMENT = {
@@ -38,11 +42,20 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(REPO),
 }
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8}
+if DEVICE != "cpu":
+    del ENVIRONMENT["VLLM_CACHE_ROOT"], ENVIRONMENT["VLLM_CONFIG_ROOT"]
+    ENVIRONMENT.update(
+        PYTHONPATH=os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        VLLM_USE_FLASHINFER_SAMPLER="0",
+    )
+    # vLLM asks for this share of the memory to be free while others start, and takes what is given in bytes.
+    OPTIONS["gpu_memory_utilization"] = 0.03
 
 
 def why_not() -> str | None:
     """Why no engine can be started here; None where one can."""
-    if not (VENV / ".stamp").exists():
+    if "PDTRANSFER_TEST_VLLM" not in os.environ and not (VENV / ".stamp").exists():
         return f"no vLLM here: make venv-vllm{VERSION and ' VERSION='}{VERSION}"
     return None
 
@@ -54,6 +67,7 @@ class Generated:
     tokens: list[int]
     finish_reason: str | None
     kv_transfer_params: dict[str, Any] | None  # that its KV connector returned
+    logprobs: list[dict[str, float]] | None = None  # of each token's likeliest, where they were asked for
 
 
 def prompts(*lengths: int, seed: int = 3) -> list[list[int]]:
@@ -65,15 +79,24 @@ def prompts(*lengths: int, seed: int = 3) -> list[list[int]]:
 class VllmEngine(JsonProcess):
     """One engine. It starts in the background: `ready` waits for it.
 
-    `options` are those of vLLM's LLM, `kv_transfer_config` among them. Its log is `log`.
+    `options` are those of vLLM's LLM, `kv_transfer_config` among them; `environment` is added to its own. Its log is
+    `log`.
     """
 
-    def __init__(self, model: Path, log: Path, *, dtype: str = "float32", **options: Any) -> None:
-        super().__init__(PYTHON, "tests.support.vllm_driver", log, ENVIRONMENT)
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        dtype: str = "float32",
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(PYTHON, "tests.support.vllm_driver", log, ENVIRONMENT | dict(environment or {}))
         self._names = count()
         self._started = self.submit(
             "start", model=str(model), dtype=dtype, skip_tokenizer_init=True, kv_cache_memory_bytes=KV_BYTES,
-            **{"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8} | options,
+            **OPTIONS | options,
         )  # fmt: skip
 
     def ready(self) -> dict[str, int]:
@@ -87,11 +110,13 @@ class VllmEngine(JsonProcess):
         tokens: int,
         request: str | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        logprobs: int | None = None,
     ) -> Future[Any]:
-        """Adds a request for this many greedy tokens; `generated` has what comes of it."""
+        """Adds a request for this many greedy tokens; `generated` has what comes of it, with the `logprobs` of this
+        many likeliest tokens in the place of each."""
         return self.submit(
             "generate", request=request or f"request-{next(self._names)}", prompt=list(prompt), tokens=tokens,
-            kv_transfer_params=kv_transfer_params,
+            kv_transfer_params=kv_transfer_params, logprobs=logprobs,
         )  # fmt: skip
 
     def generated(self, added: Future[Any], seconds: float = ANSWER_S) -> Generated:
@@ -110,6 +135,10 @@ class VllmEngine(JsonProcess):
     def state(self) -> dict[str, int]:
         """`free_blocks` of its KV cache, and `requests` that its scheduler knows."""
         return self.ask("state", ANSWER_S)
+
+    def forgets(self) -> bool:
+        """Empties its prefix cache; False while a request has blocks."""
+        return self.ask("forget", ANSWER_S)
 
     def hold(self) -> None:
         """Has it run no step, but those that `step` asks for, until `resume`."""

@@ -33,7 +33,7 @@ from ..kit.reachable import Reachable
 from . import dialect
 from .bootstrap import Bootstrap, name_of
 from .orders import Orders
-from .pools import Pools, pools, range_of
+from .pools import Pools, pools, range_of, with_heads
 from .scheduler import SchedulerSide
 from .settings import ConnectorSettings
 from .stats import TransferMetrics, TransferStats
@@ -112,6 +112,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pooled is not None:
             self._pooled.__exit__(None, None, None)
             self._pooled = None
+        kv_caches = with_heads(kv_caches)
         ranks = dialect.ranks_here(self._vllm_config)
         device = next(iter(kv_caches.values())).device
         self._on_card = device.type == "cuda"

@@ -163,6 +163,11 @@ def pools(
     return Pools(tuple(rows), replicas, tuple(layers), complete_after)
 
 
+def with_heads(views: Mapping[str, Any]) -> dict[str, Any]:
+    """Caches as [blocks, heads, tokens, width]: older versions have no axis for the one head of a latent."""
+    return {name: view.unsqueeze(1) if view.ndim == 3 else view for name, view in views.items()}
+
+
 def range_of(views: Iterable[Any]) -> tuple[int, int]:
     """The addresses from the first byte of all views to one past the last."""
     ranges = [

@@ -14,9 +14,9 @@ import torch
 
 from pdtransfer.adapters.kit.heads import Heads
 from pdtransfer.adapters.vllm.orders import KVGroup
-from pdtransfer.adapters.vllm.pools import Pools, layer_number, pools, range_of
+from pdtransfer.adapters.vllm.pools import Pools, layer_number, pools, range_of, with_heads
 from pdtransfer.adapters.vllm.states import StatePart, described, parts_of
-from pdtransfer.errors import ConfigError
+from pdtransfer.errors import ConfigError, LayoutMismatchError
 from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.layout.pairing import pair
 from pdtransfer.wire import Ranks
@@ -61,6 +61,23 @@ def test_a_row_is_a_block_of_one_layer() -> None:
         assert np.array_equal(row(tensors, made, at, 5), expected)
     assert made.layers == ((0, 1),)
     assert made.complete_after == {name: (0, at) for at, name in enumerate(tensors)}
+
+
+def test_a_latent_without_an_axis_of_heads_has_one_head() -> None:
+    """As vLLM 0.26 shows it."""
+    tensors = cache(2, 1)
+    rows = made_of(with_heads({name: tensor[:, 0] for name, tensor in tensors.items()}), Heads(1, Ranks())).rows
+    assert rows == made_of(tensors, Heads(1, Ranks())).rows
+    assert all(view is tensors[name] for name, view in with_heads(tensors).items())
+
+
+def test_heads_that_lie_apart_do_not_pair_with_heads_that_lie_together() -> None:
+    apart = cache(1, 4)
+    together = {name: tensor.transpose(1, 2).contiguous().transpose(1, 2) for name, tensor in apart.items()}
+    layouts = [made_of(tensors).components[0].layout for tensors in (apart, together)]
+    for source, target in (layouts, layouts[::-1]):
+        with pytest.raises(LayoutMismatchError, match="heads: source"):
+            pair(source, target)
 
 
 def test_smaller_blocks_of_the_backend_are_parts_of_a_row() -> None:

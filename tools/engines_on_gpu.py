@@ -1,6 +1,6 @@
-"""`python -m tools.sglang_on_gpu OUT`: SGLang's tests on one GPU, in groups that run beside each other, and a table.
+"""`python -m tools.engines_on_gpu vllm|sglang OUT`: an engine's tests on one GPU, in groups that run beside each other.
 
-Run it with the interpreter that has SGLang, pytest and this project. Each group is a pytest of its own with its own
+Run it with the interpreter that has the engine, pytest and this project. Each group is a pytest of its own with its own
 servers, so a server that ends costs its own group. Groups start in their order, as long as few servers run at once.
 Each result is in OUT/results.jsonl and on standard output as soon as the test has ended, whatever ends the run; OUT
 also has each group's pytest output, and the logs of all servers in logs.tar.xz.
@@ -28,7 +28,7 @@ ALONE = 1_000  # more servers than ever run at once: nothing runs beside this gr
 END_S = 25.0  # after which a group that was interrupted is killed
 ERROR_LINES = 6  # of a failed test, in the table
 
-GPU, BOTH = "tests/engines/test_sglang_gpu.py", "tests/engines/test_sglang.py"
+VLLM, GPU, BOTH = "test_vllm_gpu.py", "test_sglang_gpu.py", "test_sglang.py"
 
 
 @dataclass
@@ -43,8 +43,30 @@ class Group:
     results: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
-def groups() -> list[Group]:
-    """All of them, the most wanted first."""
+def vllm_groups() -> list[Group]:
+    """All of vLLM's, the most wanted first. `-rP` prints how many tokens were others that are as likely."""
+    drafts = "test_speculation_on_both_sides_continues"
+    return [
+        Group(name, engines, (VLLM, "-rP", "-k", wanted))
+        for name, engines, wanted in (
+            ("dense", 3, "test_dense_models_continue"),
+            ("tiers", 3, "test_what_a_tier_in_host_memory_has"),
+            ("mooncake", 2, "test_kv_crosses_over_mooncake"),
+            ("mla", 2, "test_latents_continue"),
+            ("fp8", 2, "test_numbers_of_one_byte"),
+            ("layouts", 4, "layout"),
+            ("draft-model", 2, f"{drafts} and draft_model"),
+            ("eagle", 2, f"{drafts} and eagle"),
+            ("ngram", 2, f"{drafts} and ngram"),
+            ("ends", 3, "test_requests_and_prefill_end_early"),
+            ("unequal-blocks", 2, "test_blocks_of_unequal_sizes"),
+            ("states", 1, "test_states_are_refused"),
+        )
+    ]
+
+
+def sglang_groups() -> list[Group]:
+    """All of SGLang's, the most wanted first."""
     dense, retracts = "test_dense_models_continue", "test_what_decode_retracts_goes_on"
     sparse = "test_other_forms_of_the_sparse_cache_continue"
     return [
@@ -57,6 +79,10 @@ def groups() -> list[Group]:
         Group("sparse-fp8", 4, (GPU, "-k", f"{sparse} and fp8")),
         Group("dense-radix", 3, (GPU, "-k", f"{dense} and radix")),
         Group("retract-dense", 3, (GPU, "-k", f"{retracts} and dense")),
+        Group("lora", 3, (GPU, "-k", "test_an_adapter_by_its_name")),
+        Group("mooncake", 3, (GPU, "-k", "test_kv_crosses_over_mooncake")),
+        Group("granite-hybrid", 3, (GPU, "-k", "test_states_cross and granite_hybrid", "-rP")),
+        Group("qwen3-next", 3, (GPU, "-k", "test_states_cross and qwen3_next", "-rP")),
         Group("llama", 5, (BOTH, "-k", "not other_models and not ranks and not stages")),
         Group("models", 3, (BOTH, "-k", "test_other_models_continue_as_well")),
         Group("bytes", ALONE, (GPU, "-k", "test_an_admission_reads_no_more_than_the_preload", "-rP")),
@@ -108,7 +134,7 @@ class Run:
         command = [
             sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", __spec__.name, "-m", "engines",
             "--basetemp", self._scratch / group.name, "--junitxml", self._out / f"{group.name}.xml",
-            *group.arguments,
+            Path("tests", "engines", group.arguments[0]), *group.arguments[1:],
         ]  # fmt: skip
         with (self._out / f"{group.name}.txt").open("wb") as output:
             group.process = subprocess.Popen(  # noqa: S603
@@ -168,13 +194,15 @@ def table(wanted: Sequence[Group]) -> str:
 
 def main() -> int:
     parser = ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("engine", choices=["vllm", "sglang"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--scratch", type=Path, required=True, help="an empty folder for checkpoints and servers' logs")
     parser.add_argument("--seconds", type=float, default=3_600.0, help="after which what still runs is interrupted")
-    parser.add_argument("--servers-max", type=int, default=20, help="that run at once")
+    parser.add_argument("--servers-max", type=int, default=28, help="that run at once")
     parser.add_argument("--group", action="append", default=[], help="only this one; may be repeated")
     given = parser.parse_args()
-    wanted = [group for group in groups() if not given.group or group.name in given.group]
+    groups = vllm_groups() if given.engine == "vllm" else sglang_groups()
+    wanted = [group for group in groups if not given.group or group.name in given.group]
     given.out.mkdir(parents=True, exist_ok=True)
     given.scratch.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,0 +1,425 @@
+"""vLLM's engines on a GPU: prefill and decode share it, with the kernels and layouts that its users have.
+
+Run with PDTRANSFER_TEST_DEVICE=cuda, all of them by tools.engines_on_gpu. Numbers of two bytes: the bits of a token
+depend on the batch and the kernel that computed it. So an answer is held against one engine token by token, each behind
+all that stands before it: where it has another token than that engine's, both must be nearly as likely.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import subprocess
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.sglang_engine import DEVICE, free_port
+from tests.support.vllm_engine import ENVIRONMENT, PYTHON, Checkpoints, Generated, VllmEngine, prompts
+from tests.support.vllm_pair import TOKENS, VllmPair, handed_over, rooms, settles, transfer
+
+pytestmark = [
+    pytest.mark.timeout(420),
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu", reason="PDTRANSFER_TEST_DEVICE is cpu: no kernels of a GPU"),
+]
+
+LENGTHS = 5, 100, 127, 129, 300, 1_500, 3_000  # the last two have several chunks
+ORDERS = "serial", "prefill first", "decode first"
+TIME_LEFT_S = 60.0
+COMMON: dict[str, Any] = {
+    "dtype": "bfloat16", "max_model_len": 8_192, "max_num_batched_tokens": 1_024, "disable_log_stats": False,
+    "enable_prefix_caching": True,
+}  # fmt: skip
+NEAR = 0.3  # of log-probabilities; hardly any of 512 random tokens is as near to the likeliest
+LIKELIEST = 10  # tokens that an engine is asked for
+TIES_MAX = TOKENS // 3
+
+
+def ties(single: VllmEngine, prompt: Sequence[int], tokens: Sequence[int]) -> int | None:
+    """How many of an answer's tokens are not those of one engine, but nearly as likely, each behind all that stands
+    before it; None where one of them is not."""
+    count = done = 0
+    while done < len(tokens):
+        added = single.add([*prompt, *tokens[:done]], tokens=len(tokens) - done, logprobs=LIKELIEST)
+        alone = single.generated(added)
+        differs = [index for index, token in enumerate(alone.tokens) if token != tokens[done + index]]
+        if not differs:
+            break
+        assert alone.logprobs is not None
+        likely = alone.logprobs[differs[0]]
+        done += differs[0]
+        if max(likely.values()) - likely.get(str(tokens[done]), -math.inf) > NEAR:
+            return None
+        count, done = count + 1, done + 1
+    return count
+
+
+def continue_as_one(single: VllmEngine, asked: Sequence[Sequence[int]], answers: Sequence[Generated]) -> None:
+    """One engine would give these answers; no hand-off was lost."""
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert answer.finish_reason == "length"
+        assert answer.kv_transfer_params is not None
+        assert answer.kv_transfer_params["kv_lost"] is False
+        others = ties(single, prompt, answer.tokens)
+        assert others is not None, f"prompt of {len(prompt)}: a token that one engine does not find likely"
+        assert others <= TIES_MAX, f"prompt of {len(prompt)}: {others} other tokens"
+        print(f"prompt of {len(prompt)}: {len(answer.tokens)} tokens, {others} of them others that are as likely")
+
+
+def why_not_imported(module: str) -> str:
+    """The error of the engines' interpreter; empty if there is none."""
+    command, environment = [PYTHON, "-c", f"import {module}"], os.environ | ENVIRONMENT
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return ended.stderr.strip().rpartition("\n")[2] if ended.returncode else ""
+
+
+def sum_of(engine: VllmEngine, metric: str) -> float:
+    """A metric, over all its labels."""
+    return sum(engine.metrics(metric).values())
+
+
+def received_bytes(engine: VllmEngine) -> float:
+    return engine.metrics("vllm:pdtransfer_bytes_total").get("vllm:pdtransfer_bytes_total received", 0.0)
+
+
+class Engines:
+    """Engines of one model, started together."""
+
+    def __init__(self, model: Path, folder: Path, stack: ExitStack, **common: Any) -> None:
+        self._model, self._folder, self._stack, self._common = model, folder, stack, COMMON | common
+
+    def start(self, name: str, **options: Any) -> VllmEngine:
+        log = self._folder / f"{name}.log"
+        return self._stack.enter_context(VllmEngine(self._model, log, **self._common | options))
+
+    def prefill(self, name: str = "prefill", *, settings: dict[str, Any] | None = None, **options: Any) -> VllmEngine:
+        config = transfer("kv_producer", **{"time_left_s": TIME_LEFT_S} | (settings or {}))
+        return self.start(name, kv_transfer_config=config, **options)
+
+    def decode(self, name: str = "decode", *, settings: dict[str, Any] | None = None, **options: Any) -> VllmEngine:
+        config = transfer("kv_consumer", **{"time_left_s": TIME_LEFT_S} | (settings or {}))
+        return self.start(name, kv_transfer_config=config, **options)
+
+
+@contextmanager
+def engines(checkpoints: Checkpoints, folder: Path, family: str, **common: Any) -> Generator[Engines]:
+    with ExitStack() as stack:
+        yield Engines(checkpoints.path(family), folder, stack, **common)
+
+
+def answer_as_one(pair: VllmPair, single: VllmEngine, *lengths: int, orders: Sequence[str] = ORDERS) -> None:
+    """Of a pair whose KV stays on the GPU: all at once and one at a time, and each depends on its prompt's first
+    half."""
+    pair.ready()
+    asked, answers = list[list[int]](), list[Generated]()
+    for seed, order in enumerate(orders):
+        for batch in [prompts(*lengths, seed=seed), *([prompt] for prompt in prompts(*lengths, seed=50 + seed))]:
+            asked += batch
+            answers += handed_over(pair, batch, order=order)
+    pair.settles()
+    single.ready()
+    continue_as_one(single, asked, answers)
+    longest = max(asked, key=len)
+    [other] = prompts(len(longest), seed=99)
+    changed = other[: len(other) // 2] + longest[len(other) // 2 :]
+    of_another = pair.serial(changed, tokens=TOKENS).tokens
+    assert ties(single, longest, of_another) is None, "it depends on the first half"
+    pair.settles()
+    assert received_bytes(pair.decode) > 0
+
+
+def stays_on_the_gpu(engine: VllmEngine) -> None:
+    """Nothing was copied up from host memory."""
+    assert sum_of(engine, "vllm:pdtransfer_copied_up_bytes_total") == 0
+    assert "does not reach the GPU" not in engine.log.read_text()
+
+
+def test_dense_models_continue(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """With CUDA graphs, compiled, chunked, and with prefix caches on both sides."""
+    graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
+    with engines(checkpoints, tmp_path, "llama_long", **graphs) as started:
+        pair, single = VllmPair(started.prefill(), started.decode()), started.start("single")
+        answer_as_one(pair, single, *LENGTHS)
+        # What either side has cached of a prompt.
+        shared, short, long = prompts(1_024, 60, 100, seed=5)
+        for tail in (short, long):
+            before = received_bytes(pair.decode)
+            continue_as_one(single, [shared + tail], [pair.serial(shared + tail, tokens=TOKENS)])
+            crossed = received_bytes(pair.decode) - before
+            assert crossed < 256 * 16_384 if tail is long else crossed >= 1_024 * 16_384
+        pair.settles()
+        stays_on_the_gpu(pair.decode)
+
+
+def test_numbers_of_one_byte_continue(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with engines(checkpoints, tmp_path, "llama_long", kv_cache_dtype="fp8") as started:
+        pair = VllmPair(started.prefill(), started.decode())
+        answer_as_one(pair, pair.prefill, *LENGTHS, orders=["serial", "decode first"])
+        stays_on_the_gpu(pair.decode)
+
+
+def test_latents_continue(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Of MLA, without experts. Held against prefill's own bytes: decode computes the prompt's last token anew, with
+    other kernels, which a tiny random model may turn into other tokens, as one engine does that begins anew behind its
+    own first token: both are printed."""
+    with engines(
+        checkpoints, tmp_path, "deepseek_v3_dense", max_model_len=2_048, enable_prefix_caching=False
+    ) as started:
+        pair = VllmPair(started.prefill(), started.decode())
+        pair.ready()
+        for number, prompt in enumerate(prompts(5, 63, 64, 65, 300, 1_500)):
+            label, tokens = pair.label(), len(prompt) - 1
+            pair.prefill.generated(pair.begin_prefill(prompt, label, request=f"p{number}"))
+            sent = pair.prefill.kv_digest(f"p{number}", tokens)
+            received = pair.begin_decode(prompt, label, tokens=500, request=f"d{number}")
+            settles(lambda number=number: rooms(pair.decode).get("received"), number + 2)
+            assert pair.decode.kv_digest(f"d{number}", tokens) == sent
+            answer = pair.decode.generated(received)
+            assert answer.finish_reason == "length"
+            [alone] = pair.prefill.generate([prompt], tokens=TOKENS)
+            expected = ties(pair.prefill, [*prompt, alone[0]], alone[1:])
+            others = ties(pair.prefill, prompt, answer.tokens[:TOKENS])
+            print(f"prompt of {len(prompt)}: others as likely: {others}; of one engine that begins anew: {expected}")
+        pair.settles()
+        stays_on_the_gpu(pair.decode)
+
+
+# Beside vLLM's tier in host memory
+
+
+@pytest.fixture(scope="module")
+def offloading(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmEngine]]:
+    """A prefill engine, and decode engines with OffloadingConnector behind ours and before it."""
+    offloads = {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 3 << 29},
+    }  # fmt: skip
+    ours = transfer("kv_consumer", time_left_s=TIME_LEFT_S)
+    with engines(checkpoints, tmp_path_factory.mktemp("tiers"), "llama_long") as started:
+        tiers = {"prefill": started.prefill()}
+        for name, connectors in (("ours first", [ours, offloads]), ("ours second", [offloads, ours])):
+            config = {
+                "kv_connector": "MultiConnector", "kv_role": "kv_consumer",
+                "kv_connector_extra_config": {"connectors": connectors},
+            }  # fmt: skip
+            tiers[name] = started.start(name.replace(" ", "-"), kv_transfer_config=config)
+        yield tiers
+
+
+@pytest.mark.parametrize("order", ["ours first", "ours second"])
+def test_what_a_tier_in_host_memory_has_does_not_cross_again(offloading: dict[str, VllmEngine], order: str) -> None:
+    """With OffloadingConnector in MultiConnector: the first of both that has a prompt loads it."""
+    decode = offloading[order]
+    pair = VllmPair(offloading["prefill"], decode)
+    pair.ready()
+    asked = prompts(100, 300, 1_500, 3_000, seed=len(order))
+    crossed: list[float] = []
+    for times in range(2):
+        before = received_bytes(decode)
+        answers = handed_over(pair, asked, order="serial")
+        pair.settles()
+        crossed.append(received_bytes(decode) - before)
+        assert [answer.finish_reason for answer in answers] == ["length"] * len(asked)
+        others = [ties(pair.prefill, prompt, answer.tokens) for prompt, answer in zip(asked, answers, strict=True)]
+        print(f"{order}, time {times + 1}: {crossed[-1]:,.0f} bytes crossed, {others} tokens are others as likely")
+        assert None not in others
+        settles(decode.forgets, True)
+    assert crossed[0] > 0
+    assert crossed[1] == (crossed[0] if order == "ours first" else 0)
+    # Without a peer only the tier has it.
+    before = sum_of(decode, "vllm:external_prefix_cache_hits_total")
+    loaded = decode.generate(asked, tokens=TOKENS)
+    assert sum_of(decode, "vllm:external_prefix_cache_hits_total") - before > 0.9 * sum(map(len, asked))
+    assert None not in [ties(pair.prefill, prompt, tokens) for prompt, tokens in zip(asked, loaded, strict=True)]
+    pair.settles()
+    stays_on_the_gpu(decode)
+
+
+# Over Mooncake
+
+
+def test_kv_crosses_over_mooncake(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """By its engines, with a small staging buffer where they do not reach the GPU's memory, and checksums."""
+    if error := why_not_imported("mooncake.engine"):
+        pytest.skip(f"no Mooncake there: {error}")
+    settings = {"transport": "mooncake", "time_left_s": 120.0}
+    with engines(checkpoints, tmp_path, "llama_long", enable_prefix_caching=False) as started:
+        prefill = started.prefill(settings=settings)
+        decode = started.decode(settings=settings | {"host_buffer_gib": 0.25, "verify": True})
+        pair = VllmPair(prefill, decode)
+        pair.ready()
+        asked = prompts(3_000, 6_000, seed=8)  # the second does not fit into the share of the buffer that one moves at
+        answers = handed_over(pair, asked, order="serial")
+        answers += handed_over(pair, asked, order="decode first")
+        continue_as_one(prefill, asked * 2, answers)
+        pair.settles()
+        copied = sum_of(decode, "vllm:pdtransfer_copied_up_bytes_total")
+        print(f"{received_bytes(decode):,.0f} bytes crossed, {copied:,.0f} were copied up")
+        assert received_bytes(decode) >= 2 * 9_000 * 16_384
+        assert "over mooncake" in decode.log.read_text()
+
+
+# Layouts
+
+
+@pytest.fixture(scope="module")
+def layouts(
+    checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str], VllmEngine]]:
+    """Prefill and decode engines with heads that lie apart, and with tokens whose heads lie together."""
+    with engines(checkpoints, tmp_path_factory.mktemp("layouts"), "llama_long", max_model_len=2_048) as started:
+        by_role: dict[tuple[str, str], VllmEngine] = {}
+        for layout in ("HND", "NHD"):
+            environment = {"VLLM_KV_CACHE_LAYOUT": layout}
+            by_role["prefill", layout] = started.prefill(f"prefill-{layout}", environment=environment)
+            by_role["decode", layout] = started.decode(f"decode-{layout}", environment=environment)
+        yield by_role
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_either_layout_continues(layouts: dict[tuple[str, str], VllmEngine], layout: str) -> None:
+    prefill = layouts["prefill", layout]
+    pair = VllmPair(prefill, layouts["decode", layout])
+    answer_as_one(pair, prefill, 5, 129, 300, 1_500, orders=["serial", "decode first"])
+    stays_on_the_gpu(pair.decode)
+    assert f"KV cache layout to {layout}" in prefill.log.read_text()
+
+
+@pytest.mark.parametrize(("sent", "kept"), [("HND", "NHD"), ("NHD", "HND")])
+def test_unequal_layouts_are_refused(layouts: dict[tuple[str, str], VllmEngine], sent: str, kept: str) -> None:
+    """Or they continue as one engine does; they give no other tokens."""
+    prefill, decode = layouts["prefill", sent], layouts["decode", kept]
+    pair = VllmPair(prefill, decode)
+    for name, engine in (("prefill", prefill), ("decode", decode)):
+        pair.blocks[name] = engine.ready()["blocks"] - 1
+    [prompt] = prompts(300, seed=12)
+    answer = pair.serial(prompt, tokens=TOKENS)
+    print(f"prefill {sent}, decode {kept}: {answer.finish_reason}")
+    if answer.finish_reason == "error":
+        lines = [line for line in decode.log.read_text().splitlines() if re.search(r"refused|layout", line)]
+        assert lines, decode.log_end()
+        print(lines[-1])
+    else:
+        continue_as_one(prefill, [prompt], [answer])
+    pair.settles()
+
+
+# Speculation
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle", "ngram"])
+def test_speculation_on_both_sides_continues(checkpoints: Checkpoints, tmp_path: Path, kind: str) -> None:
+    """A drafter's KV crosses as well. It has the model's own layers, and drafts what the model takes."""
+    family = "llama_drafted" if kind == "eagle" else "llama"
+    drafts: dict[str, Any] = {"method": kind, "num_speculative_tokens": 3}
+    if kind == "eagle":
+        drafts["model"] = str(tmp_path / "head")
+        checkpoints.eagle(checkpoints.path(family), tmp_path / "head")
+    elif kind == "draft_model":
+        drafts["model"] = str(checkpoints.path(family))
+    elif error := why_not_imported("numba"):
+        pytest.skip(f"vLLM drafts from the prompt by numba: {error}")
+    else:
+        drafts = NGRAM
+    with engines(checkpoints, tmp_path, family, max_model_len=2_048, speculative_config=drafts) as started:
+        pair = VllmPair(started.prefill(), started.decode())
+        if kind == "ngram":
+            [beat] = prompts(20, seed=33)
+            pair.ready()
+            continue_as_one(pair.prefill, [beat * 12], handed_over(pair, [beat * 12], order="decode first"))
+        answer_as_one(pair, pair.prefill, 5, 129, 300, 700, orders=["serial", "decode first"])
+        shares: list[float] = []
+        for engine in (pair.prefill, pair.decode):
+            drafted, taken = (
+                sum_of(engine, f"vllm:spec_decode_num_{name}_tokens_total") for name in ("draft", "accepted")
+            )
+            assert drafted > 0
+            shares.append(taken / drafted)
+        print(f"of the drafts one engine took {shares[0]:.2f}, decode {shares[1]:.2f}")
+        if kind != "ngram":
+            assert shares[1] > 0.75 * shares[0] > 0.2, "the drafter has the KV of the prompt"
+        stays_on_the_gpu(pair.decode)
+
+
+# What ends early
+
+
+def test_requests_and_prefill_end_early(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """40 requests, two in five given up; then prefill is killed with six under way, and another one takes its place."""
+    settings = {"bind": f"tcp://127.0.0.1:{free_port()}"}
+    with engines(checkpoints, tmp_path, "llama_long", enable_prefix_caching=False) as started:
+        single = started.start("single")
+        pair = VllmPair(started.prefill(settings=settings), started.decode())
+        pair.ready()
+        draw = random.Random(16)
+        asked = prompts(*(draw.randrange(5, 3_000) for _ in range(40)), seed=16)
+        fates = ["kept"] * 24 + ["decode", "prefill"] * 8
+        draw.shuffle(fates)
+        kept: list[tuple[list[int], Any]] = []
+        for number, (prompt, fate) in enumerate(zip(asked, fates, strict=True)):
+            label = pair.label()
+            pair.begin_prefill(prompt, label, request=f"p{number}")
+            received = pair.begin_decode(prompt, label, tokens=TOKENS, request=f"d{number}")
+            if fate == "kept":
+                kept.append((prompt, received))
+            elif fate == "decode":
+                pair.decode.abort(f"d{number}")
+            else:
+                pair.prefill.abort(f"p{number}")
+                pair.decode.abort(f"d{number}")
+        answers = [pair.decode.generated(received) for _, received in kept]
+        pair.settles()
+        single.ready()
+        continue_as_one(single, [prompt for prompt, _ in kept], answers)
+
+        under_way = prompts(*[3_000] * 6, seed=17)
+        labels = [pair.label() for _ in under_way]
+        added = [
+            pair.begin_decode(prompt, label, tokens=TOKENS) for prompt, label in zip(under_way, labels, strict=True)
+        ]
+        settles(lambda: pair.decode.state()["requests"], len(under_way))
+        pair.prefill.hold()
+        for prompt, label in zip(under_way, labels, strict=True):
+            pair.begin_prefill(prompt, label)
+        pair.prefill.step(4)  # some chunks
+        pair.prefill.kill()
+        again = started.prefill("again", settings=settings)
+        reasons = [pair.decode.generated(request).finish_reason for request in added]
+        print(f"with prefill killed: {reasons}")
+        assert set(reasons) <= {"error", "length"}
+        assert "error" in reasons
+        settles(pair.decode.state, {"free_blocks": pair.blocks["decode"], "requests": 0})
+        pair = VllmPair(again, pair.decode)
+        pair.ready()
+        continue_as_one(single, under_way, handed_over(pair, under_way, order="prefill first"))
+        pair.settles()
+        stays_on_the_gpu(pair.decode)
+
+
+def test_blocks_of_unequal_sizes_continue_by_tokens(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """In both directions, with `rows` set on both sides, as GPUs need it."""
+    config = transfer("kv_both", rows="tokens", time_left_s=TIME_LEFT_S)
+    with engines(checkpoints, tmp_path, "llama_long", enable_prefix_caching=False) as started:
+        small, large = (
+            started.start(f"blocks-{size}", block_size=size, kv_transfer_config=config) for size in (16, 64)
+        )
+        for pair in (VllmPair(small, large), VllmPair(large, small)):
+            answer_as_one(pair, pair.prefill, 5, 63, 64, 65, 300, 1_500, orders=["serial", "decode first"])
+            stays_on_the_gpu(pair.decode)
+
+
+@pytest.mark.parametrize("family", ["granite_hybrid", "lfm2"])
+def test_states_are_refused_by_this_version(checkpoints: Checkpoints, tmp_path: Path, family: str) -> None:
+    """Those of Mamba 2, and of short convolutions: vLLM has what they need since 0.32."""
+    with engines(checkpoints, tmp_path, family, enable_prefix_caching=False, max_model_len=1_024) as started:
+        decode = started.decode()
+        with pytest.raises(RuntimeError, match="MambaSpec cannot cross yet"):
+            decode.ready()

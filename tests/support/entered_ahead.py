@@ -13,15 +13,16 @@ PAGE_BYTES = 4_096
 
 
 class Ahead:
-    """But for the first piece of an arena when it is mapped; pieces are pages of memory, by default."""
+    """But for the first piece of each arena when it is mapped; pieces are pages of memory, by default."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, piece_bytes: int = PAGE_BYTES) -> None:
-        self.go_on, self.steps = threading.Event(), 0
+        self.go_on, begun = threading.Event(), set[EnteredArena]()
         enter_next = EnteredArena.enter_next
 
         def step(arena: EnteredArena) -> bool:
-            self.steps += 1
-            assert self.steps == 1 or self.go_on.wait(60)
+            first = arena not in begun
+            begun.add(arena)
+            assert first or self.go_on.wait(60)
             return enter_next(arena)
 
         monkeypatch.setattr(entering, "STEP_BYTES", piece_bytes)

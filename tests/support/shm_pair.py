@@ -151,11 +151,12 @@ class Pair:
         *,
         grant: int,
         layers: tuple[int, int] = (0, LAYERS),
+        session: int = WRITER,
         **more: Any,
     ) -> Write:
         self.writes += 1
         order = Write(
-            session=WRITER, grant=grant, room=grant, write=self.writes, component=0, layers=layers,
+            session=session, grant=grant, room=grant, write=self.writes, component=0, layers=layers,
             source_slots=source, target_slots=target, **more,
         )  # fmt: skip
         self.writer.write(order)

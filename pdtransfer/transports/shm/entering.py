@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import numpy as np
@@ -91,7 +91,8 @@ def _joined(firsts: Int64s, ends: Int64s) -> Int64s:
 class EnteredArena:
     """Enters the first `needed` bytes of a received arena, and with a `gpu` registers them, part by part and each once.
 
-    It is called in worker threads. One enters a step at a time; those whose rows are computed come first.
+    It is called in worker threads, for a step at a time, so that sessions take turns. One enters at a time; those whose
+    rows are computed come first.
     """
 
     def __init__(self, mapping: Mapping, fd: int, needed: int, gpu: Registrar | None) -> None:
@@ -108,21 +109,26 @@ class EnteredArena:
         """Whether its owner has backed all that is needed."""
         return self.bytes_ready == self._needed
 
-    def enter(self, parts: Int64s, *, urgent: bool = False, unwanted: Callable[[], bool] = lambda: False) -> None:
-        """Enters what is missing of these parts, which rows are about to land in; `urgent` where the rows are computed.
-        Returns before that once they are `unwanted`.
+    def enter(self, parts: Int64s, *, urgent: bool = False) -> Int64s:
+        """Enters a step of what is missing of these parts, which rows are about to land in; `urgent` where the rows are
+        computed. Returns the parts that are left for the next steps.
 
         Raises TransportError where the owner has not backed them, WorldError where there is no memory for the page
         table, or the GPU refuses; what was entered before stays.
         """
-        for first, end in parts.tolist():
+        left = STEP_BYTES
+        for index, (first, end) in enumerate(parts.tolist()):
             for start in range(first, end, STEP_BYTES):
                 with self._alone(urgent=urgent):
-                    if self.whole or unwanted():
-                        return
+                    if self.whole:
+                        return parts[:0]
                     self._look()
-                    stop = min(start + STEP_BYTES, end, max(start + 1, self.bytes_ready))
-                    self._enter(start, stop)
+                    left -= self._enter(start, min(start + STEP_BYTES, end, max(start + 1, self.bytes_ready)))
+                if left <= 0:
+                    rest = parts[index:].copy()
+                    rest[0, 0] = min(start + STEP_BYTES, end)
+                    return rest if rest[0, 0] < end else rest[1:]
+        return parts[:0]
 
     def enter_next(self) -> bool:
         """Enters a step of what is missing from the beginning; whether there was any. Raises as `enter`."""
@@ -157,10 +163,12 @@ class EnteredArena:
         self._backed = backed_end(self._fd, self._needed, self._backed)
         self.bytes_ready = max(self.bytes_ready, self._backed)
 
-    def _enter(self, first: int, end: int) -> None:
+    def _enter(self, first: int, end: int) -> int:
+        """Returns how many bytes were missing."""
         if end > self._backed:
             raise TransportError(f"arena: rows are to land below byte {end}, its owner has backed {self._backed}")
-        for gap_first, gap_end in self._entered.missing(first, end):
+        gaps = self._entered.missing(first, end)
+        for gap_first, gap_end in gaps:
             for start in range(gap_first, gap_end, STEP_BYTES):
                 stop = min(start + STEP_BYTES, gap_end)
                 self._mapping.prefault(first=start, end=stop)
@@ -168,6 +176,7 @@ class EnteredArena:
                     self._mapping.register_part(self._gpu, start, stop)
                 self._entered.add(start, stop)
         self.whole = not self._entered.missing(0, self._needed)
+        return sum([gap_end - gap_first for gap_first, gap_end in gaps])
 
     def close_fd(self) -> None:
         """Closes the descriptor, which nothing here needs any more; the mapping keeps the lock. Idempotent."""

@@ -20,6 +20,7 @@ from ...handoff.sharing import facing
 from ...handoff.slot_allocator import Extents, extents_of
 from ...kernels.pools import Pool
 from ...layout.checksum import Lines
+from ...layout.geometry import Int64s
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
 from ...memory.mapping import Mapping, map_received
@@ -293,13 +294,13 @@ class ShmWriter:
         """Starts a write once its slots are entered, unless it was cancelled meanwhile."""
         text = ""
 
-        def enter(pairing: Pairing) -> None:
-            parts = parts_of(pairing, extents_of(order.target_slots))
-            arena.entered.enter(parts, urgent=True, unwanted=lambda: order.write not in mapped.held)
-
         try:
             pairing = mapped.pairing(arena, order.component, order.layers)
-            await self._enter(order.session, mapped, self._due, partial(enter, pairing))
+            await self._enter_rows(
+                order.session, mapped, self._due,
+                parts=lambda: parts_of(pairing, extents_of(order.target_slots)),
+                wanted=lambda: order.write in mapped.held,
+            )  # fmt: skip
         except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
             text = str(error) or type(error).__name__
         if mapped.held.pop(order.write, None) is None:
@@ -315,16 +316,31 @@ class ShmWriter:
         if mapped is None or (arena := mapped.arena) is None or mapped.leaving or not arena.awaits(component):
             return
 
-        def enter() -> None:
-            if not mapped.leaving:
-                parts = parts_of(arena.pairings[component], extents)
-                arena.entered.enter(parts, unwanted=lambda: mapped.leaving)
-
         async def attempt() -> None:
+            parts, wanted = partial(parts_of, arena.pairings[component], extents), lambda: not mapped.leaving
             with suppress(PDTransferError, RuntimeError):  # no thread starts while the interpreter exits
-                await self._enter(session, mapped, self._ahead, enter)
+                await self._enter_rows(session, mapped, self._ahead, parts=parts, wanted=wanted)
 
         self._spawn(attempt())
+
+    async def _enter_rows(
+        self,
+        session: int,
+        mapped: _Session,
+        threads: ThreadPoolExecutor,
+        *,
+        parts: Callable[[], Int64s],
+        wanted: Callable[[], bool],
+    ) -> None:
+        """Enters these parts while they are `wanted`, step by step, each behind those of others: a small room does not
+        wait for all of a long prompt, of whatever session."""
+        if not wanted():
+            return
+        assert mapped.arena is not None
+        enter = partial(mapped.arena.entered.enter, urgent=threads is self._due)
+        left = await self._enter(session, mapped, threads, lambda: enter(parts()))
+        while len(left) and wanted():
+            left = await self._enter(session, mapped, threads, partial(enter, left))
 
     def _start(self, mapped: _Session, arena: _WritableArena, order: Write) -> None:
         """A write that cannot be made ends as failed, in a later turn of the loop."""

@@ -101,6 +101,12 @@ class Entered:
         self.order.append(first // STEP)
         self.enters(first // STEP)
 
+    def enter(self, first: int, end: int, *, urgent: bool = False) -> None:
+        """Enters these steps, each by a call of its own."""
+        left = np.array([[first * STEP, end * STEP]])
+        while len(left):
+            left = self.arena.enter(left, urgent=urgent)
+
     def close(self) -> None:
         self.arena.close_fd()
         self._made.close()
@@ -116,9 +122,9 @@ def test_rows_that_are_computed_do_not_wait_for_all_that_is_granted(monkeypatch:
             time.sleep(0.02)
 
     it.enters = slow
-    granted = threading.Thread(target=it.arena.enter, args=(np.array([[0, computed * STEP]]),))
+    granted = threading.Thread(target=it.enter, args=(0, computed))
     granted.start()
-    it.arena.enter(np.array([[computed * STEP, steps * STEP]]), urgent=True)
+    it.enter(computed, steps, urgent=True)
     assert len(it.order) < steps, "the others are not all entered"
     granted.join()
     assert sorted(it.order) == list(range(steps))
@@ -126,10 +132,20 @@ def test_rows_that_are_computed_do_not_wait_for_all_that_is_granted(monkeypatch:
     it.close()
 
 
-def test_what_nobody_wants_any_more_is_entered_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_enters_a_step_of_what_is_missing_and_returns_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     it = Entered(9, 9, monkeypatch)
-    it.arena.enter(np.array([[0, 9 * STEP]]), unwanted=lambda: len(it.order) == 3)
-    assert it.order == [0, 1, 2]
+    it.enter(1, 3)
+    left = it.arena.enter(np.array([[0, 5 * STEP], [6 * STEP, 8 * STEP]]))
+    assert it.order == [1, 2, 0]
+    assert left.tolist() == [[STEP, 5 * STEP], [6 * STEP, 8 * STEP]]
+    left = it.arena.enter(left)
+    assert it.order == [1, 2, 0, 3], "what is there costs no call"
+    left = it.arena.enter(left)
+    assert left.tolist() == [[6 * STEP, 8 * STEP]]
+    it.enter(0, 9)
+    assert it.arena.whole
+    assert len(it.arena.enter(left)) == 0
+    assert sorted(it.order) == list(range(9))
     it.close()
 
 
@@ -137,6 +153,6 @@ def test_what_nobody_wants_any_more_is_entered_no_further(monkeypatch: pytest.Mo
 def test_rows_where_nothing_is_backed_are_refused(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     it = Entered(9, 4, monkeypatch)
     with pytest.raises(TransportError, match=f"its owner has backed {4 * STEP}"):
-        it.arena.enter(np.array([[first * STEP, 6 * STEP]]))
+        it.enter(first, 6)
     assert it.order == list(range(first, 4))
     it.close()

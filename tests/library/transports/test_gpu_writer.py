@@ -18,6 +18,7 @@ from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.errors import Cause, TransportError, WorldError
 from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
 from pdtransfer.handoff.ready_gate import AllEvents, ReadyGate
+from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.kernels import checksum_copy, registered
 from pdtransfer.kernels.pools import Pool, State
 from pdtransfer.layout.checksum import lines_of, runs_of
@@ -28,11 +29,13 @@ from pdtransfer.serve.tracing.spans import Timeline
 from pdtransfer.transports import gpu_writer
 from pdtransfer.transports.copier import CANCELLED
 from pdtransfer.transports.gpu_writer import GpuWrite
+from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.wire import Granted
 from tests.support import client_pair
 from tests.support.client_pair import settings
 from tests.support.entered_ahead import PAGE_BYTES, Ahead
 from tests.support.fake_gpu import FakeGpu, FakeLauncher, Held
+from tests.support.internals import sessions_of
 from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, component, layer_first
 from tests.support.waiting import on_loop, until
 
@@ -708,6 +711,55 @@ async def test_an_arena_stays_mapped_while_it_is_entered_and_a_cancelled_write_d
     assert gpu.registered == {}, "the fake has seen each part mapped when it was let go"
     assert gpu.launched == []
     await both.close()
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@on_loop
+async def test_a_small_room_of_one_session_is_entered_in_turn_with_long_prompts_of_another(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, computed: bool
+) -> None:
+    """Both when its rows are granted and when they are computed."""
+    ahead, gpu, gate, register = Ahead(monkeypatch), FakeGpu(), Held(), FakeGpu.host_register
+    arena.prefault()
+    other_arena = ArenaMemory.create(arena.byte_count, huge_pages="never")
+    other_arena.prefault()
+    both = Pair(arena, directory, gpu=gpu)
+    other_owner, other = ShmArena(other_arena, directory=directory), WRITER + 1
+    await both.map()
+    await both.writer.map(other, await other_owner.offer(other), (component(both.target),))
+    sessions = sessions_of(both.writer)
+    spans = {number: session.arena.mapping for number, session in sessions.items()}
+    order = list[int]()
+
+    def recorded(gpu: FakeGpu, address: int, byte_count: int) -> int:
+        gate()
+        order.extend(
+            number for number, span in spans.items() if span.address <= address < span.address + span.byte_count
+        )
+        return register(gpu, address, byte_count)
+
+    monkeypatch.setattr(FakeGpu, "host_register", recorded)
+    long, few = [EVERY[first : first + 100] for first in range(1_000, 2_000, 100)], EVERY[8:16]
+    for grant, slots in enumerate(long, 1):
+        if computed:
+            both.write(slots, slots, grant=grant)
+        else:
+            both.writer.expect_rows(WRITER, 0, extents_of(slots))
+    if computed:
+        both.write(few, few, grant=99, session=other)
+    else:
+        both.writer.expect_rows(other, 0, extents_of(few))
+    await until(gate.reached.is_set)
+    gate.open.set()
+    parts = len(long) * 100 * LAYERS * ROW // PAGE_BYTES
+    await until(lambda: order.count(WRITER) >= parts)
+    last = len(order) - order[::-1].index(other)
+    assert last < parts // 2, "it did not wait for the long prompts"
+    assert order.count(other) >= len(few) * LAYERS * ROW // PAGE_BYTES
+    ahead.finish(monkeypatch)
+    await both.close()
+    await other_owner.close()
+    other_arena.close()
 
 
 @pytest.mark.parametrize("kind", [WorldError, OSError])

@@ -106,18 +106,19 @@ def item_layout(
     An item is one layer's page, of `item_bytes` with its padding; by default there is none. layer_first is a tensor
     (pages, item) a layer, page_first (pages, L, item), page_first_direct (pages, L, 1, item). Raises as host_layout.
     """
-    if name not in ITEM_LAYOUTS:
-        kinds = ", ".join(part.kind for part in parts)
-        raise LocalProtocolError(f"host layout of {kinds}: {name!r} must be one of {', '.join(ITEM_LAYOUTS)}")
     layers = _listed(layers)
     held_bytes = page_size * sum(part.row_bytes for part in parts)
     item_bytes = held_bytes if item_bytes is None else item_bytes
     if item_bytes < held_bytes:
         raise LocalProtocolError(f"item_bytes: {item_bytes} is below the {held_bytes} bytes of {page_size} rows")
-    if name == "layer_first":
-        layer_stride, page_stride = _page_count(slots, page_size) * item_bytes, item_bytes
-    else:
-        layer_stride, page_stride = item_bytes, len(layers) * item_bytes
+    match name:
+        case "layer_first":
+            layer_stride, page_stride = _page_count(slots, page_size) * item_bytes, item_bytes
+        case "page_first" | "page_first_direct":
+            layer_stride, page_stride = item_bytes, len(layers) * item_bytes
+        case _:
+            kinds = ", ".join(part.kind for part in parts)
+            raise LocalProtocolError(f"host layout of {kinds}: {name!r} must be one of {', '.join(ITEM_LAYOUTS)}")
     planes = tuple(
         Plane(
             layer=layer,

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError
+from pdtransfer.layout import layout_builders
 from pdtransfer.layout.layout import Component, Layout, Plane, Span, check_slots, expand_pages, slots_of_rows
 from pdtransfer.layout.layout_builders import C4_PARTS, HOST_LAYOUTS, host_layout, item_layout
 from pdtransfer.limits import PLANES_MAX
@@ -536,3 +537,10 @@ def test_check_slots_names_field_and_slot() -> None:
 def test_builders_refuse_what_is_no_pool(make: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         make()
+
+
+def test_a_layout_of_items_without_strides_of_its_own_has_none_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its name was added to the list alone."""
+    monkeypatch.setattr(layout_builders, "ITEM_LAYOUTS", (*layout_builders.ITEM_LAYOUTS, "page_head"))
+    with pytest.raises(LocalProtocolError, match="host layout of values, scale: 'page_head' must be one of"):
+        item_layout("page_head", parts=C4_PARTS, layers=2, slots=64, page_size=64)

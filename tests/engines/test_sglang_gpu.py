@@ -354,12 +354,11 @@ def test_an_adapter_by_its_name_continues(sglang_checkpoints: Checkpoints, tmp_p
         pair.settles()
 
 
-@pytest.mark.parametrize("family", ["granite_hybrid", "qwen3_next"])
-def test_states_cross_with_the_kv(sglang_checkpoints: Checkpoints, tmp_path: Path, family: str) -> None:
-    """Of Mamba 2, and of gated delta nets behind layers of experts."""
+def test_states_cross_with_the_kv(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Of gated delta nets, between layers of experts."""
     asked = prompts(5, 300, 1_500)
     with ExitStack() as stack:
-        model = sglang_checkpoints.path(family)
+        model = sglang_checkpoints.path("qwen3_next")
         servers = Servers(model, tmp_path, stack, single=SHORT, prefill=SHORT | PREFILL, decode=SHORT | DECODE)
         pair = servers.pair("prefill", "decode")
         follow(servers["single"], asked, handed_over(pair, asked))

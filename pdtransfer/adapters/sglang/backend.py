@@ -49,7 +49,7 @@ _DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5
 class Manager(dialect.KVManager):
     """One rank: its client, and the requests that it sends or receives."""
 
-    supports_deferred_decode_kv_release = True
+    supports_deferred_decode_kv_release = dialect.DEFERS_RELEASES
     reports_transfer_latency = True
     supports_host_destination = False
 
@@ -67,7 +67,7 @@ class Manager(dialect.KVManager):
             self._start_decode()
             process.decode = self
             self._start_heartbeat_checker_thread()
-        self.enable_deferred_decode_kv_release = True
+        self.enable_deferred_decode_kv_release = dialect.DEFERS_RELEASES
         atexit.register(self.close)
 
     # Start

@@ -25,6 +25,10 @@ from ...errors import ConfigError
 # Since 0.5.23 the common classes send, poll and fail by themselves, and all ranks of decode free the pages of a failed
 # request together, once nobody can write them.
 _COMPLETE = hasattr(common.CommonKVSender, "_poll_with_status")
+# Whether SGLang itself keeps the pages of a failed request until nobody can write them. 0.5.21 and 0.5.22 could, but do
+# not count such requests when they are asked to flush the cache: pages would be freed twice. There `_poll_transfers` does
+# it, as with versions that cannot.
+DEFERS_RELEASES = _COMPLETE
 _HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
 
 # The attribute of a host buffer with its ranges that are registered with the GPU. 0.5.17 and 0.5.18 unregister whole

@@ -157,37 +157,36 @@ def test_dense_models_continue(checkpoints: Checkpoints, tmp_path: Path) -> None
         stays_on_the_gpu(pair.decode)
 
 
-def test_numbers_of_one_byte_continue(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    with engines(checkpoints, tmp_path, "llama_long", kv_cache_dtype="fp8") as started:
-        pair = VllmPair(started.prefill(), started.decode())
-        answer_as_one(pair, pair.prefill, *LENGTHS, orders=["serial", "decode first"])
-        stays_on_the_gpu(pair.decode)
+def same_bytes(pair: VllmPair, *lengths: int) -> None:
+    """Held against prefill's own bytes: decode computes the prompt's last token anew, with other kernels, which a tiny
+    random model may turn into other tokens, as one engine does that begins anew behind its own first token: both are
+    printed."""
+    pair.ready()
+    for number, prompt in enumerate(prompts(*lengths)):
+        label, tokens = pair.label(), len(prompt) - 1
+        pair.prefill.generated(pair.begin_prefill(prompt, label, request=f"p{number}"))
+        sent = pair.prefill.kv_digest(f"p{number}", tokens)
+        received = pair.begin_decode(prompt, label, tokens=500, request=f"d{number}")
+        settles(lambda number=number: rooms(pair.decode).get("received"), number + 2)
+        assert pair.decode.kv_digest(f"d{number}", tokens) == sent
+        answer = pair.decode.generated(received)
+        assert answer.finish_reason == "length"
+        [alone] = pair.prefill.generate([prompt], tokens=TOKENS)
+        expected = ties(pair.prefill, [*prompt, alone[0]], alone[1:])
+        others = ties(pair.prefill, prompt, answer.tokens[:TOKENS])
+        print(f"prompt of {len(prompt)}: others as likely: {others}; of one engine that begins anew: {expected}")
+    pair.settles()
+    stays_on_the_gpu(pair.decode)
 
 
-def test_latents_continue(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Of MLA, without experts. Held against prefill's own bytes: decode computes the prompt's last token anew, with
-    other kernels, which a tiny random model may turn into other tokens, as one engine does that begins anew behind its
-    own first token: both are printed."""
-    with engines(
-        checkpoints, tmp_path, "deepseek_v3_dense", max_model_len=2_048, enable_prefix_caching=False
-    ) as started:
-        pair = VllmPair(started.prefill(), started.decode())
-        pair.ready()
-        for number, prompt in enumerate(prompts(5, 63, 64, 65, 300, 1_500)):
-            label, tokens = pair.label(), len(prompt) - 1
-            pair.prefill.generated(pair.begin_prefill(prompt, label, request=f"p{number}"))
-            sent = pair.prefill.kv_digest(f"p{number}", tokens)
-            received = pair.begin_decode(prompt, label, tokens=500, request=f"d{number}")
-            settles(lambda number=number: rooms(pair.decode).get("received"), number + 2)
-            assert pair.decode.kv_digest(f"d{number}", tokens) == sent
-            answer = pair.decode.generated(received)
-            assert answer.finish_reason == "length"
-            [alone] = pair.prefill.generate([prompt], tokens=TOKENS)
-            expected = ties(pair.prefill, [*prompt, alone[0]], alone[1:])
-            others = ties(pair.prefill, prompt, answer.tokens[:TOKENS])
-            print(f"prompt of {len(prompt)}: others as likely: {others}; of one engine that begins anew: {expected}")
-        pair.settles()
-        stays_on_the_gpu(pair.decode)
+@pytest.mark.parametrize(
+    ("model", "cache"), [("deepseek_v3_dense", "auto"), ("llama_long", "fp8")], ids=["latents", "numbers-of-one-byte"]
+)
+def test_bytes_are_those_of_prefill(checkpoints: Checkpoints, tmp_path: Path, model: str, cache: str) -> None:
+    """MLA, without experts; and a cache of fp8, which prefill's kernels and decode's round in other ways."""
+    options = {"max_model_len": 2_048, "enable_prefix_caching": False, "kv_cache_dtype": cache}
+    with engines(checkpoints, tmp_path, model, **options) as started:
+        same_bytes(VllmPair(started.prefill(), started.decode()), 5, 63, 64, 65, 300, 1_500)
 
 
 # Beside vLLM's tier in host memory

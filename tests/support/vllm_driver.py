@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import vllm
 from prometheus_client import REGISTRY
@@ -120,6 +121,8 @@ class Driver:
     def _recorded(self, get_output: Callable[[], Any]) -> Any:
         """What a step has made. Its figures are recorded here where the engine would drop them."""
         made = get_output()
+        if made.scheduler_stats is not None:  # as from a process of the engine's own
+            made.scheduler_stats.kv_connector_stats = msgspec.to_builtins(made.scheduler_stats.kv_connector_stats)
         if made.scheduler_stats is not None and not made.outputs:
             self._engine.logger_manager.record(scheduler_stats=made.scheduler_stats, iteration_stats=None)
         return made

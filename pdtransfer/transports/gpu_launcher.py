@@ -26,7 +26,8 @@ from ..layout.layout import Layout, Plane
 from ..memory.cuda_ipc import Handle, Opened, export
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
-PEER_BLOCKS = 16  # of a copy between GPUs, or within one GPU
+PEER_BLOCKS = 64  # of a copy between GPUs, or within one GPU, that a room waits for: half of the multiprocessors
+PEER_BLOCKS_SPARE = 16  # of one that has time
 IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay a cancel
 
 
@@ -64,10 +65,11 @@ class GpuLauncher:
         and the model needs the GPU more."""
         progress, staging, stream = self._progress[slot], self._stagings[slot], self._streams[0]
         self._gpu.enter()
-        if not target.host:  # a GPU's memory: there is no bus to fill, and the model needs the multiprocessors
+        if not target.host:  # a GPU's memory: there is no bus to fill
             queue = prepare(
                 check_copy(target, source, target_slots, source_slots, rows), rows,
-                progress=progress, cancel=cancel, blocks=PEER_BLOCKS, stream=stream, staging=staging,
+                progress=progress, cancel=cancel, blocks=PEER_BLOCKS_SPARE if spare else PEER_BLOCKS, stream=stream,
+                staging=staging,
             )  # fmt: skip
         else:
             byte_count = rows * target.layout.row_bytes

@@ -36,7 +36,7 @@ from .turns import Turns
 from .works import OpenWorks, Turn
 
 PIECE_BYTES = 16 << 20  # of one launch to the host: some 0.3 ms of the bus
-PEER_PIECE_BYTES = 128 << 20  # of one to a GPU's memory: no shorter than the CPU takes to make the next
+PEER_PIECE_BYTES = 1 << 30  # of one to a GPU's memory: it takes less than a millisecond, as the CPU does to make one
 HINT_NS = 500_000  # between two hints of one write: a thread that has slept for a millisecond is slow to wake
 HINTS_MAX = 128  # reports of one write: an engine may have a single event for all that it computes
 

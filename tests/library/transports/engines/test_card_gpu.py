@@ -87,9 +87,12 @@ async def test_an_engine_that_is_killed_in_mid_transfer_leaves_its_ring_free_and
 
 @pytest.mark.parametrize("hisparse", [[], ["--hisparse"]])
 def test_the_demo_over_mooncake_is_identical_on_a_card(hisparse: list[str]) -> None:
-    command = [sys.executable, "-m", "pdtransfer", "demo", "--requests", "4", "--device", "cuda", "--json"]
+    command = [sys.executable, "-m", "pdtransfer", "demo", "--model", "reference", "--requests", "4", "--json"]
     ran = subprocess.run(
-        [*command, "--transport", "mooncake", "--verify", *hisparse], capture_output=True, text=True, timeout=240
+        [*command, "--device", "cuda", "--transport", "mooncake", "--verify", *hisparse],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     report = json.loads(ran.stdout)

@@ -121,10 +121,18 @@ def test_windows_of_64_tokens_continue_at_each_offset_of_a_block(checkpoints: Ch
         assert rooms(pair.decode) == {"received": 2 * len(WINDOWS) + 1}
 
 
-def test_latent_attention_continues(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Held against prefill's own bytes: decode computes the prompt's last token anew, with other kernels, and a tiny
-    random model turns what these round into other tokens."""
-    with family(checkpoints, tmp_path, "deepseek_v3", "float32") as (pair, _):
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [("deepseek_v3", None), ("deepseek_v3_drafted", {"method": "mtp", "num_speculative_tokens": 2})],
+)
+def test_latent_attention_continues(
+    name: str, drafts: dict[str, Any] | None, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Held against prefill's own bytes, of the layer that drafts as well: decode computes the prompt's last token anew,
+    with other kernels, and a tiny random model turns what these round into other tokens."""
+    # With drafts, vLLM starts no prompt of more tokens than this on CPUs, where it makes no chunks of them.
+    options = {"speculative_config": drafts, "max_num_batched_tokens": 1024} if drafts else {}
+    with family(checkpoints, tmp_path, name, "float32", **options) as (pair, _):
         for at, prompt in enumerate(prompts(5, 16, 17, 300, 700)):
             label = pair.label()
             pair.prefill.generated(pair.begin_prefill(prompt, label, request=f"p{at}"))

@@ -132,6 +132,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", MIXED | DELTA),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_dense": ("DeepseekV3Config", LATENT | {"first_k_dense_replace": 3}),
+    "deepseek_v3_drafted": (
+        "DeepseekV3Config",
+        LATENT | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 1},
+    ),
     "deepseek_v3_yarn": ("DeepseekV3Config", LATENT | PUBLISHED),
     # Of the sizes that kernels of sparse attention (DSA) take; the second has a layer of experts.
     "glm_dsa": ("GlmMoeDsaConfig", SPARSE),

@@ -67,9 +67,10 @@ def export(memory: GpuMemory) -> Handle:
 
 
 class Opened:
-    """Memory of another process, until `close`. `address` is the GPU's own where `device` is not None."""
+    """Memory of another process, until `close`. `address` is the GPU's own where `device` is not None; `same_gpu` is
+    whether it is memory of that GPU."""
 
-    __slots__ = ("_close", "address", "byte_count", "device")
+    __slots__ = ("_close", "address", "byte_count", "device", "same_gpu")
 
     def __init__(self, handle: Handle, *, on: int | None = None) -> None:
         """For GPU `on`, by default for the GPU whose memory it is.
@@ -78,7 +79,7 @@ class Opened:
         where there is no such memory, or less of it, and where no GPU here can reach it; with `on` also for memory
         that is no GPU's.
         """
-        self.byte_count = handle.byte_count
+        self.byte_count, self.same_gpu = handle.byte_count, False
         if handle.kind == "memfd":
             if on is not None:
                 # The sender of the handle would choose which file of which process a GPU writes.
@@ -90,6 +91,7 @@ class Opened:
         if ordinal is None:
             raise TransportError(f"exported memory is on GPU {handle.gpu.hex()}, which this process does not see")
         here = self.device = ordinal
+        self.same_gpu = handle.gpu == gpus.gpu_at(here).uuid
         base = _take(here, handle.handle)
         self.address = base + handle.offset
         self._close = lambda: _release(here, handle.handle)

@@ -26,8 +26,8 @@ from ..layout.layout import Layout, Plane
 from ..memory.cuda_ipc import Handle, Opened, export
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
-PEER_BLOCKS = 64  # of a copy between GPUs, or within one GPU, that a room waits for: half of the multiprocessors
-PEER_BLOCKS_SPARE = 16  # of one that has time
+PEER_BLOCKS = 64  # of a copy within a GPU that a room waits for: half of the multiprocessors
+PEER_BLOCKS_SPARE = 16  # of one that has time, or goes to another GPU
 IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay a cancel
 
 
@@ -171,6 +171,11 @@ class Exported(Protocol):
 
     @property
     def byte_count(self) -> int: ...
+
+    @property
+    def same_gpu(self) -> bool:
+        """Whether it is that GPU's own."""
+        ...
 
     def close(self) -> None:
         """Raises WorldError where the GPU does not release it."""

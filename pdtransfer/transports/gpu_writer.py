@@ -36,7 +36,8 @@ from .turns import Turns
 from .works import OpenWorks, Turn
 
 PIECE_BYTES = 16 << 20  # of one launch to the host: some 0.3 ms of the bus
-PEER_PIECE_BYTES = 1 << 30  # of one to a GPU's memory: it takes less than a millisecond, as the CPU does to make one
+PEER_PIECE_BYTES = 128 << 20  # of one to another GPU: no shorter than the CPU takes to make the next
+WITHIN_PIECE_BYTES = 1 << 30  # of one within a GPU: it takes less than a millisecond
 HINT_NS = 500_000  # between two hints of one write: a thread that has slept for a millisecond is slow to wake
 HINTS_MAX = 128  # reports of one write: an engine may have a single event for all that it computes
 
@@ -72,6 +73,7 @@ class GpuWrite:
     report: Callable[[GpuWrite], None]
     then: Callable[[], object] = lambda: None  # in the writer's thread, once all has landed; what it raises fails it
     staged: Staged | None = None  # where a checksum is wanted
+    apart: bool = False  # its target is memory of another GPU
     outcome: Outcome = Outcome.LANDED
     text: str = ""
     checksum: int = 0
@@ -122,7 +124,9 @@ class GpuWrite:
     @property
     def piece_end(self) -> int:
         """The end of the rows that are launched next."""
-        byte_count = PIECE_BYTES if self.target.host or self.staged is not None else PEER_PIECE_BYTES
+        byte_count = PEER_PIECE_BYTES if self.apart else WITHIN_PIECE_BYTES
+        if self.target.host or self.staged is not None:
+            byte_count = PIECE_BYTES
         rows = max(1, byte_count // max(1, self.row_bytes))
         return min(self.rows_taken + rows, len(self.order.source_slots))
 
@@ -293,8 +297,8 @@ class GpuWriter:
         ours, theirs = _slots(write.order.target_slots[first:end]), _slots(write.order.source_slots[first:end])
         if not first:  # where a write came before its rows, the engine computes them meanwhile
             write.spare = write.gate is not None and not write.order.urgent
-        rows = end - first
-        queue = launcher.prepare(slot, write.target, write.source, ours, theirs, rows, word, spare=write.spare)
+        rows, spare = end - first, write.spare or write.apart
+        queue = launcher.prepare(slot, write.target, write.source, ours, theirs, rows, word, spare=spare)
         return _Launch(write=write, slot=slot, first=first, end=end, queue=queue)
 
     def _prepare_ahead(self, launcher: GpuLauncher, write: GpuWrite, slot: int) -> bool:

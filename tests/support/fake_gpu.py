@@ -173,6 +173,7 @@ class FakeExported:
 
     def __init__(self, gpu: FakeGpu, address: int, byte_count: int) -> None:
         self.gpu, self.address, self.byte_count, self.keeps = gpu, address, byte_count, False
+        self.same_gpu = True
 
     def close(self) -> None:
         assert self.gpu.is_locked(), "the arena's mapping, and so the lock, went before"

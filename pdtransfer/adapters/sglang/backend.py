@@ -416,7 +416,11 @@ class Receiver(dialect.KVReceiver):
         self.init_time = time.time()
 
     def abort(self) -> None:
-        """The request is given up, by its client or since its prefill server was refused."""
+        """The request is given up, by its client or since its prefill server was refused. One that has failed keeps its
+        reason."""
+        if self.conclude_state == KVPoll.Failed:
+            self.ensure_abort_notified()
+            return
         super().abort()
         if reason := self.kv_mgr.refusals.reason(self.bootstrap_addr):
             self.kv_mgr.record_failure(self.bootstrap_room, reason)

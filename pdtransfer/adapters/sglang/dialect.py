@@ -204,8 +204,19 @@ def _poll_transfers(original: Any, queue: Any) -> list[int]:
     return states
 
 
+def _pop_transferred(original: Any, queue: Any, *given: Any, **named: Any) -> Any:
+    """What has landed. A failed request of the host pool, whose release 0.5.21 and 0.5.22 defer in any case, is
+    released before the cache can be flushed: nobody writes its pages any more, or it would not have failed."""
+    ours = any(isinstance(request.kv_receiver, KVReceiver) for request in queue.queue)
+    popped = original(queue, *given, **named)
+    if ours and hasattr(queue, "resolve_deferred_releases"):
+        queue.resolve_deferred_releases()
+    return popped
+
+
 _QUEUE = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 # Beside the hooks for all versions.
 HOOKS: tuple[tuple[str, Any], ...] = () if _COMPLETE else (
     (f"{_QUEUE}._poll_with_metadata_gate", _poll_transfers), (f"{_QUEUE}._poll_with_staging", _poll_transfers),
+    (f"{_QUEUE}.pop_transferred", _pop_transferred),
 )  # fmt: skip

@@ -386,7 +386,8 @@ class ShmWriter:
         source, target = pools
         staged = Staged.of(arena.components[order.component].name, source) if order.verify else None
         report = partial(self._ended, order)
-        return GpuWrite(order=order, source=source, target=target, report=report, staged=staged)
+        apart = not target.host and arena.hbm is not None and not arena.hbm.same_gpu
+        return GpuWrite(order=order, source=source, target=target, report=report, staged=staged, apart=apart)
 
     def _ended(self, order: Write, work: CopyWork | GpuWrite) -> None:
         """On the loop."""

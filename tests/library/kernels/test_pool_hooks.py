@@ -201,6 +201,8 @@ def test_memory_of_a_card_that_is_not_seen_here_is_opened_for_one_that_is(monkey
     log: list[tuple[object, ...]] = []
 
     class Seen:
+        uuid = b"\xdd" * 16
+
         def ipc_open(self, handle: bytes, flags: int) -> int:
             log.append(("open", handle))
             return 1 << 20
@@ -215,5 +217,11 @@ def test_memory_of_a_card_that_is_not_seen_here_is_opened_for_one_that_is(monkey
     handle = cuda_ipc.Handle("gpu", 1_024, 256, b"\xee" * 16, b"h" * 64)
     opened = cuda_ipc.Opened(handle, on=0)
     assert (opened.device, opened.address, opened.byte_count) == (0, (1 << 20) + 256, 1_024)
+    assert not opened.same_gpu
     opened.close()
+    Seen.uuid = handle.gpu
+    own = cuda_ipc.Opened(handle, on=0)
+    assert own.same_gpu
+    own.close()
+    del log[2:]
     assert log == [("open", b"h" * 64), ("close", 1 << 20)]

@@ -88,9 +88,9 @@ async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: A
     await both.close()
 
 
-@pytest.mark.parametrize(("host", "rows"), [(True, 4), (False, 256)])
+@pytest.mark.parametrize(("host", "apart", "rows"), [(True, False, 4), (False, True, 32), (False, False, 256)])
 def test_a_launch_to_another_gpu_is_as_long_as_one_across_the_bus(
-    monkeypatch: pytest.MonkeyPatch, host: bool, rows: int
+    monkeypatch: pytest.MonkeyPatch, host: bool, apart: bool, rows: int
 ) -> None:
     """So it carries more: many small ones take longer to make than to run."""
     monkeypatch.undo()  # the sizes that are in use
@@ -98,7 +98,7 @@ def test_a_launch_to_another_gpu_is_as_long_as_one_across_the_bus(
     layout = Layout((Plane(0, "kv", "uint8", 0, 1, 0, byte_count, byte_count, byte_count),), 1, SLOTS)
     target = Pool(layout=layout, address=0, device=0, host=host)
     order: Any = SimpleNamespace(source_slots=EVERY)
-    write = GpuWrite(order=order, source=target, target=target, report=print)
+    write = GpuWrite(order=order, source=target, target=target, report=print, apart=apart)
     assert write.piece_end == rows
     write.rows_taken = SLOTS - 1
     assert write.piece_end == SLOTS

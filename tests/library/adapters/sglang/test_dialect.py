@@ -193,12 +193,29 @@ def test_pages_of_a_failed_request_are_held_until_no_rank_has_a_writer(
     requests = [SimpleNamespace(kv_receiver=Receiver(manager(KVPoll.Failed))), SimpleNamespace(kv_receiver=object())]
     queue = SimpleNamespace(queue=requests, gloo_group="gloo")
     states = [int(KVPoll.Failed), int(KVPoll.Failed)]
-    [(_, hook), _] = dialect.HOOKS
+    (_, hook), *_ = dialect.HOOKS
     for _ in range(2):
         assert hook(lambda _: list(states), queue) == [KVPoll.Transferring, KVPoll.Failed]
     assert given_up == [ROOM]  # once, also where only another rank has failed
     here[0] = others[0] = True
     assert hook(lambda _: list(states), queue) == states
+
+
+def test_a_release_that_is_deferred_is_made_before_the_cache_can_be_flushed(dialect: Any) -> None:
+    *_, (name, hook) = dialect.HOOKS
+    assert name.endswith("DecodeTransferQueue.pop_transferred")
+    steps = list[str]()
+
+    def popped(receiver: object) -> list[str]:
+        queue = SimpleNamespace(
+            queue=[SimpleNamespace(kv_receiver=receiver)], resolve_deferred_releases=lambda: steps.append("released")
+        )
+        return hook(lambda queue, names: steps.append("popped") or names, queue, ["r1"])
+
+    assert popped(dialect.KVReceiver(manager(KVPoll.Failed))) == ["r1"]
+    assert steps == ["popped", "released"]
+    assert popped(object()) == ["r1"], "another backend's"
+    assert steps == ["popped", "released", "popped"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 Version = tuple[int, ...]
 
 VLLM: tuple[Version, ...] = ((0, 26), (0, 27), (0, 28), (0, 29), (0, 30), (0, 31), (0, 32), (0, 33))
-SGLANG: tuple[Version, ...] = ((0, 5, 17), (0, 5, 18), (0, 5, 20), (0, 5, 21), (0, 5, 22), (0, 5, 23))
+SGLANG: tuple[Version, ...] = ((0, 5, 17), (0, 5, 18), (0, 5, 19), (0, 5, 20), (0, 5, 21), (0, 5, 22), (0, 5, 23))
 
 
 def check_version(

@@ -25,7 +25,7 @@ from ...errors import ConfigError
 # Since 0.5.23 the common classes send, poll and fail by themselves, and all ranks of decode free the pages of a failed
 # request together, once nobody can write them.
 _COMPLETE = hasattr(common.CommonKVSender, "_poll_with_status")
-# Whether SGLang itself keeps the pages of a failed request until nobody can write them. 0.5.21 and 0.5.22 could, but
+# Whether SGLang itself keeps the pages of a failed request until nobody can write them. 0.5.19 to 0.5.22 could, but
 # flush the cache meanwhile, and then free the pages again. There `_poll_transfers` keeps them, as in older versions.
 DEFERS_RELEASES = _COMPLETE
 _HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"

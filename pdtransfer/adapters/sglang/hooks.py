@@ -122,7 +122,7 @@ def _init_transfer_queue(original: Any, queue: Any, *args: Any, **named: Any) ->
     """Pages of a failed request are held until the proof is there, for however long: no time proves anything."""
     original(queue, *args, **named)
     if _is_ours():
-        queue.enable_deferred_kv_release, queue.deferred_kv_release_timeout = True, math.inf
+        queue.enable_deferred_kv_release, queue.deferred_kv_release_timeout = dialect.DEFERS_RELEASES, math.inf
 
 
 def _pop_bootstrapped(original: Any, queue: Any, *args: Any, **named: Any) -> Any:

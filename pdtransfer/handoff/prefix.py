@@ -164,10 +164,13 @@ class PrefixCache:
         """Shares the full blocks of a room's prompt, which has arrived and on which no lease is left; and at the room's
         end those of its answer as well, by the keys of both.
 
-        A block that is cached already stays the room's own.
+        A block that is cached already stays the room's own. Keys of more blocks than the room has slots for are left
+        out.
         """
         assert holding.claims == 1, "a writer may still hold a lease on it"
         self.changes += 1
+        slots = [int(extents[:, 1].sum()) for extents in holding.extents]
+        keys = keys[: min((count // rows for count, rows in zip(slots, self._rows, strict=True) if rows), default=0)]
         before, blocks = len(holding.blocks), self.longest(keys)
         shared = len(blocks)
         self._claim(blocks[before:])

@@ -66,6 +66,8 @@ class RoomRequest:
                 f"slots: an engine that chooses them may set no growth and no keys: {growth} and {len(keys)}"
             )
         sources = tuple(map(names, self.sources))
+        if self.rest_max < 0 or (sources and self.rest_max):
+            raise LocalProtocolError(f"rest_max: {self.rest_max} with {len(sources)} sources")
         if not (sources or self.rest_max) or len(set(sources)) != len(sources):
             raise LocalProtocolError(f"sources: {list(self.sources)} must name at least one rank, each once")
         if not sources:  # the last token is computed in any case, and writes no row of a block that others read

@@ -224,7 +224,8 @@ class DecodeRank:
             return
         self.journeys.reached(room.room_id, "generate", reason)
         self._forget(local_id)
-        broken = reason == Cause.ENGINE.value  # what it has written is not known
+        causes = reason, *(() if room.dropped is None else (room.dropped[0].value,))
+        broken = Cause.ENGINE.value in causes  # what it has written is not known
         self.node.release(room.room_id, keys=() if broken else room.written_keys)
         self._reports.closed(room, reason, detail, finished)
         self.journeys.forget(room.room_id)

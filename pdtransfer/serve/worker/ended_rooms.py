@@ -46,7 +46,7 @@ def ended_room(
 ) -> EndedRequest:
     """The record. A room that was refused at once has no journey."""
     journey = journey or Journey(now := time.monotonic(), now)
-    peer = journey.peer or begin.peers[0]
+    peer = journey.peer or ("" if begin.rest_max else begin.peers[0])
     first = journey.parts.get(FIRST_TOKEN)
     success = end.reason in SUCCESSES
     queue_s = journey.seconds(QUEUE)

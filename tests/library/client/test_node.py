@@ -513,9 +513,9 @@ async def test_a_room_lands_while_the_rest_of_its_arena_is_yet_to_be_entered(mon
     enter, enter_next, go_on = EnteredArena.enter, EnteredArena.enter_next, threading.Event()
     demands, steps = list[Int64s](), list[bool]()
 
-    def entered(arena: EnteredArena, parts: Int64s, **how: Any) -> None:
+    def entered(arena: EnteredArena, parts: Int64s, **how: Any) -> Int64s:
         demands.append(parts)
-        enter(arena, parts, **how)
+        return enter(arena, parts, **how)
 
     def later(arena: EnteredArena) -> bool:
         assert not steps or go_on.wait(60), "the first step is a part of mapping it"

@@ -348,6 +348,19 @@ def test_blocks_of_an_answer_are_shared_and_what_was_twice_stays_the_rooms_own()
     assert [free.free_slots for free in one.arena.free] == [80, 16, 120]
 
 
+def test_keys_of_more_blocks_than_a_room_has_slots_for_are_left_out() -> None:
+    """An engine may have generated more than it was asked for."""
+    one = cache()
+    room, other = one.allocate(rows_of(16 + 3), []), one.allocate(rows_of(16), [])
+    assert room is not None
+    assert other is not None
+    one.keep(room, one.keys(ids([1] * 40), b""))
+    assert len(room.blocks) == len(one) == 2
+    assert one.drop(room)
+    one.clear()
+    assert one.arena.free[0].free_slots == 80 - 16, "the other room's are in use"
+
+
 def test_what_is_full_of_blocks_in_use_leaves_the_rest_private() -> None:
     one = cache(blocks_max=2)
     first = landed(one, [1] * 24)

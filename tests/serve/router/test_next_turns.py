@@ -127,6 +127,17 @@ def test_a_turn_whose_decode_is_lost_is_handed_over_and_nothing_is_known_of_it()
     assert set(ask(on, PROMPT + ANSWER + [99])) != {D}
 
 
+def test_what_a_process_has_answered_is_not_known_of_the_next_one_at_its_address() -> None:
+    """Also where prefill ends its part later than that."""
+    on = bench()
+    first = ask(on, PROMPT)
+    on.receive(D, Tokens(first[D].room, 0, pack_ids(ANSWER)), RoomEnd(first[D].room, "length", "", len(ANSWER)))
+    on.welcome(D, incarnation=2)
+    on.receive(D, ABLE)
+    on.receive(P, RoomEnd(first[D].room, "done", "", 0))
+    assert set(ask(on, PROMPT + ANSWER + REST)) == {P, D}
+
+
 def test_a_turn_that_its_client_leaves_is_cancelled_at_decode_alone() -> None:
     on = answered()
     turn = ask(on, PROMPT + ANSWER + REST)

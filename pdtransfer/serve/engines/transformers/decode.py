@@ -55,9 +55,12 @@ class CheckpointDecode:
                 context_tokens=checkpoint.context_tokens,
             ),
         )  # fmt: skip
-        # The rows before a window are not kept, hot tokens are elsewhere, and ranks would have to take equal turns.
+        # Rows before a window are not kept, hot tokens are elsewhere, and ranks would have to take equal turns. Digests
+        # promise the bits of a prompt's chunks, which rows of an answer are not.
         spans = {component.span.kind for component in self.facts.description.components}
-        self.computes_rests = spans == {"all"} and hisparse is None and config.group.ranks == Ranks()
+        self.computes_rests = (
+            spans == {"all"} and hisparse is None and config.group.ranks == Ranks() and not options.digests
+        )
         self._components = {component.name: component for component in self.facts.description.components}
         self._steps: DecodeSteps | None = None
         self.hot: HotRequests | None = None
@@ -115,12 +118,13 @@ class CheckpointDecode:
         """Nothing is kept of a request."""
 
     def compute_rest(self, rest: Rest[None], end: int) -> NDArray[np.float32] | None:
-        """Computes tokens [done, end) through all layers, as prefill does."""
+        """Computes tokens [done, end) through all layers, as prefill does. Nothing is written any more when it returns:
+        the room may be dropped before the next chunk."""
         prompt, device = rest.request.prompt, self._checkpoint.device
         slots = {name: upload(torch.as_tensor(indices[:end]), device) for name, indices in rest.slots.items()}
         chunk = upload(torch.as_tensor(prompt[rest.done : end]), device)
-        logits = self._model.chunk(chunk, slots, done=rest.done)
-        return Download(logits).get().numpy() if end == len(prompt) else None
+        logits = Download(self._model.chunk(chunk, slots, done=rest.done)).get().numpy()
+        return logits if end == len(prompt) else None
 
     def step(self, running: list[Generating[None]]) -> Sequence[StepResult]:
         """Runs a step of these rooms: those with HiSparse apart. With digests each room is computed by itself, as

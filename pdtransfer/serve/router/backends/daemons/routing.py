@@ -142,6 +142,7 @@ class Routing:
         that has ended."""
         room = self._requests.get(request)
         if room is not None:
+            self.workers.answered(room.decode.worker, room.keys)
             self._end_on_workers(room, RouterEvent.FINISH, Cause.ABORTED, now)
             self._finish(room, _report(room, ended=False))
         return self._take()
@@ -330,6 +331,8 @@ class Routing:
         self._effects.append(Send(leg.worker.peer, Ended(room.id)))
         # Prefill ends a room as aborted because decode has given it up: the cause is decode's, whose End is on its way.
         secondary = leg is room.prefill and end.reason == Cause.ABORTED.value and room.decode.state is not Leg.ENDED
+        if leg is room.decode and end.reason in SUCCESSES and room.state is RouterRoom.OPEN:
+            self.workers.answered(leg.worker, room.keys)
         if end.reason not in SUCCESSES and not secondary:
             cause = Cause.of(end.reason, Cause.ENGINE)
             text = f"{leg.node}: {end.detail or end.reason}"
@@ -372,8 +375,6 @@ class Routing:
         self._timers.clear(("deadline", room.id))
 
     def _finish(self, room: RoutedRoom, report: RoomReport) -> None:
-        if room.keys is not None:
-            self.workers.answered(room.decode.worker, room.keys)
         del self._requests[room.request_id]
         self._effects.append(Finish(room.request_id, report))
 

@@ -188,10 +188,11 @@ class WorkerPool:
         keys.add(prompt)
         return keys
 
-    def answered(self, worker: Worker, keys: RunningKeys) -> None:
+    def answered(self, worker: Worker, keys: RunningKeys | None) -> None:
         """Decode has a prompt and its answer, with these keys."""
-        worker.known.learn(keys.keys)
-        worker.known.answered(keys.keys)
+        if keys is not None:
+            worker.known.learn(keys.keys)
+            worker.known.answered(keys.keys)
 
     def choose(self, request: RoutedRequest, avoid: Iterable[Worker], now: float) -> WorkerPair | NoPair:
         """Chooses a pair by the policy; workers in `avoid`, and slow ones, come last."""

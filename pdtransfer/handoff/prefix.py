@@ -84,9 +84,7 @@ class PrefixCache:
     def running_keys(self, prompt: bytes, salt: bytes) -> RunningKeys:
         """The keys of a prompt's full blocks, to which those of its answer are added. Only where prompts are kept."""
         root = root_key(self._model, self._weights, salt)
-        running = RunningKeys(root, block_tokens=self.block_tokens, blocks_max=self._blocks_max)
-        running.add(prompt)
-        return running
+        return RunningKeys(root, prompt, block_tokens=self.block_tokens, blocks_max=self._blocks_max)
 
     def longest(self, keys: Sequence[bytes]) -> list[Block]:
         """The cached blocks of these keys, up to the first that is missing."""

@@ -20,12 +20,13 @@ class RunningKeys:
     """The keys of a prompt's blocks, and of those that its answer fills, as tokens come: `keys` has those of the first
     `blocks_max` full blocks."""
 
-    def __init__(self, root: bytes, *, block_tokens: int, blocks_max: int) -> None:
+    def __init__(self, root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int) -> None:
         self.keys: list[bytes] = []
         self._block_bytes, self._blocks_max = block_tokens * _ID_BYTES, blocks_max
         self._running = sha256(root)  # one running digest: a new one for each block takes twice as long
         self._rest = b""  # of a block that is not full
         self.last_id = b""  # that was generated; empty before the first
+        self.add(prompt)
 
     def add(self, ids: bytes) -> None:
         """The next tokens: little-endian u32 ids."""
@@ -45,6 +46,4 @@ class RunningKeys:
 
 def block_keys(root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int) -> tuple[bytes, ...]:
     """A key for each of the first `blocks_max` full blocks of `prompt`, little-endian u32 token ids."""
-    running = RunningKeys(root, block_tokens=block_tokens, blocks_max=blocks_max)
-    running.add(prompt)
-    return tuple(running.keys)
+    return tuple(RunningKeys(root, prompt, block_tokens=block_tokens, blocks_max=blocks_max).keys)

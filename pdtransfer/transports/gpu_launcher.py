@@ -26,8 +26,8 @@ from ..layout.layout import Layout, Plane
 from ..memory.cuda_ipc import Handle, Opened, export
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
-PEER_BLOCKS = 64  # of a copy within a GPU that a room waits for: half of the multiprocessors
-PEER_BLOCKS_SPARE = 16  # of one that has time, or goes to another GPU
+COPY_BLOCKS = 64  # of a copy within a GPU that a room waits for: half of the multiprocessors
+COPY_BLOCKS_SPARE = 16  # of one that has time, or goes to another GPU
 IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay a cancel
 
 
@@ -68,7 +68,7 @@ class GpuLauncher:
         if not target.host:  # a GPU's memory: there is no bus to fill
             queue = prepare(
                 check_copy(target, source, target_slots, source_slots, rows), rows,
-                progress=progress, cancel=cancel, blocks=PEER_BLOCKS_SPARE if spare else PEER_BLOCKS, stream=stream,
+                progress=progress, cancel=cancel, blocks=COPY_BLOCKS_SPARE if spare else COPY_BLOCKS, stream=stream,
                 staging=staging,
             )  # fmt: skip
         else:

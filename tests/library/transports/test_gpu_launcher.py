@@ -86,7 +86,7 @@ def test_a_copy_that_a_room_waits_for_takes_more_of_the_gpu_than_one_that_has_ti
         rows = range(64 * place, 64 * place + 64)
         launcher.prepare(place, *pools, rows, rows, 64, launcher.word(), spare=spare)()
     launcher.drain()
-    assert launched == [gpu_launcher.PEER_BLOCKS_SPARE, gpu_launcher.PEER_BLOCKS]
+    assert launched == [gpu_launcher.COPY_BLOCKS_SPARE, gpu_launcher.COPY_BLOCKS]
     assert np.array_equal(target.memory, wanted(source, target, np.arange(128), np.arange(128)))
 
 

@@ -184,9 +184,7 @@ class WorkerPool:
         if not (worker.rest_max and self._limits.turn_tokens_max):
             return None
         block_tokens, blocks_max = self._limits.prefix_block_tokens, PREFIX_PLACED_BLOCKS_MAX
-        keys = RunningKeys(root_key(*worker.model, salt), block_tokens=block_tokens, blocks_max=blocks_max)
-        keys.add(prompt)
-        return keys
+        return RunningKeys(root_key(*worker.model, salt), prompt, block_tokens=block_tokens, blocks_max=blocks_max)
 
     def answered(self, worker: Worker, keys: RunningKeys | None) -> None:
         """Decode has a prompt and its answer, with these keys."""

@@ -83,6 +83,10 @@ class Admission:
         """When to retry."""
         return self._pace.retry_ms(len(self._queue))
 
+    def cached(self, demand: Demand) -> int:
+        """The tokens of a prompt that the arena has now. It may have given some up when the room is admitted."""
+        return len(self._cache.longest(demand.keys)) * self._cache.block_tokens
+
     def enqueue(self, room: int, demand: Demand) -> None:
         """Appends a room, which must not be queued already."""
         assert room not in self._queue
@@ -93,6 +97,11 @@ class Admission:
         self._queue.pop(room, None)
         if not self._queue:
             self._pace.rest()
+
+    @property
+    def queued(self) -> list[int]:
+        """The rooms of the queue, the first one first."""
+        return list(self._queue)
 
     def head(self) -> int | None:
         """The first room of the queue; None if the queue is empty."""

@@ -37,7 +37,7 @@ from .leases import Leases, reason_of, too_many_extents
 from .post_landing import PostLanding, PrefixPublish
 from .prefill_peers import PrefillPeers
 from .records import LeaseEntry, PeerRecord, RoomPiece, RoomRecord, SessionRecord
-from .room_request import RoomRequest, refusal
+from .room_request import RoomRequest, refusal, rest_refusal
 from .staging import StagingBuffer
 from .waiting_rooms import Coverage, WaitingRooms, WindowSlots, Withdrawals
 
@@ -77,6 +77,7 @@ class DecodeSessions:
             self.arena, limits, model=identity.model, weights=identity.weights, enabled=prefix_cache
         )
         self.admission = Admission(self.cache, limits)
+        self._evicted_blocks = 0  # by the cache, when rests that wait for slots were compared with it last
         self.rooms: dict[int, RoomRecord] = {}  # not ended
         self.draining = False
         self._out: list[DecodeEffect] = []
@@ -120,6 +121,8 @@ class DecodeSessions:
         """
         names = partial(self.prefill_peers.resolve, now=now)
         room = request.record(self.cache, self.rooms, now + request.time_left_s, names)
+        if not room.sources:
+            self.prefix_publish.publish_all()
         refused = refusal(
             room, self.admission, rooms=len(self.rooms), draining=self.draining, enable_hisparse=self._enable_hisparse
         )
@@ -419,13 +422,15 @@ class DecodeSessions:
         while True:
             while (refused := self.window_slots.refused()) is not None:  # a failure below may free its window slot
                 self._fail(*refused, now)
+            if len(self.admission):
+                self.prefix_publish.publish_all()
+                self._refuse_rests(now)
             if (head := self.admission.head()) is None:
                 return
             room = self.rooms[head]
             if (unfit := self._unfit(room, now)) is not None:
                 self._fail(room, *unfit, now)
                 continue
-            self.prefix_publish.publish_all()
             holding = self.admission.admit(now, room.holding)
             if holding is None:
                 return
@@ -435,13 +440,19 @@ class DecodeSessions:
             room.unreserve()
             if text := too_many_extents(sessions, holding):
                 self._fail(room, Cause.FULL, text, now)
-            elif not room.sources and (rest := room.tokens - room.prefix) > room.rest_max:
-                cached = f"{room.prefix} of {room.tokens} tokens are cached"
-                text = f"prefix: {cached}, {rest} are left, at most {room.rest_max} are computed here"
-                self._fail(room, Cause.REFUSED, text, now)
             else:
+                assert rest_refusal(room, room.prefix) is None, "no block was given up since this was asked"
                 self._out.append(RoomLeased(room.id))
                 self._grant(room, holding, sessions, now)
+
+    def _refuse_rests(self, now: float) -> None:
+        """Fails the rooms that wait for slots, and of whose prompts too much is left since blocks were given up."""
+        if self._evicted_blocks == self.cache.evicted_blocks:
+            return
+        self._evicted_blocks = self.cache.evicted_blocks
+        for room in [self.rooms[room_id] for room_id in self.admission.queued]:
+            if not room.sources and (refused := rest_refusal(room, self.admission.cached(room.demand))) is not None:
+                self._fail(room, refused.cause, refused.detail, now)
 
     def _grant(self, room: RoomRecord, holding: Holding, sessions: Sequence[SessionRecord], now: float) -> None:
         """The room has its slots: grants them to its sources, those that stage piece by piece."""

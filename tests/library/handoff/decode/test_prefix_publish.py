@@ -316,3 +316,37 @@ def test_a_rest_waits_for_slots_and_may_be_aborted() -> None:
     assert of(expected(decode_end, 2, turn, rest_max=8, growth=12), RoomReady | RoomFailed) == []
     assert of(decode_end.core.abort(2, decode_end.now), RoomFailed)
     assert decode_end.core.cache.claimed == 0
+
+
+def test_a_rest_that_is_too_long_is_refused_at_once_where_the_arena_is_full() -> None:
+    decode_end = end()
+    answered(decode_end, 1, PROMPT, list(range(200, 212)))
+    granted(decode_end, 7, [9] * 8, growth=SLOTS - 48)
+    turn = [*PROMPT, *range(200, 212), *range(9)]
+    (failed,) = of(expected(decode_end, 2, turn, rest_max=8), RoomFailed)
+    assert (failed.cause, failed.detail) == (
+        Cause.REFUSED, "prefix: 32 of 41 tokens are cached, 9 are left, at most 8 are computed here",
+    )  # fmt: skip
+    assert of(expected(decode_end, 3, turn, rest_max=9), RoomReady | RoomFailed) == [], "it waits"
+
+
+def test_a_prompt_that_has_just_landed_counts_as_cached_for_a_rest() -> None:
+    decode_end = end()
+    ready(decode_end, granted(decode_end, 1, PROMPT))
+    (landed,) = of(expected(decode_end, 2, [*PROMPT, 5], rest_max=5), RoomReady)
+    assert landed.prefix == 16
+
+
+def test_a_rest_whose_blocks_are_given_up_for_a_room_before_it_is_refused_then() -> None:
+    decode_end = end()
+    answered(decode_end, 1, PROMPT, list(range(200, 212)))
+    first = granted(decode_end, 7, [9] * 8, growth=SLOTS - 48)
+    decode_end.expect(8, 8, growth=SLOTS - 16)
+    assert of(expected(decode_end, 2, [*PROMPT, *range(200, 212), 5], rest_max=8), RoomFailed) == []
+    assert of(expected(decode_end, 3, [*PROMPT, *range(200, 212), 5], rest_max=33), RoomFailed) == []
+    ready(decode_end, first)
+    effects = decode_end.core.release(7, decode_end.now)
+    assert [grant.room for grant in sent(effects, Grant)] == [8]
+    (failed,) = of(effects, RoomReady | RoomFailed)
+    assert (failed.room, failed.cause) == (2, Cause.REFUSED)
+    assert failed.detail == "prefix: 0 of 33 tokens are cached, 33 are left, at most 8 are computed here"

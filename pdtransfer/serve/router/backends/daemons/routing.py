@@ -236,16 +236,13 @@ class Routing:
         room_id = self._mint()
         while room_id in self._rooms or room_id in self._requests:
             room_id = self._mint()
-        prefill, sources, rest_max = (
-            None,
-            pair.decode.endpoints,
-            min(pair.decode.rest_max, self._limits.turn_tokens_max),
-        )
-        if pair.prefill is not None:
-            sources, rest_max = pair.prefill.endpoints, 0
+        if pair.prefill is None:  # decode computes what it has not cached
+            rest_max = min(pair.decode.rest_max, self._limits.turn_tokens_max)
+            prefill, decode = None, _leg(room_id, pair.decode, request, pair.decode.endpoints, rest_max=rest_max)
+        else:
             early = request.early and repeats is None
             prefill = _leg(room_id, pair.prefill, request, pair.decode.names, early=early)
-        decode = _leg(room_id, pair.decode, request, sources, rest_max=rest_max)
+            decode = _leg(room_id, pair.decode, request, pair.prefill.endpoints)
         first = room_id if request_id is None else request_id
         retried, keys = request_id is not None, self.workers.answer_keys(pair.decode, request.prompt, request.salt)
         room = RoutedRoom(room_id, first, request, prefill, decode, deadline, retried, so_far, keys, repeats)

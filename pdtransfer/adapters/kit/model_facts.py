@@ -6,6 +6,7 @@ numbers in both caches.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ _SHAPE = (  # of a model's configuration: what makes its keys and values
 _LATENT = "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 OF_MODEL = frozenset({*_SHAPE, *_LATENT, "head_dim", "config"})  # facts that follow from the model's configuration
 _SHOWN = {"cache": "kv_dtype", "cache_dtype": "kv_cache_dtype", "attention": "attention_backend"}
+_OF_THE_HOST = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}  # of a model's configuration
 _ROPE = "rope_parameters", "rope_scaling"  # by newer and by older configurations
 
 
@@ -56,6 +58,14 @@ def _flatten(facts: Mapping[str, Any], prefix: str, named: dict[str, str]) -> No
             _flatten(value, "" if name == "model" else f"{prefix}{name}.", named)  # pyright: ignore[reportUnknownArgumentType]
         else:
             named[prefix + name] = value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Of a model's configuration, without what a host adds to it."""
+    text = json.dumps(
+        {key: value for key, value in config.items() if key not in _OF_THE_HOST}, sort_keys=True, default=str
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def model_name(name: str, cache: object) -> str:

@@ -125,7 +125,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         states = dialect.states_of(self._kv_cache_config, self._groups)
         facts = dialect.facts_of(self._vllm_config, kv)
         of_blocks = dialect.facts_of_blocks(self._vllm_config, kv, self._groups)
-        rows, kinds = dialect.rows_of(self._settings.rows, self._vllm_config, kv, self._groups, heads=heads.total)
+        rows, kinds = dialect.rows_of(self._settings.rows, self._vllm_config, kv, self._groups)
 
         def components(base: int, memory: Any) -> Pools:
             one = partial(

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import platform
 from typing import Any
@@ -18,8 +16,9 @@ from vllm.logger import init_logger
 
 from ...errors import ConfigError
 from ...wire import Ranks
-from ..kit.model_facts import dtype_name, model_facts, named_facts
+from ..kit.model_facts import config_digest, dtype_name, model_facts, named_facts
 from . import token_rows
+from .drafter import layers_with_kv, speculation
 from .orders import KVGroup
 from .states import StatePart, described, parts_of
 from .token_rows import Kinds
@@ -34,8 +33,6 @@ _SPECS = (
     "ChunkedLocalAttentionSpec",
 )  # fmt: skip
 _STATE = "MambaSpec"  # of whatever keeps a state in place of KV: Mamba, gated delta nets, short convolutions
-_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix", "medusa"}  # methods of speculation
-_OF_THE_HOST = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}  # of a model's configuration
 
 
 def join_logs() -> None:
@@ -137,12 +134,12 @@ def facts_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
     """All that makes two engines' tokens the same numbers."""
     model = vllm_config.model_config
     return {
-        "config": _digest(model.hf_config.to_dict()),
+        "config": config_digest(model.hf_config.to_dict()),
         "dtype": str(model.dtype),
         "cache": _cache_dtype(views),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
-        **_speculation(vllm_config),
+        **speculation(vllm_config),
     }
 
 
@@ -155,24 +152,6 @@ def facts_of_blocks(vllm_config: Any, views: dict[str, Any], groups: list[tuple[
         # On the CPU the kernels pack keys for what the processor can do.
         "processor": _processor() if all(view.device.type == "cpu" for view in views.values()) else "",
     }
-
-
-def _speculation(vllm_config: Any) -> dict[str, str]:
-    """The fact of a draft model, whose KV crosses with the model's; none where drafts need no KV."""
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_KV:
-        return {}
-    draft = getattr(speculative, "draft_model_config", None)
-    config = draft.hf_config.to_dict() if draft is not None else {}
-    return {"speculation": f"{speculative.method} {_digest(config)}"}
-
-
-def _digest(config: dict[str, Any]) -> str:
-    """Of a model's configuration, without what a host adds to it."""
-    text = json.dumps(
-        {key: value for key, value in config.items() if key not in _OF_THE_HOST}, sort_keys=True, default=str
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def states_of(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]]) -> dict[str, list[StatePart]]:
@@ -244,13 +223,13 @@ def served_name(vllm_config: Any) -> str:
 
 
 def rows_of(
-    wanted: str, vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]], *, heads: int
+    wanted: str, vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]
 ) -> tuple[str, dict[str, Kinds] | None]:
     """What crosses where the settings want "auto", "blocks" or "tokens", and where the tokens of each layer are.
 
     "auto" becomes "blocks" on GPUs, with several groups or a window, and where it is not known how blocks hold tokens,
-    or these are too many planes: those of the whole model with this many `heads`, so that its ranks decide alike
-    whatever their number and their layers.
+    or these are too many planes: those of the whole model and its drafter, so that its ranks decide alike whatever
+    their number and their layers.
     """
     if wanted == "tokens":
         return wanted, kinds_of(vllm_config, views)
@@ -263,8 +242,7 @@ def rows_of(
     except (ConfigError, RuntimeError, TypeError) as error:  # the latter two: of an attention backend that is not known
         log.info("blocks of another size cannot cross: %s", error)
         return "blocks", None
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    if token_rows.too_many_planes(kinds.values(), heads=heads, layers=layers):
+    if token_rows.too_many_planes(kinds.values(), layers_with_kv(vllm_config)):
         return "blocks", None
     return wanted, kinds
 

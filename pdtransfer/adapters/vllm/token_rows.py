@@ -12,13 +12,14 @@ for CPUs, pair with keys that lie side by side in a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import ConfigError
 from ...limits import PLANES_MAX
+from .drafter import KVLayers
 
 Kinds = dict[str, torch.Tensor]
 """By kind: a view of a layer's KV cache, [pages, tokens, heads, numbers]; a latent one has one head."""
@@ -50,18 +51,20 @@ def kinds_of(name: str, layer: Any, view: torch.Tensor) -> Kinds:
     return kinds
 
 
-def planes_of(kinds: Kinds, heads: int) -> int:
-    """The planes of a layer of a model with this many heads: one a kind and head, or a number of a head where these lie
-    apart; a latent has one head."""
-    return sum(
-        1 if kind == "latent" else heads * (1 if view.stride(3) == 1 else view.shape[3]) for kind, view in kinds.items()
+def planes_of(kinds: Kinds, layers: KVLayers) -> int:
+    """The planes of layers that keep their tokens as `kinds` does: one a kind and head, or a number of a head where
+    these lie apart; a latent has one head."""
+    return layers.count * sum(
+        1 if kind == "latent" else layers.heads * (1 if view.stride(3) == 1 else layers.size)
+        for kind, view in kinds.items()
     )
 
 
-def too_many_planes(kinds: Iterable[Kinds], *, heads: int, layers: int) -> bool:
-    """Whether a model with this many heads and layers is more planes than a component may have. `kinds` are of some of
-    its layers; the widest counts for all, so that stages of one engine with unequal numbers of them decide alike."""
-    return layers * max((planes_of(layer_kinds, heads) for layer_kinds in kinds), default=0) > PLANES_MAX
+def too_many_planes(kinds: Iterable[Kinds], models: Sequence[KVLayers]) -> bool:
+    """Whether a model and its drafter are more planes together than a component may have. `kinds` are of some of their
+    layers; of these the one that makes most planes counts for all, so that all stages of an engine decide alike."""
+    counts = [sum(planes_of(layer_kinds, layers) for layers in models) for layer_kinds in kinds]
+    return max(counts, default=0) > PLANES_MAX
 
 
 def _write(layer: Any, view: torch.Tensor, token: int) -> Kinds:

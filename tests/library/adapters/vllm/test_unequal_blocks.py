@@ -29,6 +29,7 @@ from pdtransfer import (
     room_id,
 )
 from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.vllm.drafter import KVLayers
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.token_rows import planes_of, too_many_planes
@@ -314,17 +315,20 @@ def test_of_each_pair_a_writer_uses_what_it_has() -> None:
     assert tokens.bytes_of(tokens.layout.slots) == cache.nbytes
 
 
+APART = {"k": torch.zeros(BLOCKS, HEADS, SIZE, 8).permute(0, 3, 1, 2), "v": torch.zeros(BLOCKS, 8, HEADS, SIZE)}
+
+
 def test_numbers_that_lie_apart_are_planes_of_their_own() -> None:
-    rows = torch.zeros(BLOCKS, 8, HEADS, SIZE)
-    apart = torch.zeros(BLOCKS, HEADS, SIZE, 8).permute(0, 3, 1, 2)
-    assert planes_of({"k": apart, "v": rows}, 3) == 3 * SIZE + 3
-    assert planes_of({"latent": rows}, 3) == 1
+    assert planes_of(APART, KVLayers(5, heads=3, size=SIZE)) == 5 * (3 * SIZE + 3)
+    assert planes_of({"latent": APART["v"]}, KVLayers(5, heads=3, size=SIZE)) == 5
 
 
-def test_stages_with_unequal_numbers_of_layers_decide_alike_whether_tokens_cross() -> None:
-    apart = {"k": torch.zeros(BLOCKS, HEADS, SIZE, 8).permute(0, 3, 1, 2)}
-    stages = [apart] * 7, [apart] * 3
-    heads = PLANES_MAX // 10 // SIZE
-    for layers in (10, 11):
-        choices = {too_many_planes(stage, heads=heads, layers=layers) for stage in stages}
-        assert choices == {layers == 11}, "the whole model is a component, or too much for one"
+@pytest.mark.parametrize("drafter", [[], [KVLayers(1, heads=7, size=16)]], ids=["alone", "with a drafter"])
+def test_stages_with_unequal_layers_decide_alike_whether_tokens_cross(drafter: list[KVLayers]) -> None:
+    """The whole model is a component, with its drafter, or too much for one."""
+    of_drafter = {"k": torch.zeros(BLOCKS, 7, 16, 8).permute(0, 3, 1, 2), "v": torch.zeros(BLOCKS, 8, 7, 16)}
+    stages = [[APART] * 7, [APART] * 3 + [of_drafter] * len(drafter)]
+    left = PLANES_MAX - 7 * 17 * len(drafter)
+    heads = left // 10 // (SIZE + 1)
+    for model, expected in ((KVLayers(10, heads, SIZE), False), (KVLayers(10, heads + 1, SIZE), True)):
+        assert {too_many_planes(stage, [model, *drafter]) for stage in stages} == {expected}

@@ -1,0 +1,50 @@
+"""The drafter of a vLLM engine: a model, or layers of one, whose KV crosses with the model's."""
+
+# pyright: basic
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..kit.model_facts import config_digest
+
+_WITHOUT_KV = {"ngram", "ngram_gpu", "suffix", "medusa"}  # methods of speculation
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayers:
+    """The layers of a model, all ranks together."""
+
+    count: int
+    heads: int  # of keys and values, in each
+    size: int  # numbers of a head
+
+
+def speculation(vllm_config: Any) -> dict[str, str]:
+    """The fact of a drafter; none where drafts need no KV."""
+    if not _drafts_with_kv(vllm_config):
+        return {}
+    drafter = _drafter(vllm_config)
+    config = drafter.hf_config.to_dict() if drafter is not None else {}
+    return {"speculation": f"{vllm_config.speculative_config.method} {config_digest(config)}"}
+
+
+def layers_with_kv(vllm_config: Any) -> list[KVLayers]:
+    """Of the model, and of its drafter, which the last stage alone has."""
+    models = [vllm_config.model_config]
+    if _drafts_with_kv(vllm_config) and (drafter := _drafter(vllm_config)) is not None:
+        models.append(drafter)
+    return [
+        KVLayers(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
+        for model in models
+    ]
+
+
+def _drafts_with_kv(vllm_config: Any) -> bool:
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method not in _WITHOUT_KV
+
+
+def _drafter(vllm_config: Any) -> Any:
+    return getattr(vllm_config.speculative_config, "draft_model_config", None)

@@ -1,0 +1,49 @@
+"""What is read of a vLLM engine's drafter; the test plays vLLM's configuration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdtransfer.adapters.vllm.drafter import KVLayers, layers_with_kv, speculation
+
+
+def model(layers: int, heads: int, size: int, **config: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        get_total_num_hidden_layers=lambda: layers,
+        get_total_num_kv_heads=lambda: heads,
+        get_head_size=lambda: size,
+        hf_config=SimpleNamespace(to_dict=lambda: config),
+    )
+
+
+def engine(method: str, drafter: SimpleNamespace | None) -> SimpleNamespace:
+    speculative = SimpleNamespace(method=method, draft_model_config=drafter)
+    return SimpleNamespace(model_config=model(32, 8, 128), speculative_config=speculative)
+
+
+ALONE = SimpleNamespace(model_config=model(32, 8, 128), speculative_config=None)
+HEAD = model(1, 4, 64, hidden_size=256)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "mtp", "one of a later version"])
+def test_the_layers_of_a_drafter_cross_with_the_models(method: str) -> None:
+    assert layers_with_kv(engine(method, HEAD)) == [KVLayers(32, 8, 128), KVLayers(1, 4, 64)]
+    assert speculation(engine(method, HEAD))["speculation"].startswith(f"{method} ")
+
+
+@pytest.mark.parametrize(
+    "config", [ALONE, engine("ngram", HEAD), engine("suffix", None)], ids=["no", "ngram", "suffix"]
+)
+def test_drafts_without_kv_have_no_layers_and_no_fact(config: SimpleNamespace) -> None:
+    """vLLM names the model itself as the drafter of such methods."""
+    assert layers_with_kv(config) == [KVLayers(32, 8, 128)]
+    assert speculation(config) == {}
+
+
+def test_drafters_of_other_configurations_are_other_facts() -> None:
+    facts = [speculation(engine("eagle", model(1, 4, 64, hidden_size=256, **more))) for more in ({}, {"bias": True})]
+    assert facts[0] != facts[1]
+    assert facts[0] == speculation(engine("eagle", model(1, 4, 64, hidden_size=256, _name_or_path="/another/host")))

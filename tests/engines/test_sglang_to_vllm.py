@@ -86,14 +86,17 @@ def test_a_client_that_leaves_costs_no_block(bridge: Pair) -> None:
     [
         ({"dtype": "bfloat16"}, "model: "),
         ({"kv_transfer_config": receives(rows="blocks")}, "rows: d-"),
+        ({"speculative_config": {"method": "draft_model", "num_speculative_tokens": 1}}, "speculation: d-"),
     ],
-    ids=["dtype", "blocks"],
+    ids=["dtype", "blocks", "drafter"],
 )
 def test_an_engine_that_does_not_fit_is_refused_and_computes_itself(
     options: dict[str, Any], field: str, bridge: Pair, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     pair, _ = bridge
     model, given = checkpoints.path("llama"), CHUNKS | {"kv_transfer_config": receives()} | options
+    if drafts := given.get("speculative_config"):
+        given["speculative_config"] = drafts | {"model": str(model)}
     with VllmEngine(model, tmp_path / "decode.log", **given) as decode:
         decode.ready()
         asked = prompts(100, 200)

@@ -195,9 +195,10 @@ def kv_views(views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> 
 def facts_of_model(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
     """All that makes two caches the same numbers for the same tokens, in whatever engine."""
     model = vllm_config.model_config
-    return model_facts(
+    facts = model_facts(
         model.hf_text_config.to_dict(), dtype=model.dtype, cache=_cache_dtype(views), quantization=model.quantization
     )
+    return facts | speculation(vllm_config)
 
 
 def shown_facts(vllm_config: Any, views: dict[str, Any], facts: dict[str, Any], rows: str) -> dict[str, str]:

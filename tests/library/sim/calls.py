@@ -31,6 +31,8 @@ class Call:
             self.room.shared = rng.choice([0, BLOCK, rng.randint(0, self.room.tokens), self.room.tokens])
             self.room.shared = min(self.room.shared, self.room.tokens)
         self.prefills, self.decodes = rng.choice(world.prefill_groups), rng.choice(world.decode_groups)
+        if world.parts is not None:
+            self.prefills = world.parts.choose(self.room)
         self.sources = [Source(self.room, node, self) for node in self.prefills]
         self.targets = [Target(self.room, node, self) for node in self.decodes]
         self._strange_prefill = self._strange_decode = ""
@@ -55,7 +57,7 @@ class Call:
         if whole_group:
             world.seen["rooms that name a leader"] += 1
             del names[1:]
-        elif len(names) > 1 and rng.random() < 0.1:
+        elif len(names) > 1 and world.parts is None and rng.random() < 0.1:
             world.seen["rooms with a rank left out"] += 1
             names.remove(rng.choice(names))
             for source in self.sources:

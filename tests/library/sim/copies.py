@@ -69,7 +69,7 @@ class Copy:
     def __init__(self, node: PrefillNode, order: fx.Write) -> None:
         self.node, self.order, self.world = node, order, node.world
         self.life, self.reported = node.life, False
-        self.mapping, self.component = node.mappings[order.session], order.component
+        self.mapping = node.mappings[order.session]
         theirs = node.core.sessions[order.session].components[order.component]
         ours = next(component for component in node.components if component.name == theirs.name)
         self.source, core = node.rooms[order.room], self.mapping.core
@@ -158,9 +158,10 @@ class Copy:
         if lease is None or lease.state is Lease.ENDED or not lease.holding.claims:
             world.fail(f"{where}, which has no lease on them any more")
         staged = self.session.stages and self.theirs.memory == "hbm"
-        if is_free((core.staging.slots if staged else core.arena).free[self.component], int(targets[0])):
+        component = self.session.component_indices[self.order.component]
+        if is_free((core.staging.slots if staged else core.arena).free[component], int(targets[0])):
             world.fail(f"{where}, which are free")
-        if not staged and is_shared(core.cache, self.component, int(targets[0])):
+        if not staged and is_shared(core.cache, component, int(targets[0])):
             world.fail(f"{where}, which rooms share")
         target = world.decodes[self.mapping.name]
         if target.core is core and target.rooms[self.order.room].drained:

@@ -11,7 +11,7 @@ from pdtransfer.errors import Cause
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.slot_allocator import slots_of
+from pdtransfer.handoff.slot_allocator import slot_count, slots_of
 from pdtransfer.handoff.states import Lease, SessionState
 from pdtransfer.layout.checksum import MASK
 from pdtransfer.layout.layout import Component
@@ -36,7 +36,8 @@ from .copies import Backing, Mapping, is_free
 from .fairness import Repeats, WaitingLine
 from .groups import Group, members
 from .lifts import Lifter
-from .pools import ROW, Int64s, Shape, checksum, components, holds, memory, places
+from .parts import SoleWriters
+from .pools import PAGE, ROW, STAND_INS, Int64s, Shape, checksum, components, holds, memory, places
 from .process import Alarm, Process
 from .promises import OwnerPromises
 from .rooms import Target
@@ -56,8 +57,13 @@ class DecodeNode(Process):
 
     def __init__(self, world: World, name: str, *, shape: Shape, ranks: Ranks) -> None:
         super().__init__(world, name)
-        self.components = components(world.profile.arena_tokens, 1, shape, page_first=True, kv_first=False)
-        self._slot_bytes = sum(c.bytes_of(c.layout.slots) for c in self.components)
+        page, blocks = (PAGE, True) if world.profile.stand_ins else (1, False)
+        self.components = components(
+            world.profile.arena_tokens, page, shape, page_first=True, kv_first=False, blocks=blocks
+        )
+        self.stand_ins = STAND_INS if blocks else {}
+        originals = [component for component in self.components if component.name not in self.stand_ins]
+        self._slot_bytes = sum(component.bytes_of(component.layout.slots) for component in originals)
         self.landing, self._arena_bytes = None, self._slot_bytes
         if world.profile.apart:
             self.components = kv, c4 = replace(self.components[0], memory="hbm"), self.components[1]
@@ -83,10 +89,12 @@ class DecodeNode(Process):
         self.core = DecodeSessions(
             self.identity, self.components, self.limits, lambda: world.rng.getrandbits(63) + 1,
             verify=p.verify, bytes_ready=ends[0], landing=self.landing, engine_slots=p.placed,
+            stand_ins=self.stand_ins,
             may_be_one=lambda first, second: plain(first) == plain(second),
         )  # fmt: skip
         self.slots = [[*range(component.layout.slots)] for component in self.components]  # that the engine may choose
         self.line, self.repeats, self.promises = WaitingLine(self), Repeats(self), OwnerPromises(self)
+        self._sole_writers = SoleWriters(self)
         self.alarm = Alarm(
             self, self.core.next_tick, lambda: self.perform(self.repeats.ticked(self.core.tick(self.clock)))
         )
@@ -405,6 +413,7 @@ class DecodeNode(Process):
             self.world.fail(f"{self.name} grants slots to {peer}, which keeps {kept} bytes in quarantine")
         if message.grant > self.granted[session.id]:
             self._check_staged(session, message)
+            self._sole_writers.granted(session, message)
         self.grants_of[message.room].add((session.id, message.grant))
         self.granted[session.id] = max(message.grant, self.granted[session.id])
 
@@ -465,8 +474,10 @@ class DecodeNode(Process):
                     f"{self.name}: {lease.session.peer} does not answer Abort, and its slots are not quarantined"
                 )
             if lease.state is Lease.QUARANTINED:
-                by_peer[lease.session.peer] += lease.holding.bytes
-                kept[id(lease.holding)] = lease.holding.bytes
+                own = zip(self.components, lease.holding.own, strict=True)
+                size = sum(c.bytes_of(slot_count(extents)) for c, extents in own if c.name not in self.stand_ins)
+                by_peer[lease.session.peer] += size
+                kept[id(lease.holding)] = size
         counted = {
             peer.name: peer.quarantined_bytes for peer in core.prefill_peers.peers.values() if peer.quarantined_bytes
         }

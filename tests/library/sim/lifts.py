@@ -57,7 +57,7 @@ class Lifter:
             rows = target.first_row, target.first_row + len(slots)
             if landed.first_row != target.first_row or len(staged) != len(slots):
                 world.fail(f"{node.name} copies up other rows for grant {order.grant} than have landed")
-            words = node.rooms[order.room].room.words(target.component, place, rows, holds(target.component))
+            words = node.rooms[order.room].room.words(target.component, rows, holds(target.component))
             cuts = sorted({0, len(slots), *(world.rng.randrange(len(slots) + 1) for _ in range(2))})
             pieces += [
                 Rows(place, staged[cut], slots[cut], source[:, :, cut], whole[:, :, cut], words[:, :, cut])

@@ -11,6 +11,7 @@ from .planted import (
     fairness,
     leaders,
     lines,
+    parts,
     placed,
     prefill,
     requests,
@@ -20,6 +21,7 @@ from .planted import (
     spellings,
     staging,
     strangers,
+    turns,
 )
 
 
@@ -219,4 +221,25 @@ MUTANTS: dict[str, Mutant] = {
     "evidence taken for a fence": Mutant(silence.evidence_taken_for_a_fence, "deadly", 9),
     "frozen peers never found": Mutant(silence.frozen_peers_never_found, "isolation", 9),
     "an older word asks for a Hello": Mutant(strangers.older_word_asks_for_a_hello, "strangers", 12),
+    "slots of a room without a prefill given back at READY": Mutant(turns.slots_given_back_at_ready, "turns", 3),
+    "kept blocks given up while they are read": Mutant(turns.kept_blocks_given_up_while_they_are_read, "turns", 39),
+    "shared before the rest is computed": Mutant(turns.shared_before_the_rest_is_computed, "turns", 3),
+    "a prompt wholly found": Mutant(turns.whole_prompt_found, "turns", 78),
+    "any rest computed": Mutant(turns.any_rest_computed, "turns", 3),
+    "answers not kept": Mutant(turns.answers_not_kept, "turns", 12),
+    "the last token taken for written": Mutant(turns.last_token_taken_for_written, "turns", 24),
+    "keys beyond the slots of a room": Mutant(turns.keys_beyond_the_slots_of_a_room, "turns", 3),
+    "READY with its kept blocks": Mutant(turns.ready_with_its_kept_blocks, "turns", 3),
+    "READY with the first source": Mutant(parts.ready_with_the_first_source, "parts", 3),
+    "one proof taken for all": Mutant(parts.one_proof_taken_for_all, "parts", 3),
+    "one fence taken for all": Mutant(parts.one_fence_taken_for_all, "parts", 111),
+    "components of sources not counted": Mutant(parts.components_of_sources_not_counted, "parts", 3),
+    "both of two descriptions sent": Mutant(parts.both_of_two_descriptions_sent, "variants", 6),
+    "a stand-in after the fence of another": Mutant(parts.one_fence_taken_for_all, "variants", 57),
+    "pages asked of all": Mutant(parts.pages_asked_of_all, "variants", 3),
+    "a stand-in used as well": Mutant(parts.stand_in_used_as_well, "variants", 3),
+    "slots of a stand-in free when the room ends": Mutant(
+        parts.slots_of_a_stand_in_free_when_the_room_ends, "variants", 24
+    ),
+    "bytes of a stand-in counted": Mutant(parts.bytes_of_a_stand_in_counted, "variants", 3),
 }

@@ -18,6 +18,8 @@ ROW = 8  # bytes of one head's row: a word, which names the room, component, row
 ROWS_MAX = 64  # of a room
 LAYERS = 3
 BLOCK = 8  # tokens that rooms share or do not
+PAGE = 4  # tokens of a page of a pool
+STAND_INS = {"kv": "blocks"}  # a row a token stands in for a row a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +61,28 @@ def layout(slots: int, page: int, base: int, shape: Shape, *, page_first: bool) 
 
 @cache
 def components(
-    tokens: int, page: int, shape: Shape = ONE_HEAD, *, page_first: bool, kv_first: bool = True
+    tokens: int, page: int, shape: Shape = ONE_HEAD, *, page_first: bool, kv_first: bool = True, blocks: bool = False
 ) -> tuple[Component, ...]:
-    """A KV with a row a token, and a compressed one of a single head with a row per 4 tokens."""
+    """A KV with a row a token, and a compressed one of a single head with a row per 4 tokens. With `blocks` the KV is
+    described once more, by its pages."""
     one = Shape(shape.layers, (0, 1))
     kv = layout(tokens, page, 0, shape, page_first=page_first)
     c4 = layout(tokens, page, kv.end if kv_first else 0, one, page_first=page_first)
     if not kv_first:
         kv = layout(tokens, page, c4.end, shape, page_first=page_first)
-    return Component("kv", "dram", 1, Span(), kv), Component("c4", "dram", 4, Span(), c4)
+    by_token = Component("kv", "dram", 1, Span(), kv), Component("c4", "dram", 4, Span(), c4)
+    return (*by_token, Component("blocks", "dram", PAGE, Span(), _by_page(kv))) if blocks else by_token
+
+
+def _by_page(kv: Layout) -> Layout:
+    """The same bytes with a row a page: each of its tokens counts as a head of the row."""
+    assert kv.page_size == PAGE
+    row = PAGE * ROW
+    planes = [
+        Plane(plane.layer, plane.kind, plane.dtype, 0, PAGE, plane.base, plane.page_stride, row, row)
+        for plane in kv.planes
+    ]
+    return Layout(tuple(planes), 1, kv.slots // PAGE)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from .copies import Copy, Mapping
 from .fairness import Repeats
 from .groups import Group, members
 from .lines import join
-from .pools import ROW, Shape, components, memory
+from .pools import PAGE, ROW, Shape, components, memory
 from .process import Alarm, Process
 from .promises import WriterPromises
 from .rooms import Source
@@ -33,12 +34,17 @@ class PrefillNode(Process):
     """One prefill rank; a daemon, where the world has routers."""
 
     def __init__(
-        self, world: World, name: str, *, shape: Shape, ranks: Ranks, replicas: dict[str, tuple[int, int]]
-    ) -> None:
+        self, world: World, name: str, *, shape: Shape, ranks: Ranks, replicas: dict[str, tuple[int, int]],
+        names: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """With `names` it has these components alone."""
         super().__init__(world, name)
-        self.components = components(world.profile.pool_tokens, 4, shape, page_first=False)
+        p = world.profile
+        self.components = components(p.pool_tokens, PAGE, shape, page_first=False, blocks=p.stand_ins)
+        if names:
+            self.components = tuple([component for component in self.components if component.name in names])
         self._ranks, self._holds = ranks, ()
-        if ranks != Ranks():
+        if ranks != Ranks() or names:
             self._holds = holds_of(self.components, ranks, replicas)
         self.rooms: dict[int, Source] = {}
         self.group: Group | None = None
@@ -46,7 +52,7 @@ class PrefillNode(Process):
     def start(self) -> None:
         world, p = self.world, self.world.profile
         self.pool = memory(self.components)
-        self.pages = list(range(p.pool_tokens // 4))
+        self.pages = list(range(p.pool_tokens // PAGE))
         world.rng.shuffle(self.pages)
         incarnation = world.rng.getrandbits(64)
         self.identity = Identity(
@@ -71,7 +77,7 @@ class PrefillNode(Process):
 
     @property
     def free_slots(self) -> int:
-        return 4 * len(self.pages)
+        return PAGE * len(self.pages)
 
     def load(self) -> Load:
         """As a daemon's."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse", "apart", "placed", "led", "hasty", "waiting",
-    "strangers", "spelled", "starved", "lines", "staged",
+    "strangers", "spelled", "starved", "lines", "staged", "turns", "parts", "variants",
 )  # fmt: skip
 
 
@@ -88,6 +88,9 @@ class Profile:
     line_bytes: int = 16 << 10  # of a frame that goes by one
     line_forks: float = 0.0  # an end of one that a forked child has as well
     line_faults: int = 0  # a line ends in one direction, or a process forgets it
+    turns: float = 0.0  # a room that others go on from, often without a prefill
+    parts: bool = False  # a prefill has some components, and a room several prefills that cover it, or do not
+    stand_ins: bool = False  # a component is described twice: by token, and by page
     closes: int = 0  # prefills that leave while decode has not acknowledged what has landed
 
 
@@ -396,6 +399,46 @@ def _sparse(base: Profile, rng: random.Random) -> Profile:
     )  # fmt: skip
 
 
+def _turns(base: Profile, rng: random.Random) -> Profile:
+    """Prompts that go on from answers. Half of them lose messages and nothing else, and give no block up, so that a
+    room that only waits is seen, and a block that is not kept."""
+    turns = replace(
+        base, turns=rng.choice([0.5, 0.9]), families=rng.choice([1, 3]), tokens_max=24, rooms=rng.randint(6, 14),
+        prefills=rng.randint(1, 2), write=rng.choice([0.0001, 0.01]), apart=rng.random() < 0.2, staging_tokens=16,
+        verify=rng.random() < 0.2, abort=rng.choice([0.0, 0.2]), loss=rng.choice([0.0, 0.05]), window=64,
+        engine_fails=rng.choice([0.0, 0.1]),
+    )  # fmt: skip
+    if rng.random() < 0.4:
+        return replace(turns, patient=True, arena_tokens=4096, pool_tokens=4096)
+    return replace(
+        turns, arena_tokens=rng.choice([64, 64, 128]), blocks_max=rng.choice([4, 1_024]), span=rng.choice([0.2, 1.0]),
+        duplicate=rng.choice([0.0, 0.2]), write_tail=rng.choice([0.0, 1.5]), kills=rng.choice([0, 0, 1, 2]),
+        freezes=rng.choice([0, 0, 1]), delay_tail=rng.choice([0.0, 1.0]), chunks=rng.choice([1, 1, 4]), backing=0.5,
+    )  # fmt: skip
+
+
+def _parts(base: Profile, rng: random.Random) -> Profile:
+    """Sources that know nothing of one another. Half of them lose messages and nothing else."""
+    parts = replace(
+        base, parts=True, prefills=rng.randint(3, 4), families=rng.choice([0, 0, 3]), verify=rng.random() < 0.2,
+        write=rng.choice([0.0001, 0.01, 0.1]), loss=rng.choice([0.0, 0.05]), abort=rng.choice([0.0, 0.3]),
+        opens_late=rng.choice([0.0, 0.2]), span=rng.choice([0.2, 1.0]),
+    )  # fmt: skip
+    if rng.random() < 0.4:
+        return replace(parts, patient=True, arena_tokens=4096, pool_tokens=4096, window=64)
+    return replace(
+        parts, arena_tokens=rng.choice([64, 128, 256]), duplicate=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
+        write_tail=rng.choice([0.0, 1.5]), write_fails=rng.choice([0.0, 0.05]), write_deaf=rng.choice([0.0, 0.3]),
+        write_unknown=rng.choice([0.0, 0.01]), kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]),
+        chunks=rng.choice([1, 1, 8]), backing=1.0,
+    )  # fmt: skip
+
+
+def _variants(base: Profile, rng: random.Random) -> Profile:
+    """As "parts", of an engine that chooses the slots and describes its KV twice."""
+    return replace(_parts(base, rng), placed=True, stand_ins=True, families=0)
+
+
 FURTHER = {
     "shared": _shared,
     "growing": _growing,
@@ -413,4 +456,7 @@ FURTHER = {
     "groups": _groups,
     "leaving": _leaving,
     "sparse": _sparse,
+    "turns": _turns,
+    "parts": _parts,
+    "variants": _variants,
 }  # worlds with something that may be switched on

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +19,8 @@ from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.layout.layout import Component, expand_pages
 
-from .pools import BLOCK, LAYERS, ROW, Int64s, Shape, holds, places, words
+from .copies import is_free, is_shared
+from .pools import BLOCK, LAYERS, PAGE, ROW, ROWS_MAX, Int64s, Shape, holds, places, words
 
 if TYPE_CHECKING:
     from .decodes import DecodeNode
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 
 _NONE = np.empty(0, np.int64)
+GAPS = ": no rank of ", ": more than one rank ", " are the same KV"  # of sources that do not cover a room
+FAMILIES = 1_000  # from here on owners of tokens are families; those below are rooms
 
 
 class Caller(Protocol):
@@ -53,6 +58,9 @@ class Room:
     given_up: bool = False  # by one of them
     family: int = 0  # of prompts that begin alike, and
     shared: int = 0  # how many of its tokens do; 0: nobody knows the prompt
+    history: Int64s = field(default_factory=lambda: _NONE)  # who these are of, where it goes on from an earlier room
+    sent: frozenset[str] | None = None  # components, by sources that cover it together; None: not said
+    covered: bool = True  # by them, each row once
     targets: list[Target] = field(default_factory=list["Target"])
     sources: list[Source] = field(default_factory=list["Source"])
 
@@ -60,20 +68,36 @@ class Room:
     def aux(self) -> bytes:
         return self.serial.to_bytes(8, "little")
 
-    @property
-    def prompt(self) -> bytes:
-        """A family differs from others in its first block alone: what follows is the same only where that is."""
-        ids = np.arange(self.tokens)
-        ids[:BLOCK] += 1_000 * self.family
-        ids[self.shared :] += 1_000_000 * self.serial
+    @cached_property
+    def owners(self) -> Int64s:
+        """Who each token is of, with those that follow the prompt: a family, an earlier room, or this one."""
+        owners = np.full(ROWS_MAX, self.serial)
+        owners[: self.shared] = self.history if len(self.history) else FAMILIES + self.family
+        return owners
+
+    def ids(self, first: int, end: int) -> bytes:
+        """Of tokens of its prompt, or of what follows it. A family differs from others in its first block alone: what
+        follows is the same only where that is."""
+        ids, owners = np.arange(first, end), self.owners[first:end]
+        family = owners > FAMILIES
+        ids += np.where(family, (ids < BLOCK) * 1_000 * (owners - FAMILIES), 1_000_000 * owners)
         return ids.astype("<u4").tobytes()
 
-    def words(self, component: Component, index: int, rows: tuple[int, int], shape: Shape) -> Int64s:
+    @property
+    def prompt(self) -> bytes:
+        return self.ids(0, self.tokens)
+
+    def words(self, component: Component, rows: tuple[int, int], shape: Shape) -> Int64s:
         """What rows are filled with: alike where all their tokens are, and what comes before them."""
+        if component.name == "blocks":
+            by_token = self._words_of(0, 1, (rows[0] * PAGE, rows[1] * PAGE), Shape(shape.layers))
+            return by_token.reshape(len(by_token), -1, PAGE).swapaxes(1, 2)
+        return self._words_of(("kv", "c4").index(component.name), component.tokens_per_row, rows, shape)
+
+    def _words_of(self, index: int, tokens_per_row: int, rows: tuple[int, int], shape: Shape) -> Int64s:
         owners: int | Int64s = self.serial
         if self.shared:
-            alike = np.arange(rows[0] + 1, rows[1] + 1) * component.tokens_per_row <= self.shared
-            owners = np.where(alike, 1_000 + self.family, self.serial)
+            owners = self.owners[np.arange(rows[0] + 1, rows[1] + 1) * tokens_per_row - 1]
         return words(owners, index, rows, shape)
 
     @property
@@ -147,14 +171,14 @@ class Source(_Part):
     def _start(self) -> None:
         """The engine takes the room up once there are pages for it."""
         node, rng = self.node, self.world.rng
-        needed = -(-self.room.tokens // 4)
+        needed = -(-self.room.tokens // PAGE)
         if self.failed:
             return
         if needed > len(node.pages):
             node.later(0.05, self._start)
             return
         self.pages, node.pages = node.pages[:needed], node.pages[needed:]
-        self.source_slots = expand_pages(np.array(self.pages), 4, 4 * needed)
+        self.source_slots = expand_pages(np.array(self.pages), PAGE, PAGE * needed)
         cells: list[tuple[int, int, int, tuple[int, int]]] = []
         for index, component in enumerate(node.components):
             rows = component.rows(self.room.tokens)
@@ -170,6 +194,9 @@ class Source(_Part):
             cells.pop()
         node.later(rng.expovariate(200.0), lambda: self._compute(cells))
 
+    def _slots_of(self, component: Component) -> Int64s:
+        return np.array(self.pages, np.int64) if component.name == "blocks" else self.source_slots
+
     def _compute(self, cells: list[tuple[int, int, int, tuple[int, int]]]) -> None:
         """The engine computes a cell, offers it, and goes on, unless the room has failed meanwhile."""
         node, world = self.node, self.world
@@ -178,9 +205,9 @@ class Source(_Part):
         if cells:
             index, low, high, layers = cells.pop()
             component = node.components[index]
-            slots, here = self.source_slots[low:high], holds(component)
+            slots, here = self._slots_of(component)[low:high], holds(component)
             at = places(component)[layers[0] - here.layers[0] : layers[1] - here.layers[0]]
-            node.pool[at[:, :, slots]] = self.room.words(component, index, (low, high), Shape(layers, here.heads))
+            node.pool[at[:, :, slots]] = self.room.words(component, (low, high), Shape(layers, here.heads))
             node.perform(node.core.push(self.room.id, Cell(component.name, low, layers, slots), node.clock))
         if cells:
             node.later(world.rng.expovariate(500.0), lambda: self._compute(cells))
@@ -216,7 +243,7 @@ class Source(_Part):
         self.drained = True
         node = self.node
         for component in node.components:
-            node.pool[places(component)[:, :, self.source_slots[: component.layout.slots]]] = -1
+            node.pool[places(component)[:, :, self._slots_of(component)[: component.layout.slots]]] = -1
         node.pages += self.pages
         self.pages = []
 
@@ -253,6 +280,9 @@ class Target(_Part):
         self.ready_at = math.inf
         self.drained = False
         self.prefix = 0  # tokens that the engine has
+        self.rest_max = 0  # without a prefill: tokens that the engine computes at most
+        self.cached = 0  # tokens that were in the arena already
+        self.written = 0  # tokens whose rows are there
         self.chosen: list[Int64s] = []  # slots of each component, where the engine chooses them
         self.first_rows = [0] * len(node.components)  # the first of each that has to cross
 
@@ -275,7 +305,7 @@ class Target(_Part):
         keys = node.core.cache.keys(room.prompt, b"") if room.family else ()
         request = RoomRequest(
             room=room.id, tokens=room.tokens, sources=sources, time_left_s=seconds, growth=room.growth, keys=keys,
-            chosen=placed, prefix=self.prefix, whole_group=whole_group,
+            chosen=placed, prefix=self.prefix, whole_group=whole_group, rest_max=self.rest_max,
         )  # fmt: skip
         node.perform(node.core.expect(request, node.clock))
 
@@ -283,22 +313,29 @@ class Target(_Part):
         """What the engine chooses, and that it is not let choose what is nobody's; None without enough of it."""
         node, room, rng = self.node, self.room, self.world.rng
         rows = [component.rows(room.tokens) for component in node.components]
-        if any(count > len(slots) for count, slots in zip(rows, node.slots, strict=True)):
+        places_of = [index for index, component in enumerate(node.components) if component.name not in node.stand_ins]
+        if any(rows[index] > len(node.slots[index]) for index in places_of):
             self.world.seen["waits for slots"] += 1
             return None
         self.prefix = rng.choice([0, 0, rng.randint(0, room.tokens)])
-        asked: dict[str, Int64s] = {}
-        for index, (component, count) in enumerate(zip(node.components, rows, strict=True)):
-            slots = node.slots[index]
+        self.chosen = [_NONE] * len(rows)
+        absent = [0] * len(rows)
+        for index in places_of:
+            slots, count = node.slots[index], rows[index]
             if rng.random() < 0.5:
                 rng.shuffle(slots)
-            self.chosen.append(np.array(slots[len(slots) - count :], np.int64))
+            self.chosen[index] = np.array(slots[len(slots) - count :], np.int64)
             del slots[len(slots) - count :]
-            absent = rng.choice([0, 0, rng.randint(0, count)])
-            self.first_rows[index] = max(absent, self.prefix // component.tokens_per_row)
-            asked[component.name] = np.where(np.arange(count) < absent, -1, self.chosen[index])
-            held = self.room.words(component, index, (0, self.first_rows[index]), holds(component))
-            node.where(component)[places(component)[:, :, self.chosen[index][: self.first_rows[index]]]] = held
+            absent[index] = rng.choice([0, 0, rng.randint(0, count)])
+        if node.stand_ins:  # the same pages, by token
+            self.chosen[0] = expand_pages(self.chosen[2], PAGE, rows[0])
+            absent[0] = min(PAGE * absent[2], rows[0])
+        asked: dict[str, Int64s] = {}
+        for index, component in enumerate(node.components):
+            first = self.first_rows[index] = max(absent[index], self.prefix // component.tokens_per_row)
+            asked[component.name] = np.where(np.arange(rows[index]) < absent[index], -1, self.chosen[index])
+            held = self.room.words(component, (0, first), holds(component))
+            node.where(component)[places(component)[:, :, self.chosen[index][:first]]] = held
         placed = chosen_rows(node.components, asked, tokens=room.tokens, prefix=self.prefix)
         if rng.random() < 0.2:
             self._misuse(asked)
@@ -352,7 +389,8 @@ class Target(_Part):
     def _give_back(self) -> None:
         for component, slots, mine in zip(self.node.components, self.node.slots, self.chosen, strict=True):
             self.node.where(component)[places(component)[:, :, mine]] = -1
-            slots += mine.tolist()
+            if component.name not in self.node.stand_ins:
+                slots += mine.tolist()
         self.chosen = []
 
     def abort(self, cause: Cause = Cause.ABORTED) -> None:
@@ -361,12 +399,12 @@ class Target(_Part):
         if self.expected and not self.killed:
             self.node.perform(self.node.core.abort(self.room.id, self.node.clock, cause))
 
-    def release(self) -> None:
+    def release(self, keys: Sequence[bytes] = ()) -> None:
         self._read("release", grown=True)
         self.released = True
         if self.world.profile.placed:
             self._give_back()
-        self.node.perform(self.node.core.release(self.room.id, self.node.clock))
+        self.node.perform(self.node.core.release(self.room.id, self.node.clock, keys))
 
     def on_event(self, event: fx.DecodeEvent) -> None:
         match event:
@@ -385,9 +423,24 @@ class Target(_Part):
             world.fail(f"room {room.id} is READY after it has ended")
         self.check_deadline(self.node, None)
         self.ready, self.ready_at = True, world.now
-        if effect.aux != room.aux and room.honest:
+        if effect.aux != (b"" if self.rest_max else room.aux) and room.honest:
             world.fail(f"room {room.id} has another's aux")
-        components = self.node.components
+        if not room.covered:
+            world.fail(f"room {room.id} is READY, though its sources do not send each row once")
+        self._check_slots(effect)
+        self._check_bytes(effect)
+        if not world.profile.placed and (effect.prefix % BLOCK or effect.prefix > room.shared):
+            world.fail(f"room {room.id} shares {effect.prefix} tokens, it has {room.shared} in common with others")
+        world.seen["tokens shared"] += effect.prefix
+        self.cached = effect.prefix
+        self.written = effect.prefix if self.rest_max else room.tokens
+        self._read("READY", grown=False)
+        if self.node.engine is None and not world.profile.turns:
+            self._grow()
+        self.caller.ready(self)
+
+    def _check_slots(self, effect: fx.RoomReady) -> None:
+        world, room, components = self.world, self.room, self.node.components
         self.slots = effect.slots
         if world.profile.placed:
             self.slots = {component.name: own for component, own in zip(components, self.chosen, strict=True)}
@@ -396,9 +449,12 @@ class Target(_Part):
             if len(effect.slots.get(component.name, _NONE)) != rows:
                 world.fail(f"room {room.id} got other than {rows} slots for {component.name}")
             place = places(component)[:, :, effect.slots.get(component.name, _NONE)]
-            in_arena = self.node.where(component) is self.node.memory
-            if in_arena and place.size and (int(place.max()) + 1) * ROW > self.node.arena.byte_count:
+            lands = self.node.where(component) is self.node.memory and self._is_sent(component)
+            if lands and place.size and (int(place.max()) + 1) * ROW > self.node.arena.byte_count:
                 world.fail(f"room {room.id} got slots for {component.name} where there is no memory yet")
+
+    def _check_bytes(self, effect: fx.RoomReady) -> None:
+        world, room, components = self.world, self.room, self.node.components
         rest = {
             component: component.rows(room.tokens) - effect.prefix // component.tokens_per_row
             for component in components
@@ -410,15 +466,14 @@ class Target(_Part):
             }
             if effect.prefix != self.prefix:
                 world.fail(f"room {room.id} has a prefix of {effect.prefix}, it asked for {self.prefix}")
-        if effect.kv_bytes != sum(component.bytes_of(rows) for component, rows in rest.items()):
+        sent = filter(self._is_sent, components)
+        if effect.kv_bytes != (not self.rest_max) * sum(component.bytes_of(rest[component]) for component in sent):
             world.fail(f"room {room.id} is READY with {effect.kv_bytes} bytes")
-        if not world.profile.placed and (effect.prefix % BLOCK or effect.prefix > room.shared):
-            world.fail(f"room {room.id} shares {effect.prefix} tokens, it has {room.shared} in common with others")
-        world.seen["tokens shared"] += effect.prefix
-        self._read("READY", grown=False)
-        if self.node.engine is None:
-            self._grow()
-        self.caller.ready(self)
+        if self.rest_max and not 0 < room.tokens - effect.prefix <= self.rest_max:
+            world.fail(f"room {room.id} has {room.tokens - effect.prefix} tokens to compute, of {self.rest_max}")
+
+    def _is_sent(self, component: Component) -> bool:
+        return self.room.sent is None or component.name in self.room.sent
 
     def on_failed(self, effect: fx.RoomFailed) -> None:
         world, room = self.world, self.room
@@ -427,6 +482,8 @@ class Target(_Part):
         self.check_cause(effect.cause)
         if effect.cause is Cause.BREACH and room.honest:
             world.fail(f"room {room.id}: honest peers were accused: {effect.detail}")
+        if room.sent is not None and any(gap in effect.detail for gap in GAPS):
+            world.fail(f"room {room.id} fails, though its sources send each row once: {effect.detail}")
         if ": no rank of " in effect.detail and (world.profile.routers or self.whole_group):
             world.fail(f"room {room.id}: its router or its leader left a rank out: {effect.detail}")
         if effect.cause is Cause.DEADLINE and self.hasty:
@@ -455,13 +512,34 @@ class Target(_Part):
         self.node.where(component)[places(component)[:, :, self.slots["kv"][room.tokens :]]] = own
         self.grown = room.growth
 
+    def compute(self, stop: int) -> None:
+        """The engine writes the rows of all tokens before `stop`, from those before them. Invariant 1: the slots are
+        this room's still, and no other room reads them."""
+        core, written = self.node.core, self.written
+        for index, component in enumerate(self.node.components):
+            rows = written // component.tokens_per_row, component.rows(stop)
+            slots = self.slots[component.name][: rows[1]]
+            if any(is_free(core.arena.free[index], slot) for slot in slots.tolist()):
+                self.world.fail(f"{self.node.name} computes rows of room {self.room.id} with slots that are free")
+        self._read("a step", grown=False)
+        for index, component in enumerate(self.node.components):
+            rows = written // component.tokens_per_row, component.rows(stop)
+            slots = self.slots[component.name][slice(*rows)]
+            if any(is_shared(core.cache, index, slot) for slot in slots.tolist()):
+                self.world.fail(f"{self.node.name} computes rows of room {self.room.id} in slots that rooms share")
+            own = self.room.words(component, rows, holds(component))
+            self.node.where(component)[places(component)[:, :, slots]] = own
+        self.written = stop
+
     def _read(self, when: str, *, grown: bool) -> None:
         if not self.room.honest:
             return  # whoever should have written it may not have
         for index, component in enumerate(self.node.components):
-            rows = component.rows(self.room.tokens) + (self.grown if grown and not index else 0)
+            if component.name in self.node.stand_ins.values():
+                continue  # the same bytes, and those behind the prompt
+            rows = component.rows(self.written) + (self.grown if grown and not index else 0)
             got = self.node.where(component)[places(component)[:, :, self.slots[component.name][:rows]]]
-            if (got != self.room.words(component, index, (0, rows), holds(component))).any():
+            if (got != self.room.words(component, (0, rows), holds(component))).any():
                 self.world.fail(f"at {when} room {self.room.id} reads rows of {component.name} wrong")
 
     @property

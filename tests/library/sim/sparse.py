@@ -327,7 +327,7 @@ class SparseEngine:
 
     def _words(self, target: Target, positions: Int64s) -> Int64s:
         room = target.room
-        return room.words(self.component, 0, (0, room.tokens + room.growth), holds(self.component))[:, :, positions]
+        return room.words(self.component, (0, room.tokens + room.growth), holds(self.component))[:, :, positions]
 
     # What has to hold.
 

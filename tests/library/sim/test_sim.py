@@ -129,6 +129,42 @@ def test_every_world_whose_sessions_have_lines_keeps_the_invariants(chunk: int) 
         assert tally.seen[what] > 0, what
 
 
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_of_chats_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="turns")
+    assert not tally.failure, tally.failure
+    for what in (
+        "rooms without a prefill", "turns READY", "turns refused", "turns dropped in their rest", "tokens shared",
+        "keys of more than there are slots for", "blocks evicted", "grants copied up", "ready",
+    ):  # fmt: skip
+        assert tally.seen[what] > 0, what
+    assert tally.seen["ready"] > tally.seen["rooms"] / 2
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_whose_rooms_have_several_prefills_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="parts")
+    assert not tally.failure, tally.failure
+    for what in (
+        "rooms of several prefills", "rooms that their sources do not cover", "tokens shared", "prefill kills",
+        "fences that had to wait", "grants read back", "ready",
+    ):  # fmt: skip
+        assert tally.seen[what] > 0, what
+    assert tally.seen["ready"] > tally.seen["rooms"] / 3
+
+
+@pytest.mark.parametrize("chunk", range(some(4)))
+def test_every_world_with_stand_ins_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="variants")
+    assert not tally.failure, tally.failure
+    for what in (
+        "rooms by page", "rooms by token", "rooms of several prefills", "rooms that their sources do not cover",
+        "chosen slots drained", "slots of another room refused", "fences that had to wait", "prefill kills", "ready",
+    ):  # fmt: skip
+        assert tally.seen[what] > 0, what
+    assert tally.seen["ready"] > tally.seen["rooms"] / 3
+
+
 def test_lines_end_in_the_middle_of_a_frame() -> None:
     """Rare: not in every few worlds."""
     tally = run(range(CHUNK), kind="lines")

@@ -16,12 +16,14 @@ from itertools import chain
 from pdtransfer.wire import Begin, Ranks
 
 from .calls import Call
+from .chats import Chat
 from .decodes import DecodeNode
 from .groups import Group
 from .kernels import Kernels
 from .lines import damage
 from .network import Network
-from .pools import LAYERS, Shape
+from .parts import Parts, names_held
+from .pools import LAYERS, ONE_HEAD, Shape
 from .prefills import PrefillNode
 from .process import Process
 from .profile import Profile, draw
@@ -56,7 +58,9 @@ class World:
         self.calls: list[Call] = []
         self.clients: list[Client] = []
         self._labels: dict[int, Room] = {}
+        self.held: list[tuple[str, ...]] = []  # components of each prefill, where it has some alone
         self.prefill_groups = [self._prefill_group(f"tcp://p{place}") for place in range(p.prefills)]
+        self.parts = Parts(self) if p.parts else None
         self.decode_groups = [self._decode_group(f"d{place}") for place in range(p.decodes)]
         for group in (*self.prefill_groups, *self.decode_groups):
             Group(group)
@@ -71,7 +75,11 @@ class World:
             process.start()
 
     def _prefill_group(self, name: str) -> list[PrefillNode]:
-        """One rank, or up to four: halves of the heads, times two stages of the pipeline. All have the head of c4."""
+        """One rank, or up to four: halves of the heads, times two stages of the pipeline. All have the head of c4. Or
+        one that has some components."""
+        if self.profile.parts:
+            names = names_held(self)
+            return [PrefillNode(self, name, shape=ONE_HEAD, ranks=Ranks(), replicas={}, names=names)]
         tp, pp = self.rng.choice([(1, 1), (2, 1), (1, 2), (2, 2)]) if self.profile.ranks else (1, 1)
         cut = self.rng.randint(1, LAYERS - 1)
         stages = [(0, LAYERS)] if pp == 1 else [(0, cut), (cut, LAYERS)]
@@ -136,7 +144,7 @@ class World:
                 self.clients.append(client)
                 self.at(rng.uniform(0.1, p.span), client.ask)
             else:
-                call = Call(self, number)
+                call = Chat(self, number) if p.turns else Call(self, number)
                 self.calls.append(call)
                 self.at(rng.uniform(0.0, p.span), call.begin)
         self._plan_faults()

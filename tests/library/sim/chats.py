@@ -1,0 +1,127 @@
+"""Chats: prompts that go on from an answer, with a prefill, or without one where decode has kept the blocks before.
+
+What a decode daemon and its engine do with such a room: the engine computes what is not cached, chunk by chunk, and
+then the answer. From the room's release on, its blocks are shared. A room that decode refuses is handed over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdtransfer.errors import Cause
+
+from .calls import Call
+from .pools import BLOCK, ROWS_MAX
+from .rooms import Source, Target
+
+if TYPE_CHECKING:
+    from .world import World
+
+GROWTH = 8  # slots for an answer, at most
+PROMPT_MAX = ROWS_MAX - GROWTH - 1  # tokens
+REST_MAX = 64  # tokens that a decode ever computes of a prompt
+
+
+class Chat(Call):
+    """One turn."""
+
+    def __init__(self, world: World, serial: int, *, first: bool = True) -> None:
+        super().__init__(world, serial)
+        rng = world.rng
+        self.room.growth = rng.randint(1, GROWTH)
+        self._answer = rng.randint(1, self.room.growth + 1)  # tokens; the last one has no row
+        self._generated = 0
+        self._breaks = rng.random() < world.profile.engine_fails
+        self._cached = 0  # tokens at least that the decode has, unless it gave blocks up
+        self._life = 0  # of the decode that has them
+        if first and rng.random() < 0.1:
+            self._stay(REST_MAX)
+
+    def _stay(self, rest_max: int) -> None:
+        """It has no prefill."""
+        self.prefills, self.sources = [], []
+        self.targets[0].rest_max = rest_max
+        self.world.seen["rooms without a prefill"] += 1
+
+    def ready(self, target: Target) -> None:
+        if target.cached < self._sure(target):
+            self.world.fail(f"room {self.room.id} shares {target.cached} tokens, {self._cached} were kept for it")
+        self.world.seen["turns READY"] += bool(target.rest_max)
+        target.node.later(self.world.rng.expovariate(200.0), lambda: self._step(target))
+
+    def _sure(self, target: Target) -> int:
+        """Tokens that its decode certainly has."""
+        node, cache = target.node, target.node.core.cache
+        if node.life != self._life or cache.evicted_blocks or len(cache) == node.limits.prefix_blocks_max:
+            return 0
+        return min(self._cached, (self.room.tokens - bool(target.rest_max)) // BLOCK * BLOCK)
+
+    def _step(self, target: Target) -> None:
+        """The engine computes one chunk of the prompt, or one token; what was dropped, it drops at its next step."""
+        rng, room = self.world.rng, self.room
+        if room.given_up or (self._breaks and rng.random() < 0.3):
+            self.world.seen["turns dropped in their rest"] += target.written < room.tokens
+            self._release(target, broken=not room.given_up)
+            return
+        if target.written < room.tokens:
+            target.compute(min(room.tokens, target.written + rng.randint(1, 12)))
+        else:
+            if self._generated:
+                target.compute(target.written + 1)
+            self._generated += 1
+        if self._generated == self._answer:
+            self._release(target, broken=False)
+        else:
+            target.node.later(rng.expovariate(rng.choice([20.0, 500.0])), lambda: self._step(target))
+
+    def _release(self, target: Target, *, broken: bool) -> None:
+        """The blocks of what is written are shared; of what a broken engine has written, nothing is known."""
+        room, core, rng = self.room, target.node.core, self.world.rng
+        running = core.cache.running_keys(room.prompt, b"")
+        running.generated(room.ids(room.tokens, room.tokens + self._generated))
+        keys = tuple(running.keys) if self._generated and not broken else ()
+        if keys and target.written == room.tokens + room.growth and rng.random() < 0.5:
+            keys = core.cache.keys(room.ids(0, ROWS_MAX), b"")  # no slot is left for what would follow
+            self.world.seen["keys of more than there are slots for"] += 1
+        target.release(keys)
+        if keys:
+            for _ in range(2):
+                if not self.world.healed and rng.random() < self.world.profile.turns / 2:
+                    self._go_on(target, room.tokens + self._generated)
+
+    def _go_on(self, target: Target, length: int) -> None:
+        """The next turn, whose prompt begins with all that was said; now and then elsewhere."""
+        world, rng = self.world, self.world.rng
+        if length >= PROMPT_MAX:
+            return
+        turn = self._another(length, rng.randint(length + 1, PROMPT_MAX))
+        if rng.random() < 0.9:
+            turn.decodes, turn.targets = self.decodes, [Target(turn.room, target.node, turn)]
+            turn._cached, turn._life = target.written // BLOCK * BLOCK, target.node.life
+        if rng.random() < 0.7:
+            turn._stay(rng.choice([8, 16, REST_MAX]))
+        world.at(rng.expovariate(20.0), turn.begin)
+
+    def _another(self, length: int, tokens: int) -> Chat:
+        """A room whose prompt begins with so much of what was said in this one."""
+        before = self.room
+        another = Chat(self.world, len(self.world.calls) + 1, first=False)
+        self.world.calls.append(another)
+        room = another.room
+        room.family, room.shared, room.history = before.family, length, before.owners[:length]
+        room.tokens = tokens
+        return another
+
+    def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
+        super().ended(part, cause, detail, retry_ms)
+        if not isinstance(part, Target) or cause is not Cause.REFUSED or not detail.startswith("prefix: "):
+            return
+        self.world.seen["turns refused"] += 1
+        if self.room.tokens - self._sure(part) <= part.rest_max:
+            self.world.fail(f"room {self.room.id} is refused: {detail}, and {self._sure(part)} were kept for it")
+        if not self.world.healed:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """The same prompt, with a prefill."""
+        self._another(self.room.tokens, self.room.tokens).begin()

@@ -1,14 +1,16 @@
-"""Behind llm-d's routing sidecar, played as its source has it: the answers are those of decode's server alone."""
+"""Behind llm-d's routing sidecar the answers are those of decode's server alone. PDTRANSFER_TEST_SIDECAR names llm-d's
+program; without it the sidecar is played as its source has it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from tests.support.asked_features import QUESTION, TEXT
-from tests.support.llmd_sidecar import PREFILLER, Sidecar
+from tests.support.llmd_sidecar import PREFILLER, Sidecar, sidecar
 from tests.support.vllm_pair import settles
 from tests.support.vllm_server import ServerPair
 
@@ -35,23 +37,31 @@ def pieces(chunks: list[Any]) -> tuple[str, Any]:
     return text, usage and (usage["prompt_tokens"], usage["completion_tokens"])
 
 
-@pytest.mark.parametrize("connector", ["nixlv2", "mooncake"])
+@pytest.fixture(scope="module", params=["nixlv2", "mooncake"])
+def front(
+    request: pytest.FixtureRequest, vllm_servers: ServerPair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sidecar]:
+    """Before decode's server."""
+    log = tmp_path_factory.mktemp("sidecar") / "sidecar.log"
+    with sidecar(vllm_servers.decode.url, request.param, vllm_servers.bootstrap_port, log) as started:
+        yield started
+
+
 @pytest.mark.parametrize("asked", ASKED)
 def test_behind_llm_ds_sidecar_an_answer_is_that_of_one_engine(
-    vllm_servers: ServerPair, asked: str, connector: str
+    vllm_servers: ServerPair, asked: str, front: Sidecar
 ) -> None:
     path, body = ASKED[asked]
     body = {"model": "m", "temperature": 0} | body
-    if connector == "nixlv2":  # with the other, prefill's request has it still, and vLLM refuses that: above max_tokens
+    if front.connector == "nixlv2":  # with the other prefill is sent it too, and vLLM refuses that: above max_tokens
         body["min_tokens"] = 16
-    sidecar = Sidecar(vllm_servers.decode.url, connector, vllm_servers.bootstrap_port)
-    alone = sidecar.post(path, body, {})
+    alone = front.post(path, body, {})
     assert alone.status == 200, alone
     rooms, byte_count = vllm_servers.received()
     # The proxy in front may have its own id of the request, which both servers get as well.
     for headers in ({}, {"x-request-id": str(uuid4())}):
         named = {PREFILLER: vllm_servers.prefill.url.removeprefix("http://")} | headers
-        answer = sidecar.post(path, body, named)
+        answer = front.post(path, body, named)
         assert answer.status == 200, answer
         if "stream" in body:
             assert pieces(answer.streamed) == pieces(alone.streamed)

@@ -70,6 +70,14 @@ def test_each_port_that_is_dialled_is_open_to_the_pool() -> None:
     assert options(sidecar)["model-server-port"] == options(pod("decode")["containers"][0])["port"]
 
 
+def test_the_sidecar_is_the_release_that_has_run() -> None:
+    [sidecar] = pod("decode")["initContainers"]
+    name, _, release = sidecar["image"].rpartition("/")[2].partition(":")
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert f"`{name}`, {release} or later" in text
+    assert f"llm-d's sidecar {release}, " in text.partition("## What has run")[2]
+
+
 def test_the_document_has_the_same_arguments() -> None:
     arguments = [
         argument

@@ -1,4 +1,5 @@
-"""llm-d's routing sidecar as far as it decides what two vLLM servers are sent, after its `pkg/sidecar/proxy`.
+"""llm-d's routing sidecar: its own program where PDTRANSFER_TEST_SIDECAR names one, else played after its
+`pkg/sidecar/proxy`, as far as that decides what two vLLM servers are sent.
 
 It runs beside a decode server. Its proxy names the prefill server in a header, and it sends a request to both.
 """
@@ -6,15 +7,21 @@ It runs beside a decode server. Its proxy names the prefill server in a header, 
 from __future__ import annotations
 
 import json
+import os
 import threading
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Generator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 from uuid import uuid1
 
+from tests.support.sglang_engine import free_port
+from tests.support.vllm_server import HttpProcess
+
+PROGRAM = os.environ.get("PDTRANSFER_TEST_SIDECAR")
 PREFILLER = "x-prefiller-host-port"
 ANSWER_S = 240.0
 # As null, so that vLLM's own connector finds the names that it reads.
@@ -45,9 +52,47 @@ class Answered:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
+class Sidecar(Protocol):
+    """One that stands before a decode server, with `--kv-connector` `connector`."""
+
+    @property
+    def connector(self) -> str: ...
+
+    def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Answered:
+        """Its answer to a request."""
+        ...
+
+
+@contextmanager
+def sidecar(decoder: str, connector: str, bootstrap_port: int, log: Path) -> Generator[Sidecar]:
+    """One before the server at `decoder`, with `--kv-connector` `connector`. llm-d's own listens on every interface."""
+    if PROGRAM is None:
+        yield PlayedSidecar(decoder, connector, bootstrap_port)
+        return
+    port = free_port()
+    command: list[str | Path] = [
+        PROGRAM, f"--port={port}", f"--model-server-port={urlsplit(decoder).port}", "--secure-proxy=false",
+        f"--kv-connector={connector}", f"--mooncake-bootstrap-port={bootstrap_port}",
+    ]  # fmt: skip
+    with HttpProcess(command, port, log, {}) as process:
+        yield RunningSidecar(process.ready().url, connector)
+
+
 @dataclass(frozen=True)
-class Sidecar:
-    """One that stands before the server at `decoder`, with `--kv-connector` `connector`."""
+class RunningSidecar:
+    """llm-d's own, which listens at `url`."""
+
+    url: str
+    connector: str
+
+    def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Answered:
+        content = json.dumps(body).encode()
+        return _ask("POST", self.url + path, [*headers.items(), ("Content-Type", "application/json")], content)
+
+
+@dataclass(frozen=True)
+class PlayedSidecar:
+    """One before the server at `decoder`."""
 
     decoder: str
     connector: str

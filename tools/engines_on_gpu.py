@@ -3,7 +3,8 @@
 Run it with the interpreter that has the engine, pytest and this project. Each group is a pytest of its own with its own
 servers, so a server that ends costs its own group. Groups start in their order, as long as few servers run at once.
 Each result is in OUT/results.jsonl and on standard output as soon as the test has ended, whatever ends the run; OUT
-also has each group's pytest output, and the logs of all servers in logs.tar.xz.
+also has each group's pytest output, and the logs of all servers in logs.tar.xz. PDTRANSFER_TEST_SGLANG_VERSION names
+the version of SGLang, where it is not the default one.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def vllm_groups() -> list[Group]:
             ("dense", 3, "test_dense_models_continue"),
             ("tiers", 3, "test_what_a_tier_in_host_memory_has"),
             ("mooncake", 2, "test_kv_crosses_over_mooncake"),
-            ("mla", 2, "test_bytes_are_those_of_prefill and latents"),
-            ("fp8", 2, "test_bytes_are_those_of_prefill and numbers"),
+            ("mla", 2, "test_bytes_are_those_of_prefill and mla"),
+            ("fp8", 2, "test_bytes_are_those_of_prefill and fp8"),
+            ("dsa", 2, "test_bytes_of_sparse_attention and auto"),
+            ("dsa-fp8", 2, "test_bytes_of_sparse_attention and fp8"),
             ("layouts", 4, "layout"),
             ("draft-model", 2, f"{drafts} and draft_model"),
             ("eagle", 2, f"{drafts} and eagle"),
@@ -61,6 +64,7 @@ def vllm_groups() -> list[Group]:
             ("ends", 3, "test_requests_and_prefill_end_early"),
             ("unequal-blocks", 2, "test_blocks_of_unequal_sizes"),
             ("states", 1, "test_states_are_refused"),
+            ("large", ALONE, "test_a_large_cache"),
         )
     ]
 

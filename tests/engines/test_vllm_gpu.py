@@ -12,6 +12,7 @@ import os
 import random
 import re
 import subprocess
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -157,13 +158,14 @@ def test_dense_models_continue(checkpoints: Checkpoints, tmp_path: Path) -> None
         stays_on_the_gpu(pair.decode)
 
 
-def same_bytes(pair: VllmPair, *lengths: int) -> None:
+def same_bytes(pair: VllmPair, *lengths: int, whole: int = 1) -> None:
     """Held against prefill's own bytes: decode computes the prompt's last token anew, with other kernels, which a tiny
     random model may turn into other tokens, as one engine does that begins anew behind its own first token: both are
-    printed."""
+    printed. `whole`: tokens whose bytes can be told apart, where a block has all keys before all scales."""
     pair.ready()
     for number, prompt in enumerate(prompts(*lengths)):
-        label, tokens = pair.label(), len(prompt) - 1
+        label, tokens = pair.label(), (len(prompt) - 1) // whole * whole
+        assert tokens > 0
         pair.prefill.generated(pair.begin_prefill(prompt, label, request=f"p{number}"))
         sent = pair.prefill.kv_digest(f"p{number}", tokens)
         received = pair.begin_decode(prompt, label, tokens=500, request=f"d{number}")
@@ -179,14 +181,23 @@ def same_bytes(pair: VllmPair, *lengths: int) -> None:
     stays_on_the_gpu(pair.decode)
 
 
-@pytest.mark.parametrize(
-    ("model", "cache"), [("deepseek_v3_dense", "auto"), ("llama_long", "fp8")], ids=["latents", "numbers-of-one-byte"]
-)
+@pytest.mark.parametrize(("model", "cache"), [("deepseek_v3_dense", "auto"), ("llama_long", "fp8")], ids=["mla", "fp8"])
 def test_bytes_are_those_of_prefill(checkpoints: Checkpoints, tmp_path: Path, model: str, cache: str) -> None:
     """MLA, without experts; and a cache of fp8, which prefill's kernels and decode's round in other ways."""
     options = {"max_model_len": 2_048, "enable_prefix_caching": False, "kv_cache_dtype": cache}
     with engines(checkpoints, tmp_path, model, **options) as started:
         same_bytes(VllmPair(started.prefill(), started.decode()), 5, 63, 64, 65, 300, 1_500)
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
+def test_bytes_of_sparse_attention_are_those_of_prefill(checkpoints: Checkpoints, tmp_path: Path, cache: str) -> None:
+    """DSA, without experts: each layer has latents, and the index that chooses 2,048 tokens of them. A block of the
+    index has all keys before all scales."""
+    if error := why_not_imported("vllm.third_party.deep_gemm"):
+        pytest.skip(f"the index is computed by DeepGEMM: {error}")
+    options = {"max_model_len": 4_096, "enable_prefix_caching": False, "kv_cache_dtype": cache}
+    with engines(checkpoints, tmp_path, "glm_dsa", **options) as started:
+        same_bytes(VllmPair(started.prefill(), started.decode()), 65, 300, 1_500, 3_000, whole=64)
 
 
 # Beside vLLM's tier in host memory
@@ -422,3 +433,44 @@ def test_states_are_refused_by_this_version(checkpoints: Checkpoints, tmp_path: 
         decode = started.decode()
         with pytest.raises(RuntimeError, match="MambaSpec cannot cross yet"):
             decode.ready()
+
+
+# A large cache
+
+
+def shared_bytes(engine: VllmEngine) -> int:
+    """Of its process, as the kernel counts them: memory that is shared or pinned."""
+    [line] = re.findall(r"^RssShmem:\s+(\d+) kB$", Path(f"/proc/{engine.process.pid}/status").read_text(), re.MULTILINE)
+    return int(line) << 10
+
+
+def test_a_large_cache_is_there_as_soon(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """As a small one, and so is its first hand-off: no memory of the host is made for it, and nothing registered."""
+    free = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"], capture_output=True, text=True,
+        check=True,
+    ).stdout.splitlines()[int(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))]  # fmt: skip
+    large = min(100, int(free) // 1024 - 14)
+    if large < 40:
+        pytest.skip(f"other processes have this GPU's memory: {free} MiB are free")
+    with engines(checkpoints, tmp_path, "llama_long", enable_prefix_caching=False) as started:
+        prefill = started.prefill()
+        by_size = {gib: started.decode(f"decode-{gib}", kv_cache_memory_bytes=gib << 30) for gib in (4, large)}
+        prompt, *warm = prompts(3_000, 3_000, 3_000, seed=44)
+        prefill.generate(warm, tokens=2)
+        figures: dict[int, tuple[float, float, int]] = {}
+        for gib, decode in by_size.items():
+            pair = VllmPair(prefill, decode)
+            registered = decode.ready()["register_s"]
+            begin = time.monotonic()
+            pair.ready()
+            first = time.monotonic() - begin
+            continue_as_one(prefill, [prompt], handed_over(pair, [prompt], order="decode first"))
+            shared = shared_bytes(decode)
+            figures[gib] = registered, first, shared
+            print(f"{gib} GiB: registered in {registered:.3f} s, first hand-off {first:.3f} s, {shared:,} bytes shared")
+            pair.settles()
+            stays_on_the_gpu(decode)
+        for small_figure, large_figure, more in zip(figures[4], figures[large], (0.5, 0.5, 1 << 30), strict=True):
+            assert large_figure < small_figure + more
+        assert figures[large][0] < 1

@@ -129,7 +129,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Short convolutions, Mamba 2 and gated delta nets, with one layer of attention between them.
     "lfm2": ("Lfm2Config", HYBRID | CONVOLVED),
     "granite_hybrid": ("GraniteMoeHybridConfig", MIXED | MAMBA2),
-    "qwen3_next": ("Qwen3NextConfig", MIXED | DELTA),
+    "qwen3_next": ("Qwen3NextConfig", MIXED | DELTA | {"full_attention_interval": 3}),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_dense": ("DeepseekV3Config", LATENT | {"first_k_dense_replace": 3}),
     "deepseek_v3_drafted": (

@@ -34,14 +34,16 @@ class Driver:
         self._numbers: dict[str, int] = {}  # of the requests of `generate` that are not answered, by their id
         self._held = False
 
-    def start(self, **options: Any) -> dict[str, int]:
-        """Starts the engine with LLM's options; returns what its KV cache has."""
+    def start(self, **options: Any) -> dict[str, Any]:
+        """Starts the engine with LLM's options; returns what its KV cache has, and how long our connector took."""
+        register_s = _times_registration()
         self._engine = LLM(**options).llm_engine
         self._core = self._engine.engine_core.engine_core
         if RECORDS_OUTPUTS_ALONE and self._engine.logger_manager is not None:
             self._engine.engine_core.get_output = partial(self._recorded, self._engine.engine_core.get_output)
         cache = self._engine.vllm_config.cache_config
-        return {"blocks": self._core.scheduler.kv_cache_config.num_blocks, "block_size": cache.block_size}
+        blocks = self._core.scheduler.kv_cache_config.num_blocks
+        return {"blocks": blocks, "block_size": cache.block_size, "register_s": sum(register_s)}
 
     def generate(
         self,
@@ -155,6 +157,21 @@ class Driver:
             self._requests.answer(self._numbers.pop(output.request_id), answer)
         if not self._core.scheduler.running:
             time.sleep(IDLE_STEP_S)
+
+
+def _times_registration() -> list[float]:
+    """From now on our connector adds to the list how many seconds register_kv_caches took."""
+    from pdtransfer.adapters.vllm import PDTransferConnector
+
+    register, taken = PDTransferConnector.register_kv_caches, list[float]()
+
+    def timed(self: Any, kv_caches: Any) -> None:
+        begin = time.monotonic()
+        register(self, kv_caches)
+        taken.append(time.monotonic() - begin)
+
+    PDTransferConnector.register_kv_caches = timed
+    return taken
 
 
 if __name__ == "__main__":

@@ -95,12 +95,13 @@ class VllmEngine(JsonProcess):
         super().__init__(PYTHON, "tests.support.vllm_driver", log, ENVIRONMENT | dict(environment or {}))
         self._names = count()
         self._started = self.submit(
-            "start", model=str(model), dtype=dtype, skip_tokenizer_init=True, kv_cache_memory_bytes=KV_BYTES,
-            **OPTIONS | options,
+            "start", model=str(model), dtype=dtype, skip_tokenizer_init=True,
+            **{"kv_cache_memory_bytes": KV_BYTES} | OPTIONS | options,
         )  # fmt: skip
 
-    def ready(self) -> dict[str, int]:
-        """Once it takes requests: `blocks` and `block_size` of its KV cache."""
+    def ready(self) -> dict[str, Any]:
+        """Once it takes requests: `blocks` and `block_size` of its KV cache, and for how many seconds our connector
+        registered it, `register_s`."""
         return self.wait(self._started, START_S)
 
     def add(

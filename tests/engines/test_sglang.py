@@ -24,6 +24,7 @@ from pdtransfer.serve.router.backends.servers.backend import Servers
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.engines.sglang_requests import Family, mixed_requests
+from tests.support.llmd_sidecar import PREFILLER, sidecar
 from tests.support.sglang_engine import (
     ANSWER_S,
     DEVICE,
@@ -445,6 +446,21 @@ def test_behind_sglangs_own_router(llama: Family, tmp_path: Path) -> None:
     finally:
         process.terminate()
         process.wait()
+    pair.settles()
+
+
+def test_behind_llm_ds_sidecar(llama: Family, tmp_path: Path) -> None:
+    """Its own program where PDTRANSFER_TEST_SIDECAR names it, else played as its source has it."""
+    pair, single = llama
+    [prompt] = prompts(300, seed=12)
+    [expected] = single.generate([prompt], tokens=TOKENS)
+    body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    named = {PREFILLER: pair.prefill.url.removeprefix("http://")}
+    with sidecar(pair.decode.url, "sglang", pair.prefill.bootstrap_port, tmp_path / "sidecar.log") as front:
+        whole = front.post("/v1/completions", body, named)
+        assert (whole.status, words(whole.json["choices"][0]["text"])) == (200, expected)
+        stream = front.post("/v1/completions", body | {"stream": True}, named)
+        assert words(text_of(stream.text)) == expected
     pair.settles()
 
 

@@ -1,5 +1,5 @@
 """llm-d's routing sidecar: its own program where PDTRANSFER_TEST_SIDECAR names one, else played after its
-`pkg/sidecar/proxy`, as far as that decides what two vLLM servers are sent.
+`pkg/sidecar/proxy`, as far as that decides what two servers are sent.
 
 It runs beside a decode server. Its proxy names the prefill server in a header, and it sends a request to both.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def sidecar(decoder: str, connector: str, bootstrap_port: int, log: Path) -> Gen
         PROGRAM, f"--port={port}", f"--model-server-port={urlsplit(decoder).port}", "--secure-proxy=false",
         f"--kv-connector={connector}", f"--mooncake-bootstrap-port={bootstrap_port}",
     ]  # fmt: skip
-    with HttpProcess(command, port, log, {}) as process:
+    with HttpProcess(command, port, log, {"SGLANG_BOOTSTRAP_PORT": str(bootstrap_port)}) as process:
         yield RunningSidecar(process.ready().url, connector)
 
 
@@ -96,7 +97,7 @@ class PlayedSidecar:
 
     decoder: str
     connector: str
-    bootstrap_port: int  # --mooncake-bootstrap-port
+    bootstrap_port: int  # of prefill
 
     def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> Answered:
         """Answers a request as the sidecar does."""
@@ -106,7 +107,7 @@ class PlayedSidecar:
         if not prefillers:
             return _send(self.decoder + path, request, kept)
         prefiller = prefillers[0].split(",")[0].strip()
-        protocol = {"nixlv2": self._nixl_v2, "mooncake": self._mooncake}[self.connector]
+        protocol = {"nixlv2": self._nixl_v2, "mooncake": self._mooncake, "sglang": self._sglang}[self.connector]
         return protocol(f"http://{prefiller}", path, request, kept)
 
     def _nixl_v2(self, prefiller: str, path: str, request: dict[str, Any], headers: Headers) -> Answered:
@@ -136,6 +137,13 @@ class PlayedSidecar:
         to_prefill = (prefiller + path, alone, [*headers, ("X-data-parallel-rank", rank)])
         threading.Thread(target=_send, args=to_prefill, daemon=True).start()
         return _send(self.decoder + path, request | {"kv_transfer_params": receives}, headers)
+
+    def _sglang(self, prefiller: str, path: str, request: dict[str, Any], headers: Headers) -> Answered:
+        """The same to both at once. Nobody looks at prefill's answer."""
+        both = request | {"bootstrap_host": urlsplit(prefiller).hostname, "bootstrap_port": self.bootstrap_port}
+        both["bootstrap_room"] = time.time_ns()
+        threading.Thread(target=_send, args=(prefiller + path, both, headers), daemon=True).start()
+        return _send(self.decoder + path, both, headers)
 
 
 def _decoded(text: str | bytes) -> dict[str, Any]:

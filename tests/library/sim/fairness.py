@@ -47,6 +47,8 @@ class WaitingLine:
             if room.id not in self._since:
                 self._check_window_turn(room)
         self._since = {room.id: self._since.get(room.id, self._calls) for room in queued}
+        for room in queued:
+            self._check_rest(room)
         self._check_head()
         landing = sum(room.state in (DecodeRoom.LANDING, DecodeRoom.SETTLING) for room in rooms)
         inflight, most = self._core.admission.inflight_bytes, self._node.limits.inflight_bytes_max
@@ -61,6 +63,13 @@ class WaitingLine:
             waits = other in leased or (known is not None and known.state is DecodeRoom.QUEUED)
             if waits and earlier < since:
                 self._node.world.fail(f"room {room} is leased its slots before room {other}, which has waited longer")
+
+    def _check_rest(self, room: RoomRecord) -> None:
+        """No room without a prefill waits for slots when its blocks are gone: it is handed over at once."""
+        cache = self._core.cache
+        rest = room.tokens - len(cache.longest(room.keys)) * cache.block_tokens
+        if not room.sources and rest > room.rest_max:
+            self._node.world.fail(f"room {room.id} waits, though {rest} tokens are left of {room.rest_max} at most")
 
     def _check_window_turn(self, room: RoomRecord) -> None:
         """Nor does a room that came later to the same peers get there first."""

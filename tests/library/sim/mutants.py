@@ -226,6 +226,7 @@ MUTANTS: dict[str, Mutant] = {
     "shared before the rest is computed": Mutant(turns.shared_before_the_rest_is_computed, "turns", 3),
     "a prompt wholly found": Mutant(turns.whole_prompt_found, "turns", 78),
     "any rest computed": Mutant(turns.any_rest_computed, "turns", 3),
+    "a rest refused when it has slots": Mutant(turns.refused_when_it_has_slots, "turns", 9),
     "answers not kept": Mutant(turns.answers_not_kept, "turns", 12),
     "the last token taken for written": Mutant(turns.last_token_taken_for_written, "turns", 24),
     "keys beyond the slots of a room": Mutant(turns.keys_beyond_the_slots_of_a_room, "turns", 3),

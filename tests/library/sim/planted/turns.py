@@ -78,6 +78,11 @@ def any_rest_computed(patch: Patch) -> None:
     patch(RoomRequest, "record", boundless)
 
 
+def refused_when_it_has_slots(patch: Patch) -> None:
+    """A room without a prefill, whose blocks are given up while it waits, goes on waiting for slots."""
+    patch(DecodeSessions, "_refuse_rests", lambda self, now: None)
+
+
 def answers_not_kept(patch: Patch) -> None:
     """What a room leaves is its prompt, if a prefill wrote it."""
     release = DecodeSessions.release

@@ -173,6 +173,14 @@ def test_lines_end_in_the_middle_of_a_frame() -> None:
 
 
 @pytest.mark.full
+def test_decodes_stay_away() -> None:
+    """Rare: one deadly world in eight."""
+    tally = run(range(CHUNK), kind="deadly")
+    assert not tally.failure, tally.failure
+    assert tally.seen["decode nodes that stay away"] > 0
+
+
+@pytest.mark.full
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
     tally = run(range(SHOWN))
@@ -186,7 +194,7 @@ def test_worlds_show_what_they_are_for() -> None:
         "Abort before its Grant", "Abort after the end", "Grant after the end", "Grant after the end was acknowledged",
         "partitions", "one-way partitions", "messages held at a cut", "cells that the engine forgets",
         "Failed before its writing has ended", "router kills", "rooms of dead routers", "retries", "resumptions",
-        "tokens shared", "blocks evicted", "rooms with a rank left out", "decode nodes that stay away",
+        "tokens shared", "blocks evicted", "rooms with a rank left out",
         "fences of who stays away", "dead and frozen peers found", "evidence that somebody is gone",
         "grants that waited for memory", "grants read back",
         "grants read back after the room failed", "rooms with a corrupted row",

@@ -13,9 +13,10 @@ from pdtransfer.errors import ConfigError
 
 # Prefill holds a block for each request until decode takes it, or for a second, permanently where its folder has
 # "leaks".
-# Tokens follow from the prompt, and not after a restart where it has "forgets".
+# Tokens follow from the prompt, and not after a restart where it has "forgets". Where it has "hangs", requests under way
+# at SIGTERM get no answer.
 SERVER = """
-import argparse, asyncio, json, os, time
+import argparse, asyncio, json, os, signal, time
 from pathlib import Path
 from aiohttp import web
 parser = argparse.ArgumentParser()
@@ -29,11 +30,14 @@ held.mkdir(exist_ok=True)
 started = folder / config["kv_role"]
 wrong = started.exists() and (folder / "forgets").exists()
 started.touch()
+ending = asyncio.Event()
 
 async def generate(request):
     body = await request.json()
     params = body.get("kv_transfer_params") or {}
     await asyncio.sleep(0.02)
+    if ending.is_set():
+        await asyncio.Event().wait()
     if prefills and params:
         block = held / os.urandom(8).hex()
         block.touch()
@@ -58,7 +62,11 @@ async def main():
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", int(given.port)).start()
-    await asyncio.Event().wait()
+    if (folder / "hangs").exists():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.set)
+    await ending.wait()
+    await asyncio.sleep(3.0)
+    os._exit(0)
 
 asyncio.run(main())
 """
@@ -109,6 +117,15 @@ def test_blocks_that_stay_and_wrong_answers_are_seen(measured, tmp_path: Path) -
     assert outcome.right_s is None
     assert chaos.failed([outcome])
     assert "never" in chaos.rows([outcome])[0]
+
+
+def test_requests_without_an_end_are_seen(measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "ENDED_S_MAX", 1.0)
+    (tmp_path / "hangs").touch()
+    [outcome] = measured("restart decode")
+    assert outcome.answers["hung"] > 0
+    assert outcome.ended_s >= 1.0
+    assert chaos.failed([outcome])
 
 
 def test_right_is_after_the_last_answer_that_was_not() -> None:

@@ -13,8 +13,8 @@ from pdtransfer.errors import ConfigError
 
 # Prefill holds a block for each request until decode takes it, or for a second, permanently where its folder has
 # "leaks".
-# Tokens follow from the prompt, and not after a restart where it has "forgets". Where it has "hangs", requests under way
-# at SIGTERM get no answer.
+# Tokens follow from the prompt, and not after a restart where it has "forgets". Requests under way at SIGTERM get no
+# answer where it has "hangs", and one without tokens where it has "cuts".
 SERVER = """
 import argparse, asyncio, json, os, signal, time
 from pathlib import Path
@@ -37,7 +37,9 @@ async def generate(request):
     params = body.get("kv_transfer_params") or {}
     await asyncio.sleep(0.02)
     if ending.is_set():
-        await asyncio.Event().wait()
+        if (folder / "hangs").exists():
+            await asyncio.Event().wait()
+        return web.json_response({"choices": [{"token_ids": [], "finish_reason": "abort"}]})
     if prefills and params:
         block = held / os.urandom(8).hex()
         block.touch()
@@ -62,7 +64,7 @@ async def main():
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", int(given.port)).start()
-    if (folder / "hangs").exists():
+    if (folder / "hangs").exists() or (folder / "cuts").exists():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.set)
     await ending.wait()
     await asyncio.sleep(3.0)
@@ -126,6 +128,15 @@ def test_requests_without_an_end_are_seen(measured, tmp_path: Path, monkeypatch:
     assert outcome.answers["hung"] > 0
     assert outcome.ended_s >= 1.0
     assert chaos.failed([outcome])
+
+
+def test_answers_that_a_server_cuts_off_are_errors(measured, tmp_path: Path) -> None:
+    (tmp_path / "cuts").touch()
+    [outcome] = measured("restart decode")
+    assert outcome.answers["error"] > 0
+    assert "aborted after 0 tokens" in outcome.failures
+    assert outcome.answers["wrong"] == outcome.answers["hung"] == 0
+    assert not chaos.failed([outcome])
 
 
 def test_right_is_after_the_last_answer_that_was_not() -> None:

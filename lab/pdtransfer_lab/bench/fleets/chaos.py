@@ -235,6 +235,7 @@ def measure(
     (`kv_load_failure_policy`). Four clients ask without a pause for 16 greedy tokens of random prompts of 65 to 700
     tokens, the same for every connector. Ours stands behind our router, the other is asked as its own proxy asks:
     prefill, and then decode with what prefill has returned. Tokens are held against those that decode computes alone.
+    An answer whose `finish_reason` is `abort` is an error.
 
     *Aborts*: of 60 requests half are given up, each within twice the time that one takes in quiet, on average. *Kill*:
     after 5 s of load all processes of a server end by SIGKILL; *restart*: by SIGTERM. No request is sent from then on.
@@ -324,7 +325,7 @@ async def _faulted(
     outcome.right_s = right_s
     await clients.end()
     outcome.answers.update(answer.verdict for answer in clients.answers)
-    outcome.failures += [answer.text for answer in clients.answers if answer.verdict in ("wrong", "hung")][:5]
+    outcome.failures += [answer.text for answer in clients.answers if answer.verdict in ("wrong", "hung", "error")][:5]
     return outcome
 
 
@@ -369,4 +370,8 @@ def show(outcomes: Sequence[Outcome], *, as_json: bool) -> None:
 
 
 def _tokens(answer: Params) -> list[int]:
-    return answer["choices"][0]["token_ids"]
+    """Raises WorldError for an answer that its server has cut off, as vLLM does when it is stopped."""
+    choice = answer["choices"][0]
+    if choice.get("finish_reason") == "abort":
+        raise WorldError(f"aborted after {len(choice['token_ids'])} tokens")
+    return choice["token_ids"]

@@ -14,7 +14,7 @@ from pdtransfer.errors import ConfigError
 # Prefill holds a block for each request until decode takes it, or for a second, permanently where its folder has
 # "leaks".
 # Tokens follow from the prompt, and not after a restart where it has "forgets". Requests under way at SIGTERM get no
-# answer where it has "hangs", and one without tokens where it has "cuts".
+# answer where it has "hangs", and one without tokens where it has "cuts": decode holds all but the first ones until then.
 SERVER = """
 import argparse, asyncio, json, os, signal, time
 from pathlib import Path
@@ -29,15 +29,21 @@ prefills, held = config["kv_role"] == "kv_producer", folder / "held"
 held.mkdir(exist_ok=True)
 started = folder / config["kv_role"]
 wrong = started.exists() and (folder / "forgets").exists()
+hangs = (folder / "hangs").exists()
+holds = not prefills and not started.exists() and (hangs or (folder / "cuts").exists())
 started.touch()
-ending = asyncio.Event()
+ending, handed_over = asyncio.Event(), []
 
 async def generate(request):
     body = await request.json()
     params = body.get("kv_transfer_params") or {}
     await asyncio.sleep(0.02)
+    if holds and params:
+        handed_over.append(params)
+        if len(handed_over) > 10:
+            await ending.wait()
     if ending.is_set():
-        if (folder / "hangs").exists():
+        if hangs:
             await asyncio.Event().wait()
         return web.json_response({"choices": [{"token_ids": [], "finish_reason": "abort"}]})
     if prefills and params:
@@ -64,7 +70,7 @@ async def main():
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", int(given.port)).start()
-    if (folder / "hangs").exists() or (folder / "cuts").exists():
+    if holds:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.set)
     await ending.wait()
     await asyncio.sleep(3.0)

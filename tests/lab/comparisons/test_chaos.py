@@ -14,7 +14,7 @@ from pdtransfer.errors import ConfigError
 # Prefill holds a block for each request until decode takes it, or for a second, permanently where its folder has
 # "leaks".
 # Tokens follow from the prompt, and not after a restart where it has "forgets". Requests under way at SIGTERM get no
-# answer where it has "hangs", and one without tokens where it has "cuts": decode holds all but the first ones until then.
+# answer where it has "hangs", and one without tokens where it has "cuts": decode holds all but the first until then.
 SERVER = """
 import argparse, asyncio, json, os, signal, time
 from pathlib import Path

@@ -61,11 +61,17 @@ def _flatten(facts: Mapping[str, Any], prefix: str, named: dict[str, str]) -> No
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Of a model's configuration, without what a host adds to it."""
-    text = json.dumps(
-        {key: value for key, value in config.items() if key not in _OF_THE_HOST}, sort_keys=True, default=str
-    )
+    """Of a model's configuration, without what a host adds to it, in configurations within it as well."""
+    text = json.dumps(_without_host(config), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _without_host(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_host(value) if isinstance(value, Mapping) else value  # pyright: ignore[reportUnknownArgumentType]
+        for key, value in config.items()
+        if key not in _OF_THE_HOST
+    }
 
 
 def model_name(name: str, cache: object) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 import tests.library.sim.__main__ as sim
 from tests.library.sim import profile, world
-from tests.library.sim.__main__ import main, run
+from tests.library.sim.__main__ import Tally, main, run
 from tests.library.sim.calls import Call
 from tests.library.sim.mutants import MUTANTS
 from tests.library.sim.profile import KINDS
@@ -25,6 +25,15 @@ SEEDS = 2_600 if chosen() is Effort.FULL else SHOWN + 100
 CHUNK = 25  # seeds a test, so that several workers can share them
 
 
+def saw(kind: str, chunk: int, *events: str) -> Tally:
+    """A chunk of seeds of one kind: no world failed, and each of these was seen."""
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind=kind)
+    assert not tally.failure, tally.failure
+    for what in events:
+        assert tally.seen[what] > 0, what
+    return tally
+
+
 @pytest.mark.parametrize("first", range(SHOWN, SEEDS, CHUNK))
 def test_every_world_keeps_the_invariants(first: int) -> None:
     tally = run(range(first, first + CHUNK))
@@ -33,71 +42,51 @@ def test_every_world_keeps_the_invariants(first: int) -> None:
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_with_hbm_apart_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="apart")
-    assert not tally.failure, tally.failure
-    for what in ("grants copied up", "writes to HBM", "ready", "fences that had to wait"):
-        assert tally.seen[what] > 0, what
+    saw("apart", chunk, "grants copied up", "writes to HBM", "ready", "fences that had to wait")
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_with_a_small_staging_buffer_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="staged")
-    assert not tally.failure, tally.failure
-    for what in ("grants copied up", "writes to HBM", "ready", "pieces"):
-        assert tally.seen[what] > 0, what
+    saw("staged", chunk, "grants copied up", "writes to HBM", "ready", "pieces")
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_whose_engine_chooses_the_slots_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="placed")
-    assert not tally.failure, tally.failure
-    for what in (
+    saw(
+        "placed", chunk,
         "chosen slots drained", "slots of another room refused", "wrong slots refused", "ready",
         "pieces after the room failed", "fences that had to wait", "grants that waited for memory",
-    ):  # fmt: skip
-        assert tally.seen[what] > 0, what
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_whose_rooms_name_leaders_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="led")
-    assert not tally.failure, tally.failure
-    for what in ("rooms that name a leader", "ready", "prefill kills"):
-        assert tally.seen[what] > 0, what
+    tally = saw("led", chunk, "rooms that name a leader", "ready", "prefill kills")
     assert chunk or tally.seen["ranks that cannot be dialled"] > 0, "rare, and in the first chunk"
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_no_room_of_prefill_waits_for_a_decode_that_has_given_it_up(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="hasty")
-    assert not tally.failure, tally.failure
-    for what in ("rooms that decode gave up in haste", "ready"):
-        assert tally.seen[what] > 0, what
+    saw("hasty", chunk, "rooms that decode gave up in haste", "ready")
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_whose_rooms_wait_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="waiting")
-    assert not tally.failure, tally.failure
-    for what in (
+    saw(
+        "waiting", chunk,
         "calls with a queue", "calls with a queue for bytes in flight", "repeats in time", "silent peers back", "ready",
         "fences", "prefill kills",
-    ):  # fmt: skip
-        assert tally.seen[what] > 0, what
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_no_room_is_lost_where_every_process_gets_a_tenth_of_its_time(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="starved")
-    assert not tally.failure, tally.failure
-    for what in ("freezes", "connections made again", "evidence that somebody is gone", "ready"):
-        assert tally.seen[what] > 0, what
+    saw("starved", chunk, "freezes", "connections made again", "evidence that somebody is gone", "ready")
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_with_strangers_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="strangers")
-    assert not tally.failure, tally.failure
+    tally = saw("strangers", chunk)
     for what in (
         "grants that overlap", "grants sent again with other slots", "rooms granted twice",
         "grants for rooms of others", "grants beyond the window", "unended grants released",
@@ -112,56 +101,45 @@ def test_every_world_with_strangers_keeps_the_invariants(chunk: int) -> None:
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_whose_processes_have_several_names_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="spelled")
-    assert not tally.failure, tally.failure
-    for what in ("messages by a second name", "second names", "ready", "prefill kills", "requests: finished"):
-        assert tally.seen[what] > 0, what
+    saw("spelled", chunk, "messages by a second name", "second names", "ready", "prefill kills", "requests: finished")
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_whose_sessions_have_lines_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="lines")
-    assert not tally.failure, tally.failure
-    for what in (
+    saw(
+        "lines", chunk,
         "lines", "messages by a line", "frames that a line took a part of", "lines that end one way",
         "lines that nobody reads", "prefills that leave with grants unacknowledged", "ready",
-    ):  # fmt: skip
-        assert tally.seen[what] > 0, what
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_of_chats_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="turns")
-    assert not tally.failure, tally.failure
-    for what in (
+    tally = saw(
+        "turns", chunk,
         "rooms without a prefill", "turns READY", "turns refused", "turns dropped in their rest", "tokens shared",
         "keys of more than there are slots for", "blocks evicted", "grants copied up", "ready",
-    ):  # fmt: skip
-        assert tally.seen[what] > 0, what
+    )  # fmt: skip
     assert tally.seen["ready"] > tally.seen["rooms"] / 2
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_whose_rooms_have_several_prefills_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="parts")
-    assert not tally.failure, tally.failure
-    for what in (
+    tally = saw(
+        "parts", chunk,
         "rooms of several prefills", "rooms that their sources do not cover", "tokens shared", "prefill kills",
         "fences that had to wait", "grants read back", "ready",
-    ):  # fmt: skip
-        assert tally.seen[what] > 0, what
+    )  # fmt: skip
     assert tally.seen["ready"] > tally.seen["rooms"] / 3
 
 
 @pytest.mark.parametrize("chunk", range(some(4)))
 def test_every_world_with_stand_ins_keeps_the_invariants(chunk: int) -> None:
-    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="variants")
-    assert not tally.failure, tally.failure
-    for what in (
+    tally = saw(
+        "variants", chunk,
         "rooms by page", "rooms by token", "rooms of several prefills", "rooms that their sources do not cover",
         "chosen slots drained", "slots of another room refused", "fences that had to wait", "prefill kills", "ready",
-    ):  # fmt: skip
-        assert tally.seen[what] > 0, what
+    )  # fmt: skip
     assert tally.seen["ready"] > tally.seen["rooms"] / 3
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,41 +16,36 @@ from pdtransfer.handoff.slot_allocator import Block, Holding
 from . import Patch
 
 
-def slots_given_back_at_ready(patch: Patch) -> None:
-    """A room without a prefill is READY at once, so its slots are taken for done with: its engine computes in them."""
+def _at_ready(patch: Patch, then: Callable[[DecodeSessions, RoomRecord, float], object]) -> None:
+    """`then` follows where a room without a prefill is READY."""
     ready = DecodeSessions._ready
 
-    def closed(self: DecodeSessions, room: RoomRecord, now: float) -> None:
+    def and_then(self: DecodeSessions, room: RoomRecord, now: float) -> None:
         ready(self, room, now)
         if not room.sources:
-            self._close(room)
+            then(self, room, now)
 
-    patch(DecodeSessions, "_ready", closed)
+    patch(DecodeSessions, "_ready", and_then)
+
+
+def slots_given_back_at_ready(patch: Patch) -> None:
+    """A room without a prefill is READY at once, so its slots are taken for done with: its engine computes in them."""
+    _at_ready(patch, lambda sessions, room, now: sessions._close(room))
 
 
 def kept_blocks_given_up_while_they_are_read(patch: Patch) -> None:
     """The blocks that a room without a prefill reads count as idle: they go where slots are needed."""
-    ready = DecodeSessions._ready
 
     def idle(self: DecodeSessions, room: RoomRecord, now: float) -> None:
-        ready(self, room, now)
-        if not room.sources:
-            assert room.holding is not None
-            self.cache._idle.update((block.key, block) for block in reversed(room.holding.blocks))
+        assert room.holding is not None
+        self.cache._idle.update((block.key, block) for block in reversed(room.holding.blocks))
 
-    patch(DecodeSessions, "_ready", idle)
+    _at_ready(patch, idle)
 
 
 def shared_before_the_rest_is_computed(patch: Patch) -> None:
     """The prompt of a room without a prefill is shared when it is READY, as that of any other room."""
-    ready = DecodeSessions._ready
-
-    def and_publish(self: DecodeSessions, room: RoomRecord, now: float) -> None:
-        ready(self, room, now)
-        if not room.sources:
-            self.prefix_publish.add(room, now)
-
-    patch(DecodeSessions, "_ready", and_publish)
+    _at_ready(patch, lambda sessions, room, now: sessions.prefix_publish.add(room, now))
 
 
 def whole_prompt_found(patch: Patch) -> None:

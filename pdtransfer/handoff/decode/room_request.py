@@ -154,13 +154,13 @@ def refusal(
     except ArenaFullError as error:
         cause = Cause.FULL if error.retry_ms is not None else Cause.REFUSED
         return RoomFailed(room.id, cause, str(error), error.retry_ms or 0)
-    return rest_refusal(room, admission.cached(room.demand))
+    return None if room.sources else rest_refusal(room, admission.cached(room.demand))
 
 
 def rest_refusal(room: RoomRecord, cached: int) -> RoomFailed | None:
-    """Why this node does not compute the rest of the room's prompt, of which it has `cached` tokens. None where it
-    does, or where the room has sources, which send it."""
-    if room.sources or (rest := room.tokens - cached) <= room.rest_max:
+    """Why this node does not compute the rest of the prompt of a room without sources, of which it has `cached` tokens;
+    None where it does."""
+    if (rest := room.tokens - cached) <= room.rest_max:
         return None
     have = f"{cached} of {room.tokens} tokens are cached"
     text = f"prefix: {have}, {rest} are left, at most {room.rest_max} are computed here"

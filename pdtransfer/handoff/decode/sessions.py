@@ -441,7 +441,7 @@ class DecodeSessions:
             if text := too_many_extents(sessions, holding):
                 self._fail(room, Cause.FULL, text, now)
             else:
-                assert rest_refusal(room, room.prefix) is None, "no block was given up since this was asked"
+                assert room.sources or rest_refusal(room, room.prefix) is None, "no block was given up since then"
                 self._out.append(RoomLeased(room.id))
                 self._grant(room, holding, sessions, now)
 
@@ -450,7 +450,8 @@ class DecodeSessions:
         if self._evicted_blocks == self.cache.evicted_blocks:
             return
         self._evicted_blocks = self.cache.evicted_blocks
-        for room in [self.rooms[room_id] for room_id in self.admission.queued]:
+        for room_id in self.admission.queued:
+            room = self.rooms[room_id]
             if not room.sources and (refused := rest_refusal(room, self.admission.cached(room.demand))) is not None:
                 self._fail(room, refused.cause, refused.detail, now)
 

@@ -446,11 +446,10 @@ def shared_bytes(engine: VllmEngine) -> int:
 
 def test_a_large_cache_is_there_as_soon(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """As a small one, and so is its first hand-off: no memory of the host is made for it, and nothing registered."""
-    free = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"], capture_output=True, text=True,
-        check=True,
-    ).stdout.splitlines()[int(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))]  # fmt: skip
-    large = min(100, int(free) // 1024 - 14)
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = ["nvidia-smi", "--id", gpu, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    free = int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+    large = min(100, free // 1024 - 14)
     if large < 40:
         pytest.skip(f"other processes have this GPU's memory: {free} MiB are free")
     with engines(checkpoints, tmp_path, "llama_long", enable_prefix_caching=False) as started:

@@ -158,10 +158,11 @@ def refusal(
 
 
 def rest_refusal(room: RoomRecord, cached: int) -> RoomFailed | None:
-    """Why this node does not compute the rest of the prompt of a room without sources, of which it has `cached` tokens;
-    None where it does."""
-    if (rest := room.tokens - cached) <= room.rest_max:
+    """Why this node does not compute the rest of the prompt of a room without sources, of which its cache has `cached`
+    tokens; None where it does. What the engine has elsewhere is not left either."""
+    present = max(room.prefix, cached)
+    if (rest := room.tokens - present) <= room.rest_max:
         return None
-    have = f"{cached} of {room.tokens} tokens are cached"
+    have = f"{present} of {room.tokens} tokens are cached"
     text = f"prefix: {have}, {rest} are left, at most {room.rest_max} are computed here"
     return RoomFailed(room.id, Cause.REFUSED, text)

@@ -350,3 +350,23 @@ def test_a_rest_whose_blocks_are_given_up_for_a_room_before_it_is_refused_then()
     (failed,) = of(effects, RoomReady | RoomFailed)
     assert (failed.room, failed.cause) == (2, Cause.REFUSED)
     assert failed.detail == "prefix: 0 of 33 tokens are cached, 33 are left, at most 8 are computed here"
+
+
+def test_what_the_engine_has_elsewhere_is_not_left_of_a_rest() -> None:
+    decode_end = end()
+    (landed,) = of(decode_end.expect(1, 33, prefix=30, rest_max=3), RoomReady)
+    assert (landed.prefix, len(landed.slots["kv"])) == (30, 33)
+    (failed,) = of(decode_end.expect(2, 33, prefix=30, rest_max=2), RoomFailed)
+    assert failed.detail == "prefix: 30 of 33 tokens are cached, 3 are left, at most 2 are computed here"
+
+
+def test_a_rest_behind_what_the_engine_has_elsewhere_waits_whatever_the_cache_gives_up() -> None:
+    decode_end = end()
+    answered(decode_end, 1, PROMPT, list(range(200, 212)))
+    first = granted(decode_end, 7, [9] * 8, growth=SLOTS - 48)
+    assert of(decode_end.expect(2, 41, prefix=33, rest_max=8), RoomReady | RoomFailed) == []
+    decode_end.core.cache.clear()
+    assert of(decode_end.tick(0.0), RoomReady | RoomFailed) == []
+    ready(decode_end, first)
+    (landed,) = of(decode_end.core.release(7, decode_end.now), RoomReady | RoomFailed)
+    assert landed.prefix == 33

@@ -85,7 +85,7 @@ class Admission:
 
     def cached(self, demand: Demand) -> int:
         """The tokens of a prompt that the arena has now. It may have given some up when the room is admitted."""
-        return len(self._cache.longest(demand.keys)) * self._cache.block_tokens
+        return self._cache.cached_tokens(demand.keys)
 
     def enqueue(self, room: int, demand: Demand) -> None:
         """Appends a room, which must not be queued already."""

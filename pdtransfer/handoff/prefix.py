@@ -7,6 +7,7 @@ last use, the deepest first, so that the oldest is always a leaf.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from math import lcm
@@ -94,6 +95,12 @@ class PrefixCache:
                 break
             blocks.append(block)
         return blocks
+
+    def cached_tokens(self, keys: Sequence[bytes]) -> int:
+        """The tokens of the blocks that `longest` would return, in as many look-ups as the number of keys has binary
+        digits: no block is given up before those behind it."""
+        first_missing = bisect_left(keys, True, key=lambda key: key not in self._blocks)
+        return first_missing * self.block_tokens
 
     @property
     def free_slots(self) -> list[int]:

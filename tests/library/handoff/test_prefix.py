@@ -223,6 +223,12 @@ class ShareAndEvict(RuleBasedStateMachine):
         assert len(self.cache) <= BLOCKS_MAX
 
     @invariant()
+    def a_look_up_of_few_keys_finds_what_one_of_all_finds(self) -> None:
+        for room in self.rooms:
+            keys = self.cache.keys(ids(room.prompt), room.salt)
+            assert self.cache.cached_tokens(keys) == len(self.cache.longest(keys)) * BLOCK
+
+    @invariant()
     def every_slot_is_free_or_a_block_s_or_one_room_s(self) -> None:
         for index, free in enumerate(self.cache.arena.free):
             held = [slot for room in self.rooms for slot in slots_of(room.holding.own[index]).tolist()]

@@ -19,6 +19,12 @@ class KVLayers:
     count: int
     heads: int  # of keys and values, in each
     size: int  # numbers of a head
+    latent: bool = False  # one for all heads
+
+    @property
+    def planes_max(self) -> int:
+        """Its planes by tokens where keys lie number by number, wherever they lie."""
+        return self.count * (1 if self.latent else self.heads * (self.size + 1))
 
 
 def speculation(vllm_config: Any) -> dict[str, str]:
@@ -36,7 +42,9 @@ def layers_with_kv(vllm_config: Any) -> list[KVLayers]:
     if _drafts_with_kv(vllm_config) and (drafter := _drafter(vllm_config)) is not None:
         models.append(drafter)
     return [
-        KVLayers(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size())
+        KVLayers(
+            model.get_total_num_hidden_layers(), model.get_total_num_kv_heads(), model.get_head_size(), model.use_mla
+        )
         for model in models
     ]
 

@@ -62,7 +62,10 @@ def planes_of(kinds: Kinds, layers: KVLayers) -> int:
 
 def too_many_planes(kinds: Iterable[Kinds], models: Sequence[KVLayers]) -> bool:
     """Whether a model and its drafter are more planes together than a component may have. `kinds` are of some of their
-    layers; of these the one that makes most planes counts for all, so that all stages of an engine decide alike."""
+    layers. All stages of an engine decide alike: of a model alone the layer that makes most planes counts for all, and
+    with a drafter, which one stage alone has, the most that its numbers can be."""
+    if len(models) > 1:
+        return sum(layers.planes_max for layers in models) > PLANES_MAX
     counts = [sum(planes_of(layer_kinds, layers) for layers in models) for layer_kinds in kinds]
     return max(counts, default=0) > PLANES_MAX
 

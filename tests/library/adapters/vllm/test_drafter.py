@@ -10,8 +10,9 @@ import pytest
 from pdtransfer.adapters.vllm.drafter import KVLayers, layers_with_kv, speculation
 
 
-def model(layers: int, heads: int, size: int, **config: Any) -> SimpleNamespace:
+def model(layers: int, heads: int, size: int, *, mla: bool = False, **config: Any) -> SimpleNamespace:
     return SimpleNamespace(
+        use_mla=mla,
         get_total_num_hidden_layers=lambda: layers,
         get_total_num_kv_heads=lambda: heads,
         get_head_size=lambda: size,
@@ -51,3 +52,8 @@ def test_drafters_of_other_configurations_are_other_facts() -> None:
 
     assert fact() != fact(bias=True)
     assert fact(_name_or_path="/a/host") == fact(_name_or_path="/another/host") == fact()
+
+
+@pytest.mark.parametrize(("mla", "planes"), [(False, 3 * 4 * (64 + 1)), (True, 3)], ids=["heads", "latent"])
+def test_the_most_planes_of_a_drafter_follow_from_its_configuration(mla: bool, planes: int) -> None:
+    assert [layers.planes_max for layers in layers_with_kv(engine("mtp", model(3, 4, 64, mla=mla)))][1:] == [planes]

@@ -332,3 +332,19 @@ def test_stages_with_unequal_layers_decide_alike_whether_tokens_cross(drafter: l
     heads = left // 10 // (SIZE + 1)
     for model, expected in ((KVLayers(10, heads, SIZE), False), (KVLayers(10, heads + 1, SIZE), True)):
         assert {too_many_planes(stage, [model, *drafter]) for stage in stages} == {expected}
+
+
+SIDE_BY_SIDE = {kind: torch.zeros(BLOCKS, 8, HEADS, SIZE) for kind in ("k", "v")}
+LATENT = {"latent": torch.zeros(BLOCKS, 8, 1, SIZE)}
+
+
+@pytest.mark.parametrize("of_model", [SIDE_BY_SIDE, LATENT], ids=["heads", "latent"])
+def test_stages_decide_alike_where_a_drafter_s_numbers_lie_otherwise_than_the_models(
+    of_model: dict[str, torch.Tensor],
+) -> None:
+    """The last stage alone sees them."""
+    latent = of_model is LATENT
+    for heads in (10, PLANES_MAX // 7 // (SIZE + 1) + 1, PLANES_MAX):
+        models = [KVLayers(6, heads, SIZE, latent), KVLayers(1, heads, SIZE)]
+        stages = [[of_model] * 4, [of_model] * 2 + [APART]]
+        assert len({too_many_planes(stage, models) for stage in stages}) == 1, heads

@@ -38,7 +38,19 @@ from .changes import Change
 from .decode import ReceivingSide
 from .labels import Uses
 from .peers import Refusals, check_room, rank_fields, sources_of
-from .pools import OPAQUE, Buffers, HeadCounts, KVPools, Locate, extent_of, kv_buffers, pools, state_buffers
+from .pools import (
+    MINIMAX_INDEX,
+    OPAQUE,
+    Buffers,
+    HeadCounts,
+    KVPools,
+    Locate,
+    extent_of,
+    has_rows_of_pages,
+    kv_buffers,
+    pools,
+    state_buffers,
+)
 from .prefill import SendingSide, Sent
 
 log = logging.getLogger(f"sglang.srt.{__name__}")
@@ -100,8 +112,11 @@ class Manager(dialect.KVManager):
 
     def _pools(self, locate: Locate) -> KVPools:
         args = self.kv_args
-        if self._is_compressed and get_memory().enable_hisparse:
+        with_hisparse = get_memory().enable_hisparse
+        if with_hisparse and self._is_compressed:
             raise ConfigError("enable_hisparse: SGLang hands DeepSeek V4's KV to it with its Mooncake backend alone")
+        if with_hisparse and MINIMAX_INDEX in {str(kind.value) for kind in args.state_types}:
+            raise ConfigError("enable_hisparse: MiniMax's sparse KV cannot cross with it yet")
         return pools(args, self._model(), locate, kv=kv_buffers(args), states=state_buffers(args))
 
     def _memory(self) -> tuple[CacheMemory, Extent]:
@@ -189,7 +204,7 @@ class Manager(dialect.KVManager):
 
     def _shown_facts(self) -> dict[str, str]:
         """The same by the names that peers see where one differs."""
-        rows = "pages" if self._is_compressed else "tokens"
+        rows = "pages" if has_rows_of_pages(self.kv_args) else "tokens"
         return named_facts(self._facts(), rows=rows, engine=f"SGLang {version('sglang')}")
 
     @property

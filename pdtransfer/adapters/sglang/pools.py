@@ -9,6 +9,9 @@ DeepSeek V4's KV cache is compressed: a layer keeps a row for 4 tokens, with an 
 and beside either the tokens that wait for their row. SGLang lists its buffers by these kinds. A page of them holds
 values apart from scales, and is padded. So an item is a whole page, and the last one crosses whole, however few of its
 tokens the request has.
+
+MiniMax's sparse attention has an index of keys, and SGLang hands over the layers without one, with both their K and V,
+as a second state. In NVFP4 a page of any of these buffers holds values apart from scales, and is an item as well.
 """
 
 from __future__ import annotations
@@ -41,11 +44,12 @@ DRAFT_LAYER = 0x8000  # the first layer of a draft model, whose buffers follow t
 PAGE_SIZE_MAX = 256
 
 WINDOW = "swa"  # the state of sliding windows
+MINIMAX_INDEX = "minimax_index_k"  # the state of MiniMax's sparse layers
 _ROWS: dict[str, Rows] = {
     WINDOW: "tokens", "dsa": "pages", "mamba": "once", "qsa_pending": "once", "qsa_compressed": "pages",
-    "block_scale": "pages", "block_scale_swa": "pages",
+    "block_scale": "pages", "block_scale_swa": "pages", MINIMAX_INDEX: "pages", "minimax_dense_kv": "pages",
 }  # fmt: skip
-_REPLICATED = {"dsa"}  # the same on all ranks; of the others each rank has its own part
+_REPLICATED = {"dsa", MINIMAX_INDEX}  # the same on all ranks; of the others each rank has its own part
 _COMPRESSED_ROWS: dict[str, Rows] = {WINDOW: "pages", "c128_state": "once"}  # DeepSeek V4's, the same on all ranks
 _RATIOS = {0, 4, 128}  # tokens of a row, in DeepSeek V4's layers; 0 for a window alone
 
@@ -166,15 +170,18 @@ def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: 
             for size in [1 if model.latent or model.dtype == OPAQUE else row // count // number]
         ]  # fmt: skip
 
-    drafts = int(getattr(args, "num_draft_entries", 0) or 0)
+    drafts = _draft_count(args)
     layer_count = len(kv.addresses) - drafts
     first_layer = int(getattr(args, "prefill_start_layer", 0) or 0)
     layers = list(getattr(args, "kv_layer_ids", None) or range(first_layer, first_layer + layer_count))
-    planes = of_heads(KV, kv.part(0, layer_count), layers, model.heads, model.head_count)
-    if drafts:
-        draft_layers = range(DRAFT_LAYER, DRAFT_LAYER + drafts)
-        planes += of_heads(KV, kv.part(layer_count, layer_count + drafts), draft_layers, model.heads, model.head_count)
-    add(KV, "tokens", planes, _slots(KV, kv, page_size), kv)
+    if has_rows_of_pages(args):
+        add(KV, "pages", _items(kv, _numbered(layers), ranks.tp_rank, locate), _slots(KV, kv, 1), kv)
+    else:
+        planes = of_heads(KV, kv.part(0, layer_count), layers, model.heads, model.head_count)
+        if drafts:
+            draft_layers, buffers = range(DRAFT_LAYER, DRAFT_LAYER + drafts), kv.part(layer_count, layer_count + drafts)
+            planes += of_heads(KV, buffers, draft_layers, model.heads, model.head_count)
+        add(KV, "tokens", planes, _slots(KV, kv, page_size), kv)
 
     for index, (kind, buffers) in enumerate(zip(_kinds(args), states, strict=True)):
         named = args.state_layer_ids[index] if index < len(args.state_layer_ids) else None
@@ -256,6 +263,18 @@ def _check(args: Any, states: Sequence[Buffers]) -> None:
             raise ConfigError(f"state {kind}: cannot cross yet, one each of {', '.join(sorted(rows))} can")
         if kind == WINDOW and not compressed and getattr(args, "swa_kv_cache_layout", None) != "nhd":
             raise ConfigError(f"state swa: its layout is {args.swa_kv_cache_layout}, nhd can cross")
+
+
+def has_rows_of_pages(args: Any) -> bool:
+    """Whether a row of the KV cache is a whole page: DeepSeek V4's, and MiniMax's in NVFP4, of which SGLang lists one
+    buffer a layer, not K and V."""
+    layers = list(getattr(args, "kv_layer_ids", None) or ())[: len(args.kv_data_ptrs) - _draft_count(args)]
+    has_one_each = 0 < len(layers) == len(set(layers))
+    return bool(_ratios(args)) or (has_one_each and MINIMAX_INDEX in _kinds(args))
+
+
+def _draft_count(args: Any) -> int:
+    return int(getattr(args, "num_draft_entries", 0) or 0)
 
 
 def _ratios(args: Any) -> list[int]:

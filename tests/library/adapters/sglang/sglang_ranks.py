@@ -36,6 +36,8 @@ class Pool:
         shapes = {"kv": ((kinds, LAYERS, SLOTS, 1 if latent else heads, WIDTH), np.float32)}
         shapes["swa"] = shapes["kv"]
         shapes["dsa"] = ((LAYERS, SLOTS // page_size, ITEM * page_size), np.uint8)
+        shapes["minimax_index_k"] = shapes["dsa"]
+        shapes["minimax_dense_kv"] = ((LAYERS, SLOTS // page_size, ITEM * page_size * heads), np.uint8)
         shapes["mamba"] = ((LAYERS, REQUESTS, ITEM), np.uint8)
         wanted = {name: shapes[name] for name in ("kv", *states)}
         sizes = {name: int(np.prod(shape)) * np.dtype(dtype).itemsize for name, (shape, dtype) in wanted.items()}

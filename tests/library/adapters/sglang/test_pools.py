@@ -17,6 +17,8 @@ from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.wire import Ranks
 from tests.library.adapters.sglang.sglang_ranks import HEADS, ITEM, LAYERS, SLOTS, STATES, WIDTH, Pool, model_of
 
+MINIMAX = ("minimax_index_k", "minimax_dense_kv")
+
 
 def made_of(pool: Pool, model: HeadCounts | None = None, **changed: Any) -> KVPools:
     args = pool.args
@@ -106,6 +108,29 @@ def test_states_are_components_with_rows_of_their_own() -> None:
     assert (mamba.layout.planes[0].head_start, made.replicas["mamba"]) == (1, (0, 1))
 
 
+def test_an_index_of_minimax_is_the_same_on_all_ranks_and_its_other_layers_are_not() -> None:
+    made = made_of(a_pool(MINIMAX), model_of(Ranks(1, 2)))
+    kv, index, dense = made.components
+    assert [(component.tokens_per_row, component.span.kind) for component in (kv, index, dense)] == [
+        (1, "all"), (4, "all"), (4, "all"),
+    ]  # fmt: skip
+    assert [component.layout.planes[0].head_start for component in (index, dense)] == [0, 1]
+    assert made.replicas == {"kv": (0, 1), "minimax_index_k": (1, 2), "minimax_dense_kv": (0, 1)}
+
+
+def test_one_buffer_of_each_layer_of_minimax_has_rows_of_pages() -> None:
+    """In NVFP4. The buffers of a draft model behind it are named by K and V."""
+    pool = a_pool(MINIMAX[:1])
+    made = made_of(pool, kv_layer_ids=[0, 1, 2, 3, 4, 4], num_draft_entries=2)
+    kv, _ = made.components
+    assert (kv.tokens_per_row, kv.layout.slots) == (4, SLOTS // 4)
+    assert kv.layout.planes[0].row_bytes == 4 * HEADS * WIDTH * 4
+    assert [(plane.layer, plane.kind) for plane in kv.layout.planes] == [
+        *((layer, "item") for layer in range(5)), (4, "item1"),
+    ]  # fmt: skip
+    assert made.parts[0].slots(np.array([5, 2])).tolist() == [5, 2]
+
+
 def test_several_items_of_a_layer_are_several_kinds() -> None:
     made = made_of(a_pool(("mamba",)), state_layer_ids=[[4, 4, 6]])
     planes = made.components[1].layout.planes
@@ -123,6 +148,10 @@ def test_windows_may_have_other_heads() -> None:
     ("states", "changed", "text"),
     [
         ((), {"aux_item_lens": [1 << 16, 64]}, "metadata of a request: 65600 bytes, at most 65536 can cross"),
+        (
+            MINIMAX, {"state_types": ["minimax_index_k"] * 2},
+            "state minimax_index_k: cannot cross yet, one each of block_scale",
+        ),
         (("dsa",), {"state_types": ["dsa_tail"]}, "state dsa_tail: cannot cross yet, one each of block_scale"),
         (("swa",), {"swa_kv_cache_layout": "hnd"}, "state swa: its layout is hnd, nhd can cross"),
         ((), {"kv_item_lens": [128] * 5 + [127]}, "kv: an item of 127 bytes is not a page of 4 rows"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,6 +150,31 @@ def test_states_cross_by_their_own_indices() -> None:
         assert np.array_equal(ours["dsa"][:, [5, 2]], theirs["dsa"][:, [1, 8]])
         assert np.array_equal(ours["mamba"][:, 4], theirs["mamba"][:, 2])
         assert not theirs["mamba"][:, [0, 1, 3, 4, 5]].any()
+
+
+def test_nothing_of_a_prefix_crosses_where_sglang_names_its_pages() -> None:
+    """Of MiniMax's layers without an index it names all pages of the request; decode has those of the prefix."""
+    with world(prefill_tp=2, decode_tp=2, states=("minimax_index_k", "minimax_dense_kv")) as made:
+        made.prefill[1].pool.arrays["minimax_index_k"][:] = made.prefill[0].pool.arrays["minimax_index_k"]
+        sent, got = ([np.array(pages) for pages in found] for found in (([5, 2], [0, 5, 2]), ([1, 8], [4, 1, 8])))
+        made.hand_over(7, source=[5, 2], target=[1, 8], states=sent, decode={"prefix": 4, "states": got})
+        for source, target in zip(made.prefill, made.decode, strict=True):
+            for name in source.pool.states:
+                computed, landed_items = source.pool.arrays[name], target.pool.arrays[name]
+                assert np.array_equal(computed[:, [5, 2]], landed_items[:, [1, 8]])
+                assert not np.delete(landed_items, [1, 8], axis=1).any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"), [((1, 2), r"components\[2\].*row_bytes: source 384, target 192"), ((2, 1), "minimax_dense_kv")]
+)
+def test_layers_without_an_index_need_as_many_ranks(sizes: tuple[int, int], text: str) -> None:
+    states = ("minimax_index_k", "minimax_dense_kv")
+    with world(prefill_tp=sizes[0], decode_tp=sizes[1], states=states) as made:
+        made.expect(7, [1], states=[np.array([3]), np.array([2])])
+        made.begin(7)
+        made.until(7, KVPoll.FAILED, made.decode)
+        assert re.search(text, made.decode[0].states[7][-1].reason)
 
 
 @pytest.mark.parametrize("pages", [(4, 16), (16, 4)])

@@ -166,6 +166,39 @@ def test_a_prefill_server_with_pipeline_stages_hands_over(
         staged.settles()
 
 
+@pytest.mark.skipif(not is_since("0.5.23"), reason="decode stages of this SGLang do not agree how a request has ended")
+def test_a_decode_server_with_pipeline_stages_receives(
+    sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family
+) -> None:
+    """Two stages on both sides, and on decode alone, which SGLang's own backends refuse. What has landed at one stage
+    and not at the other, or failed, ends at both."""
+    pair, single = llama
+    asked = prompts(5, 17, 300, 700, seed=19)
+    expected = single.generate(asked, tokens=TOKENS)
+    options = {"prefill": PREFILL | {"pp_size": 2}, "decode": DECODE | {"pp_size": 2}}
+    with servers(sglang_checkpoints.path("llama"), tmp_path, **options) as (prefill, decode):
+        for staged in (SglangPair(prefill, decode), SglangPair(pair.prefill, decode)):
+            for apart_s in (0.0, 0.3, -0.3):
+                assert staged.generate(asked, tokens=TOKENS, apart_s=apart_s) == expected
+            for first, second in ((staged.prefill, decode), (decode, staged.prefill)):
+                room = staged.room()
+                name = str(room["bootstrap_room"])
+                given_up = {side.url: side.add(asked[-1], tokens=100, rid=name, **room) for side in (first, second)}
+                for side in (first, second):
+                    side.give_up(given_up[side.url], name)
+            assert staged.generate(asked[:1], tokens=TOKENS) == expected[:1]
+            staged.settles()
+        mixed_requests(SglangPair(prefill, decode), single)
+        _, received = SglangPair(prefill, decode).begin(asked, tokens=TOKENS)
+        time.sleep(0.2)
+        prefill.kill()
+        for request, tokens in zip(received, expected, strict=True):
+            error = request.exception(2 * TIME_LEFT_S)
+            assert isinstance(error, RefusedError) or request.result() == tokens[: len(request.result())]
+        decode.settles()
+        assert SglangPair(pair.prefill, decode).generate(asked, tokens=TOKENS) == expected
+
+
 def test_what_decode_has_kept_does_not_cross_again(llama: Family) -> None:
     pair, single = llama
     shared, one, two = prompts(512, 60, 100, seed=7)

@@ -52,6 +52,7 @@ from .pools import (
     state_buffers,
 )
 from .prefill import SendingSide, Sent
+from .stages import check_options
 
 log = logging.getLogger(f"sglang.srt.{__name__}")
 
@@ -68,6 +69,7 @@ class Manager(dialect.KVManager):
     def __init__(self, args: Any, mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False) -> None:
         _join_logs()
         dialect.check_features(server_args)
+        check_options(server_args)
         self._settings = process.settings()
         self._prefill: SendingSide | None = None
         self._decode: ReceivingSide | None = None
@@ -79,7 +81,8 @@ class Manager(dialect.KVManager):
             self._start_decode()
             process.decode = self
             self._start_heartbeat_checker_thread()
-        self.enable_deferred_decode_kv_release = dialect.DEFERS_RELEASES
+        # Stages free the pages of a failed request in the same step: once nobody can write any of them.
+        self.enable_deferred_decode_kv_release = dialect.DEFERS_RELEASES and self.pp_size == 1
         atexit.register(self.close)
 
     # Start
@@ -93,10 +96,8 @@ class Manager(dialect.KVManager):
     def _ranks_here(self) -> Ranks:
         if dialect.splits_tokens(self):
             raise ConfigError("context parallelism: KV that is spread over ranks by tokens cannot cross yet")
-        if self.disaggregation_mode is DisaggregationMode.DECODE and self.pp_size > 1:
-            raise ConfigError("pp_size: decode engines with several stages cannot receive yet")
         if self.pp_size > 1 and any(str(kind.value) != "mamba" for kind in self.kv_args.state_types):
-            raise ConfigError("pp_size: a prefill engine with several stages cannot send states without layer numbers")
+            raise ConfigError("pp_size: states without layer numbers cannot cross from or to several stages")
         return Ranks(self.attn_tp_rank, self.attn_tp_size, self.pp_rank, self.pp_size)
 
     def _model(self) -> HeadCounts:
@@ -147,7 +148,9 @@ class Manager(dialect.KVManager):
     def _start_decode(self) -> None:
         memory, extent = self._memory()
         target = memory.target(extent, host_buffer_gib=self._settings.host_buffer_gib)
-        described, args = self._pools(target.locate), self.kv_args
+        args = self.kv_args
+        args.prefill_start_layer = process.first_layer  # SGLang names it on prefill alone
+        described = self._pools(target.locate)
         components = described.components
         if dialect.has_host_buffers(args):
             host = Buffers(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
@@ -162,6 +165,8 @@ class Manager(dialect.KVManager):
         )  # fmt: skip
         client.start()
         first = secrets.randbits(20)
+        if self.pp_size > 1:
+            first = get_parallel().pp_group.broadcast_object(first, src=0)
         if self.attn_tp_size > 1:
             first = get_parallel().attn_tp_group.broadcast_object(first, src=0)
         self._decode = ReceivingSide(
@@ -313,8 +318,10 @@ class Manager(dialect.KVManager):
         layers."""
         if info.wrong:
             raise RequestError(info.wrong)
+        stages, info.pp_size = info.pp_size, self.pp_size  # SGLang would refuse other stages than decode's
         super()._resolve_rank_mapping(info)
-        info.target_tp_ranks = list(range(info.attn_tp_size))
+        info.pp_size = stages
+        info.target_tp_ranks, info.target_pp_ranks = list(range(info.attn_tp_size)), list(range(stages))
 
     def sources_of(self, bootstrap_infos: list[dict[str, Any]]) -> list[str]:
         """The endpoints of prefill ranks. Raises RequestError for one that must not be dialled."""
@@ -382,12 +389,28 @@ class Receiver(dialect.KVReceiver):
         return self.kv_mgr.supports_host_destination
 
     def poll(self) -> int:
-        """The state of the request. After FAILED its pages are held until `is_abort_release_safe`."""
+        """The state of the request. After FAILED its pages are held until `is_abort_release_safe`; with several stages
+        it is FAILED from then on."""
         self.kv_mgr.turn()
         state = super().poll()
         if state == KVPoll.Failed:
             self.invalidate_cached_bootstrap_infos()  # the engine may be back with other endpoints
+            if self.kv_mgr.pp_size > 1:
+                self.ensure_abort_notified()
+                if not self.is_abort_release_safe():
+                    return KVPoll.Transferring
         return state
+
+    @property
+    def failure(self) -> str:
+        """Why it has failed, where this rank knows it; else empty."""
+        return self.kv_mgr.failure_records.get(self.bootstrap_room, "")
+
+    def fail(self, reason: str) -> None:
+        """It has failed at another stage or rank, though it may have landed here. Idempotent."""
+        if self.conclude_state != KVPoll.Failed:
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
+            self.conclude_state = KVPoll.Failed
 
     def _get_bootstrap_info_from_server(self, *rank: Any) -> dict[str, Any] | None:
         """Where a rank listens; None, with the reason, for an answer without it."""

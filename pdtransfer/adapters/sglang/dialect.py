@@ -28,6 +28,7 @@ _COMPLETE = hasattr(common.CommonKVSender, "_poll_with_status")
 # Whether SGLang itself keeps the pages of a failed request until nobody can write them. 0.5.19 to 0.5.22 could, but
 # flush the cache meanwhile, and then free the pages again. There `_poll_transfers` keeps them, as in older versions.
 DEFERS_RELEASES = _COMPLETE
+DECODES_IN_STAGES = _COMPLETE  # earlier versions have not been tried
 _HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
 
 # The attribute of a host buffer with its ranges that are registered with the GPU. 0.5.17 and 0.5.18 unregister whole
@@ -46,6 +47,8 @@ def check_features(server_args: Any) -> None:
     """Raises ConfigError for what this version cannot hand over, though 0.5.23 can."""
     if server_args.speculative_algorithm and "num_draft_entries" not in base.KVArgs.__annotations__:
         _refuse("speculative_algorithm", "the buffers of a draft model", "0.5.20")
+    if server_args.pp_size > 1 and server_args.disaggregation_mode == "decode" and not DECODES_IN_STAGES:
+        _refuse("pp_size", "to each stage of a decode engine how a request has ended", "0.5.23")
     hierarchical = server_args.enable_hierarchical_cache and server_args.disaggregation_mode == "decode"
     if hierarchical and not _COMPLETE:
         _refuse("enable_hierarchical_cache", "a request whose cached beginning cannot be loaded", "0.5.23")

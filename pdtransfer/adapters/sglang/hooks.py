@@ -5,22 +5,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_disagg, get_exec, get_memory
+from sglang.srt.runtime_context import get_disagg, get_exec, get_memory, get_parallel
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
+from torch.distributed import ReduceOp
 
 from ..kit.cache_memory import CacheMemory, made_in_one_piece
 from ..kit.reachable import RequestError
 from . import dialect, process
 from .peers import NO_SERVER, dp_ranks, server_fields
 from .pools import Buffers, extent_of
+from .stages import Ended, ended_here, ended_so_far
 
 NAME = "pdtransfer"
+
+_ENDED = (KVPoll.Success, KVPoll.Failed)
 
 
 def register() -> None:
@@ -31,18 +36,7 @@ def register() -> None:
     member._name_, member._value_, member._sort_order_ = NAME.upper(), NAME, len(kind._member_names_)
     kind._member_names_.append(NAME.upper())
     kind._member_map_[NAME.upper()] = kind._value2member_map_[NAME] = member
-    for target, hook in (
-        ("sglang.srt.disaggregation.utils.get_kv_class", _get_kv_class),
-        ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_pools", _init_pools),
-        ("sglang.srt.mem_cache.pool_host.common.HostTensorAllocator.allocate", _allocate),
-        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _cuda_host_register),
-        ("sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__", _init_transfer_queue),
-        ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", _pop_bootstrapped),
-        ("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _init_server_info),
-        ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),
-        ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _get_internal_state),
-        *dialect.HOOKS,
-    ):
+    for target, hook in HOOKS:
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
@@ -83,6 +77,8 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
         )
     else:
         result = original(configurator, **given)
+    if get_parallel().pp_size > 1:
+        process.first_layer = result.token_to_kv_pool.start_layer
     if _receives_on_host():
         pool = result.token_to_kv_pool
         infos = [dialect.buffer_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]
@@ -133,6 +129,37 @@ def _pop_bootstrapped(original: Any, queue: Any, *args: Any, **named: Any) -> An
     return original(queue, *args, **named)
 
 
+def _get_transferred(original: Any, scheduler: Any) -> Any:
+    """On a stage of decode: which requests have ended at this stage and those before it, and how."""
+    if process.decode is None:
+        return original(scheduler)
+    requests, group = scheduler.disagg_decode_transfer_queue.queue, scheduler.attn_tp_cpu_group
+    states = [request.kv_receiver.poll() for request in requests]
+    ended = utils.all_reduce_flags([int(state in _ENDED) for state in states], group, ReduceOp.MIN)
+    failed = utils.all_reduce_flags([int(state == KVPoll.Failed) for state in states], group, ReduceOp.MAX)
+    here = ended_here(
+        (request.req.rid, bool(ended[index]), bool(failed[index]), getattr(request.kv_receiver, "failure", ""))
+        for index, request in enumerate(requests)
+    )
+    if scheduler.pp_group.is_first_rank:
+        return here
+    before = scheduler._pp_recv_pyobj_from_prev_stage()  # noqa: SLF001 -- what the previous stage has sent waits there
+    return ended_so_far(dict(before), here)  # what is empty arrives as a list
+
+
+def _process_transferred(original: Any, scheduler: Any, ended: Ended | None) -> Any:
+    """On a stage of decode: what has ended at all stages ends at this one, and then at those behind it. SGLang itself
+    passes on what has landed alone."""
+    if process.decode is None or ended is None:
+        return original(scheduler, ended)
+    ended = dict(ended)
+    for request in scheduler.disagg_decode_transfer_queue.queue:
+        if (reason := ended.get(request.req.rid)) and isinstance(request.kv_receiver, dialect.KVReceiver):
+            request.kv_receiver.fail(reason)
+    original(scheduler, ended)
+    return ended
+
+
 def _init_server_info(original: Any, info: Any, /, *args: Any, **answer: Any) -> None:
     """On decode what a bootstrap server has answered of a prefill server. SGLang compares its fields before the manager
     sees them, and meets none of another type: `wrong` keeps the reason for the manager, which refuses the server."""
@@ -165,3 +192,24 @@ def _get_internal_state(original: Any, scheduler: Any, *args: Any, **named: Any)
     if process.identity is not None:
         answer.internal_state[NAME] = process.identity
     return answer
+
+
+_STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
+# Functions of SGLang's, and what is called around each.
+STAGE_HOOKS = (
+    (f"{_STAGES}._pp_pd_get_decode_transferred_ids", _get_transferred),
+    (f"{_STAGES}.process_decode_transfer_queue", _process_transferred),
+)
+HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("sglang.srt.disaggregation.utils.get_kv_class", _get_kv_class),
+    ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_pools", _init_pools),
+    ("sglang.srt.mem_cache.pool_host.common.HostTensorAllocator.allocate", _allocate),
+    ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _cuda_host_register),
+    ("sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__", _init_transfer_queue),
+    ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", _pop_bootstrapped),
+    ("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _init_server_info),
+    ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),
+    ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _get_internal_state),
+    *dialect.HOOKS,
+    *(STAGE_HOOKS if dialect.DECODES_IN_STAGES else ()),
+)

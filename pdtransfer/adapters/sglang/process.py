@@ -12,6 +12,7 @@ from ..kit.settings import Settings
 
 memory: CacheMemory | None = None  # of the KV cache, once SGLang has allocated it
 extent: Extent | None = None  # where the cache is, if host memory has to be set aside beside it
+first_layer = 0  # of this pipeline stage's, among those of the model
 identity: dict[str, object] | None = None  # what peers compare of this rank, once it runs, as `shown` makes it
 decode: Any = None  # the manager, where this process decodes: it takes what bootstrap servers answer
 

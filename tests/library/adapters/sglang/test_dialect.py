@@ -3,120 +3,19 @@
 
 from __future__ import annotations
 
-import sys
-from enum import IntEnum
-from importlib import import_module
 from threading import Lock
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pdtransfer.errors import ConfigError
-
-ROOM = 7
-
-
-class KVPoll(IntEnum):
-    Failed, Bootstrapping, WaitingForInput, Transferring, Success = range(5)
-
-
-class KVTransferError(Exception):
-    def __init__(self, room: int, reason: str, is_from_another_rank: bool) -> None:
-        super().__init__(reason)
-
-
-class KVArgs:
-    __annotations__: dict[str, Any] = {}
-
-
-class BaseKVReceiver:
-    pass
-
-
-class Common:
-    """What the common sender and receiver of 0.5.17 share."""
-
-    kv_mgr: Any
-    timed_out: KVPoll | None = None
-
-    def __init__(self, manager: Any) -> None:
-        self.kv_mgr, self.bootstrap_room, self.conclude_state, self.init_time = manager, ROOM, None, None
-        self.abort_notified, self.bootstrap_infos, self.bootstrap_addr = False, [{}], "host:1"
-
-    def failure_exception(self) -> None:
-        raise Exception("a stand-in, as in 0.5.17")
-
-    def clear(self) -> None:
-        self.kv_mgr.request_status.pop(self.bootstrap_room, None)
-
-    def _check_bootstrap_timeout(self) -> KVPoll | None:
-        return self.timed_out
-
-    _check_waiting_timeout = _check_bootstrap_timeout
-
-
-class CommonKVManager:
-    def __init__(self) -> None:
-        self.request_status: dict[int, KVPoll] = {}
-
-    def update_status(self, room: int, status: KVPoll) -> None:
-        known = self.request_status.get(room, status)
-        self.request_status[room] = status if status is KVPoll.Failed else max(known, status)
-
-
-class CommonKVSender(Common):
-    def send(self, *_: Any) -> None:
-        pass
-
-    def poll(self) -> None:
-        pass
-
-
-class CommonKVReceiver(Common, BaseKVReceiver):
-    pass
-
-
-class ServerArgs:
-    def __init__(self, speculative_algorithm: str | None = None, **more: Any) -> None:
-        self.speculative_algorithm = speculative_algorithm
-        self.enable_hierarchical_cache, self.disaggregation_mode = False, "decode"
-        vars(self).update(more)
-
-
-def module(name: str, monkeypatch: pytest.MonkeyPatch, **has: Any) -> None:
-    made = ModuleType(name)
-    vars(made).update(has, __path__=[])
-    monkeypatch.setitem(sys.modules, name, made)
-    parent, _, last = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], last, made)
+from tests.library.adapters.sglang.sglang_modules import ROOM, KVPoll, KVTransferError, ServerArgs, with_stand_ins
 
 
 @pytest.fixture
 def dialect(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("torch")
-    module("sglang", monkeypatch, __version__="0.5.17")
-    for name in ("srt", "srt.disaggregation", "srt.disaggregation.base", "srt.disaggregation.common", "srt.mem_cache"):
-        module(f"sglang.{name}", monkeypatch)
-    module("sglang.srt.disaggregation.utils", monkeypatch)
-    common = {
-        "CommonKVManager": CommonKVManager,
-        "CommonKVSender": CommonKVSender,
-        "CommonKVReceiver": CommonKVReceiver,
-        "KVTransferError": KVTransferError,
-    }
-    base = {"BaseKVReceiver": BaseKVReceiver, "KVArgs": KVArgs, "KVPoll": KVPoll}
-    module("sglang.srt.disaggregation.base.conn", monkeypatch, **base)
-    module("sglang.srt.disaggregation.common.conn", monkeypatch, **common)
-    module("sglang.srt.mem_cache.pool_host", monkeypatch)
-    module("sglang.srt.mem_cache.pool_host.common", monkeypatch)
-    module("sglang.srt.server_args", monkeypatch, ServerArgs=ServerArgs)
-    name = "pdtransfer.adapters.sglang.dialect"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    made = import_module(name)
-    monkeypatch.delitem(sys.modules, name)
-    return made
+    return with_stand_ins("dialect", monkeypatch)
 
 
 def manager(state: KVPoll) -> Any:
@@ -222,6 +121,7 @@ def test_a_release_that_is_deferred_is_made_before_the_cache_can_be_flushed(dial
     ("given", "text"),
     [
         ({"speculative_algorithm": "EAGLE"}, r"speculative_algorithm: SGLang 0\.5\.17 .*; 0\.5\.20 is the first"),
+        ({"pp_size": 2}, r"pp_size: SGLang 0\.5\.17 .*; 0\.5\.23 is the first"),
         ({"enable_hierarchical_cache": True}, r"enable_hierarchical_cache: SGLang 0\.5\.17 .*; 0\.5\.23 is the first"),
     ],
 )

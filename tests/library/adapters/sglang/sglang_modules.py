@@ -1,0 +1,121 @@
+"""Modules in the place of SGLang's, with as little as 0.5.17's have of what the plugin imports."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum, IntEnum
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOM = 7
+
+
+class KVPoll(IntEnum):
+    Failed, Bootstrapping, WaitingForInput, Transferring, Success = range(5)
+
+
+class KVTransferError(Exception):
+    def __init__(self, room: int, reason: str, is_from_another_rank: bool) -> None:
+        super().__init__(reason)
+
+
+class KVArgs:
+    __annotations__: dict[str, Any] = {}
+
+
+class BaseKVReceiver:
+    pass
+
+
+class Common:
+    """What the common sender and receiver of 0.5.17 share."""
+
+    kv_mgr: Any
+    timed_out: KVPoll | None = None
+
+    def __init__(self, manager: Any) -> None:
+        self.kv_mgr, self.bootstrap_room, self.conclude_state, self.init_time = manager, ROOM, None, None
+        self.abort_notified, self.bootstrap_infos, self.bootstrap_addr = False, [{}], "host:1"
+
+    def failure_exception(self) -> None:
+        raise Exception("a stand-in, as in 0.5.17")
+
+    def clear(self) -> None:
+        self.kv_mgr.request_status.pop(self.bootstrap_room, None)
+
+    def _check_bootstrap_timeout(self) -> KVPoll | None:
+        return self.timed_out
+
+    _check_waiting_timeout = _check_bootstrap_timeout
+
+
+class CommonKVManager:
+    def __init__(self) -> None:
+        self.request_status: dict[int, KVPoll] = {}
+
+    def update_status(self, room: int, status: KVPoll) -> None:
+        known = self.request_status.get(room, status)
+        self.request_status[room] = status if status is KVPoll.Failed else max(known, status)
+
+
+class CommonKVSender(Common):
+    def send(self, *_: Any) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+
+class CommonKVReceiver(Common, BaseKVReceiver):
+    pass
+
+
+class ServerArgs:
+    def __init__(self, speculative_algorithm: str | None = None, **more: Any) -> None:
+        self.speculative_algorithm = speculative_algorithm
+        self.enable_hierarchical_cache, self.disaggregation_mode, self.pp_size = False, "decode", 1
+        vars(self).update(more)
+
+
+def module(name: str, monkeypatch: pytest.MonkeyPatch, **has: Any) -> None:
+    made = ModuleType(name)
+    vars(made).update(has, __path__=[])
+    monkeypatch.setitem(sys.modules, name, made)
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], last, made)
+
+
+def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, **context: Any) -> Any:
+    """A module of the plugin that has imported these modules; nothing of it stays. `context` are fields of SGLang's
+    settings and of this rank, wherever the plugin asks for them."""
+    pytest.importorskip("torch")
+    module("sglang", monkeypatch, __version__="0.5.17")
+    for package in ("srt", "srt.disaggregation", "srt.disaggregation.base", "srt.disaggregation.common",
+                    "srt.mem_cache", "srt.plugins"):  # fmt: skip
+        module(f"sglang.{package}", monkeypatch)
+    module("sglang.srt.disaggregation.utils", monkeypatch, all_reduce_flags=lambda flags, group, op: group(flags, op))
+    common = {
+        "CommonKVManager": CommonKVManager,
+        "CommonKVSender": CommonKVSender,
+        "CommonKVReceiver": CommonKVReceiver,
+        "KVTransferError": KVTransferError,
+    }
+    base = {"BaseKVReceiver": BaseKVReceiver, "KVArgs": KVArgs, "KVPoll": KVPoll}
+    module("sglang.srt.disaggregation.base.conn", monkeypatch, **base)
+    module("sglang.srt.disaggregation.common.conn", monkeypatch, **common)
+    module("sglang.srt.mem_cache.pool_host", monkeypatch)
+    module("sglang.srt.mem_cache.pool_host.common", monkeypatch)
+    module("sglang.srt.server_args", monkeypatch, ServerArgs=ServerArgs, add_disagg_transfer_backend_choices=None)
+    module("sglang.srt.plugins.hook_registry", monkeypatch, HookRegistry=None, HookType=Enum)
+    asked = dict.fromkeys(("get_disagg", "get_exec", "get_memory", "get_parallel"), lambda: SimpleNamespace(**context))
+    module("sglang.srt.runtime_context", monkeypatch, **asked)
+    package = "pdtransfer.adapters.sglang"
+    found = import_module(f"{package}.{name}")
+    for imported in {name, "dialect"}:
+        delattr(sys.modules[package], imported)
+        del sys.modules[f"{package}.{imported}"]
+    return found

@@ -314,5 +314,5 @@ class ComputesRests(Protocol):
     def admit_rest(self, request: Request, slots: dict[str, NDArray[np.int64]], done: int) -> None:
         """As `DecodeEngine.admit`, of a room whose first `done` tokens have their rows in their slots, at least one
         less than the prompt has. The engine writes those of the others, and picks the first token itself. Between two
-        steps nothing of it is written, so that `cancel` may end it."""
+        steps nothing of it is written, so that `cancel` may end it. `done` is the same on all ranks of a worker."""
         ...

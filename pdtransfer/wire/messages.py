@@ -568,7 +568,7 @@ class RankRoom(_Wire, frozen=True):
     kind = Kind.RANK_ROOM
     number: RankNumber  # dense from 1 in each direction of a connection between ranks
     local_id: Id64  # the leader's number of this room, used once; all ranks and engines of the worker go by it
-    begin: Begin  # the router's
+    begin: Begin  # the router's; without prefill: with what the leader has not cached of the prompt in rest_max
 
 
 class StepOrder(Struct, array_like=True, frozen=True):

@@ -46,7 +46,7 @@ from ..tracing.trace import recorded
 from . import engine_thread
 from .decode_daemon import DecodeDaemon
 from .decode_rank import DecodeRank
-from .engine_thread import Order, Quit, follower_steps
+from .engine_thread import FollowerPort, Order, Quit, follower_steps
 from .follower import Follower
 from .group import meeting
 from .group.follower import GroupFollower
@@ -381,7 +381,7 @@ async def _follow(
     config: Config, shared: Shared, settings: NodeSettings, engine: Any, arena: ArenaMemory | None, group: GroupFollower
 ) -> None:
     """Follows the leader's orders until the leader ends the group, or is lost."""
-    port = ThreadQueues[list[Order]]()
+    port: FollowerPort = ThreadQueues()
     follower, steps = Follower(group, port, lambda: _reload(config, rank, group)), follower_steps(port)
     given = (port, steps, follower, shared.registry, shared.journeys)
     if isinstance(config, PrefillConfig):

@@ -177,6 +177,8 @@ class DecodeDaemon:
             case RankReady() | RankFailed() if room is None:
                 pass  # The room has failed since.
             case RankReady(_, _, kv_bytes, prefix) if room is not None and rank.index not in room.ranks_ready:
+                if room.begin.rest_max and prefix != room.prefix:
+                    raise RemoteProtocolError("RankReady.prefix", f"{prefix} of a rest, its leader has {room.prefix}")
                 self._ready(room, rank.index, kv_bytes, prefix)
             case RankFailed(_, _, cause, detail, retry_ms):
                 self._fail(room, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
@@ -230,13 +232,18 @@ class DecodeDaemon:
 
     def _leased(self, room_id: int) -> None:
         """Starts the room on the other ranks. They lease in the leader's order: two rooms with some slots each would
-        wait for each other."""
+        wait for each other. Of a room without prefill each has to have cached what this one has, which it may have
+        given up: such a rank refuses the room, and the router hands it over."""
         if (journey := self._journeys.of(room_id)) is not None:
             journey.peer, journey.transport = self.node.way_of(room_id)
         self._journeys.reached(room_id, *SLOTS)
         room = self.rank.by_id.get(room_id)
         if room is not None:
-            self.group.room(room.local_id, room.begin)
+            begin = room.begin
+            if begin.rest_max:
+                rest = len(room.request.prompt) - self.node.core.rooms[room_id].prefix
+                begin = msgspec.structs.replace(begin, rest_max=rest)
+            self.group.room(room.local_id, begin)
 
     # Steps of a room
 

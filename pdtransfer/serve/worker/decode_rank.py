@@ -20,7 +20,7 @@ from ...handoff.prefix_keys import RunningKeys
 from ...limits import TOKENS_MAX
 from ...memory.arena_memory import ArenaMemory
 from ...transports.options import ArenaOptions
-from ...wire import Begin, Ranks, StepOrder, pack_ids
+from ...wire import Begin, StepOrder, pack_ids
 from ..engine_api import Broken, ComputesRests, DecodeEngine, Finished, Request, Token
 from ..settings.worker import DecodeConfig
 from ..tracing.timeline import Journeys
@@ -121,10 +121,10 @@ class DecodeRank:
             quarantined=self.times.quarantined,
             unusable_changed=unusable_changed,
         )
-        # The other ranks of a worker evict by themselves, so that some may lack what the leader has.
-        rests = isinstance(engine, ComputesRests) and engine.computes_rests and settings.ranks == Ranks()
+        rests = isinstance(engine, ComputesRests) and engine.computes_rests
         self._shares_answers = rests and self.node.core.cache.block_tokens > 0
         self.rest_max = settings.limits.turn_tokens_max if self._shares_answers else 0  # tokens of one prompt
+        self._leads = settings.ranks.tp_rank == 0
         figures = (lambda: engine.figures) if config.enable_hisparse else None
         self.metrics = DecodeMetrics(self.node, registry, figures)
         self.thread = DecodeThread(engine, port, self.on_outcomes, steps)
@@ -148,6 +148,11 @@ class DecodeRank:
         cache = self.node.core.cache
         if self._shares_answers and not begin.enable_hisparse:
             room.keys = cache.running_keys(begin.prompt, begin.salt)
+        keys = cache.keys(begin.prompt, begin.salt) if room.keys is None else tuple(room.keys.keys)
+        if (
+            begin.rest_max and not self._leads
+        ):  # all ranks compute the same tokens: those that the leader has not cached
+            keys = keys[: (len(request.prompt) - begin.rest_max) // cache.block_tokens]
         self.node.expect(
             RoomRequest(
                 room=begin.room,
@@ -155,7 +160,7 @@ class DecodeRank:
                 sources=() if begin.rest_max else begin.peers,
                 time_left_s=begin.time_left_ms / 1e3,
                 growth=begin.sampling.max_tokens,
-                keys=cache.keys(begin.prompt, begin.salt) if room.keys is None else tuple(room.keys.keys),
+                keys=keys,
                 enable_hisparse=begin.enable_hisparse,
                 rest_max=begin.rest_max,
             )

@@ -126,6 +126,8 @@ DecodeOutcome: TypeAlias = Stepped | Token | Finished | Broken | Dropped
 
 Steps: TypeAlias = Iterator[list[Order]]
 """What to do before each step. The last orders hold Quit."""
+FollowerPort: TypeAlias = ThreadQueues[list[Order] | Callable[[], None]]
+"""The leader's orders, one entry a step, and calls for the loop, once the steps before them are done."""
 
 
 def leader_steps(
@@ -144,11 +146,15 @@ def leader_steps(
             yield orders
 
 
-def follower_steps(port: ThreadQueues[list[Order]]) -> Steps:
-    """Yields the leader's orders, one step at a time."""
+def follower_steps(port: FollowerPort) -> Steps:
+    """Yields the leader's orders, one step at a time. A call goes to the loop behind what the steps before it made."""
     while True:
         port.wait(None)
-        yield from port.poll()
+        for entry in port.poll():
+            if callable(entry):
+                port.to_loop(entry)
+            else:
+                yield entry
 
 
 class PrefillThread:

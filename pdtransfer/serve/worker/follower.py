@@ -7,8 +7,8 @@ its node may come at any time. Without its leader it ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
-from ...client.thread_queues import ThreadQueues
 from ...clock_name import clock_digest
 from ...errors import Cause, RemoteProtocolError
 from ...limits import TEXT_LENGTH_MAX
@@ -26,7 +26,7 @@ from ...wire import (
 )
 from ..engine_api import Finished, Token
 from .decode_rank import DecodeRank, DecodeRankRoom
-from .engine_thread import Order
+from .engine_thread import FollowerPort
 from .group.follower import GroupFollower
 from .prefill_rank import PrefillRank, PrefillRankRoom
 from .router_link import request_of
@@ -37,8 +37,9 @@ class Follower:
 
     rank: PrefillRank | DecodeRank
 
-    def __init__(self, group: GroupFollower, port: ThreadQueues[list[Order]], reload: Callable[[], None]) -> None:
+    def __init__(self, group: GroupFollower, port: FollowerPort, reload: Callable[[], None]) -> None:
         self.port, self._send, self._reload = port, group.bus.send, reload
+        self._behind: dict[int, RankRoom] = {}  # rooms that start once the engine has done the steps before them
 
     # Orders of the leader
 
@@ -48,11 +49,15 @@ class Follower:
         match message:
             case StepOrders(_, orders):
                 self.port.to_engine([rank.order(order) for order in orders])
+            case RankRoom(_, local_id, begin) if begin.rest_max or self._behind:
+                # The turn before it has ended on the leader: here, too, its blocks have to be kept first. Rooms that
+                # come later stay behind it, since all ranks lease in the same order.
+                self._behind[local_id] = message
+                self.port.to_engine(partial(self._start_behind, local_id))
             case RankRoom():
                 self._start(message)
             case RankFailed(_, local_id, cause, detail):
-                aborted = rank.abort(local_id, Cause.of(cause), detail)
-                if aborted is not None:
+                if self._behind.pop(local_id, None) is None and rank.abort(local_id, Cause.of(cause), detail):
                     self._ended(cause)
             case Ping(_, peers) if isinstance(rank, DecodeRank):
                 rank.node.introduce(peers)
@@ -60,6 +65,13 @@ class Follower:
                 self._reload()
             case _:
                 raise RemoteProtocolError("kind", f"{type(message).__name__} is not a message from a leader to a rank")
+
+    def _start_behind(self, local_id: int) -> None:
+        if (message := self._behind.pop(local_id, None)) is not None:
+            try:
+                self._start(message)
+            except RemoteProtocolError as error:
+                self._failed(local_id, Cause.BREACH, str(error))
 
     def _start(self, message: RankRoom) -> None:
         self.rank.metrics.rooms.begun.inc()

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdtransfer.limits import Limits
-from tests.support.fleets import ENGINE, LIMITS, Answer, Gates, Running, Site, equal, generated, prompts, running
+from tests.serve.integration.rank_hosts import start
+from tests.support.fleets import (
+    ENGINE,
+    GQA,
+    LIMITS,
+    MLA,
+    Answer,
+    Gates,
+    Running,
+    Site,
+    decode_config,
+    equal,
+    free_address,
+    generated,
+    prompts,
+    running,
+)
 from tests.support.healing import text_of
 from tests.support.loads import named, strike
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 TURNS, ANSWER = 10, 60
 BLOCK = Limits().prefix_block_tokens
@@ -51,6 +70,16 @@ def on(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Runni
         yield made
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A decode worker of two ranks with half of the heads each."""
+    both = {"limits": QUICK, "engine_option": GQA}
+    with running(
+        tmp_path_factory.mktemp("r"), prefills=[both], decodes=[both | {"tp_size": 2}], router={"limits": QUICK}
+    ) as fleet:
+        yield fleet
+
+
 async def computed(site: Site) -> int:
     """Prompt tokens that all engines have computed since they were started, by their own counts."""
     workers = [*site.fleet.of("prefill"), *site.fleet.of("decode")]
@@ -61,19 +90,22 @@ async def kept(site: Site) -> int:
     return int((await site.metrics(site.router))["pdtransfer_requests_kept_total"])
 
 
-async def turn(site: Site, chat: Chat, text: str, **more: Any) -> Answer:
+async def turn(site: Site, chat: Chat, text: str, options: tuple[str, ...] = MLA, **more: Any) -> Answer:
     """A turn is answered as a single process answers it."""
     prompt = chat.asks(text)
     answer = await site.complete(prompt, max_tokens=ANSWER, **more)
-    assert equal(answer, generated(prompt, ANSWER)), answer
+    assert equal(answer, generated(prompt, ANSWER, options)), answer
     chat.takes(answer)
     return answer
 
 
-def test_ten_turns_compute_no_more_prompt_tokens_than_one_engine_with_prefix_caching(on: Running) -> None:
+@pytest.mark.parametrize(("fleet", "options"), [("on", MLA), ("ranks", GQA)], ids=["processes", "ranks"])
+def test_ten_turns_compute_no_more_prompt_tokens_than_one_engine_with_prefix_caching(
+    request: pytest.FixtureRequest, fleet: str, options: tuple[str, ...]
+) -> None:
     async def case(site: Site) -> None:
         before, stayed, chat = await computed(site), await kept(site), Chat()
-        answers = [await turn(site, chat, text) for text in prompts(1, 150, *[20] * (TURNS - 1))]
+        answers = [await turn(site, chat, text, options) for text in prompts(1, 150, *[20] * (TURNS - 1))]
         assert await computed(site) - before <= 1.05 * chat.one_engine
         assert await kept(site) - stayed == TURNS - 1
         assert [answer.facts["prefill"] for answer in answers] == ["prefill-0", *[""] * (TURNS - 1)]
@@ -81,7 +113,7 @@ def test_ten_turns_compute_no_more_prompt_tokens_than_one_engine_with_prefix_cac
         assert [answer.facts["kv_bytes"] > 0 for answer in answers] == [True, *[False] * (TURNS - 1)]
         await site.settled()
 
-    on(case)
+    request.getfixturevalue(fleet)(case)
 
 
 def test_two_chats_that_branch_share_the_turns_before_and_no_answer(on: Running) -> None:
@@ -176,3 +208,45 @@ def test_a_turn_whose_decode_is_killed_goes_on_elsewhere(on: Running, gates: Gat
         await site.settled()
 
     on(case)
+
+
+@contextmanager
+def forgetful(logs: Path, rank: int) -> Generator[Running]:
+    """A decode worker of two ranks, of which this one remembers four blocks."""
+    group, few = free_address(), replace(QUICK, prefix_blocks_max=4)
+    limits = [few if number == rank else QUICK for number in range(2)]
+    both = {"engine_option": GQA, "tp_size": 2, "group": group}
+    place = {"limits": limits[1], "tp_rank": 1, "node": "decode-0-tp1", "http": ""}
+    sockets = tempfile.TemporaryDirectory(prefix="pdt-")
+    other = decode_config(Path(sockets.name) / "s", **both | place)
+    follower = start(other, logs / "decode-0-tp1.log", [])
+    try:
+        with running(
+            logs, prefills=[{"limits": QUICK, "engine_option": GQA}], decodes=[both | {"limits": limits[0]}],
+            router={"limits": QUICK},
+        ) as fleet:  # fmt: skip
+            yield fleet
+        assert follower.wait(PATIENCE_S) == 0, "it ends with its leader"
+    finally:
+        follower.kill()
+        follower.wait()
+        sockets.cleanup()
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["the leader", "the other"])
+def test_of_a_worker_whose_ranks_remember_unequal_blocks_every_turn_is_right(tmp_path: Path, rank: int) -> None:
+    """The leader's blocks count. Where another rank lacks some of them, prefill computes the prompt."""
+
+    async def case(site: Site) -> None:
+        chat, other = Chat(), Chat()
+        texts = prompts(7, 200, 30, 30, 30)
+        answers = [await turn(site, chat, text, GQA) for text in texts]
+        assert [answer.facts["prefill"] for answer in answers] == [
+            "prefill-0", "", *["" if rank == 0 else "prefill-0"] * 2
+        ]  # fmt: skip
+        await asyncio.gather(*(turn(site, other, text, GQA) for text in prompts(8, 200)))
+        await turn(site, chat, "and then?", GQA)
+        await site.settled()
+
+    with forgetful(tmp_path, rank) as fleet:
+        fleet(case)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from pdtransfer.bus.keys import generate
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.send import Send
+from pdtransfer.limits import Limits
 from pdtransfer.serve.engines.stamp.factory import create
 from pdtransfer.serve.router.backends.daemons.router_effects import Accepted
 from pdtransfer.serve.router.backends.daemons.routing import Routing
@@ -108,6 +109,18 @@ def test_ranks_differ_when_their_devices_hold_other_numbers_of_hisparse_tokens(n
     assert {name for name in dense if dense[name] != sparse[name]} == {"enable_hisparse"}
     other = common(DecodeConfig(enable_hisparse=True, **{name: 512}), description)  # pyright: ignore[reportArgumentType]
     assert {name for name in sparse if sparse[name] != other[name]} == {name}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"prefix_cache": False}, {"turn_tokens_max": 7}, {"prefix_block_tokens": 32}],
+    ids=lambda more: next(iter(more)),
+)
+def test_ranks_differ_when_they_would_keep_or_compute_other_parts_of_the_next_turn(more: dict[str, int]) -> None:
+    description = SimpleNamespace(model="m", weights=b"w")
+    own = more if "prefix_cache" in more else {"limits": Limits(**more)}
+    usual, other = common(DecodeConfig(), description), common(DecodeConfig(**own), description)  # pyright: ignore
+    assert {name for name in usual if usual[name] != other[name]} == set(more)
 
 
 def test_a_follower_takes_free_ports_unless_others_are_given() -> None:

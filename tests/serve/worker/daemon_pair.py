@@ -111,8 +111,8 @@ class Prefill:
         self.daemon.port.close()
 
 
-def _settings(node: str, engine: Any) -> NodeSettings:
-    return NodeSettings(node=node, model=engine.description.model, weights=engine.description.weights)
+def _settings(node: str, engine: Any, ranks: Ranks = Ranks()) -> NodeSettings:  # noqa: B008
+    return NodeSettings(node=node, model=engine.description.model, weights=engine.description.weights, ranks=ranks)
 
 
 @asynccontextmanager
@@ -157,11 +157,11 @@ async def decode(
 async def follower(sockets: Path) -> AsyncIterator[tuple[Follower, Leader]]:
     config = DecodeConfig(**OPTIONS, socket_directory=sockets)
     engine, leader = create_engine(config.factory, config.engine_config), Leader()
-    arena, port = ArenaMemory.create(engine.description.memory_bytes, huge_pages="never"), ThreadQueues[list[Order]]()
+    arena, port = ArenaMemory.create(engine.description.memory_bytes, huge_pages="never"), ThreadQueues[Any]()
     made = Follower(leader, port, lambda: None)  # type: ignore[arg-type]
     made.rank = DecodeRank(
-        config, _settings("d0-tp1", engine), engine, arena, port, follower_steps(port), made, CollectorRegistry(),
-        Journeys(),
+        config, _settings("d0-tp1", engine, Ranks(1, 2)), engine, arena, port, follower_steps(port), made,
+        CollectorRegistry(), Journeys(),
     )  # fmt: skip
     port.attach(asyncio.get_running_loop())
     try:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from pdtransfer.serve.worker.engine_thread import (
     Quit,
     Refused,
     Stepped,
+    follower_steps,
     leader_steps,
 )
 from pdtransfer.wire import Sampling, StepOrder, StepOrders
@@ -377,6 +379,24 @@ def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
         generated = [order for order in step if isinstance(order, Generate)]
         step_orders = tuple(StepOrder("generate", order.request.room, order.aux) for order in generated)
         assert wire.decode(wire.encode(StepOrders(1, step_orders))) == StepOrders(1, step_orders)
+
+
+def test_a_call_among_the_orders_of_a_follower_comes_back_behind_what_the_steps_before_it_made() -> None:
+    engine, port, seen = Decode(made=generated), ThreadQueues[Any](), list[str]()
+    work = DecodeThread(
+        engine, port, lambda outcomes: seen.extend(type(outcome).__name__ for outcome in outcomes), follower_steps(port)
+    )
+    port.to_engine([Generate(request(1), {}, b"aux")])
+    port.to_engine(lambda: seen.append("call"))
+    port.to_engine([Drop(1)])
+    port.to_engine([Quit()])
+    engine_thread.start(work, lambda _: None).join(60)
+    port.attach(loop := asyncio.new_event_loop())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    port.close()
+    assert (seen.index("Token") < seen.index("call") < seen.index("Dropped"), seen.count("call")) == (True, 1)
+    assert engine.calls == [("admit", 1), ("cancel", 1)]
 
 
 def test_an_engine_that_has_something_to_warm_up_does_so_on_its_thread_before_anything_else() -> None:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from ....kernels.stream import DeviceSpans
 from ....layout.geometry import Int64s
 from ....layout.layout import Component
-from ....wire import Ranks
 from ...engine_api import EngineConfig, GpuMemory, Request
 from ...sampling import DIGEST_BYTES
 from ..shell.decode import Generating, Rest, StepResult, hot_capacity
@@ -36,7 +35,7 @@ class AnswerStamps:
     """What is known of a landed request's rows."""
 
     digests: list[RowDigest]  # of each component
-    landed: int  # the digest of the rows that prefill wrote
+    landed: int  # the digest of the rows that prefill wrote; 0 of a rest until it is computed
     stamper: Stamper
     stamp: Words = field(default_factory=lambda: np.empty(0, np.uint64))  # of the last id, while a step computes
     spoilt: int | None = None  # how the rows that landed differ from those that prefill wrote; None until they are read
@@ -50,10 +49,8 @@ class StampDecode:
 
     def __init__(self, config: EngineConfig, options: StampOptions) -> None:
         self._options = options
-        # Picks, windows and states are of a whole prompt, hot tokens are elsewhere, and ranks would have to take equal
-        # turns.
-        whole = options.top_k or options.pools or config.hisparse is not None
-        self.computes_rests = not whole and config.group.ranks == Ranks()
+        # Picks, windows and states are of a whole prompt, and hot tokens are elsewhere.
+        self.computes_rests = not (options.top_k or options.pools or config.hisparse is not None)
         self.facts = facts_of(config, options)
         self.capacity = hot_capacity(config, options.top_k)
         components = self.facts.description.components
@@ -102,24 +99,25 @@ class StampDecode:
         ]
 
     def begin_rest(self, request: Request, slots: dict[str, Int64s]) -> AnswerStamps:
-        """The digest that prefill would send follows from the prompt: so the answer shows a wrong row of its cached
-        beginning as it shows one that landed."""
-        stamper, digests = Stamper(), self._row_digests(request, slots)
-        stamps = stamper.extend(request.prompt)
-        totals = [total(digest.rows.words.sums(stamps)) for digest in digests]
-        (landed,) = self._units.together(np.concatenate(totals)[np.newaxis])
-        return AnswerStamps(digests, _number(landed), stamper)
+        stamper = Stamper()
+        stamper.extend(request.prompt)
+        return AnswerStamps(self._row_digests(request, slots), 0, stamper)
 
     def compute_rest(self, rest: Rest[AnswerStamps], end: int) -> NDArray[np.float32] | None:
-        """Writes the rows of tokens [done, end). At the end of the prompt all of its rows are read."""
+        """Writes the rows of tokens [done, end). At the end of the prompt all of its rows are read. The digest that
+        prefill would send follows from the prompt: so the answer shows a wrong row of its cached beginning as it shows
+        one that landed."""
         prompt, state = rest.request.prompt, rest.state
-        stamps = stamps_of(prompt[:end])[rest.done :]
+        stamps = stamps_of(prompt[:end])
         for digest in state.digests:
-            digest.rows.write(digest.slots[rest.done : end], stamps)
+            digest.rows.write(digest.slots[rest.done : end], stamps[rest.done :])
         if end < len(prompt):
             return None
         read([(digest, end) for digest in state.digests])
-        (digest,) = self._units.together(np.concatenate([digest.total for digest in state.digests])[np.newaxis])
+        written = [total(digest.rows.words.sums(stamps)) for digest in state.digests]
+        totals = np.stack([np.concatenate(written), np.concatenate([digest.total for digest in state.digests])])
+        landed, digest = self._units.together(totals)
+        state.landed = _number(landed)
         state.spoilt = _number(digest) ^ state.landed
         return logits_of(digest)
 

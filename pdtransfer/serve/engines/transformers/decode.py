@@ -17,7 +17,6 @@ from ....hisparse.hot_requests import HotRequests, HotShape, pool_slots
 from ....kernels.pools import Pool
 from ....kernels.stream import DeviceSpans, Download, upload
 from ....layout.geometry import Int64s
-from ....wire import Ranks
 from ...engine_api import EngineConfig, EngineDescription, GpuMemory, Request
 from ...sampling import DIGEST_BYTES, is_argmax
 from ..shell.decode import Generating, Rest, StepResult, hot_capacity
@@ -55,12 +54,10 @@ class CheckpointDecode:
                 context_tokens=checkpoint.context_tokens,
             ),
         )  # fmt: skip
-        # Rows before a window are not kept, hot tokens are elsewhere, and ranks would have to take equal turns. Digests
-        # promise the bits of a prompt's chunks, which rows of an answer are not.
+        # Rows before a window are not kept, and hot tokens are elsewhere. Digests promise the bits of a prompt's
+        # chunks, which rows of an answer are not.
         spans = {component.span.kind for component in self.facts.description.components}
-        self.computes_rests = (
-            spans == {"all"} and hisparse is None and config.group.ranks == Ranks() and not options.digests
-        )
+        self.computes_rests = spans == {"all"} and hisparse is None and not options.digests
         self._components = {component.name: component for component in self.facts.description.components}
         self._steps: DecodeSteps | None = None
         self.hot: HotRequests | None = None

@@ -43,7 +43,7 @@ from ....wire import (
     negotiate,
 )
 from ....wire.ranks import label, rank_index
-from ..engine_thread import Compute, Drop, Free, Generate, Order
+from ..engine_thread import Compute, Drop, Free, Generate, GenerateFrom, Order
 from .link import RankBus
 
 log = logging.getLogger(__name__)
@@ -148,6 +148,8 @@ class GroupLeader:
                     step_orders.append(StepOrder("compute", request.room))
                 case Generate(request, _, aux):
                     step_orders.append(StepOrder("generate", request.room, aux))
+                case GenerateFrom(request):
+                    step_orders.append(StepOrder("generate", request.room))
                 case Drop(room):
                     step_orders.append(StepOrder("drop", room))
                 case Free(room):

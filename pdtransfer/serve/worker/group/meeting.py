@@ -52,15 +52,16 @@ class StoppedError(Exception):
 
 def common(config: Config, description: EngineDescription) -> dict[str, str]:
     """Settings that must be the same on all ranks, to keep their engines in step."""
-    decode = "batch_max", "verify", "enable_hisparse", "device_slots", "hot_tokens", "dense_slots"
+    decode = "batch_max", "verify", "enable_hisparse", "device_slots", "hot_tokens", "dense_slots", "prefix_cache"
     own_names = decode if isinstance(config, DecodeConfig) else ("chunk_tokens",)
+    limits = "hisparse_queue_max", "prefix_block_tokens", "turn_tokens_max"
     return {
         "version": __version__,
         "role": config.role,
         "model": description.model,
         "weights": description.weights.hex(),
         "engine_option": " ".join(sorted(f"{name}={value}" for name, value in config.engine_options.items())),
-        "hisparse_queue_max": str(config.limits.hisparse_queue_max),
+        **{name: str(getattr(config.limits, name)) for name in limits},
         **{name: str(getattr(config, name)) for name in ("slots", "page_size", *own_names)},
     }
 

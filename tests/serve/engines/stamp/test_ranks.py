@@ -53,6 +53,31 @@ def test_groups_generate_what_one_process_generates(
         assert each == [one] * decode_tp
 
 
+@pytest.mark.parametrize("options", [{"layers": "2"}, {"layers": "2", "kv_heads": "4"}], ids=["mla", "gqa"])
+def test_ranks_compute_the_rests_of_two_turns_beside_one_another(options: dict[str, str]) -> None:
+    """Each writes the rows of its own heads, behind those of the turn before."""
+    targets = decodes(2, factory=create, options=options, chunk_tokens=7)
+    first, *others = prompts(4, (40, 30, 20))
+    begins = request(1, first, max_tokens=10)
+    for target in targets:
+        target.slots[1] = target.take(0, begins)
+        target.engine.admit_rest(begins, target.held(1), 0)
+    together([target.run for target in targets])
+    done = np.concatenate((first, targets[0].tokens[1][:-1]))
+    turns = [
+        request(room, np.concatenate((done, further)), max_tokens=8) for room, further in enumerate(others, start=2)
+    ]
+    for target in targets:
+        for turn in turns:
+            own = target.take(0, turn)[len(done) :]
+            target.slots[turn.room] = np.concatenate((target.slots[1][: len(done)], own))
+            target.engine.admit_rest(turn, target.held(turn.room), len(done))
+    together([target.run for target in targets])
+    for asked in (begins, *turns):
+        (whole,) = expected(options, [asked.prompt], asked.sampling.max_tokens)
+        assert [target.outcome(asked.room) for target in targets] == [whole] * 2
+
+
 def test_stages_offer_their_layers_in_cells_of_that_many() -> None:
     options = {"layers": "5", "layers_per_cell": "1"}
     sources = prefills(1, 2, factory=create, options=options, chunk_tokens=100)

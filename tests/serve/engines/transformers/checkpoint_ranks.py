@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,24 @@ def generated_by_ranks(sources: list[Any], targets: list[Any], requests: list[Re
         for request in requests:
             engine.free(request.room)
     return together([lambda engine=engine: decoded(engine) for engine in targets])
+
+
+def generated_from_rests(targets: list[Any], first: Request, further: list[int]) -> list[list[int]]:
+    """The tokens of each decode rank of a prompt that no prefill computes, and of the next turn, behind its rows."""
+    tokens = list[list[int]]()
+    arenas = [np.full(target.description.memory_bytes, 0xFF, np.uint8) for target in targets]
+    slots = np.random.default_rng(3).permutation(targets[0].description.components[0].layout.slots)
+    for target, arena in zip(targets, arenas, strict=True):
+        target.attach(memoryview(arena))
+        own = slots[: len(first.prompt) + first.sampling.max_tokens]
+        target.admit_rest(first, {component.name: own for component in target.description.components}, 0)
+    answers = [ranks[first.room] for ranks in together([lambda engine=engine: decoded(engine) for engine in targets])]
+    tokens += answers
+    done = np.concatenate((first.prompt, answers[0][:-1]))
+    turn = replace(first, room=first.room + 1, prompt=np.concatenate((done, answers[0][-1:], further)))
+    for target in targets:
+        own = np.concatenate((slots[: len(done)], slots[-len(turn.prompt) - turn.sampling.max_tokens + len(done) :]))
+        target.admit_rest(turn, {component.name: own for component in target.description.components}, len(done))
+    return tokens + [
+        ranks[turn.room] for ranks in together([lambda engine=engine: decoded(engine) for engine in targets])
+    ]

@@ -9,13 +9,14 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
 
+import numpy as np
 import torch
 
 from pdtransfer.errors import ConfigError
 from pdtransfer.serve.engine_api import Alone, EngineDescription
 from pdtransfer.serve.engines.transformers import create
 from pdtransfer.wire import Ranks
-from tests.serve.engines.transformers.checkpoint_ranks import generated_by_ranks, workers
+from tests.serve.engines.transformers.checkpoint_ranks import generated_by_ranks, generated_from_rests, workers
 from tests.support import checkpoints
 from tests.support.checkpoints import FAMILIES, generated, prompts, request
 
@@ -60,6 +61,20 @@ def test_ranks_generate_the_tokens_of_transformers(
         assert [found[request.room] for request in requests] == [
             generated(directories[family], request.prompt, TOKENS) for request in requests
         ]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v2"])
+def test_ranks_compute_a_prompt_and_the_next_turn_behind_its_answer(directories: dict[str, Path], family: str) -> None:
+    targets = workers(
+        directories[family], "decode", 2, page_size=1, host_layout="page_first", chunk_tokens=16, slots=512
+    )
+    assert all(target.computes_rests for target in targets)
+    first, further = request(0, prompts()[1], max_tokens=TOKENS), [5, 9, 2, 7]
+    *answers, first_rank, second_rank = generated_from_rests(targets, first, further)
+    answer = generated(directories[family], first.prompt, TOKENS)
+    assert answers == [answer] * 2
+    turn = np.concatenate((first.prompt, answer, further))
+    assert [first_rank, second_rank] == [generated(directories[family], turn, TOKENS)] * 2
 
 
 def test_a_rank_keeps_its_heads_and_reports_them(directories: dict[str, Path]) -> None:

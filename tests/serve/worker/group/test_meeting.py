@@ -27,7 +27,7 @@ RANKS_OWN = {
     *("node", "key", "allow", "insecure", "log_level", "log_format", "log_file", "timeline", "otlp", "allowed_hosts"),
     *("json", "limits", "bind", "advertise", "transport", "transport_ports", "transport_protocol", "firewall"),
     *("firewall_admit", "http", "engine", "host_layout", "device", "tp_size", "tp_rank", "pp_size", "pp_rank", "group"),
-    *("copy_threads", "huge_pages", "host_buffer_gib", "socket_directory", "prefix_cache", "retract_policy"),
+    *("copy_threads", "huge_pages", "host_buffer_gib", "socket_directory", "retract_policy"),
 }
 DESCRIPTION = EngineDescription(model="m", weights=bytes(32), components=(), memory_bytes=0)
 

@@ -43,6 +43,13 @@ class Chat(Call):
         self.targets[0].rest_max = rest_max
         self.world.seen["rooms without a prefill"] += 1
 
+    def _follow(self) -> None:
+        """Its decode is a rank that does not lead: its leader has cached more blocks, or fewer."""
+        (target,), rng = self.targets, self.world.rng
+        target.follows = True
+        target.rest_max = self.room.tokens - rng.randint(0, (self.room.tokens - 1) // BLOCK) * BLOCK
+        self.world.seen["turns of a rank that follows"] += 1
+
     def ready(self, target: Target) -> None:
         if target.cached < self._sure(target):
             self.world.fail(f"room {self.room.id} shares {target.cached} tokens, {self._cached} were kept for it")
@@ -54,7 +61,8 @@ class Chat(Call):
         node, cache = target.node, target.node.core.cache
         if node.life != self._life or cache.evicted_blocks or len(cache) == node.limits.prefix_blocks_max:
             return 0
-        return min(self._cached, (self.room.tokens - bool(target.rest_max)) // BLOCK * BLOCK)
+        most = self.room.tokens - target.rest_max if target.follows else self.room.tokens - bool(target.rest_max)
+        return min(self._cached, most // BLOCK * BLOCK)
 
     def _step(self, target: Target) -> None:
         """The engine computes one chunk of the prompt, or one token; what was dropped, it drops at its next step."""
@@ -100,6 +108,8 @@ class Chat(Call):
             turn._cached, turn._life = target.written // BLOCK * BLOCK, target.node.life
         if rng.random() < 0.7:
             turn._stay(rng.choice([8, 16, REST_MAX]))
+            if rng.random() < 0.3:
+                turn._follow()
         world.at(rng.expovariate(20.0), turn.begin)
 
     def _another(self, length: int, tokens: int) -> Chat:

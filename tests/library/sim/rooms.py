@@ -281,6 +281,7 @@ class Target(_Part):
         self.drained = False
         self.prefix = 0  # tokens that the engine has
         self.rest_max = 0  # without a prefill: tokens that the engine computes at most
+        self.follows = False  # without a prefill: exactly those, since the leader of its ranks computes them
         self.cached = 0  # tokens that were in the arena already
         self.written = 0  # tokens whose rows are there
         self.chosen: list[Int64s] = []  # slots of each component, where the engine chooses them
@@ -303,6 +304,8 @@ class Target(_Part):
             node.engine.reserve(self)
         self.deadline = node.clock + seconds
         keys = node.core.cache.keys(room.prompt, b"") if room.family else ()
+        if self.follows:
+            keys = keys[: (room.tokens - self.rest_max) // BLOCK]
         request = RoomRequest(
             room=room.id, tokens=room.tokens, sources=sources, time_left_s=seconds, growth=room.growth, keys=keys,
             chosen=placed, prefix=self.prefix, whole_group=whole_group, rest_max=self.rest_max,
@@ -471,6 +474,8 @@ class Target(_Part):
             world.fail(f"room {room.id} is READY with {effect.kv_bytes} bytes")
         if self.rest_max and not 0 < room.tokens - effect.prefix <= self.rest_max:
             world.fail(f"room {room.id} has {room.tokens - effect.prefix} tokens to compute, of {self.rest_max}")
+        if self.follows and room.tokens - effect.prefix != self.rest_max:
+            world.fail(f"room {room.id} computes {room.tokens - effect.prefix} tokens, its leader {self.rest_max}")
 
     def _is_sent(self, component: Component) -> bool:
         return self.room.sent is None or component.name in self.room.sent

@@ -118,6 +118,7 @@ def test_every_world_of_chats_keeps_the_invariants(chunk: int) -> None:
     tally = saw(
         "turns", chunk,
         "rooms without a prefill", "turns READY", "turns refused", "turns dropped in their rest", "tokens shared",
+        "turns of a rank that follows",
         "keys of more than there are slots for", "blocks evicted", "grants copied up", "ready",
     )  # fmt: skip
     assert tally.seen["ready"] > tally.seen["rooms"] / 2

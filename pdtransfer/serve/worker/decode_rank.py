@@ -149,9 +149,7 @@ class DecodeRank:
         if self._shares_answers and not begin.enable_hisparse:
             room.keys = cache.running_keys(begin.prompt, begin.salt)
         keys = cache.keys(begin.prompt, begin.salt) if room.keys is None else tuple(room.keys.keys)
-        if (
-            begin.rest_max and not self._leads
-        ):  # all ranks compute the same tokens: those that the leader has not cached
+        if begin.rest_max and not self._leads:  # all ranks compute the tokens that the leader has not cached
             keys = keys[: (len(request.prompt) - begin.rest_max) // cache.block_tokens]
         self.node.expect(
             RoomRequest(

@@ -215,14 +215,15 @@ def forgetful(logs: Path, rank: int) -> Generator[Running]:
     """A decode worker of two ranks, of which this one remembers four blocks."""
     group, few = free_address(), replace(QUICK, prefix_blocks_max=4)
     limits = [few if number == rank else QUICK for number in range(2)]
-    both = {"engine_option": GQA, "tp_size": 2, "group": group}
+    engine = {"engine": ENGINE, "engine_option": (*GQA, "step_ms=10"), "slots": 4_096}
+    both = engine | {"tp_size": 2, "group": group}
     place = {"limits": limits[1], "tp_rank": 1, "node": "decode-0-tp1", "http": ""}
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")
     other = decode_config(Path(sockets.name) / "s", **both | place)
     follower = start(other, logs / "decode-0-tp1.log", [])
     try:
         with running(
-            logs, prefills=[{"limits": QUICK, "engine_option": GQA}], decodes=[both | {"limits": limits[0]}],
+            logs, prefills=[engine | {"limits": QUICK}], decodes=[both | {"limits": limits[0]}],
             router={"limits": QUICK},
         ) as fleet:  # fmt: skip
             yield fleet
@@ -235,12 +236,17 @@ def forgetful(logs: Path, rank: int) -> Generator[Running]:
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["the leader", "the other"])
 def test_of_a_worker_whose_ranks_remember_unequal_blocks_every_turn_is_right(tmp_path: Path, rank: int) -> None:
-    """The leader's blocks count. Where another rank lacks some of them, prefill computes the prompt."""
+    """The leader's blocks count. Where another rank lacks some of them, prefill computes the prompt. Where it has more,
+    and would take fewer steps, it computes them all the same: in each step the ranks have to run the same, beside an
+    answer that goes on."""
 
     async def case(site: Site) -> None:
         chat, other = Chat(), Chat()
-        texts = prompts(7, 200, 30, 30, 30)
+        *texts, beside = prompts(7, 200, 30, 600, 30, 60)
+        events = site.events(beside, max_tokens=1_500)
+        assert text_of([await anext(events)])
         answers = [await turn(site, chat, text, GQA) for text in texts]
+        await events.aclose()
         assert [answer.facts["prefill"] for answer in answers] == [
             "prefill-0", "", *["" if rank == 0 else "prefill-0"] * 2
         ]  # fmt: skip

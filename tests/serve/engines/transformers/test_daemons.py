@@ -116,9 +116,16 @@ def test_a_directory_that_is_no_checkpoint_is_one_line_that_names_it(
 
 
 @pytest.mark.parametrize(
-    ("family", "turns_kept"), [("qwen3", 9), pytest.param("deepseek_v32", 9, marks=pytest.mark.full), ("gemma3", 0)]
-)
-def test_ten_turns_of_a_chat_are_computed_where_their_kv_is(tmp_path: Path, family: str, turns_kept: int) -> None:
+    ("family", "ranks", "turns_kept"),
+    [
+        ("qwen3", 1, 9), ("gemma3", 1, 0),
+        pytest.param("qwen3", 2, 9, marks=pytest.mark.full),
+        pytest.param("deepseek_v32", 1, 9, marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_ten_turns_of_a_chat_are_computed_where_their_kv_is(
+    tmp_path: Path, family: str, ranks: int, turns_kept: int
+) -> None:
     """The rows before a window are not kept: such a model's turns are handed over."""
     directory = checkpoints.make(family, tmp_path / family)
     one = {"model": str(directory), "engine_option": ("threads=1",), "page_size": 16}
@@ -140,5 +147,5 @@ def test_ten_turns_of_a_chat_are_computed_where_their_kv_is(tmp_path: Path, fami
         assert (prefill[name] + decode[name] <= 1.05 * one_engine) is (turns_kept == 9)
         await site.settled()
 
-    with running(tmp_path, prefills=[one], decodes=[one]) as on:
+    with running(tmp_path, prefills=[one], decodes=[one | {"tp_size": ranks}]) as on:
         on(case)

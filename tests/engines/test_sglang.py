@@ -103,6 +103,33 @@ def test_ranks_of_data_parallel_attention_hand_over(sglang_checkpoints: Checkpoi
             pair.settles()
 
 
+@pytest.mark.skipif(not is_since("0.5.23"), reason="the stand-in is for SGLang 0.5.23's runner")
+def test_ranks_of_context_parallelism_hand_over(
+    sglang_checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank computes some of the tokens, and has the KV of all. The first one sends them, also where SGLang would
+    have each rank send some of the pages; then without those that decode has kept."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1")
+    ranks = {"tp_size": 2, "attn_cp_size": 2, "enable_prefill_cp": True, "cp_strategy": "zigzag"}
+    keeps = {"disable_radix_cache": False}
+    made = servers(
+        sglang_checkpoints.path("qwen3"), tmp_path, prefill=PREFILL | keeps | ranks,
+        decode=DECODE | keeps | {"disaggregation_decode_enable_radix_cache": True},
+    )  # fmt: skip
+    asked = prompts(*LENGTHS, seed=5)
+    expected = sglang_checkpoints.generate("qwen3", asked, tokens=TOKENS)
+    with made as (prefill, decode):
+        pair = SglangPair(prefill, decode)
+        for _ in range(2):
+            assert pair.generate(asked, tokens=TOKENS) == expected
+        [prompt], room = prompts(700, seed=8), pair.room()
+        given_up = [side.add(prompt, tokens=100, rid="given up", **room) for side in (prefill, decode)]
+        decode.give_up(given_up[1], "given up")
+        given_up[0].exception(2 * TIME_LEFT_S)
+        assert pair.generate(asked[:1], tokens=TOKENS) == expected[:1]
+        pair.settles()
+
+
 @pytest.fixture(scope="module")
 def llama(sglang_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     """Prefill and decode keep what they have computed or received."""

@@ -88,14 +88,15 @@ class Manager(dialect.KVManager):
     # Start
 
     def register_to_bootstrap(self) -> None:
-        """Prefill: decode engines learn where this rank listens."""
+        """Prefill: decode engines learn where this rank listens. The ranks of context parallelism all have the same:
+        SGLang has the first one send, and none of the others."""
         self._ranks = self._ranks_here()
+        self.enable_all_cp_ranks_for_transfer, self.is_dummy_cp_rank = False, self.attn_cp_rank > 0
         self._start_prefill()
         super().register_to_bootstrap()
 
     def _ranks_here(self) -> Ranks:
-        if dialect.splits_tokens(self):
-            raise ConfigError("context parallelism: KV that is spread over ranks by tokens cannot cross yet")
+        dialect.check_context_parallelism(self)
         if self.pp_size > 1 and any(str(kind.value) != "mamba" for kind in self.kv_args.state_types):
             raise ConfigError("pp_size: states without layer numbers cannot cross from or to several stages")
         return Ranks(self.attn_tp_rank, self.attn_tp_size, self.pp_rank, self.pp_size)
@@ -185,7 +186,7 @@ class Manager(dialect.KVManager):
     def _number(self) -> int:
         """The number of this rank among those of this host that share the settings."""
         stage = (self.system_dp_rank or self.attn_dp_rank) * self.pp_size + self.pp_rank
-        return stage * self.attn_tp_size + self.attn_tp_rank
+        return (stage * self.attn_cp_size + self.attn_cp_rank) * self.attn_tp_size + self.attn_tp_rank
 
     def _node(self, role: str) -> NodeSettings:
         keys, allowed = self._settings.keys_of(self._ranks)
@@ -314,14 +315,15 @@ class Manager(dialect.KVManager):
         return is_known
 
     def _resolve_rank_mapping(self, info: Any) -> None:
-        """Every decode rank asks all ranks of a prefill engine: what each of them sends follows from its heads and
-        layers."""
+        """Every decode rank asks all ranks of a prefill engine, of those of context parallelism the first: what each of
+        them sends follows from its heads and layers."""
         if info.wrong:
             raise RequestError(info.wrong)
         stages, info.pp_size = info.pp_size, self.pp_size  # SGLang would refuse other stages than decode's
         super()._resolve_rank_mapping(info)
         info.pp_size = stages
         info.target_tp_ranks, info.target_pp_ranks = list(range(info.attn_tp_size)), list(range(stages))
+        info.target_cp_ranks = [0]
 
     def sources_of(self, bootstrap_infos: list[dict[str, Any]]) -> list[str]:
         """The endpoints of prefill ranks. Raises RequestError for one that must not be dialled."""

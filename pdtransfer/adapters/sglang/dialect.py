@@ -18,6 +18,7 @@ from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base import conn as base
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.mem_cache.pool_host import common as pool_host
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from ...errors import ConfigError
@@ -76,9 +77,21 @@ def has_host_buffers(args: Any) -> bool:
     return getattr(args, "host_kv_data_ptrs", None) is not None
 
 
-def splits_tokens(manager: Any) -> bool:
-    """Whether each rank holds a part of the tokens."""
-    return manager.attn_cp_size > 1 or manager.dcp_size > 1 or getattr(manager, "kv_shard_size", 1) > 1
+def check_context_parallelism(manager: Any) -> None:
+    """Raises ConfigError where the ranks of context parallelism differ in what they hold. Without these options SGLang
+    gathers the KV of all tokens on each of prefill's ranks before it writes its pool."""
+    parallel = get_parallel()
+    spread = {
+        "dcp_size": ("tokens", manager.dcp_size > 1),
+        "enable_kv_cache_sharding": ("pages", getattr(manager, "kv_shard_size", 1) > 1),
+        "enable_dsa_cache_layer_split": ("layers", parallel.enable_dsa_cache_layer_split),
+        "enable_prefill_cp": ("heads of its states", getattr(parallel, "enable_cp_tp_group_sharing", False)),
+    }
+    for option, (part, is_spread) in spread.items():
+        if is_spread:
+            raise ConfigError(f"{option}: a cache whose {part} are spread over ranks cannot cross yet")
+    if manager.attn_cp_size > 1 and manager.disaggregation_mode.value == "decode":
+        raise ConfigError("attn_cp_size: SGLang's decode engines receive on one rank of context parallelism")
 
 
 def known_to(info: Any, answer: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -26,6 +28,11 @@ def plugin() -> None:
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     for name in ("forward_native", "forward_cpu"):
         setattr(RotaryEmbedding, name, _unless_empty(getattr(RotaryEmbedding, name)))
+    TorchNativeAttnBackend.forward_extend = _of_all_tokens(TorchNativeAttnBackend.forward_extend)
+    with suppress(ImportError):  # since 0.5.23
+        from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+
+        EagerRunner._execute_extend_cp = _without_stream(EagerRunner._execute_extend_cp)
     if not hasattr(paged, "alloc_decode_naive"):  # before 0.5.22 pages are chosen by Triton alone
         paged.alloc_extend_kernel = _Kernel(extend_pages)
         paged.alloc_decode_kernel = _Kernel(decode_pages)
@@ -78,3 +85,29 @@ def _unless_empty(turn: Callable[..., Any]) -> Callable[..., Any]:
         return turn(self, positions, query, key, *more, **named) if positions.numel() else (query, key)
 
     return turned
+
+
+def _of_all_tokens(extend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Attention of a rank of context parallelism, which has some of the tokens: SGLang's own kernels for GPUs gather
+    K and V, and write all of them to the pool. Here Q is gathered as well, and each rank computes all tokens."""
+
+    def extended(
+        self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: Any, *more: Any, **named: Any
+    ) -> torch.Tensor:
+        if getattr(batch, "attn_cp_metadata", None) is None:
+            return extend(self, q, k, v, layer, batch, *more, **named)
+        from sglang.srt.layers.cp.base import get_cp_strategy
+
+        strategy = get_cp_strategy()
+        gathered = [strategy.gather_kv_cache(part.contiguous(), batch) for part in (q, k, v)]
+        return strategy.shard_hidden_states(extend(self, *gathered, layer, batch, *more, **named), batch)
+
+    return extended
+
+
+def _without_stream(execute: Callable[..., Any]) -> Callable[..., Any]:
+    def executed(self: Any, *more: Any, **named: Any) -> Any:
+        with patch.object(torch.cuda, "current_stream", lambda: None):
+            return execute(self, *more, **named)
+
+    return executed

@@ -144,3 +144,32 @@ def test_requests_land_on_the_host_above_a_threshold_that_is_set(
 
     monkeypatch.setattr(dialect, "ServerArgs", Newer)
     assert [dialect.receives_on_host(Newer(*given)) for given in ((), (0.5,))] == [False, True]
+
+
+def check_rank(monkeypatch: pytest.MonkeyPatch, mode: str = "prefill", **more: Any) -> None:
+    """Checks a rank with these sizes and options."""
+    rank = {"attn_cp_size": 1, "dcp_size": 1, "enable_dsa_cache_layer_split": False} | more
+    dialect = with_stand_ins("dialect", monkeypatch, **rank)
+    dialect.check_context_parallelism(SimpleNamespace(**rank, disaggregation_mode=SimpleNamespace(value=mode)))
+
+
+def test_ranks_of_context_parallelism_that_have_the_same_may_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_rank(monkeypatch)
+    check_rank(monkeypatch, attn_cp_size=4, kv_shard_size=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"dcp_size": 2}, "dcp_size: a cache whose tokens are spread over ranks cannot cross yet"),
+        ({"kv_shard_size": 2}, "enable_kv_cache_sharding: a cache whose pages are spread"),
+        ({"enable_dsa_cache_layer_split": True}, "enable_dsa_cache_layer_split: a cache whose layers are"),
+        ({"enable_cp_tp_group_sharing": True}, "enable_prefill_cp: a cache whose heads of its states are"),
+        ({"mode": "decode"}, "attn_cp_size: SGLang's decode engines receive on one rank"),
+    ],
+)
+def test_what_ranks_do_not_all_have_is_refused(
+    option: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        check_rank(monkeypatch, **{"attn_cp_size": 2} | option)

@@ -64,10 +64,9 @@ class Call:
                 source.left_out = source.node.name not in map(plain, names)
         hasty = p.hasty > 0 and rng.random() < p.hasty
         for target in self.targets:
-            wait = rng.expovariate(500.0)
             target.hasty = hasty
             target.seconds = rng.uniform(0.2, 2.0) if hasty else room.deadline
-            target.node.later(wait, lambda each=target: each.expect(each.seconds, names, whole_group))
+        self._expect(names, whole_group=whole_group)
         slow, peers = rng.random() < p.opens_late, [node.name for node in self.decodes]
         if self._strange_decode:  # alone, or of two ranks
             peers = [self._strange_decode, "another rank"][: rng.randint(1, 2)]
@@ -79,6 +78,14 @@ class Call:
         if rng.random() < p.abort:
             part = rng.choice([*self.sources, *self.targets])
             part.node.later(rng.choice([0.001, 0.02, 0.5, 2.0]) * rng.random(), part.abort)
+
+    def _expect(self, names: list[str], *, whole_group: bool) -> None:
+        for target in self.targets:
+            wait = self.world.rng.expovariate(500.0)
+            target.node.later(wait, lambda each=target: each.expect(each.seconds, names, whole_group))
+
+    def leased(self, target: Target) -> None:
+        """It has its slots on one rank."""
 
     def ready(self, target: Target) -> None:
         if (engine := target.node.engine) is not None:

@@ -263,8 +263,8 @@ class DecodeNode(Process):
                 self.promises.forgotten(session)
                 if self.writers.pop(session):
                     world.fail(f"{self.name} forgets session {session:#x}, which can still be written")
-            case fx.RoomLeased(room) if self.desk is not None:
-                self.desk.leased(room)
+            case fx.RoomLeased(room):
+                self.rooms[room].caller.leased(self.rooms[room])
             case fx.RoomReady() | fx.RoomFailed() | fx.RoomDrained():
                 self._check_lost(effect)
                 self.rooms[effect.room].on_event(effect)

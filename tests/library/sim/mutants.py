@@ -223,15 +223,15 @@ MUTANTS: dict[str, Mutant] = {
     "an older word asks for a Hello": Mutant(strangers.older_word_asks_for_a_hello, "strangers", 12),
     "slots of a room without a prefill given back at READY": Mutant(turns.slots_given_back_at_ready, "turns", 3),
     "kept blocks given up while they are read": Mutant(
-        turns.kept_blocks_given_up_while_they_are_read, "turns", 21, first=3
+        turns.kept_blocks_given_up_while_they_are_read, "turns", 12, first=3
     ),
-    "shared before the rest is computed": Mutant(turns.shared_before_the_rest_is_computed, "turns", 9),
-    "a prompt wholly found": Mutant(turns.whole_prompt_found, "turns", 78),
-    "any rest computed": Mutant(turns.any_rest_computed, "turns", 9),
-    "a rest refused when it has slots": Mutant(turns.refused_when_it_has_slots, "turns", 48),
-    "answers not kept": Mutant(turns.answers_not_kept, "turns", 12),
-    "the last token taken for written": Mutant(turns.last_token_taken_for_written, "turns", 12),
-    "keys beyond the slots of a room": Mutant(turns.keys_beyond_the_slots_of_a_room, "turns", 3),
+    "shared before the rest is computed": Mutant(turns.shared_before_the_rest_is_computed, "turns", 3),
+    "a prompt wholly found": Mutant(turns.whole_prompt_found, "turns", 27, first=130),
+    "any rest computed": Mutant(turns.any_rest_computed, "turns", 3),
+    "a rest refused when it has slots": Mutant(turns.refused_when_it_has_slots, "turns", 6),
+    "answers not kept": Mutant(turns.answers_not_kept, "turns", 3),
+    "the last token taken for written": Mutant(turns.last_token_taken_for_written, "turns", 3),
+    "keys beyond the slots of a room": Mutant(turns.keys_beyond_the_slots_of_a_room, "turns", 6),
     "READY with its kept blocks": Mutant(turns.ready_with_its_kept_blocks, "turns", 3),
     "READY with the first source": Mutant(parts.ready_with_the_first_source, "parts", 3),
     "one proof taken for all": Mutant(parts.one_proof_taken_for_all, "parts", 3),

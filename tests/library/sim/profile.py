@@ -406,7 +406,7 @@ def _turns(base: Profile, rng: random.Random) -> Profile:
         base, turns=rng.choice([0.5, 0.9]), families=rng.choice([1, 3]), tokens_max=24, rooms=rng.randint(6, 14),
         prefills=rng.randint(1, 2), write=rng.choice([0.0001, 0.01]), apart=rng.random() < 0.2, staging_tokens=16,
         verify=rng.random() < 0.2, abort=rng.choice([0.0, 0.2]), loss=rng.choice([0.0, 0.05]), window=64,
-        engine_fails=rng.choice([0.0, 0.1]),
+        engine_fails=rng.choice([0.0, 0.1]), ranks=rng.random() < 0.4,
     )  # fmt: skip
     if rng.random() < 0.4:
         return replace(turns, patient=True, arena_tokens=4096, pool_tokens=4096)

@@ -36,6 +36,8 @@ FAMILIES = 1_000  # from here on owners of tokens are families; those below are 
 class Caller(Protocol):
     """Who began a room, and learns how its parts end: a router's service, or what does its work in the rough."""
 
+    def leased(self, target: Target) -> None: ...
+
     def ready(self, target: Target) -> None: ...
 
     def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:

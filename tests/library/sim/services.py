@@ -142,6 +142,9 @@ class PrefillDesk(Desk):
     def stop(self, room: int, cause: Cause) -> None:
         self._fail(room, cause)
 
+    def leased(self, target: Target) -> None:
+        raise AssertionError("prefill has no target")
+
     def ready(self, target: Target) -> None:
         raise AssertionError("prefill has no target")
 
@@ -187,9 +190,10 @@ class DecodeDesk(Desk):
         self._begins[begin.room], self._landing[begin.room] = begin, 0
         self._expect(self.node, begin)
 
-    def leased(self, room: int) -> None:
+    def leased(self, target: Target) -> None:
         """The others get their slots in the order in which the leader has: else two rooms would wait for each other."""
-        if room in self._landing:
+        room = target.room.id
+        if target.node is self.node and room in self._landing:
             for rank in self.group.ranks[1:]:
                 self.group.send(self.node, rank, lambda rank=rank: self._expect(rank, self._begins[room]))
 

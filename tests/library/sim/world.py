@@ -211,11 +211,13 @@ class World:
             if wait > 0:  # else what both had left on their way would meet, and nobody could tell who is the latest
                 self.at(wait, partial(self.kill, node))
                 return
-        ranks = node.group.ranks if self.profile.routers and node.group is not None else [node]
+        workers = (self.profile.routers or self.profile.turns) and node.group is not None
+        ranks = node.group.ranks if workers else [node]
         for rank in ranks:
             rank.kill()
         for call in self.calls:
-            call.on_killed(node)
+            for rank in ranks:
+                call.on_killed(rank)
 
     def _part(self) -> None:
         rng = self.rng

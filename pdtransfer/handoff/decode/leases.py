@@ -12,7 +12,7 @@ from ...limits import PART_EXTENTS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX, Limits
 from ...wire import Abort, Grant, Part, Released, pack_extents
 from ..effects import DecodeEffect, Send
 from ..prefix import PrefixCache, piece_rows
-from ..slot_allocator import Extents, Holding, cut
+from ..slot_allocator import Extents, Holding, cut, slot_count
 from ..states import LEASE, Lease, LeaseEvent, SessionState
 from ..tables import step
 from ..timers import backoff_ms
@@ -185,13 +185,13 @@ def parts_of(
     prefix: int,
     stop: int,
 ) -> tuple[Part, ...]:
-    """One Part for each of a session's components that has rows in this piece of a room, without growth. A component of
-    which the room has no slots gets no Part. `first_rows`: the row of each component's first slot."""
+    """One Part for each of a session's components that has rows in this piece of a room, without growth. Rows for which
+    the room has no slots are in no Part. `first_rows`: the row of each component's first slot."""
     parts: list[Part] = []
     for index, (component, part_extents, slots_from) in enumerate(zip(components, extents, first_rows, strict=True)):
         first, end = piece_rows(component, tokens=tokens, prefix=prefix, stop=stop)
-        first = max(first, slots_from)
-        if first < end and len(part_extents):
+        first, end = max(first, slots_from), min(end, slots_from + slot_count(part_extents))
+        if first < end:
             granted = cut(part_extents, first=first - slots_from, count=end - first)
             parts.append(Part(index, first, end - first, pack_extents(granted)))
     return tuple(parts)

@@ -107,9 +107,9 @@ def chosen_rows(
 ) -> tuple[ComponentRows, ...]:
     """The slots that an engine chose, checked: for each component integers (rows,), one a row of the room.
 
-    The first rows of a component do not cross where their slots are -1, and those of the `prefix`, whatever their
-    slots. Raises LocalProtocolError that names the component for a missing one, an unknown one, a wrong number of
-    slots, and slots that are outside the pool or repeated.
+    The first and the last rows of a component do not cross where their slots are -1, and those of the `prefix`,
+    whatever their slots. Raises LocalProtocolError that names the component for a missing one, an unknown one, a wrong
+    number of slots, and slots that are outside the pool or repeated.
     """
     used = leased(components, enable_hisparse=enable_hisparse)
     names = {component.name for component in components}
@@ -130,11 +130,12 @@ def chosen_rows(
             raise LocalProtocolError(f"slots: {shape} for {label!r}, not integers ({rows},)")
         indices = indices[first:].astype(np.int64)
         absent = int((indices == -1).cumprod().sum())
+        landing = indices[absent : len(indices) - int((indices[absent:][::-1] == -1).cumprod().sum())]
         try:
-            check_slots(indices[absent:], component.layout.slots, f"slots of {label!r}")
+            check_slots(landing, component.layout.slots, f"slots of {label!r}")
         except ValueError as error:
             raise LocalProtocolError(str(error)) from None
-        chosen.append(ComponentRows(component, first + absent, extents_of(indices[absent:])))
+        chosen.append(ComponentRows(component, first + absent, extents_of(landing)))
     return tuple(chosen)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...layout.layout import Component
 from ..prefix import piece_rows
-from ..slot_allocator import Holding, SlotAllocator
+from ..slot_allocator import Holding, SlotAllocator, slot_count
 from ..states import SessionState
 from .records import RoomPiece, RoomRecord, SessionRecord
 
@@ -89,7 +89,7 @@ class StagingBuffer:
         for index, (component, extents) in enumerate(zip(self._components, room.holding.extents, strict=True)):
             slots_from = room.first_rows[index] if room.first_rows else 0
             first, end = piece_rows(component, tokens=room.tokens, prefix=room.stop, stop=stop)
-            first = max(first, slots_from)
+            first, end = max(first, slots_from), min(end, slots_from + slot_count(extents))
             used = component.memory == "hbm" and len(extents)
             rows.append((first, max(first, end)) if used else (slots_from, slots_from))
         return _Cut(stop, tuple(rows))

@@ -130,6 +130,21 @@ def test_the_first_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: P
     assert expected.holds(pair.arena)
 
 
+def test_the_last_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: Pair) -> None:
+    """As where another rank has the end of the prompt: prefill has no such rows either."""
+    expected, slots = Expected(pair.target), chosen(5)
+    slots[:9] = slots[37:] = -1
+    pair.expect(1, TOKENS, slots={"kv": slots})
+    pages = pair.pages(1, TOKENS)
+    pair.prefill.open(1, tokens=TOKENS)
+    pair.prefill.push(1, pages, rows=(0, 37))
+    pair.prefill.finish(1)
+    ready = pair.ready(1)
+    assert ready.slots["kv"].tolist() == slots[9:37].tolist()
+    expected.land(slots_of_pages(pages, 16, TOKENS)[9:37], slots[9:37])
+    assert expected.holds(pair.arena)
+
+
 @pytest.mark.parametrize(
     ("more", "text"),
     [

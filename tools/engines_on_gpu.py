@@ -54,6 +54,7 @@ def vllm_groups() -> list[Group]:
             ("mooncake", 2, "test_kv_crosses_over_mooncake"),
             ("mla", 2, "test_bytes_are_those_of_prefill and mla"),
             ("fp8", 2, "test_bytes_are_those_of_prefill and fp8"),
+            ("context-parallel", 2, "test_latents_that_ranks_have_in_turn"),
             ("dsa", 2, "test_bytes_of_sparse_attention and auto"),
             ("dsa-fp8", 2, "test_bytes_of_sparse_attention and fp8"),
             ("layouts", 4, "layout"),

@@ -170,6 +170,42 @@ def test_ranks_of_unequal_groups_hand_over_in_both_directions(
         assert [rooms(each) for each in (one, two)] == [{"received": 5, "sent": 5}, {"received": 10, "sent": 10}]
 
 
+def test_engines_beside_such_with_decode_context_parallelism_hand_over_among_themselves(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """With the stripes that such an engine has, which vLLM itself has on GPUs alone; and not to one without them."""
+    with ExitStack() as stack:
+
+        def start(name: str, size: int, **settings: Any) -> VllmEngine:
+            both = transfer("kv_both", verify=True, rows="blocks", time_left_s=TIME_LEFT_S, **settings)
+            options = CHUNKS | {"kv_transfer_config": both, "tensor_parallel_size": size, "enable_prefix_caching": True}
+            log = tmp_path / f"{name}.log"
+            return stack.enter_context(VllmEngine(checkpoints.path("llama"), log, **options))
+
+        single, double, without = start("single", 1, dcp_size=2), start("double", 2, dcp_size=2), start("without", 1)
+        pair = VllmPair(single, double)
+        pair.ready()
+        [beginning] = prompts(300, seed=41)
+        asked = [*prompts(*LENGTHS, seed=40), beginning, *(beginning + tail for tail in prompts(50, 250, seed=42))]
+        answers = [pair.serial(prompt, tokens=TOKENS) for prompt in asked]
+        without.ready()
+        assert [answer.tokens for answer in answers] == without.generate(asked, tokens=TOKENS)
+        # Of the last two the blocks of the beginning are in decode's prefix cache, and the block behind them is not.
+        counts = [
+            answer.kv_transfer_params["kv_bytes"] // BLOCK_BYTES for answer in answers if answer.kv_transfer_params
+        ]
+        assert counts == [-(-length // 128) for length in [*LENGTHS, 300]] + [1, 3]
+        pair.settles()
+        assert "dcp_size" in [
+            row.name for row in compare(identity(single), identity(without)) if row.state == "differs"
+        ]
+        label, [prompt] = pair.label(), prompts(200, seed=43)
+        pair.prefill.generated(pair.begin_prefill(prompt, label))
+        refused = VllmPair(single, without, identity=pair.identity)
+        assert without.generated(refused.begin_decode(prompt, label, tokens=1)).finish_reason == "error"
+        assert re.search(r"dcp_size: d-\S+ has nothing, p-\S+ '2'", without.log.read_text()), without.log_end()
+
+
 def test_blocks_of_unequal_sizes_hand_over_in_both_directions(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """With the defaults of both: each engine sends and receives, and answers as it does alone."""
     with ExitStack() as stack:

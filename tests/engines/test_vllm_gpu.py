@@ -73,10 +73,15 @@ def continue_as_one(single: VllmEngine, asked: Sequence[Sequence[int]], answers:
         print(f"prompt of {len(prompt)}: {len(answer.tokens)} tokens, {others} of them others that are as likely")
 
 
+def interpreted(code: str) -> subprocess.CompletedProcess[str]:
+    """What the engines' interpreter makes of this."""
+    command, environment = [PYTHON, "-c", code], os.environ | ENVIRONMENT
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 def why_not_imported(module: str) -> str:
     """The error of the engines' interpreter; empty if there is none."""
-    command, environment = [PYTHON, "-c", f"import {module}"], os.environ | ENVIRONMENT
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    ended = interpreted(f"import {module}")
     return ended.stderr.strip().rpartition("\n")[2] if ended.returncode else ""
 
 
@@ -158,12 +163,15 @@ def test_dense_models_continue(checkpoints: Checkpoints, tmp_path: Path) -> None
         stays_on_the_gpu(pair.decode)
 
 
-def same_bytes(pair: VllmPair, *lengths: int, whole: int = 1) -> None:
+def same_bytes(pair: VllmPair, *lengths: int, whole: int = 1, beginning: int = 0) -> None:
     """Held against prefill's own bytes: decode computes the prompt's last token anew, with other kernels, which a tiny
     random model may turn into other tokens, as one engine does that begins anew behind its own first token: both are
-    printed. `whole`: tokens whose bytes can be told apart, where a block has all keys before all scales."""
+    printed. `whole`: tokens whose bytes can be told apart, where a block has all keys before all scales. The prompts
+    share this many tokens at their `beginning`."""
     pair.ready()
-    for number, prompt in enumerate(prompts(*lengths)):
+    asked = prompts(*lengths)
+    shared = max(asked, key=len)[:beginning]
+    for number, prompt in enumerate([*shared, *prompt[beginning:]][: len(prompt)] for prompt in asked):
         label, tokens = pair.label(), (len(prompt) - 1) // whole * whole
         assert tokens > 0
         pair.prefill.generated(pair.begin_prefill(prompt, label, request=f"p{number}"))
@@ -187,6 +195,29 @@ def test_bytes_are_those_of_prefill(checkpoints: Checkpoints, tmp_path: Path, mo
     options = {"max_model_len": 2_048, "enable_prefix_caching": False, "kv_cache_dtype": cache}
     with engines(checkpoints, tmp_path, model, **options) as started:
         same_bytes(VllmPair(started.prefill(), started.decode()), 5, 63, 64, 65, 300, 1_500)
+
+
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 2)])
+def test_latents_that_ranks_have_in_turn_are_those_of_prefill(
+    checkpoints: Checkpoints, tmp_path: Path, prefill_ranks: int, decode_ranks: int
+) -> None:
+    """Decode context parallelism, of as many ranks as tensor parallelism. Both engines share two GPUs."""
+    counted = interpreted("import torch, vllm; print(torch.cuda.device_count(), vllm.__version__)")
+    cards, version = counted.stdout.split()[-2:]
+    if int(cards) < 2:
+        pytest.skip("this host has one GPU")
+    # Since 0.32 the connector sets it.
+    blocks = {"cp_kv_cache_interleave_size": 64} if [int(part) for part in version.split(".")[:2]] < [0, 32] else {}
+
+    def sizes(ranks: int) -> dict[str, Any]:
+        size = {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks, "disable_custom_all_reduce": True}
+        return size | (blocks if ranks > 1 else {})
+
+    options = {"max_model_len": 2_048, "block_size": 64, "environment": {"NCCL_NVLS_ENABLE": "0"}}
+    with engines(checkpoints, tmp_path, "deepseek_v3_dense", **options) as started:
+        prefill = started.prefill(settings={"dcp_size": 2}, **sizes(prefill_ranks))
+        decode = started.decode(settings={"dcp_size": 2}, **sizes(decode_ranks))
+        same_bytes(VllmPair(prefill, decode), 5, 63, 64, 65, 250, 300, 1_500, beginning=200)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import torch
+import numpy as np
 import vllm
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
@@ -78,15 +78,18 @@ class Driver:
         return {"free_blocks": pool.get_num_free_blocks(), "requests": len(scheduler.requests)}
 
     def kv_digest(self, *, request: str, tokens: int) -> str:
-        """The SHA-256 of the first `tokens` tokens' KV, in all layers, of a request of a model with one group."""
+        """The SHA-256 of the first `tokens` tokens' KV, in all layers, of a request of a model with one group; of ranks
+        that have the tokens in turn, of each token at its rank. Other ranks are as the first."""
         scheduler = self._core.scheduler
         [known] = [each for each in scheduler.requests if each.startswith(f"{request}-")]
         [blocks] = scheduler.kv_cache_manager.get_block_ids(known)
-        made = hashlib.sha256()
-        for cache in self._core.model_executor.driver_worker.worker.model_runner.kv_caches:
-            of_request = cache[blocks]  # [blocks, heads, tokens, width], or of a latent [blocks, tokens, width]
-            rows = (of_request.transpose(1, 2) if of_request.ndim == 4 else of_request).flatten(0, 1)[:tokens]
-            made.update(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        made, config = hashlib.sha256(), self._engine.vllm_config
+        size, ranks = config.cache_config.block_size, config.parallel_config.decode_context_parallel_size
+        positions = np.arange(tokens)
+        rank_of, row_of = positions // size % ranks, positions // (size * ranks) * size + positions % size
+        by_rank = self._core.model_executor.collective_rpc("cache_rows", args=(blocks,))
+        for layer in zip(*by_rank[:ranks], strict=True):
+            made.update(np.stack(layer)[rank_of, row_of].tobytes())
         return made.hexdigest()
 
     def forget(self) -> bool:

@@ -42,7 +42,10 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(REPO),
 }
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8}
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8,
+    "worker_extension_cls": "tests.support.vllm_worker.CacheRows",
+}  # fmt: skip
 if DEVICE != "cpu":
     del ENVIRONMENT["VLLM_CACHE_ROOT"], ENVIRONMENT["VLLM_CONFIG_ROOT"]
     ENVIRONMENT.update(

@@ -20,10 +20,11 @@ class Heads:
             self.ranks.tp_rank * self.total // self.ranks.tp_size if self._replicas(count) > 1 else self._split(count)
         )
 
-    def replica(self, count: int) -> tuple[int, int]:
-        """This rank's number among those that hold the same heads, and how many there are."""
+    def replica(self, count: int, dcp_size: int = 1) -> tuple[int, int]:
+        """This rank's number among those that hold the same heads of the same tokens, and how many there are. Of ranks
+        with the same heads, every `dcp_size`-th has the same tokens."""
         replicas = self._replicas(count)
-        return self.ranks.tp_rank % replicas, replicas
+        return self.ranks.tp_rank % replicas // dcp_size, replicas // dcp_size
 
     def _split(self, count: int) -> int:
         return self.ranks.tp_rank * count

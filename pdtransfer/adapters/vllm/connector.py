@@ -32,6 +32,7 @@ from ..kit.model_facts import model_name
 from ..kit.reachable import Reachable
 from . import dialect
 from .bootstrap import Bootstrap, name_of
+from .context_parallel import dcp_sizes_of, keep_blocks_whole
 from .orders import Orders
 from .pools import Pools, pools, range_of, with_heads
 from .scheduler import SchedulerSide
@@ -70,8 +71,12 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         dialect.join_logs()
         transfer = vllm_config.kv_transfer_config
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config or {}, "kv_connector_extra_config")
-        self._groups = dialect.groups_of(kv_cache_config)
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
+        parallel = vllm_config.parallel_config
+        dcp_sizes = dcp_sizes_of(
+            parallel, self._settings.dcp_size, receives=self._receives, pcp=dialect.FAILS_BY_REQUEST
+        )
+        self._groups = dialect.groups_of(kv_cache_config, dcp_sizes)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._bootstrap: Bootstrap | None = None
@@ -81,7 +86,6 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._endpoint = ""  # prefill: where this rank listens
         self._pooled: AbstractContextManager | None = None
         self._on_card = False
-        parallel = vllm_config.parallel_config
         if self._settings.bootstrap and parallel.data_parallel_size > 1:
             raise ConfigError("bootstrap: each data parallel rank is an engine of its own: only one can listen there")
         if role is KVConnectorRole.SCHEDULER:
@@ -93,6 +97,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
                 block_bytes=dialect.block_bytes(kv_cache_config, self._groups, parallel.tensor_parallel_size),
             )  # fmt: skip
             return
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        keep_blocks_whole(parallel, specs, may_set=dialect.FAILS_BY_REQUEST)
         self._memory = CacheMemory(dialect.sizes_of(kv_cache_config))
         self._on_cpu = vllm_config.device_config.device_type == "cpu"
         if not dialect.POOLS_BY_HOOK and (self._on_cpu or self._receives):
@@ -108,11 +114,19 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return self._memory.pooled() if self._on_cpu else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV cache is there: the clients start."""
+        """The KV cache is there: the clients start, where this rank has any."""
         if self._pooled is not None:
             self._pooled.__exit__(None, None, None)
             self._pooled = None
-        kv_caches = with_heads(kv_caches)
+        if dialect.prefill_context_rank(self._vllm_config) == 0:
+            self._start(with_heads(kv_caches))
+            return
+        self._worker = WorkerSide(
+            pools=Pools((), {}, (), {}), prefill=None, decode=None, time_left_s=self._settings.time_left_s
+        )  # fmt: skip
+        log.info("pdtransfer prefill: rank 0 of prefill context parallelism has the same KV, and sends it")
+
+    def _start(self, kv_caches: dict[str, torch.Tensor]) -> None:
         ranks = dialect.ranks_here(self._vllm_config)
         device = next(iter(kv_caches.values())).device
         self._on_card = device.type == "cuda"

@@ -48,8 +48,18 @@ def layout_name() -> str:
     return "LBHNC" if FAILS_BY_REQUEST else "HND"
 
 
-def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
-    """The groups whose KV crosses, each with its layers' names. Raises ConfigError for one that cannot cross."""
+def prefill_context_rank(vllm_config: Any) -> int:
+    """This worker's number among those that compute a prompt together and have all of its KV each."""
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) == 1:
+        return 0
+    from vllm.distributed.parallel_state import get_pcp_group
+
+    return get_pcp_group().rank_in_group
+
+
+def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list[tuple[KVGroup, list[str]]]:
+    """The groups whose KV crosses, each with its layers' names. `dcp_sizes` as context_parallel.dcp_sizes_of has them.
+    Raises ConfigError for a group that cannot cross."""
     groups: list[tuple[KVGroup, list[str]]] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
@@ -66,7 +76,9 @@ def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
         if len({fact[1:] for fact in facts}) > 1:
             raise ConfigError(f"KV cache group {index}: its layers look back at {sorted(facts)} tokens")
         _, window, chunk = facts.pop()
-        groups.append((KVGroup(index, spec.block_size, window, chunk), list(group.layer_names)))
+        size, stripes = (1, 1) if window or chunk or not getattr(spec, "dcp_sharded", True) else dcp_sizes
+        kv_group = KVGroup(index, spec.block_size, window, chunk, dcp_size=size, stripes=stripes)
+        groups.append((kv_group, list(group.layer_names)))
     return groups
 
 
@@ -80,7 +92,9 @@ def block_bytes(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], t
         else spec.page_size_bytes
         for spec in specs
     ]
-    return [size * len(names) * tp_size for size, (_, names) in zip(sizes, groups, strict=True)]
+    return [
+        size * len(names) * tp_size // group.dcp_size for size, (group, names) in zip(sizes, groups, strict=True)
+    ]  # fmt: skip
 
 
 def _kind(index: int, spec: Any) -> str:
@@ -111,13 +125,8 @@ def sizes_of(kv_cache_config: Any) -> list[int]:
 
 
 def ranks_here(vllm_config: Any) -> Ranks:
-    """This worker's place in its engine. Raises ConfigError for a split that cannot cross."""
+    """This worker's place in its engine."""
     parallel = vllm_config.parallel_config
-    if (
-        getattr(parallel, "decode_context_parallel_size", 1) > 1
-        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
-    ):
-        raise ConfigError("context parallelism: KV that is spread over ranks by tokens cannot cross yet")
     return Ranks(
         get_tensor_model_parallel_rank(), parallel.tensor_parallel_size, get_pp_group().rank_in_group,
         parallel.pipeline_parallel_size,
@@ -145,7 +154,9 @@ def facts_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
 
 def facts_of_blocks(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:
     """All that makes blocks of these tokens the same bytes, whatever the engines' tensor parallel sizes."""
+    stripes = max(group.stripes for group, _ in groups)
     return {
+        **({"dcp_size": stripes} if stripes > 1 else {}),
         "attention": _backends(vllm_config, views),
         # Not how many layers they have here: of a stage's layers these are a part, and the configuration has them all.
         "groups": [[group.block_size, group.window, group.chunk] for group, _ in groups if not group.state],
@@ -228,15 +239,18 @@ def rows_of(
 ) -> tuple[str, dict[str, Kinds] | None]:
     """What crosses where the settings want "auto", "blocks" or "tokens", and where the tokens of each layer are.
 
-    "auto" becomes "blocks" on GPUs, with several groups or a window, and where it is not known how blocks hold tokens,
-    or these are too many planes: those of the whole model and its drafter, so that its ranks decide alike whatever
-    their number and their layers.
+    "auto" becomes "blocks" on GPUs, with several groups, a window or decode context parallelism, and where it is not
+    known how blocks hold tokens, or these are too many planes: those of the whole model and its drafter, so that its
+    ranks decide alike whatever their number and their layers.
     """
+    striped = any(group.stripes > 1 for group, _ in groups)
     if wanted == "tokens":
+        if striped:
+            raise ConfigError('rows = "tokens": with decode context parallelism blocks alone can cross')
         return wanted, kinds_of(vllm_config, views)
     on_cpu = all(view.device.type == "cpu" for view in views.values())
     whole = [group for group, _ in groups if not (group.state or group.window or group.chunk)]
-    if wanted == "blocks" or not on_cpu or len(whole) != 1 or len(groups) != 1:
+    if wanted == "blocks" or striped or not on_cpu or len(whole) != 1 or len(groups) != 1:
         return "blocks", None
     try:
         kinds = kinds_of(vllm_config, views)

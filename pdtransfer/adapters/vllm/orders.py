@@ -6,6 +6,9 @@ the group a block. Where engines of other kinds or block sizes are peers, it is 
 Layers of linear attention and of convolutions (Mamba, gated delta nets) keep a state of the tokens so far, which each
 step overwrites. vLLM has it in a block as well: the only one of the request, or with prefix caching the one at the last
 computed token's place in the table. A room has one row of such a group, that block, once its tokens are computed.
+
+With decode context parallelism the blocks of a prompt go to the ranks in turn: block number i is rank i % size's, where
+it is the block of the table's entry i // size. Orders number the blocks of all ranks, and name each by that entry.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ class KVGroup:
     chunk: int = 0  # tokens of a chunk of chunked local attention; 0: none
     state: bool = False  # whether its layers keep a state of a request in place of KV
     replicated: bool = False  # of a state: whether every tensor parallel rank has all of it
+    dcp_size: int = 1  # ranks that have its blocks in turn
+    stripes: int = 1  # components that have its blocks in turn: a multiple of dcp_size
 
     @property
     def name(self) -> str:
@@ -44,7 +49,8 @@ class KVGroup:
     def blocks(self, table: Sequence[int], tokens: int) -> tuple[int, ...]:
         """Of a request's block table, the block of each row of a prompt of this many tokens."""
         end = -(-tokens // self.block_size)
-        return tuple(table[end - self.rows(tokens) : end])
+        blocks = table if self.dcp_size == 1 else [block for block in table for _ in range(self.dcp_size)]
+        return tuple(blocks[end - self.rows(tokens) : end])
 
     def first_row(self, tokens: int) -> int:
         """The first row that is still needed once this many tokens are computed: vLLM frees the blocks before it."""
@@ -130,6 +136,10 @@ class Orders:
     chunks: list[Chunk] = field(default_factory=list[Chunk])
 
 
-def slots_of(group: KVGroup, table: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """A block table as a room's slots: a window's null blocks are -1, and blocks behind the prompt are left out."""
-    return tuple(-1 if block == NULL_BLOCK else block for block in group.blocks(table, tokens))
+def slots_of(group: KVGroup, table: Sequence[int], tokens: int, prefix: int) -> tuple[int, ...]:
+    """A block table as a room's slots: -1 for blocks of the prefix, which are there, and for a window's null blocks.
+    Blocks behind the prompt are left out."""
+    first = group.rows_before(prefix)
+    return tuple(
+        -1 if row < first or block == NULL_BLOCK else block for row, block in enumerate(group.blocks(table, tokens))
+    )

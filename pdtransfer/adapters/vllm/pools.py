@@ -8,6 +8,10 @@ Where it is known how blocks hold their tokens, rows may be tokens: then block s
 A cache may be described by both. Its tokens then stand in for its blocks, with peers whose blocks are others.
 
 The states of linear attention and of convolutions are one row a request (states.py).
+
+With decode context parallelism a group's blocks are shared out among several components, its stripes: component i of n
+has blocks i, i + n, i + 2 n and so on. Its rows are n blocks apart, and have the tokens of one block. All engines of a
+fleet have equally many stripes, as many as the largest of them has such ranks. Each rank has those of its own blocks.
 """
 
 from __future__ import annotations
@@ -41,29 +45,37 @@ class BlockRows:
     component: Component
     block_size: int  # tokens; 1 of a state, which is one row
     parts: int = 1  # pages of a block, where rows are tokens
+    stripe: int = 0
+    stripes: int = 1
 
     @property
     def of_block(self) -> int:
         """Rows of a block."""
-        return self.block_size // self.component.tokens_per_row
+        return self.block_size * self.stripes // self.component.tokens_per_row
 
     def rows_of(self, first: int, end: int) -> tuple[int, int]:
-        """The rows of blocks [first, end) of a request."""
+        """The rows of blocks [first, end) of a request; of a stripe possibly none."""
+        first, end = (-(-(block - self.stripe) // self.stripes) for block in (first, end))
         return first * self.of_block, end * self.of_block
 
     def pages(self, blocks: Sequence[int]) -> NDArray[np.int64]:
-        """The pages of these blocks, int64."""
-        return (np.array(blocks, np.int64)[:, None] * self.parts + np.arange(self.parts)).reshape(-1)
+        """The pages of these blocks of a request, int64."""
+        striped = np.array(blocks[self.stripe :: self.stripes], np.int64)
+        return (striped[:, None] * self.parts + np.arange(self.parts)).reshape(-1)
 
     def slots(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int64]:
-        """The slots of a prompt in these blocks, int64, one a row; -1 for each row of a block -1."""
-        slots = np.array(blocks, np.int64)[:, None] * self.of_block + np.arange(self.of_block)
-        return np.where(slots < 0, -1, slots).reshape(-1)[: self.component.rows(tokens)]
+        """The slots of a prompt in these blocks, int64, one a row; -1 for each row of a block -1, and for the last row
+        of a stripe that has one block less than others."""
+        striped, rows = np.array(blocks[self.stripe :: self.stripes], np.int64), self.component.rows(tokens)
+        slots = striped[:, None] * self.of_block + np.arange(self.of_block)
+        slots = np.where(slots < 0, -1, slots).reshape(-1)[:rows]
+        return np.append(slots, -1) if len(slots) == rows - 1 and self.stripes > 1 else slots
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The components of a KV cache, one a group, and after which layer's name each (group, model layer) is complete.
+    """The components of a KV cache, and after which layer's name each (group, model layer) is complete. A group has one
+    component, or its stripes.
 
     Components that are `stand_ins` for one of the others, by name, follow those.
     """
@@ -106,8 +118,9 @@ def pools(
     Layers that share another one's cache are left out. With `kinds`, which has token_rows.Kinds by the layers' names,
     rows are tokens. Raises ConfigError, with the layer's name, for a cache that cannot cross.
     """
-    if not 1 <= len(groups) <= COMPONENTS_MAX:
-        raise ConfigError(f"KV cache groups: {len(groups)}, must be 1 to {COMPONENTS_MAX}")
+    count = sum(group.stripes // group.dcp_size for group, _ in groups)  # of components
+    if not 1 <= count <= COMPONENTS_MAX:
+        raise ConfigError(f"KV cache groups: {count}, must be 1 to {COMPONENTS_MAX}")
     rows: list[BlockRows] = []
     replicas: dict[str, tuple[int, int]] = {}
     layers: list[tuple[int, ...]] = []
@@ -136,11 +149,10 @@ def pools(
                 planes += _planes(name, views[name], layer, f"kv{number}", blocks=blocks, base=base, heads=heads)
             else:
                 planes += _token_planes(name, kinds[name], layer, number, base=base, heads=heads)
-            replica = heads.replica(views[name].shape[1])
+            replica = _replica(name, views[name], group, blocks, heads)
         if not planes:
             raise ConfigError(f"{group.name}: none of its layers has a KV cache: {', '.join(names)}")
         component = group.name if kinds is None or len(groups) > 1 else KV
-        replicas[component] = replica
         page_size, block_size, tokens_per_row, parts = 1, group.block_size, group.block_size, 1
         if group.state:
             block_size = tokens_per_row = 1
@@ -154,13 +166,42 @@ def pools(
                 )  # fmt: skip
         try:
             layout = Layout(tuple(planes), page_size, blocks * parts * page_size)
+            span = Span("once" if group.state else "all")
+            whole = Component(component, memory, tokens_per_row, span, layout)
+            stripes = _stripes(BlockRows(index, whole, block_size, parts), group, heads)
         except ValueError as error:
             raise ConfigError(f"{group.name}: {error}") from None
-        span = Span("once" if group.state else "all")
-        rows.append(BlockRows(index, Component(component, memory, tokens_per_row, span, layout), block_size, parts))
+        rows += stripes
+        replicas |= {stripe.component.name: replica for stripe in stripes}
         layers.append(tuple(last))
         complete_after |= {name: (index, layer) for layer, name in last.items()}
     return Pools(tuple(rows), replicas, tuple(layers), complete_after)
+
+
+def _replica(name: str, view: Any, group: KVGroup, blocks: int, heads: Heads) -> tuple[int, int]:
+    """This rank's number among those that have the same of a layer's KV, and how many there are."""
+    _, replicas = heads.replica(view.shape[1])
+    if group.stripes > 1 and (view.shape[0] != blocks or replicas % group.dcp_size):
+        raise ConfigError(
+            f"{name}: cannot cross with decode context parallelism: {view.shape[0]} blocks of the attention backend "
+            f"for {blocks} of vLLM's, and {replicas} ranks with the same KV heads"
+        )
+    return heads.replica(view.shape[1], group.dcp_size)
+
+
+def _stripes(whole: BlockRows, group: KVGroup, heads: Heads) -> list[BlockRows]:
+    """The stripes of a group that this rank has."""
+    component = whole.component
+    if group.stripes == 1:
+        return [whole]
+    striped = msgspec.structs.replace(component, tokens_per_row=component.tokens_per_row * group.stripes)
+    return [
+        replace(
+            whole, component=msgspec.structs.replace(striped, name=f"{component.name}.{stripe}"), stripe=stripe,
+            stripes=group.stripes,
+        )
+        for stripe in range(heads.ranks.tp_rank % group.dcp_size, group.stripes, group.dcp_size)
+    ]  # fmt: skip
 
 
 def with_heads(views: Mapping[str, Any]) -> dict[str, Any]:

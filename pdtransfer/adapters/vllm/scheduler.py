@@ -255,11 +255,8 @@ class SchedulerSide:
             return
         receive.state = _LoadState.ORDERED
         prefix = self._received_tokens(request) - external_tokens
-        slots = tuple(slots_of(group, blocks[group.index], receive.tokens) for group in self._groups)
-        landing = [
-            [slot for slot in group_slots[group.rows_before(prefix) :] if slot >= 0]
-            for group, group_slots in zip(self._groups, slots, strict=True)
-        ]
+        slots = tuple(slots_of(group, blocks[group.index], receive.tokens, prefix) for group in self._groups)
+        landing = [[slot for slot in group_slots if slot >= 0] for group_slots in slots]
         if receive.source is None:
             receive.failed = True
             self._orders.refusals.append(Refuse(name, tuple(landing[0])))

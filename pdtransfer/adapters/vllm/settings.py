@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...bounds import bound
 from ...bus.keys import Address, check_exposure
 from ...errors import ConfigError
+from ...limits import COMPONENTS_MAX
 from ..kit.settings import Settings
 
 
@@ -17,10 +19,13 @@ class ConnectorSettings(Settings):
     # What crosses: vLLM's blocks as they are, or the tokens in them. With "auto" tokens cross between engines whose
     # blocks differ, and blocks between others.
     rows: Literal["auto", "blocks", "tokens"] = "auto"
+    # The largest --decode-context-parallel-size among this engine and its peers; 0: this engine's own.
+    dcp_size: int = 0
     bootstrap: str = ""  # prefill: host:port of an HTTP server for proxies that ask for its name; none if empty
 
     def __post_init__(self) -> None:
         super(ConnectorSettings, self).__post_init__()
+        bound("dcp_size", self.dcp_size, 0, COMPONENTS_MAX)
         if self.bootstrap:
             address, named = f"tcp://{self.bootstrap}", f"bootstrap = {self.bootstrap!r}"
             parsed = Address.parse(address)

@@ -117,7 +117,8 @@ class _Cell:
 class WorkerSide:
     """Carries out orders on one rank.
 
-    `pools` describe the KV cache: what becomes of blocks, and after which layer's name each layer is complete.
+    `pools` describe the KV cache: what becomes of blocks, and after which layer's name each layer is complete. A side
+    without clients has none, and reports each request that it were to send as sent.
     `recomputes`: vLLM itself computes a prompt whose load has failed. `facts` are what peers compare.
     """
 
@@ -174,11 +175,13 @@ class WorkerSide:
             self._withdraw(withdrawal)
         self._chunks = list(orders.chunks)
         self._cells = [
-            _Cell(chunk, block_rows, block_rows.rows_of(rows.first, rows.end), block_rows.pages(rows.blocks))
+            _Cell(chunk, block_rows, (first, end), block_rows.pages(rows.blocks))
             for chunk in orders.chunks
             for rows in chunk.rows
             for block_rows in self._rows
             if block_rows.group == rows.group
+            for first, end in [block_rows.rows_of(rows.first, rows.end)]
+            if first < end
         ]
         self._computed = set()
 
@@ -248,9 +251,10 @@ class WorkerSide:
     # Orders
 
     def _open(self, order: Open) -> None:
-        assert self._prefill is not None
         room = room_id(order.label)
-        sending = self._sending[order.request_id] = _SentRoom(room, order.tokens)
+        sending = self._sending[order.request_id] = _SentRoom(room, order.tokens, drained=self._prefill is None)
+        if self._prefill is None:
+            return  # another rank has the same KV, and sends it
         try:
             self._prefill.open(room, tokens=order.tokens, time_left_s=self._time_left_s, grants=None)
         except LocalProtocolError as error:

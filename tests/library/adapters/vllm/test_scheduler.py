@@ -332,7 +332,7 @@ def test_a_request_waits_for_what_its_own_cache_lacks() -> None:
     made.on_blocks(request, [[7, 3, 5]], 23)
     assert made.matched_tokens(request, 0) == 0, "it is asked for once"
     made.on_blocks(request, [[7, 3, 5]], 0)
-    assert made.orders(Step()).receives == [Receive("a", room_id("p0/x"), ADDRESS, 40, 16, ((7, 3, 5),))]
+    assert made.orders(Step()).receives == [Receive("a", room_id("p0/x"), ADDRESS, 40, 16, ((-1, 3, 5),))]
     assert made.on_finished(request, STOPPED) == (False, {"kv_bytes": 2_000, "kv_lost": False})
     assert made.orders(Step()) == Orders()
 
@@ -653,7 +653,7 @@ def test_with_prefix_caching_the_state_is_in_the_last_tokens_block() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "table", "slots"),
-    [(STATES, [[9], [7, 3, 5]], ((9,), (7, 3, 5))), (CACHED_STATES, [[0, 0, 4], [7, 3, 5]], ((4,), (7, 3, 5)))],
+    [(STATES, [[9], [7, 3, 5]], ((9,), (-1, 3, 5))), (CACHED_STATES, [[0, 0, 4], [7, 3, 5]], ((4,), (-1, 3, 5)))],
 )
 def test_decode_receives_the_state_before_the_last_token(
     groups: tuple[KVGroup, ...], table: BlockTable, slots: Any

@@ -343,6 +343,19 @@ def test_a_state_lands_beside_the_kv(rows: str) -> None:
         assert not site.target[:2, 4].any()
 
 
+@pytest.mark.parametrize("copied_up", [False, True])
+def test_stripes_of_a_prompt_may_have_unequal_rows(copied_up: bool) -> None:
+    """Three blocks of 16 tokens, the last of which is part of a row of 32 tokens."""
+    with made_site([(KVGroup(0, TOKENS, stripes=2), NAMES)], copied_up=copied_up) as made:
+        made.decode.begin(Orders(receives=[made.receive("d", "room", 40, [4, 9, 2])]))
+        made.send("p", "room", 40, [7, 3, 5])
+        made.until(lambda: made.received.received)
+        assert not made.received.failed
+        assert made.landed([7, 3, 5], [4, 9, 2])
+        assert not made.target[:, [block for block in range(BLOCKS) if block not in (4, 9, 2)]].any()
+        assert made.figures["bytes"]["received"] == made.source[:, :3].nbytes
+
+
 def test_rows_that_are_tokens_end_with_the_prompt() -> None:
     with made_site(rows="tokens") as site:
         site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))

@@ -1,0 +1,394 @@
+"""Engines that spread a prompt's blocks over ranks: what each token's bytes are at each rank, by vLLM's own formula.
+
+The schedulers' sides and the workers' sides are real, and so are their clients. Caches are numpy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
+
+import torch
+
+from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions
+from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.reachable import Reachable
+from pdtransfer.adapters.vllm.context_parallel import dcp_sizes_of, keep_blocks_whole
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Rows
+from pdtransfer.adapters.vllm.pools import Pools, pools
+from pdtransfer.adapters.vllm.scheduler import ScheduledStep, SchedulerSide
+from pdtransfer.adapters.vllm.worker import WorkerSide
+from pdtransfer.errors import ConfigError
+from pdtransfer.wire import Ranks
+from tests.support.client_pair import LIMITS
+from tests.support.waiting import wait_for
+
+LAYERS, BLOCKS, TOKENS, WIDTH = 2, 40, 4, 8
+NAMES = [f"model.layers.{layer}.attn" for layer in range(LAYERS)]
+UNTOUCHED = -1.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An engine's sizes: tensor parallel, decode context parallel."""
+
+    tp: int
+    dcp: int
+
+
+def place(token: int, rank: int, dcp_size: int) -> tuple[int, int] | None:
+    """vLLM's slot mapping: the entry of the block table and the offset in its block, None where it is another rank's.
+    Runs of tokens are as long as a block."""
+    interleave, virtual = TOKENS, TOKENS * dcp_size
+    offset = token % virtual
+    if offset // interleave % dcp_size != rank % dcp_size:
+        return None
+    return token // virtual, offset // (dcp_size * interleave) * interleave + offset % interleave
+
+
+def numbers(layer: int, head: int, prompt: int, token: int) -> np.ndarray:
+    """What the model computes of a token: different in each layer and head, of each prompt."""
+    return np.arange(WIDTH, dtype=np.float32) + 8 * (token + 100 * (prompt + 10 * (head + 4 * layer)))
+
+
+@dataclass
+class Engine:
+    """One engine's scheduler, and the worker and the cache of each rank."""
+
+    shape: Shape
+    kv_heads: int
+    scheduler: SchedulerSide
+    workers: list[WorkerSide] = field(default_factory=list[WorkerSide])
+    caches: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    ended: list[set[str]] = field(default_factory=list[set[str]])
+    failed: set[str] = field(default_factory=set[str])
+    used: int = 1  # blocks; the first is the null block
+
+    def head(self, rank: int) -> int:
+        """The KV head that a rank has."""
+        return rank * self.kv_heads // self.shape.tp
+
+    def table(self, tokens: int) -> list[int]:
+        """Blocks for a request of this many tokens, the last one first."""
+        count = -(-tokens // (TOKENS * self.shape.dcp))
+        self.used += count
+        assert self.used <= BLOCKS
+        return list(range(self.used - 1, self.used - 1 - count, -1))
+
+    def compute(self, prompt: int, tokens: int, table: Sequence[int]) -> None:
+        """What vLLM writes: at each rank the tokens that are its own."""
+        for rank, cache in enumerate(self.caches):
+            for token in range(tokens):
+                if (place_of_token := place(token, rank, self.shape.dcp)) is not None:
+                    for layer in range(LAYERS):
+                        cache[layer, table[place_of_token[0]], 0, place_of_token[1]] = numbers(
+                            layer, self.head(rank), prompt, token
+                        )
+
+    def step(self, orders: Orders) -> None:
+        for worker in self.workers:
+            worker.begin(orders)
+            worker.end(lambda: None)
+
+    def poll(self, finished: tuple[str, ...] = ()) -> None:
+        for worker, ended in zip(self.workers, self.ended, strict=True):
+            results = worker.results(finished)
+            ended |= results.received | results.sent
+            self.failed |= results.failed
+
+    def wrong(self, prompt: int, tokens: int, prefix: int, table: Sequence[int]) -> list[tuple[int, int]]:
+        """The (rank, token) whose bytes are not there, or are there although they were not to cross."""
+        wrong: list[tuple[int, int]] = []
+        for rank, cache in enumerate(self.caches):
+            for token in range(tokens):
+                if (place_of_token := place(token, rank, self.shape.dcp)) is None:
+                    continue
+                landed = cache[:, table[place_of_token[0]], 0, place_of_token[1]]
+                expected = [numbers(layer, self.head(rank), prompt, token) for layer in range(LAYERS)]
+                if token < prefix // TOKENS * TOKENS:
+                    expected = [np.full(WIDTH, UNTOUCHED, np.float32)] * LAYERS
+                if not np.array_equal(landed, np.array(expected)):
+                    wrong.append((rank, token))
+        return wrong
+
+    def stray(self, tables: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, int]]:
+        """The (rank, block) that something was written to, though no token of these prompts is in it."""
+        stray: list[tuple[int, int]] = []
+        for rank, cache in enumerate(self.caches):
+            places = [
+                (table, place_of_token)
+                for tokens, table in tables
+                for token in range(tokens)
+                if (place_of_token := place(token, rank, self.shape.dcp)) is not None
+            ]
+            used = {table[entry] for table, (entry, _) in places}
+            stray += [(rank, block) for block in set(range(BLOCKS)) - used if (cache[:, block] != UNTOUCHED).any()]
+        return stray
+
+
+def described(cache: np.ndarray, base: int, group: KVGroup, heads: Heads) -> Pools:
+    views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
+    return pools(views, [(group, NAMES)], blocks=BLOCKS, base=base, heads=heads)
+
+
+@contextmanager
+def engines(
+    prefill: Shape, decode: Shape, kv_heads: int, stripes: int | None = None
+) -> Iterator[tuple[Engine, Engine]]:
+    stripes = stripes or max(prefill.dcp, decode.dcp)
+    groups = [KVGroup(0, TOKENS, dcp_size=shape.dcp, stripes=stripes) for shape in (prefill, decode)]
+    schedulers = [
+        SchedulerSide(
+            [group], engine_id="p0", tp_size=shape.tp, sends=role == "p", receives=role == "d",
+            reachable=Reachable(None, insecure=True),
+        )
+        for role, shape, group in zip("pd", (prefill, decode), groups, strict=True)
+    ]  # fmt: skip
+    sends, receives = (
+        Engine(shape, kv_heads, scheduler) for shape, scheduler in zip((prefill, decode), schedulers, strict=True)
+    )
+    sources: list[str] = []
+    shape = LAYERS, BLOCKS, 1, TOKENS, WIDTH
+    byte_count = int(np.prod(shape)) * 4
+
+    def settings(role: str, ranks: Ranks) -> NodeSettings:
+        return NodeSettings(node=f"{role}{ranks.tp_rank}", model="m", weights=b"w", limits=LIMITS, ranks=ranks)
+
+    with ExitStack() as stack:
+        for rank in range(prefill.tp):
+            ranks = Ranks(rank, prefill.tp)
+            cache = np.full(shape, UNTOUCHED, np.float32)
+            described_pools = described(cache, cache.ctypes.data, groups[0], Heads(kv_heads, ranks))
+            writer = WriterOptions(pool_address=cache.ctypes.data)
+            client = PrefillClient(
+                settings("p", ranks), described_pools.components, writer=writer, replicas=described_pools.replicas
+            )
+            stack.enter_context(client)
+            sources.append(client.endpoint)
+            sends.caches.append(cache)
+            sends.workers.append(WorkerSide(pools=described_pools, prefill=client, decode=None, time_left_s=60))
+        for rank in range(decode.tp):
+            ranks = Ranks(rank, decode.tp)
+            arena = ArenaMemory.create(byte_count)
+            cache = np.frombuffer(arena.mapping.view, np.float32, byte_count // 4).reshape(shape)
+            cache[:] = UNTOUCHED
+            described_pools = described(cache, arena.mapping.address, groups[1], Heads(kv_heads, ranks))
+            client = DecodeClient(
+                settings("d", ranks),
+                described_pools.components,
+                arena,
+                engine_slots=True,
+                prefix_cache=False,
+                verify=True,
+            )
+            stack.enter_context(client)
+            receives.caches.append(cache)
+            receives.workers.append(WorkerSide(pools=described_pools, prefill=None, decode=client, time_left_s=60))
+        for engine in (sends, receives):
+            engine.ended = [set() for _ in engine.workers]
+        schedulers[0].endpoints = tuple(sources)
+        yield sends, receives
+
+
+def request(name: str, tokens: int, params: dict[str, Any]) -> Any:
+    return SimpleNamespace(
+        request_id=name, num_prompt_tokens=tokens, kv_transfer_params=params, prompt_token_ids=list(range(tokens)),
+        skip_reading_prefix_cache=False,
+    )  # fmt: skip
+
+
+def step(name: str = "", table: Sequence[int] | None = None, before: int = 0, count: int = 0) -> ScheduledStep:
+    """A step that computes `count` tokens of a request, which is new where it has a block table; or one without."""
+    new = [] if table is None else [SimpleNamespace(req_id=name, block_ids=[table], num_computed_tokens=before)]
+    names = [name] if name and table is None else []
+    cached = SimpleNamespace(
+        req_ids=names, resumed_req_ids=(), new_block_ids=[None] * len(names), num_computed_tokens=[before] * len(names)
+    )
+    counts = {name: count} if name else {}
+    scheduled = SimpleNamespace(
+        scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts, preempted_req_ids=()
+    )
+    return cast("ScheduledStep", scheduled)
+
+
+PROMPTS = [(3, 0), (16, 0), (17, 4), (22, 4), (30, 12), (10, 8)]  # tokens, and those that decode has: in blocks of 4
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "kv_heads"),
+    [
+        (Shape(1, 1), Shape(2, 2), 1), (Shape(2, 1), Shape(2, 2), 1),
+        (Shape(2, 2), Shape(1, 1), 1), (Shape(2, 2), Shape(2, 1), 1),
+        (Shape(2, 2), Shape(2, 2), 1),
+        (Shape(4, 4), Shape(2, 2), 1), (Shape(2, 2), Shape(4, 4), 1), (Shape(4, 2), Shape(4, 4), 1),
+        (Shape(4, 2), Shape(4, 2), 2), (Shape(4, 2), Shape(2, 1), 2),
+    ],
+    ids=lambda value: f"tp{value.tp}-dcp{value.dcp}" if isinstance(value, Shape) else f"heads{value}",
+)  # fmt: skip
+def test_each_token_lands_at_the_ranks_that_have_it(prefill: Shape, decode: Shape, kv_heads: int) -> None:
+    """Prompts that end inside a block, and prefixes of decode's that end inside the block that all ranks share."""
+    with engines(prefill, decode, kv_heads) as (sends, receives):
+        tables: list[tuple[list[int], list[int]]] = []
+        for number, (tokens, prefix) in enumerate(PROMPTS):
+            name = f"r{number}"
+            sent, landed = sends.table(tokens), receives.table(tokens)
+            tables.append((sent, landed))
+            params = {"do_remote_prefill": True, "transfer_id": name, "remote_endpoints": [*sends.scheduler.endpoints]}
+            wanted = request(name, tokens, params)
+            receives.scheduler.on_new_request(wanted)
+            external = receives.scheduler.matched_tokens(wanted, prefix)
+            assert external
+            receives.scheduler.on_blocks(wanted, [landed], external)
+            receives.step(receives.scheduler.orders(step()))
+            asked = request(name, tokens, {"do_remote_decode": True, "transfer_id": name})
+            sends.scheduler.on_new_request(asked)
+            sends.compute(number, tokens, sent)
+            cut = tokens // 2 + 1
+            sends.step(sends.scheduler.orders(step(name, sent, 0, cut)))
+            sends.step(sends.scheduler.orders(step(name, None, cut, tokens - cut)))
+        names = {f"r{number}" for number in range(len(PROMPTS))}
+
+        def landed_everywhere() -> bool:
+            sends.poll(tuple(names))
+            receives.poll()
+            return all(names <= ended for ended in (*receives.ended, *sends.ended))
+
+        wait_for(landed_everywhere)
+        assert not sends.failed | receives.failed
+        for number, (tokens, prefix) in enumerate(PROMPTS):
+            assert receives.wrong(number, tokens, prefix, tables[number][1]) == [], PROMPTS[number]
+        assert receives.stray([(tokens, tables[n][1]) for n, (tokens, _) in enumerate(PROMPTS)]) == []
+
+
+def test_an_engine_without_it_has_the_stripes_of_the_largest_as_well() -> None:
+    with engines(Shape(1, 1), Shape(1, 1), 1, stripes=4) as (sends, receives):
+        sent, landed = sends.table(30), receives.table(30)
+        hand_over(sends, receives, "r", 30, sent, landed)
+        assert receives.wrong(0, 30, 0, landed) == []
+        assert receives.stray([(30, landed)]) == []
+
+
+def hand_over(sends: Engine, receives: Engine, name: str, tokens: int, sent: list[int], landed: list[int]) -> None:
+    """A whole prompt in one step."""
+    params = {"do_remote_prefill": True, "transfer_id": name, "remote_endpoints": [*sends.scheduler.endpoints]}
+    wanted = request(name, tokens, params)
+    receives.scheduler.on_new_request(wanted)
+    receives.scheduler.on_blocks(wanted, [landed], receives.scheduler.matched_tokens(wanted, 0) or 0)
+    receives.step(receives.scheduler.orders(step()))
+    sends.scheduler.on_new_request(request(name, tokens, {"do_remote_decode": True, "transfer_id": name}))
+    sends.compute(0, tokens, sent)
+    sends.step(sends.scheduler.orders(step(name, sent, 0, tokens)))
+
+    def ended() -> bool:
+        sends.poll((name,))
+        receives.poll()
+        return all(name in names for names in (*receives.ended, *sends.ended))
+
+    wait_for(ended)
+
+
+def test_what_landed_is_counted_once_however_many_ranks_have_it() -> None:
+    """Two ranks with a half each, and two with all of it."""
+    for shape, ranks in ((Shape(2, 2), 1), (Shape(2, 1), 2)):
+        with engines(Shape(2, 2), shape, 1) as (sends, receives):
+            hand_over(sends, receives, "r", 22, sends.table(22), receives.table(22))
+            byte_counts = [(worker.take_figures() or {"bytes": {}})["bytes"] for worker in receives.workers]
+            block = LAYERS * TOKENS * WIDTH * 4
+            assert sum(counts.get("received", 0) for counts in byte_counts) == 6 * block * ranks
+
+
+def test_a_rank_that_sends_nothing_reports_every_request_and_keeps_none() -> None:
+    """Of those that compute a prompt together, prefill's first one sends it."""
+    silent = WorkerSide(pools=Pools((), {}, (), {}), prefill=None, decode=None, time_left_s=60)
+    chunk = Chunk("r", (Rows(0, 0, 3, (4, 5, 6)),), last=True)
+    silent.begin(Orders(opens=[Open("r", "r", 10), Open("gone", "gone", 10)], chunks=[chunk]))
+    for name in NAMES:
+        silent.save(name, lambda: None)
+    silent.end(lambda: None)
+    assert silent.results(()).sent == set(), "it has not ended"
+    assert silent.results(("r", "another")).sent == {"r"}
+    silent.begin(Orders(aborts=["gone"]))
+    silent.end(lambda: None)
+    assert silent.results(("gone",)).sent == {"gone"}
+    silent.begin(Orders(opens=[Open("preempted", "p", 10)]))
+    silent.quiesce(Orders(quiesce=["preempted"]))
+    assert silent.results(("preempted",)).sent == set(), "it begins again"
+    assert silent.take_figures() is None
+    silent.close()
+
+
+def sizes(dcp: int = 1, pcp: int = 1, interleave: int = 1) -> Any:
+    """vLLM's ParallelConfig."""
+    return SimpleNamespace(
+        decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp, cp_kv_cache_interleave_size=interleave
+    )
+
+
+def test_sizes_that_cross() -> None:
+    def found(parallel: Any, largest: int, *, receives: bool = False) -> tuple[int, int]:
+        return dcp_sizes_of(parallel, largest, receives=receives, pcp=True)
+
+    assert found(SimpleNamespace(), 0) == (1, 1)
+    assert found(sizes(2), 0) == (2, 2)
+    assert found(sizes(2), 4, receives=True) == (2, 4)
+    assert found(sizes(pcp=2), 0) == (1, 1)
+    assert found(sizes(pcp=2), 2) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "largest", "more", "text"),
+    [
+        (sizes(4), 2, {}, "dcp_size = 2: must be a multiple of --decode-context-parallel-size 4"),
+        (sizes(pcp=2), 0, {"pcp": False}, "--prefill-context-parallel-size 2: cannot cross yet with a vLLM before"),
+        (sizes(pcp=2), 0, {"receives": True}, "--prefill-context-parallel-size 2: cannot cross yet with a kv_role"),
+        (sizes(2, 2), 0, {}, "--prefill-context-parallel-size 2: cannot cross yet with a --decode-context-parallel"),
+    ],
+)
+def test_sizes_that_do_not_cross_end_the_start_by_name(
+    parallel: Any, largest: int, more: dict[str, bool], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        dcp_sizes_of(parallel, largest, **{"receives": False, "pcp": True} | more)
+
+
+def test_vllm_keeps_whole_blocks_at_a_rank() -> None:
+    specs = [SimpleNamespace(block_size=64, dcp_sharded=True), SimpleNamespace(block_size=16, dcp_sharded=False)]
+    parallel = sizes(2)
+    for _ in range(2):  # of each worker of a process
+        keep_blocks_whole(parallel, specs, may_set=True)
+        assert parallel.cp_kv_cache_interleave_size == 64
+    without = sizes()
+    keep_blocks_whole(without, specs, may_set=True)
+    assert without.cp_kv_cache_interleave_size == 1
+    with pytest.raises(ConfigError, match="--cp-kv-cache-interleave-size 8: must be 64, the size of a block"):
+        keep_blocks_whole(sizes(2, interleave=8), specs, may_set=True)
+    with pytest.raises(ConfigError, match="--cp-kv-cache-interleave-size 1: must be 64"):
+        keep_blocks_whole(sizes(2), specs, may_set=False)
+    keep_blocks_whole(sizes(2, interleave=64), specs, may_set=False)
+    specs[1].dcp_sharded = True
+    with pytest.raises(ConfigError, match=r"blocks of \[16, 64\] tokens"):
+        keep_blocks_whole(sizes(2), specs, may_set=True)
+
+
+@pytest.mark.parametrize(("blocks", "kv_heads"), [(2 * BLOCKS, 1), (BLOCKS, 2)])
+def test_caches_that_no_rank_can_have_in_turn_are_refused_by_name(blocks: int, kv_heads: int) -> None:
+    """Blocks that the attention backend cuts, and heads of which each rank has its own."""
+    view = torch.zeros(blocks, 1, TOKENS, WIDTH)
+    group = KVGroup(0, TOKENS, dcp_size=2, stripes=2)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.attn: cannot cross with decode context parallelism"):
+        pools({NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, base=0, heads=Heads(kv_heads, Ranks(0, 2)))
+
+
+def test_more_stripes_than_a_peer_may_have_components_are_refused() -> None:
+    view = torch.zeros(BLOCKS, 1, TOKENS, WIDTH)
+    group = KVGroup(0, TOKENS, stripes=17)
+    with pytest.raises(ConfigError, match="KV cache groups: 17, must be 1 to 16"):
+        pools({NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, base=0, heads=Heads(1, Ranks()))

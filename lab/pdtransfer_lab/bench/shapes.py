@@ -35,6 +35,19 @@ SHAPES: dict[str, dict[str, Any]] = {
             "mscale": 0.707, "mscale_all_dim": 0.707, "original_max_position_embeddings": 4_096,
         },
     },
+    # The first layers of GLM-5, with as many tokens chosen by its index, and without experts.
+    "glm-5-dense": {
+        "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "vocab_size": 154_880,
+        "hidden_size": 6_144, "intermediate_size": 12_288, "moe_intermediate_size": 2_048, "num_hidden_layers": 16,
+        "num_attention_heads": 64, "num_key_value_heads": 64, "kv_lora_rank": 512, "q_lora_rank": 2_048,
+        "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "index_n_heads": 32,
+        "index_head_dim": 128, "index_topk": 2_048, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 16, "moe_layer_freq": 1,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}, "max_position_embeddings": 202_752,
+        "tie_word_embeddings": False, "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1,
+        "pad_token_id": 0, "torch_dtype": "bfloat16",
+    },
     "tiny": _QWEN3 | {
         "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4_096,

@@ -83,6 +83,9 @@ def engines(
         str, Parameter(help="For prefill servers, as in a shell.", allow_leading_hyphen=True)
     ] = "",
     decode_options: Annotated[str, Parameter(help="For decode servers.", allow_leading_hyphen=True)] = "",
+    hisparse_gib: Annotated[
+        float, Parameter(help="vLLM: HiSparse on one engine and on decode, with a host pool of so many GiB.")
+    ] = 0.0,
     card: Annotated[tuple[str, ...], Parameter(help="Of the first and second server; repeated. None on CPUs.")] = (),
     first: Annotated[int, counted("The first requests of a fresh fleet, one after the other.")] = 50,
     prompt: Annotated[tuple[int, ...], counted("Tokens of a prompt; may be repeated.")] = (1_024,),
@@ -103,7 +106,7 @@ def engines(
 
     setup = part.setup_of(
         model, options, python or Path(f".venv-{engine}/bin/python"), card, setting, environment, logs,
-        prefill_options=split(prefill_options), decode_options=split(decode_options),
+        prefill_options=split(prefill_options), decode_options=split(decode_options), hisparse_gib=hisparse_gib,
     )  # fmt: skip
     servers = part.ENGINES[engine]
     result = part.measure(

@@ -7,6 +7,8 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from pdtransfer.errors import ConfigError
 # decode that is not asked as its own proxy does it.
 SERVER = """
 import argparse, asyncio, json, os
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from aiohttp import web
 given, _ = (parser := argparse.ArgumentParser()).parse_known_args()
@@ -84,6 +88,8 @@ asyncio.run(main())
 # it, and tells when it had computed.
 SGLANG = """
 import argparse, asyncio, json, time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from aiohttp import web
 parser = argparse.ArgumentParser()
@@ -196,6 +202,27 @@ def test_each_connector_is_asked_as_its_own_proxy_does(tmp_path: Path, monkeypat
     assert len(head) == len(body[0]) == 16
 
 
+@pytest.mark.parametrize(
+    ("link", "role", "expected"),
+    [
+        (None, "one", ["HiSparseConnector"]),
+        ("NixlConnector", "prefill", ["NixlConnector"]),
+        ("NixlConnector", "decode", ["MultiConnector", "NixlConnector", "HiSparseConnector"]),
+    ],
+)
+def test_hisparse_is_on_one_engine_and_on_decode(
+    tmp_path: Path, link: str | None, role: servers.Role, expected: list[str]
+) -> None:
+    command, _ = vllm_fleet.Vllm().command(replace(setup(tmp_path), hisparse_gib=2.0), link, role, (1, 2))
+    [config] = [json.loads(value) for name, value in pairwise(command) if name == "--kv-transfer-config"]
+    parts = config["kv_connector_extra_config"]["connectors"] if config["kv_connector"] == "MultiConnector" else []
+    assert [each["kv_connector"] for each in [config, *parts]] == expected
+    roles = {"one": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
+    assert config["kv_role"] == roles[role]
+    if role != "prefill":
+        assert [config, *parts][-1]["kv_connector_extra_config"] == {"host_pool_gib": 2.0}
+
+
 def test_both_servers_of_sglang_get_each_request_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("STREAM_TOKENS", 400), ("BESIDE_TOKENS", 0), ("BESIDE_PROMPTS", 3), ("BESIDE_ROUNDS", 1)):
         monkeypatch.setattr(engines, name, value)
@@ -250,7 +277,7 @@ def test_wrong_options_are_named(tmp_path: Path) -> None:
     for arguments, text in (
         (
             ("huge", (), Path(sys.executable), (), (), ()),
-            "model = 'huge': neither a directory nor one of qwen3-8b, deepseek-v2-lite, tiny",
+            "model = 'huge': neither a directory nor one of qwen3-8b, deepseek-v2-lite, glm-5-dense, tiny",
         ),
         (("tiny", (), tmp_path / "python", (), (), ()), "is not there; make venv-vllm or venv-sglang makes one"),
         (("tiny", (), Path(sys.executable), (), ("verify",), ()), "'verify': must be name=value"),

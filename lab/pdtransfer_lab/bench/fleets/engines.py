@@ -123,6 +123,7 @@ class Result:
 def setup_of(
     model: str, options: Sequence[str], python: Path, cards: Sequence[str], settings: Sequence[str],
     environment: Sequence[str], logs: Path, *, prefill_options: Sequence[str] = (), decode_options: Sequence[str] = (),
+    hisparse_gib: float = 0.0,
 ) -> Setup:  # fmt: skip
     """A run's setup, from a command line; `logs` is made, and a model that is only dimensions in it. Raises
     ConfigError."""
@@ -141,7 +142,7 @@ def setup_of(
     return Setup(
         python=python, model=path, options=tuple(options), cards=tuple(cards), extra=extra, logs=logs,
         environment=dict(map(option, environment)), vocabulary=vocabulary, prefill_options=tuple(prefill_options),
-        decode_options=tuple(decode_options),
+        decode_options=tuple(decode_options), hisparse_gib=hisparse_gib,
     )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ class Setup:
     vocabulary: int
     prefill_options: tuple[str, ...] = ()  # of a server of this role, behind `options`
     decode_options: tuple[str, ...] = ()
+    hisparse_gib: float = 0.0  # of vLLM's host pool for HiSparse, on one engine and on decode
     transfer: Mapping[str, Any] = field(default_factory=dict[str, Any])  # more of vLLM's kv_transfer_config
 
     def options_of(self, role: Role) -> tuple[str, ...]:

@@ -133,14 +133,25 @@ class Vllm:
             "--served-model-name", NAME, "--host", HOST, "--port", str(port), *setup.options, *setup.options_of(role),
         ]  # fmt: skip
         environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": HOST}
+        configs: list[dict[str, Any]] = []
         if link is not None:
             connector = CONNECTORS[link]
             config: dict[str, Any] = {"kv_connector": link, "kv_role": ROLES[role]}
             config |= {**connector.config, **setup.transfer}
             if link == self.our_link and setup.extra:
                 config["kv_connector_extra_config"] = dict(setup.extra)
-            command += ["--kv-transfer-config", json.dumps(config)]
+            configs.append(config)
             environment |= connector.environment(side_port)
+        if setup.hisparse_gib and role != "prefill":
+            pool = {"host_pool_gib": setup.hisparse_gib}
+            configs.append(
+                {"kv_connector": "HiSparseConnector", "kv_role": "kv_both", "kv_connector_extra_config": pool}
+            )
+        if len(configs) > 1:
+            both = {"kv_connector": "MultiConnector", "kv_role": configs[0]["kv_role"]}
+            configs = [both | {"kv_connector_extra_config": {"connectors": configs}}]
+        for whole in configs:
+            command += ["--kv-transfer-config", json.dumps(whole)]
         return command, environment
 
     async def fleet(

@@ -57,13 +57,15 @@ def vllm_groups() -> list[Group]:
             ("context-parallel", 2, "test_latents_that_ranks_have_in_turn"),
             ("dsa", 2, "test_bytes_of_sparse_attention and auto"),
             ("dsa-fp8", 2, "test_bytes_of_sparse_attention and fp8"),
+            ("hisparse", 2, "test_kv_lands_in_hisparses_host_pool"),
             ("layouts", 4, "layout"),
             ("draft-model", 2, f"{drafts} and draft_model"),
             ("eagle", 2, f"{drafts} and eagle"),
             ("ngram", 2, f"{drafts} and ngram"),
             ("ends", 3, "test_requests_and_prefill_end_early"),
             ("unequal-blocks", 2, "test_blocks_of_unequal_sizes"),
-            ("states", 1, "test_states_are_refused"),
+            ("states", 2, "test_states"),
+            ("all-layers", 2, "test_blocks_of_all_layers"),
             ("large", ALONE, "test_a_large_cache"),
         )
     ]

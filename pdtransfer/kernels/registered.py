@@ -52,9 +52,10 @@ class RegisteredMemory:
         elif device_address != self.device_address + first:
             raise WorldError(f"registered memory is not contiguous: {device_address:#x} at {first}")
 
-    def grow(self, end: int, *, rest: bool = False) -> int:
+    def grow(self, end: int, *, first: int = 0, rest: bool = False) -> int:
         """Registers all chunks below `end` and returns bytes_ready; with `rest` a smaller one as well, up to `end`.
-        Raises as `add`."""
+        What lies before `first` is registered by others. Raises as `add`."""
+        self.bytes_ready = max(self.bytes_ready, min(first, end))
         while self.bytes_ready < end:
             size = min(CHUNK_BYTES, (end if rest else self.byte_count) - self.bytes_ready)
             if self.bytes_ready + size > end:

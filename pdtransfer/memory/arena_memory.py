@@ -22,7 +22,10 @@ _F_ADD_SEALS = 1033  # fcntl's own name for it comes with Python 3.13
 class ArenaMemory:
     """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
 
-    __slots__ = ("_backing", "_use", "bytes_ready", "fd", "gpu", "hbm", "huge", "mapping", "needed", "staging_base")
+    __slots__ = (
+        "_backing", "_use", "bytes_ready", "fd", "gpu", "hbm", "huge", "mapping", "needed", "registered_by_engine",
+        "staging_base",
+    )  # fmt: skip
 
     def __init__(self, fd: int, mapping: Mapping, *, huge: bool, needed: int, staging_base: int) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
@@ -31,6 +34,7 @@ class ArenaMemory:
         self._backing = threading.Lock()
         self._use: Literal["", "served", "exported"] = ""
         self.gpu: Registrar | None = None  # a GPU that has to access it
+        self.registered_by_engine = 0  # of its first bytes: the engine that has them registers them with that GPU
         self.hbm: Hbm | None = None  # where its HBM components are, unless that is here
         self.bytes_ready = 0  # prefaulted, and reached by the GPU if there is one, from 0
 
@@ -127,7 +131,9 @@ class ArenaMemory:
 
         def ready(byte_count: int) -> None:
             if self.gpu is not None:
-                byte_count = self.mapping.register(self.gpu, byte_count, rest=byte_count == needed)
+                byte_count = self.mapping.register(
+                    self.gpu, byte_count, first=self.registered_by_engine, rest=byte_count == needed
+                )
             if byte_count > self.bytes_ready:
                 self.bytes_ready = byte_count
                 if progress is not None:

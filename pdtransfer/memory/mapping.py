@@ -100,12 +100,13 @@ class Mapping:
                         f"{left.what}: {left.bytes} bytes"
                     )
 
-    def register(self, gpu: Registrar, end: int, *, rest: bool = False) -> int:
+    def register(self, gpu: Registrar, end: int, *, first: int = 0, rest: bool = False) -> int:
         """Lets a GPU, the same one in each call, access the chunks that end below `end`; these must be backed. With
-        `rest` no more follows at once, and all below `end` is registered. Returns the number of first bytes that it can
-        access by now. Raises WorldError if the GPU refuses more.
+        `rest` no more follows at once, and all below `end` is registered. What lies before `first`, which is the same
+        in each call, others register. Returns the number of first bytes that it can access by now. Raises WorldError if
+        the GPU refuses more.
         """
-        return self._registered_with(gpu).grow(end, rest=rest)
+        return self._registered_with(gpu).grow(end, first=first, rest=rest)
 
     def register_part(self, gpu: Registrar, first: int, end: int) -> None:
         """Lets a GPU, the same one in each call, access bytes [first, end), which are backed and not registered yet.

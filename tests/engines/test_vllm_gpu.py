@@ -37,6 +37,7 @@ COMMON: dict[str, Any] = {
     "dtype": "bfloat16", "max_model_len": 8_192, "max_num_batched_tokens": 1_024, "disable_log_stats": False,
     "enable_prefix_caching": True,
 }  # fmt: skip
+NEWER = "vllm.v1.kv_cache_layout"  # a module that 0.32 has, and 0.26 has not
 NEAR = 0.3  # of log-probabilities; hardly any of 512 random tokens is as near to the likeliest
 LIKELIEST = 10  # tokens that an engine is asked for
 TIES_MAX = TOKENS // 3
@@ -231,6 +232,32 @@ def test_bytes_of_sparse_attention_are_those_of_prefill(checkpoints: Checkpoints
         same_bytes(VllmPair(started.prefill(), started.decode()), 65, 300, 1_500, 3_000, whole=64)
 
 
+def test_kv_lands_in_hisparses_host_pool(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Decode keeps all latents in host memory, and reads the chosen ones from there; the index is on the GPU."""
+    for module in ("vllm.v1.hisparse.runtime", "vllm.third_party.deep_gemm"):
+        if error := why_not_imported(module):
+            pytest.skip(f"no HiSparse there: {error}")
+    hisparse = {
+        "kv_connector": "HiSparseConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_pool_gib": 1},
+    }  # fmt: skip
+    connectors = [transfer("kv_consumer", time_left_s=TIME_LEFT_S), hisparse]
+    both = {
+        "kv_connector": "MultiConnector", "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }  # fmt: skip
+    options = {"max_model_len": 8_192, "enable_prefix_caching": False, "max_num_seqs": 4}
+    with engines(checkpoints, tmp_path, "glm_dsa", **options) as started:
+        pair = VllmPair(started.prefill(), started.start("decode", kv_transfer_config=both))
+        same_bytes(pair, 65, 300, 1_500, 3_000, 5_000, whole=64)
+        assert sum_of(pair.decode, "vllm:hisparse_host_to_device_bytes") > 0
+        assert sum_of(pair.decode, "vllm:hisparse_host_cache_usage_perc") == 0
+        # Attention sees all tokens of a prompt that is no longer than what the index chooses.
+        asked = prompts(65, 300, 1_500, 1_990, seed=9)
+        for order in ORDERS:
+            continue_as_one(pair.prefill, asked, handed_over(pair, asked, order=order))
+        pair.settles()
+
+
 # Beside vLLM's tier in host memory
 
 
@@ -329,7 +356,9 @@ def test_either_layout_continues(layouts: dict[tuple[str, str], VllmEngine], lay
     pair = VllmPair(prefill, layouts["decode", layout])
     answer_as_one(pair, prefill, 5, 129, 300, 1_500, orders=["serial", "decode first"])
     stays_on_the_gpu(pair.decode)
-    assert f"KV cache layout to {layout}" in prefill.log.read_text()
+    names = {"HND": "LBHNC", "NHD": "LBNHC"}  # as newer versions call them
+    log = prefill.log.read_text()
+    assert f"KV cache layout to {layout}" in log or f"Using {names[layout]} KV cache layout" in log
 
 
 @pytest.mark.parametrize(("sent", "kept"), [("HND", "NHD"), ("NHD", "HND")])
@@ -457,9 +486,38 @@ def test_blocks_of_unequal_sizes_continue_by_tokens(checkpoints: Checkpoints, tm
             stays_on_the_gpu(pair.decode)
 
 
+@pytest.mark.parametrize(
+    ("sent", "kept"), [("BLHNC", "BLHNC"), ("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")], ids=["both", "prefill", "decode"]
+)
+def test_blocks_of_all_layers_continue(checkpoints: Checkpoints, tmp_path: Path, sent: str, kept: str) -> None:
+    """Where all layers of a block lie together, on both sides or on one."""
+    if why_not_imported(NEWER):
+        pytest.skip("this version of vLLM has no such layout")
+    with engines(checkpoints, tmp_path, "llama_long", max_model_len=2_048) as started:
+        prefill = started.prefill(environment={"VLLM_KV_CACHE_LAYOUT": sent})
+        pair = VllmPair(prefill, started.decode(environment={"VLLM_KV_CACHE_LAYOUT": kept}))
+        answer_as_one(pair, prefill, 5, 129, 300, 1_500, orders=["serial", "decode first"])
+        stays_on_the_gpu(pair.decode)
+        for engine, layout in ((prefill, sent), (pair.decode, kept)):
+            assert f"Using {layout} KV cache layout" in engine.log.read_text()
+
+
+@pytest.mark.parametrize("family", ["granite_hybrid", "jamba"])
+def test_states_cross_with_the_kv(checkpoints: Checkpoints, tmp_path: Path, family: str) -> None:
+    """Those of Mamba 2 and of Mamba."""
+    if why_not_imported(NEWER):
+        pytest.skip("this version of vLLM lacks what states need")
+    with engines(checkpoints, tmp_path, family, enable_prefix_caching=False, max_model_len=1_024) as started:
+        pair = VllmPair(started.prefill(), started.decode())
+        answer_as_one(pair, pair.prefill, 5, 100, 300, 1_000)
+        stays_on_the_gpu(pair.decode)
+
+
 @pytest.mark.parametrize("family", ["granite_hybrid", "lfm2"])
-def test_states_are_refused_by_this_version(checkpoints: Checkpoints, tmp_path: Path, family: str) -> None:
+def test_states_are_refused_by_older_versions(checkpoints: Checkpoints, tmp_path: Path, family: str) -> None:
     """Those of Mamba 2, and of short convolutions: vLLM has what they need since 0.32."""
+    if not why_not_imported(NEWER):
+        pytest.skip("this version of vLLM has what states need")
     with engines(checkpoints, tmp_path, family, enable_prefix_caching=False, max_model_len=1_024) as started:
         decode = started.decode()
         with pytest.raises(RuntimeError, match="MambaSpec cannot cross yet"):

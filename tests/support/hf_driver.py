@@ -130,6 +130,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", HYBRID | CONVOLVED),
     "granite_hybrid": ("GraniteMoeHybridConfig", MIXED | MAMBA2),
     "qwen3_next": ("Qwen3NextConfig", MIXED | DELTA | {"full_attention_interval": 3}),
+    # Mamba, with one layer of attention in two, and no experts.
+    "jamba": (
+        "JambaConfig",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_dt_rank": 16,
+            "use_mamba_kernels": False,
+        },
+    ),
     "deepseek_v3": ("DeepseekV3Config", LATENT),
     "deepseek_v3_dense": ("DeepseekV3Config", LATENT | {"first_k_dense_replace": 3}),
     "deepseek_v3_drafted": (

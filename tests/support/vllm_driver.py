@@ -78,11 +78,17 @@ class Driver:
         return {"free_blocks": pool.get_num_free_blocks(), "requests": len(scheduler.requests)}
 
     def kv_digest(self, *, request: str, tokens: int) -> str:
-        """The SHA-256 of the first `tokens` tokens' KV, in all layers, of a request of a model with one group; of ranks
-        that have the tokens in turn, of each token at its rank. Other ranks are as the first."""
+        """The SHA-256 of the first `tokens` tokens' KV, in all layers, of a request of a model whose layers see all of
+        them; of ranks that have the tokens in turn, of each token at its rank. Other ranks are as the first."""
         scheduler = self._core.scheduler
         [known] = [each for each in scheduler.requests if each.startswith(f"{request}-")]
-        [blocks] = scheduler.kv_cache_manager.get_block_ids(known)
+        tables = scheduler.kv_cache_manager.get_block_ids(known)
+        blocks = {
+            name: list(table)
+            for table, group in zip(tables, scheduler.kv_cache_config.kv_cache_groups, strict=True)
+            if getattr(group, "enable_kv_transfer", True)
+            for name in group.layer_names
+        }
         made, config = hashlib.sha256(), self._engine.vllm_config
         size, ranks = config.cache_config.block_size, config.parallel_config.decode_context_parallel_size
         positions = np.arange(tokens)

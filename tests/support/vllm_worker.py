@@ -13,11 +13,14 @@ class CacheRows:
 
     model_runner: Any
 
-    def cache_rows(self, blocks: list[int]) -> list[np.ndarray]:
-        """The bytes of these blocks in each layer, uint8 (rows, ...), one row a token."""
+    def cache_rows(self, blocks: dict[str, list[int]]) -> list[np.ndarray]:
+        """The bytes of each layer's blocks, uint8 (rows, ...), one row a token, in the order of the layers' names."""
+        layers = self.model_runner.vllm_config.compilation_config.static_forward_context
         rows_of_layers: list[np.ndarray] = []
-        for cache in self.model_runner.kv_caches:
-            of_request = cache[blocks]  # [blocks, heads, tokens, width], or of a latent [blocks, tokens, width]
+        for name in sorted(blocks):
+            of_request = layers[name].kv_cache[
+                blocks[name]
+            ]  # [blocks, heads, tokens, width], or of a latent [blocks, tokens, width]
             rows = (of_request.transpose(1, 2) if of_request.ndim == 4 else of_request).flatten(0, 1)
             rows_of_layers.append(rows.contiguous().view(torch.uint8).cpu().numpy())
         return rows_of_layers

@@ -84,7 +84,7 @@ def engines(
     ] = "",
     decode_options: Annotated[str, Parameter(help="For decode servers.", allow_leading_hyphen=True)] = "",
     hisparse_gib: Annotated[
-        float, Parameter(help="vLLM: HiSparse on one engine and on decode, with a host pool of so many GiB.")
+        float, Parameter(help="vLLM: HiSparse on one engine and on decode, with a host pool of this many GiB.")
     ] = 0.0,
     card: Annotated[tuple[str, ...], Parameter(help="Of the first and second server; repeated. None on CPUs.")] = (),
     first: Annotated[int, counted("The first requests of a fresh fleet, one after the other.")] = 50,

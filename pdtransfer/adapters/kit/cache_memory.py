@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -43,6 +43,10 @@ class Extent:
     first: int
     end: int
     device: int | None = None
+
+    def holds(self, part: Extent) -> bool:
+        """Whether all of `part` lies in it."""
+        return self.device == part.device and self.first <= part.first and part.end <= self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,17 @@ class CacheMemory:
         backing = torch.zeros(pooled_bytes(self._sizes), dtype=torch.uint8, device=device)
         return PooledTensors(backing, self._sizes.__contains__)
 
+    @contextmanager
+    def pooled_beside(self, device: torch.device, byte_count: int, *, host_buffer_gib: float) -> Generator[None]:
+        """A context in which the engine allocates its cache on a card in one allocation, and one tensor of `byte_count`
+        bytes on the CPU `beside` it, which it registers with the card itself. Raises as `beside`."""
+        on_card = self.pooled_on(device)
+        first = on_card.backing.data_ptr()
+        extent = Extent(first, first + len(on_card.backing), device.index)
+        host = self.beside(extent, byte_count, host_buffer_gib=host_buffer_gib, registered_by_engine=True)
+        with on_card, PooledTensors(host, [byte_count].__contains__):
+            yield
+
     def has_beside(self, address: int | None = None) -> bool:
         """Whether `beside` was called, and returned memory with this address; a card can access it."""
         if self._landing is None or address is None:
@@ -88,11 +103,22 @@ class CacheMemory:
         mapping = self._landing[0].mapping
         return mapping.address <= address < mapping.address + mapping.byte_count
 
-    def beside(self, extent: Extent, byte_count: int, *, host_buffer_gib: float = HOST_BUFFER_GIB) -> torch.Tensor:
+    def beside(
+        self,
+        extent: Extent,
+        byte_count: int,
+        *,
+        host_buffer_gib: float = HOST_BUFFER_GIB,
+        registered_by_engine: bool = False,
+    ) -> torch.Tensor:
         """Memory of the host for the engine, uint8 (byte_count,) and all zero, in one arena with the staging buffer for
-        the cache in `extent`. Raises WorldError where the host cannot back it."""
+        the cache in `extent`. It is registered with the card of that, unless the engine itself does so. Raises
+        WorldError where the host cannot back it."""
         assert self._landing is None
-        arena = _arena(extent, host_buffer_gib, beside=pooled_bytes([byte_count]), name="engine-host-pool")
+        arena = _arena(
+            extent, host_buffer_gib, beside=pooled_bytes([byte_count]), name="engine-host-pool",
+            registered_by_engine=registered_by_engine,
+        )  # fmt: skip
         self._landing = arena, extent
         return arena_tensor(arena)[:byte_count]
 
@@ -115,8 +141,10 @@ class CacheMemory:
         byte_count = extent.end - extent.first
         if byte_count > 2 * sum(self._sizes) + GAP_BYTES_MAX:
             raise ConfigError(f"KV cache: {sum(self._sizes)} bytes are spread over a range of {byte_count}")
-        if self._landing is not None and self._landing[1] != extent:
-            raise ConfigError("KV cache: it is not where it was when host memory was set aside beside it")
+        if self._landing is not None:
+            if not self._landing[1].holds(extent):
+                raise ConfigError("KV cache: it is not where it was when host memory was set aside beside it")
+            extent = self._landing[1]
         arena = self._landing[0] if self._landing else _arena(extent, host_buffer_gib, name="engine-landing")
         assert arena.hbm is not None
         copied_up = not arena.hbm.handle
@@ -143,7 +171,9 @@ class CacheMemory:
         return extent.device is None and start <= extent.first and extent.end <= start + arena.byte_count
 
 
-def _arena(extent: Extent, host_buffer_gib: float, *, beside: int = 0, name: str) -> ArenaMemory:
+def _arena(
+    extent: Extent, host_buffer_gib: float, *, beside: int = 0, name: str, registered_by_engine: bool = False
+) -> ArenaMemory:
     """An arena of `beside` bytes that are backed, and behind them the staging buffer for rows of the cache in `extent`:
     backed only where no other process can write that."""
     handle, byte_count = b"" if extent.device is None else exported(extent, extent.device), extent.end - extent.first
@@ -153,6 +183,7 @@ def _arena(extent: Extent, host_buffer_gib: float, *, beside: int = 0, name: str
     )
     if extent.device is not None:
         arena.gpu = gpu_at(extent.device)
+        arena.registered_by_engine = beside if registered_by_engine else 0
     if not handle:
         arena.need_all()
     arena.prefault()

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ from . import dialect
 from .bootstrap import Bootstrap, name_of
 from .context_parallel import dcp_sizes_of, keep_blocks_whole
 from .orders import Orders
-from .pools import Pools, pools, range_of, with_heads
+from .pools import Locate, Pools, pools, range_of, with_heads
 from .scheduler import SchedulerSide
 from .settings import ConnectorSettings
 from .stats import TransferMetrics, TransferStats
@@ -99,6 +100,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             return
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         keep_blocks_whole(parallel, specs, may_set=dialect.FAILS_BY_REQUEST)
+        self._host_blocks, self._host_bytes = dialect.host_pool_of(kv_cache_config, sends=self._sends)
         self._memory = CacheMemory(dialect.sizes_of(kv_cache_config))
         self._on_cpu = vllm_config.device_config.device_type == "cpu"
         if not dialect.POOLS_BY_HOOK and (self._on_cpu or self._receives):
@@ -110,7 +112,11 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker: memory
 
     def get_mem_pool_context(self) -> AbstractContextManager | None:
-        """On the CPU vLLM's KV cache is allocated where peers can write. On a GPU it is one allocation anyway."""
+        """On the CPU vLLM's KV cache is allocated where peers can write, and HiSparse's host pool beside that of a GPU.
+        On a GPU it is one allocation anyway."""
+        if self._host_bytes:
+            device = torch.device("cuda", torch.cuda.current_device())
+            return self._memory.pooled_beside(device, self._host_bytes, host_buffer_gib=self._settings.host_buffer_gib)
         return self._memory.pooled() if self._on_cpu else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -119,7 +125,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._pooled.__exit__(None, None, None)
             self._pooled = None
         if dialect.prefill_context_rank(self._vllm_config) == 0:
-            self._start(with_heads(kv_caches))
+            crossing = {name for _, names in self._groups for name in names}
+            self._start(with_heads({name: cache for name, cache in kv_caches.items() if name in crossing}))
             return
         self._worker = WorkerSide(
             pools=Pools((), {}, (), {}), prefill=None, decode=None, time_left_s=self._settings.time_left_s
@@ -128,35 +135,37 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start(self, kv_caches: dict[str, torch.Tensor]) -> None:
         ranks = dialect.ranks_here(self._vllm_config)
-        device = next(iter(kv_caches.values())).device
-        self._on_card = device.type == "cuda"
-        extent = Extent(*range_of(kv_caches.values()), (device.index or 0) if self._on_card else None)
+        extent = _extent_of(kv_caches)
+        self._on_card = extent.device is not None
         heads = Heads(self._vllm_config.model_config.get_total_num_kv_heads(), ranks)
         if self._vllm_config.model_config.use_mla:
             heads = Heads(1, ranks)
 
         kv = dialect.kv_views(kv_caches, self._groups)
         states = dialect.states_of(self._kv_cache_config, self._groups)
+        indices = dialect.sparse_indices(self._kv_cache_config)
         facts = dialect.facts_of(self._vllm_config, kv)
-        of_blocks = dialect.facts_of_blocks(self._vllm_config, kv, self._groups)
+        of_blocks = dialect.facts_of_blocks(self._vllm_config, kv, self._groups, indices)
         rows, kinds = dialect.rows_of(self._settings.rows, self._vllm_config, kv, self._groups)
 
-        def components(base: int, memory: Any) -> Pools:
+        def components(locate: Locate) -> Pools:
             one = partial(
-                pools, kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, base=base, heads=heads,
-                memory=memory, states=states,
+                pools, kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, locate=locate, heads=heads,
+                host_blocks=self._host_blocks, states=states, indices=indices,
             )  # fmt: skip
             if rows != "auto":
                 return one(kinds=kinds)
             return one().or_tokens(one(kinds=kinds), weights_digest(of_blocks).hex()[:16])
 
-        described_at = self._memory.base(extent)
-        if rows == "auto":
-            try:
-                components(described_at, "dram")
-            except ConfigError as error:  # of the tokens, or of the blocks as well, which is raised below
-                log.info("blocks of another size cannot cross: %s", error)
-                rows, kinds = "blocks", None
+        target = None
+        if self._receives:
+            target = self._memory.target(extent, host_buffer_gib=self._settings.host_buffer_gib)
+        base = self._memory.base(extent)
+        # What is sent is described from where writers map it, and what is received from where it lands.
+        locate: Locate = target.locate if target is not None and not self._sends else lambda _: (base, "dram")
+        if rows == "auto" and (why := _why_not(components, locate)):  # the tokens, or the blocks too, as raised below
+            log.info("blocks of another size cannot cross: %s", why)
+            rows, kinds = "blocks", None
         if rows == "tokens":
             facts, of_blocks = dialect.facts_of_model(self._vllm_config, kv), {}
         elif rows == "blocks":
@@ -164,13 +173,12 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         facts |= dialect.states_fact(self._kv_cache_config, self._groups, ranks.tp_size)
         shown_rows = "blocks+tokens" if rows == "auto" else rows
         self._facts = dialect.shown_facts(self._vllm_config, kv, facts | of_blocks, shown_rows)
-        described = components(described_at, "dram")
-        prefill = decode = target = None
+        described = components(locate)
+        prefill = decode = None
         if self._sends:
             prefill = self._prefill_client(described, extent, ranks, facts)
-        if self._receives:
-            target = self._memory.target(extent, host_buffer_gib=self._settings.host_buffer_gib)
-            decode = self._decode_client(components(target.base, target.memory), target.arena, ranks, facts)
+        if target is not None:
+            decode = self._decode_client(components(target.locate), target.arena, ranks, facts)
         self._worker = WorkerSide(
             pools=described, prefill=prefill, decode=decode, time_left_s=self._settings.time_left_s,
             recomputes=getattr(self._kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
@@ -394,6 +402,21 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> TransferMetrics:
         """The Prometheus metrics of this connector."""
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _why_not(components: Callable[[Locate], Pools], locate: Locate) -> str:
+    """The error that components cannot be made for; empty if they can."""
+    try:
+        components(locate)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _extent_of(caches: dict[str, torch.Tensor]) -> Extent:
+    """Where the cache lies: if there is one on a GPU, without what is in host memory."""
+    on_card = [cache for cache in caches.values() if cache.is_cuda]
+    return Extent(*range_of(on_card or caches.values()), on_card[0].device.index if on_card else None)
 
 
 # As a part of vLLM's MultiConnector: figures come from another process with the name of their connector alone.

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import platform
 from typing import Any
 
@@ -64,8 +65,6 @@ def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
             continue
-        if getattr(group, "host_resident", False):
-            raise ConfigError(f"KV cache group {index}: in HiSparse's host pool, which cannot cross yet")
         spec = group.kv_cache_spec
         inner = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
         if FAILS_BY_REQUEST and all(type(each).__name__ == _STATE for each in inner):
@@ -77,9 +76,22 @@ def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list
             raise ConfigError(f"KV cache group {index}: its layers look back at {sorted(facts)} tokens")
         _, window, chunk = facts.pop()
         size, stripes = (1, 1) if window or chunk or not getattr(spec, "dcp_sharded", True) else dcp_sizes
-        kv_group = KVGroup(index, spec.block_size, window, chunk, dcp_size=size, stripes=stripes)
+        host = getattr(group, "host_resident", False)
+        kv_group = KVGroup(index, spec.block_size, window, chunk, dcp_size=size, stripes=stripes, host=host)
         groups.append((kv_group, list(group.layer_names)))
     return groups
+
+
+def sparse_indices(kv_cache_config: Any) -> frozenset[str]:
+    """The layers that keep what a sparse index chooses by. DeepSeek V4 has it among its compressed rows."""
+    return frozenset(
+        name
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+        for spec in [getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)]
+        if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer"
+        and getattr(spec, "model_version", None) != "deepseek_v4"
+    )
 
 
 def block_bytes(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> list[int]:
@@ -115,13 +127,28 @@ def _reach(spec: Any) -> tuple[int, int]:
 
 
 def sizes_of(kv_cache_config: Any) -> list[int]:
-    """The sizes in bytes of the tensors that vLLM allocates for its KV cache."""
-    tensors = kv_cache_config.kv_cache_tensors
+    """The sizes in bytes of the tensors that vLLM allocates for its KV cache, but for HiSparse's host pool."""
+    tensors = [tensor for tensor in kv_cache_config.kv_cache_tensors if not getattr(tensor, "host_resident", False)]
     whole = [tensor.size for tensor in tensors if hasattr(tensor, "layers") or tensor.block_stride > 0]
     return [
         *whole[:1],
         *(tensor.size for tensor in tensors if not hasattr(tensor, "layers") and tensor.block_stride == 0),
     ]
+
+
+def host_pool_of(kv_cache_config: Any, *, sends: bool) -> tuple[int, int]:
+    """HiSparse's host pool: its blocks, and the bytes of the tensor that vLLM allocates for it; 0 for none. Raises
+    ConfigError for one that cannot cross."""
+    sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors if getattr(tensor, "host_resident", False)}
+    if not sizes:
+        return 0, 0
+    if sends:
+        raise ConfigError("HiSparseConnector: KV cannot be sent from its host pool: leave it out on prefill")
+    if kv_cache_config.hisparse_shared_host_pool:
+        raise ConfigError("tensor_parallel_size: ranks share the host pool of HiSparse, which cannot be written yet")
+    (size,) = sizes
+    # As allocate_pinned_host_pool of vllm/v1/hisparse/runtime.py makes it: whole pages, which begin at one.
+    return kv_cache_config.hisparse_host_num_blocks, (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
 
 
 def ranks_here(vllm_config: Any) -> Ranks:
@@ -152,14 +179,21 @@ def facts_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def facts_of_blocks(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:
+def facts_of_blocks(
+    vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]], indices: frozenset[str]
+) -> dict[str, Any]:
     """All that makes blocks of these tokens the same bytes, whatever the engines' tensor parallel sizes."""
     stripes = max(group.stripes for group, _ in groups)
     return {
         **({"dcp_size": stripes} if stripes > 1 else {}),
         "attention": _backends(vllm_config, views),
         # Not how many layers they have here: of a stage's layers these are a part, and the configuration has them all.
-        "groups": [[group.block_size, group.window, group.chunk] for group, _ in groups if not group.state],
+        # With HiSparse a sparse index is in a group of its own, whose blocks are those of what it chooses from.
+        "groups": [
+            [group.block_size, group.window, group.chunk]
+            for group, names in groups
+            if not group.state and not indices.issuperset(names)
+        ],
         # On the CPU the kernels pack keys for what the processor can do.
         "processor": _processor() if all(view.device.type == "cpu" for view in views.values()) else "",
     }

@@ -31,6 +31,7 @@ class KVGroup:
     replicated: bool = False  # of a state: whether every tensor parallel rank has all of it
     dcp_size: int = 1  # ranks that have its blocks in turn
     stripes: int = 1  # components that have its blocks in turn: a multiple of dcp_size
+    host: bool = False  # whether it lies in HiSparse's host pool, which has blocks of its own
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -34,6 +34,9 @@ from ..kit.heads import Heads
 from .orders import KVGroup
 from .states import StatePart
 
+Memory = Literal["dram", "hbm"]
+Locate = Callable[[int], tuple[int, Memory]]
+INDEX = "index"  # a component: what a sparse index keeps of each token
 KV, LATENT = "kv", "latent"  # a component, and a kind in it, as all adapters name them where rows are tokens
 
 
@@ -106,76 +109,110 @@ def pools(
     groups: Sequence[tuple[KVGroup, Sequence[str]]],
     *,
     blocks: int,
-    base: int,
+    locate: Locate,
     heads: Heads,
-    memory: Literal["dram", "hbm"] = "dram",
+    host_blocks: int = 0,
     kinds: Mapping[str, Mapping[str, Any]] | None = None,
     states: Mapping[str, Sequence[StatePart]] | None = None,
+    indices: Collection[str] = (),
 ) -> Pools:
-    """Components of `groups`, each with the names of its layers, whose planes begin at offsets from `base`.
+    """Components of `groups`, each with the names of its layers. `locate` has what the planes of a cache at an address
+    begin at offsets from, and its memory. The groups have `blocks`, or `host_blocks` in HiSparse's host pool.
+    The layers in `indices` are a component of their own: with HiSparse a sparse index is on the GPU, and what it
+    chooses from is not.
 
     `views` are torch tensors, [blocks, heads, tokens, width], and of layers with `states` pages, [blocks, 1, 1, bytes].
     Layers that share another one's cache are left out. With `kinds`, which has token_rows.Kinds by the layers' names,
     rows are tokens. Raises ConfigError, with the layer's name, for a cache that cannot cross.
     """
-    count = sum(group.stripes // group.dcp_size for group, _ in groups)  # of components
-    if not 1 <= count <= COMPONENTS_MAX:
-        raise ConfigError(f"KV cache groups: {count}, must be 1 to {COMPONENTS_MAX}")
+    parts = [
+        (index, group, name, part)
+        for index, (group, names) in enumerate(groups)
+        for name, part in _parts_of(group, names, indices).items()
+    ]
+    component_count = sum(group.stripes // group.dcp_size for _, group, _, _ in parts)
+    if not 1 <= component_count <= COMPONENTS_MAX:
+        raise ConfigError(f"KV cache groups: {component_count}, must be 1 to {COMPONENTS_MAX}")
     rows: list[BlockRows] = []
     replicas: dict[str, tuple[int, int]] = {}
-    layers: list[tuple[int, ...]] = []
-    complete_after: dict[str, tuple[int, int]] = {}
-    for index, (group, names) in enumerate(groups):
+    last: list[dict[int, str]] = [{} for _ in groups]  # by layer
+    for index, group, name, names in parts:
+        count = host_blocks if group.host else blocks
         planes: list[Plane] = []
         page_sizes: set[int] = set()
-        name_at: dict[int, str] = {}  # by address
-        seen: Counter[int] = Counter()
-        last: dict[int, str] = {}  # by layer
+        places: set[tuple[int, Memory]] = set()
         replica = (0, 1)
-        for order, name in enumerate(names):
-            if name not in views or name_at.setdefault(views[name].data_ptr(), name) != name:
-                continue
-            layer = layer_number(name, order)
-            number = str(seen[layer] or "")
-            seen[layer] += 1
-            last[layer] = name
-            page_sizes.add(views[name].shape[2])
+        for layer, number, layer_name in _numbered(views, names):
+            view = views[layer_name]
+            base, memory = locate(view.data_ptr())
+            places.add((base, memory))
+            page_sizes.add(view.shape[2])
+            if name == INDEX:
+                last[index].setdefault(layer, layer_name)  # it is computed before what it chooses from is used
+            else:
+                last[index][layer] = layer_name
             if group.state:
                 rank = 0 if group.replicated else heads.ranks.tp_rank
-                planes += _state_planes(name, views[name], (states or {})[name], layer, number, blocks, base, rank)
+                planes += _state_planes(layer_name, view, (states or {})[layer_name], layer, number, count, base, rank)
                 replica = (heads.ranks.tp_rank, heads.ranks.tp_size) if group.replicated else (0, 1)
                 continue
             if kinds is None:
-                planes += _planes(name, views[name], layer, f"kv{number}", blocks=blocks, base=base, heads=heads)
+                planes += _planes(layer_name, view, layer, f"kv{number}", blocks=count, base=base, heads=heads)
             else:
-                planes += _token_planes(name, kinds[name], layer, number, base=base, heads=heads)
-            replica = _replica(name, views[name], group, blocks, heads)
-        if not planes:
-            raise ConfigError(f"{group.name}: none of its layers has a KV cache: {', '.join(names)}")
-        component = group.name if kinds is None or len(groups) > 1 else KV
-        page_size, block_size, tokens_per_row, parts = 1, group.block_size, group.block_size, 1
-        if group.state:
-            block_size = tokens_per_row = 1
-        elif kinds is not None:
-            page_size, tokens_per_row = min(page_sizes), 1
-            parts = group.block_size // page_size
-            if group.window or group.chunk or page_sizes != {page_size} or parts * page_size != group.block_size:
-                raise ConfigError(
-                    f"{group.name}: windows, and blocks of {group.block_size} tokens in pages of {sorted(page_sizes)}, "
-                    f'cannot cross by tokens: set rows to "blocks", or --disable-hybrid-kv-cache-manager'
-                )  # fmt: skip
+                planes += _token_planes(layer_name, kinds[layer_name], layer, number, base=base, heads=heads)
+            replica = _replica(layer_name, view, group, count, heads)
+        if len(places) != 1:
+            raise ConfigError(f"{name}: its layers have no KV cache, or in several memories: {', '.join(names)}")
+        [(_, memory)] = places
+        block_size = tokens_per_row = 1 if group.state else group.block_size
+        page_size, pages = 1, 1
+        if kinds is not None and not group.state:
+            page_size, tokens_per_row = _page_of(group, page_sizes), 1
+            pages = group.block_size // page_size
         try:
-            layout = Layout(tuple(planes), page_size, blocks * parts * page_size)
+            layout = Layout(tuple(planes), page_size, count * pages * page_size)
             span = Span("once" if group.state else "all")
+            component = name if kinds is None or len(parts) > 1 else KV
             whole = Component(component, memory, tokens_per_row, span, layout)
-            stripes = _stripes(BlockRows(index, whole, block_size, parts), group, heads)
+            stripes = _stripes(BlockRows(index, whole, block_size, pages), group, heads)
         except ValueError as error:
-            raise ConfigError(f"{group.name}: {error}") from None
+            raise ConfigError(f"{name}: {error}") from None
         rows += stripes
         replicas |= {stripe.component.name: replica for stripe in stripes}
-        layers.append(tuple(last))
-        complete_after |= {name: (index, layer) for layer, name in last.items()}
-    return Pools(tuple(rows), replicas, tuple(layers), complete_after)
+    complete_after = {name: (index, layer) for index, names in enumerate(last) for layer, name in names.items()}
+    return Pools(tuple(rows), replicas, tuple(tuple(names) for names in last), complete_after)
+
+
+def _parts_of(group: KVGroup, names: Sequence[str], indices: Collection[str]) -> dict[str, list[str]]:
+    """The layers of a group by the name of their component."""
+    parts = {
+        group.name: [name for name in names if name not in indices],
+        INDEX: [name for name in names if name in indices],
+    }
+    return {name: part for name, part in parts.items() if part} or {group.name: []}
+
+
+def _numbered(views: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """The layers that have a cache of their own, each with its number and, behind the first of a number, a count."""
+    addresses: set[int] = set()
+    seen: Counter[int] = Counter()
+    for order, name in enumerate(names):
+        if name in views and (address := views[name].data_ptr()) not in addresses:
+            addresses.add(address)
+            layer = layer_number(name, order)
+            yield layer, str(seen[layer] or ""), name
+            seen[layer] += 1
+
+
+def _page_of(group: KVGroup, page_sizes: set[int]) -> int:
+    """The tokens of a page where rows are tokens."""
+    page_size = min(page_sizes)
+    if group.window or group.chunk or page_sizes != {page_size} or group.block_size % page_size:
+        raise ConfigError(
+            f"{group.name}: windows, and blocks of {group.block_size} tokens in pages of {sorted(page_sizes)}, cannot "
+            f'cross by tokens: set rows to "blocks", or --disable-hybrid-kv-cache-manager'
+        )
+    return page_size
 
 
 def _replica(name: str, view: Any, group: KVGroup, blocks: int, heads: Heads) -> tuple[int, int]:

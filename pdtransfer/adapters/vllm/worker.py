@@ -317,6 +317,8 @@ class WorkerSide:
             if cell.block_rows.group != group:
                 continue
             layout = cell.block_rows.component.layout
+            if not layout.row_bytes_of(layer, layer + 1):
+                continue  # a component of the group that this layer has no part in
             if cell.layers is not None and (cell.layers[1] > layer or layout.row_bytes_of(cell.layers[1], layer)):
                 self._push(cell, event)  # a layer between them is not computed yet
             cell.layers = cell.layers[0] if cell.layers is not None else layer, layer + 1

@@ -216,7 +216,7 @@ def test_hisparse_is_on_one_engine_and_on_decode(
     command, _ = vllm_fleet.Vllm().command(replace(setup(tmp_path), hisparse_gib=2.0), link, role, (1, 2))
     [config] = [json.loads(value) for name, value in pairwise(command) if name == "--kv-transfer-config"]
     parts = config["kv_connector_extra_config"]["connectors"] if config["kv_connector"] == "MultiConnector" else []
-    assert [each["kv_connector"] for each in [config, *parts]] == expected
+    assert [part["kv_connector"] for part in [config, *parts]] == expected
     roles = {"one": "kv_both", "prefill": "kv_producer", "decode": "kv_consumer"}
     assert config["kv_role"] == roles[role]
     if role != "prefill":

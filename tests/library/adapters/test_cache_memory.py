@@ -239,6 +239,26 @@ def test_host_memory_lies_in_one_arena_with_where_rows_land() -> None:
     target.arena.mapping.view[host.data_ptr() - start + 3] = 7
     assert host[3] == 7
     with pytest.raises(ConfigError, match="it is not where it was when host memory was set aside"):
-        cache_memory.target(Extent(extent.first + 4096, extent.end, None))
+        cache_memory.target(Extent(extent.first - 4096, extent.end, None))
     del host
     cache_memory.close()
+
+
+def test_a_host_tensor_that_an_engine_allocates_with_its_cache_lies_beside_it() -> None:
+    """On the CPU, as a stand-in for a GPU: the first layer of the cache begins behind a part that does not cross."""
+    memory, device = CacheMemory([SIZE]), torch.device("cpu")
+    with memory.pooled_beside(device, 9_000, host_buffer_gib=1.0):
+        cache = torch.zeros(SIZE, dtype=torch.int8, device=device)
+        host = torch.empty(9_000, dtype=torch.int8, device=device)
+        another = torch.empty(9_001, dtype=torch.int8, device=device)
+    assert [memory.has_beside(tensor.data_ptr()) for tensor in (cache, host, another)] == [False, True, False]
+    target = memory.target(extent_of(cache[256:]))
+    assert target.arena.hbm is not None
+    assert (target.arena.hbm.address, target.arena.hbm.byte_count) == (cache.data_ptr(), SIZE)
+    base, kind = target.locate(cache.data_ptr())
+    assert (kind, cache.data_ptr() - base) == ("hbm", target.arena.hbm.base)
+    assert target.locate(host.data_ptr()) == (target.arena.mapping.address, "dram")
+    host[5] = 3
+    assert target.arena.mapping.view[host.data_ptr() - target.arena.mapping.address + 5] == 3
+    del host
+    memory.close()

@@ -67,6 +67,24 @@ def test_what_is_needed_first_is_registered_to_its_end_and_the_rest_behind_it() 
     arena.close()
 
 
+def test_what_an_engine_registers_itself_is_backed_and_left_to_it() -> None:
+    """What it has begins with another border than the chunks do."""
+    arena, gpu, reported = (
+        ArenaMemory.create(3 * MIB, huge_pages="never", staging_bytes=4 * MIB), FakeRegistrar(), list[int]()
+    )  # fmt: skip
+    arena.gpu, arena.registered_by_engine = gpu, 3 * MIB
+    assert arena.prefault(reported.append)
+    assert (reported, gpu.registered) == ([1 * MIB, 2 * MIB, 3 * MIB], {})
+    arena.need_all()
+    assert arena.prefault(reported.append)
+    assert reported[3:] == [5 * MIB, 7 * MIB]
+    assert gpu.registered == {arena.mapping.address + at * MIB: 2 * MIB for at in (3, 5)}
+    assert arena.mapping.registered is not None
+    assert arena.mapping.registered.device_address == arena.mapping.address + gpu.shift
+    arena.close()
+    assert gpu.registered == {}
+
+
 @pytest.mark.parametrize("refused", [0, 1, 2])
 def test_a_refusal_in_the_middle_leaves_what_was_ready_and_is_let_go_in_the_end(refused: int) -> None:
     arena, gpu = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar(refused=refused)

@@ -136,7 +136,7 @@ class Engine:
 
 def described(cache: np.ndarray, base: int, group: KVGroup, heads: Heads) -> Pools:
     views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
-    return pools(views, [(group, NAMES)], blocks=BLOCKS, base=base, heads=heads)
+    return pools(views, [(group, NAMES)], blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=heads)
 
 
 @contextmanager
@@ -384,11 +384,17 @@ def test_caches_that_no_rank_can_have_in_turn_are_refused_by_name(blocks: int, k
     view = torch.zeros(blocks, 1, TOKENS, WIDTH)
     group = KVGroup(0, TOKENS, dcp_size=2, stripes=2)
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.attn: cannot cross with decode context parallelism"):
-        pools({NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, base=0, heads=Heads(kv_heads, Ranks(0, 2)))
+        pools(
+            {NAMES[0]: view},
+            [(group, NAMES)],
+            blocks=BLOCKS,
+            locate=lambda _: (0, "dram"),
+            heads=Heads(kv_heads, Ranks(0, 2)),
+        )
 
 
 def test_more_stripes_than_a_peer_may_have_components_are_refused() -> None:
     view = torch.zeros(BLOCKS, 1, TOKENS, WIDTH)
     group = KVGroup(0, TOKENS, stripes=17)
     with pytest.raises(ConfigError, match="KV cache groups: 17, must be 1 to 16"):
-        pools({NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, base=0, heads=Heads(1, Ranks()))
+        pools({NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=Heads(1, Ranks()))

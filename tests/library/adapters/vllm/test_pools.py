@@ -37,7 +37,7 @@ def made_of(
 ) -> Pools:
     base, _ = range_of(tensors.values())
     groups = groups or [(KVGroup(0, TOKENS), list(tensors))]
-    return pools(tensors, groups, blocks=BLOCKS, base=base, heads=heads)
+    return pools(tensors, groups, blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=heads)
 
 
 def row(tensors: dict[str, torch.Tensor], made: Pools, plane: int, slot: int) -> np.ndarray:
@@ -196,7 +196,7 @@ def test_ranks_of_unequal_groups_share_the_heads_and_channels_of_a_state(
         view = pages[:, :count].view(BLOCKS, 1, 1, count)
         groups = [(KVGroup(0, 1024, state=True), ["model.layers.1.mixer"])]
         made = pools(
-            {"model.layers.1.mixer": view}, groups, blocks=BLOCKS, base=pages.data_ptr(),
+            {"model.layers.1.mixer": view}, groups, blocks=BLOCKS, locate=lambda _: (pages.data_ptr(), "dram"),
             heads=Heads(4, Ranks(at, size)), states={"model.layers.1.mixer": parts},
         )  # fmt: skip
         return pages, made
@@ -239,7 +239,11 @@ def test_a_state_is_one_row_a_request_in_memory_that_it_shares_with_kv() -> None
     name = "model.layers.1.mixer"
     views = kv | {name: page.view(BLOCKS, 1, 1, -1).view(torch.int8)[..., :100]}
     groups = [(KVGroup(0, 1024, state=True), [name]), (KVGroup(1, TOKENS), list(kv))]
-    options: dict[str, Any] = {"blocks": BLOCKS, "base": page.data_ptr(), "heads": Heads(4, Ranks(1, 2))}
+    options: dict[str, Any] = {
+        "blocks": BLOCKS,
+        "locate": lambda _: (page.data_ptr(), "dram"),
+        "heads": Heads(4, Ranks(1, 2)),
+    }
     made = pools(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
     states, rows = made.components
     assert (states.span.kind, states.tokens_per_row, states.rows(700), rows.rows(700)) == ("once", 1, 1, 44)

@@ -33,7 +33,7 @@ def described(cache: np.ndarray, base: int, first_layer: int, ranks: Ranks) -> P
     names = [f"model.layers.{first_layer + index}.attn" for index in range(len(cache))]
     views = dict(zip(names, torch.from_numpy(cache), strict=True))
     return pools(
-        views, [(KVGroup(0, TOKENS), names)], blocks=BLOCKS, base=base, heads=Heads(HEADS, ranks)
+        views, [(KVGroup(0, TOKENS), names)], blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=Heads(HEADS, ranks)
     )  # fmt: skip
 
 

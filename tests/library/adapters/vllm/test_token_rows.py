@@ -71,7 +71,9 @@ def made(way: str, tokens: int = TOKENS) -> tuple[Any, torch.Tensor, Pools]:
     groups = [(KVGroup(0, tokens), [NAME])]
     base, _ = range_of([cache])
     kinds = {NAME: kinds_of(NAME, layer, cache)}
-    found = pools({NAME: cache}, groups, blocks=BLOCKS, base=base, heads=Heads(HEADS, Ranks()), kinds=kinds)
+    found = pools(
+        {NAME: cache}, groups, blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=Heads(HEADS, Ranks()), kinds=kinds
+    )
     return layer, cache, found
 
 
@@ -122,7 +124,8 @@ def test_latents_are_rows() -> None:
     layer, cache = SimpleNamespace(impl=LatentBackend()), torch.zeros(BLOCKS, 1, TOKENS, 32)
     kinds = {NAME: kinds_of(NAME, layer, cache)}
     found = pools(
-        {NAME: cache}, [(KVGroup(0, TOKENS), [NAME])], blocks=BLOCKS, base=cache.data_ptr(), heads=Heads(1, Ranks()),
+        {NAME: cache}, [(KVGroup(0, TOKENS), [NAME])], blocks=BLOCKS,
+        locate=lambda _: (cache.data_ptr(), "dram"), heads=Heads(1, Ranks()),
         kinds=kinds,
     )  # fmt: skip
     [component] = found.components
@@ -135,7 +138,7 @@ def test_smaller_pages_of_the_backend_are_parts_of_a_block() -> None:
     layer, cache = SimpleNamespace(impl=Backend("number by number")), torch.zeros(2 * BLOCKS, HEADS, TOKENS, 2 * SIZE)
     kinds = {NAME: kinds_of(NAME, layer, cache)}
     [held] = pools(
-        {NAME: cache}, [(KVGroup(0, 2 * TOKENS), [NAME])], blocks=BLOCKS, base=cache.data_ptr(),
+        {NAME: cache}, [(KVGroup(0, 2 * TOKENS), [NAME])], blocks=BLOCKS, locate=lambda _: (cache.data_ptr(), "dram"),
         heads=Heads(HEADS, Ranks()), kinds=kinds,
     ).rows  # fmt: skip
     assert held.component.layout.slots == 2 * BLOCKS * TOKENS
@@ -155,6 +158,6 @@ def test_windows_do_not_cross_by_tokens() -> None:
     layer, cache = SimpleNamespace(impl=Backend("side by side")), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE)
     with pytest.raises(ConfigError, match=r"group0: windows, .* cannot cross by tokens"):
         pools(
-            {NAME: cache}, [(KVGroup(0, TOKENS, window=16), [NAME])], blocks=BLOCKS, base=0,
+            {NAME: cache}, [(KVGroup(0, TOKENS, window=16), [NAME])], blocks=BLOCKS, locate=lambda _: (0, "dram"),
             heads=Heads(HEADS, Ranks()), kinds={NAME: kinds_of(NAME, layer, cache)},
         )  # fmt: skip

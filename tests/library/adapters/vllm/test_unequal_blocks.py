@@ -59,7 +59,7 @@ def described(cache: np.ndarray, base: int) -> Pools:
     kinds = {name: {"k": view[..., :SIZE], "v": view[..., SIZE:]} for name, view in by_token.items()}
     groups = [(KVGroup(0, tokens), NAMES)]
     heads = Heads(HEADS, Ranks())
-    described_by = partial(pools, views, groups, blocks=BLOCKS, base=base, heads=heads)
+    described_by = partial(pools, views, groups, blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=heads)
     if tokens.bit_count() > 1:
         with pytest.raises(ConfigError, match=f"page_size: {tokens} is not a power of two"):
             described_by(kinds=kinds)

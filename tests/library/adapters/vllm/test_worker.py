@@ -63,7 +63,7 @@ def described(cache: np.ndarray, base: int, groups: Groups, rows: str, memory: A
     by_token = {name: view.transpose(1, 2) for name, view in views.items() if name not in states}
     kinds = {name: {"k": view[..., : WIDTH // 2], "v": view[..., WIDTH // 2 :]} for name, view in by_token.items()}
     return pools(
-        views, groups, blocks=BLOCKS, base=base, heads=Heads(HEADS, Ranks()), memory=memory,
+        views, groups, blocks=BLOCKS, locate=lambda _: (base, memory), heads=Heads(HEADS, Ranks()),
         kinds=kinds if rows == "tokens" else None, states=dict.fromkeys(NAMES, PAGE),
     )  # fmt: skip
 

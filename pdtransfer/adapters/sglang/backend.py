@@ -53,6 +53,7 @@ from .pools import (
 )
 from .prefill import SendingSide, Sent
 from .stages import check_options
+from .states import LINEAR, conv_sections, states_fact
 
 log = logging.getLogger(f"sglang.srt.{__name__}")
 
@@ -97,7 +98,7 @@ class Manager(dialect.KVManager):
 
     def _ranks_here(self) -> Ranks:
         dialect.check_context_parallelism(self)
-        if self.pp_size > 1 and any(str(kind.value) != "mamba" for kind in self.kv_args.state_types):
+        if self.pp_size > 1 and any(str(kind.value) != LINEAR for kind in self.kv_args.state_types):
             raise ConfigError("pp_size: states without layer numbers cannot cross from or to several stages")
         return Ranks(self.attn_tp_rank, self.attn_tp_size, self.pp_rank, self.pp_size)
 
@@ -110,6 +111,7 @@ class Manager(dialect.KVManager):
         return HeadCounts(
             latent, Heads(total, ranks), config.get_num_kv_heads(ranks.tp_size),
             Heads(window, ranks), config.get_swa_num_kv_heads(ranks.tp_size), dtype,
+            conv_sections(config.hf_text_config),
         )  # fmt: skip
 
     def _pools(self, locate: Locate) -> KVPools:
@@ -206,6 +208,7 @@ class Manager(dialect.KVManager):
             config.hf_text_config.to_dict(), dtype=config.dtype, cache=self._cache_dtype,
             quantization=config.quantization,
         )  # fmt: skip
+        facts |= states_fact(self.kv_args, self._ranks.tp_size, conv_sections(config.hf_text_config))
         return facts | ({"kv_layout": getattr(self.kv_args, "kv_layout", None)} if self._is_compressed else {})
 
     def _shown_facts(self) -> dict[str, str]:

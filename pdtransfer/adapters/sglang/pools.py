@@ -3,7 +3,7 @@
 The KV cache is a buffer for each layer and kind, of a row for each token: pages need not be of one size on both sides,
 and heads split. A head of a plane is one number of a model's head, so that peers may keep the numbers apart. A state
 (SGLang's word for whatever else a layer keeps) is a component of its own. Its rows are tokens, where they are KV of a
-sliding window; or SGLang's own items, one for a page or one for a request.
+sliding window; or SGLang's own items, one for a page or one for a request. Linear attention's divide (states.py).
 
 DeepSeek V4's KV cache is compressed: a layer keeps a row for 4 tokens, with an index of such rows, or a row for 128,
 and beside either the tokens that wait for their row. SGLang lists its buffers by these kinds. A page of them holds
@@ -30,6 +30,8 @@ from ...limits import AUX_BYTES_MAX, COMPONENTS_MAX
 from ...wire import Ranks
 from ..kit.cache_memory import Extent
 from ..kit.heads import Heads
+from ..kit.state_parts import StatePart, state_planes
+from .states import LINEAR, Sections, item_parts
 
 Memory = Literal["dram", "hbm"]
 Rows = Literal["tokens", "pages", "once"]
@@ -46,7 +48,7 @@ PAGE_SIZE_MAX = 256
 WINDOW = "swa"  # the state of sliding windows
 MINIMAX_INDEX = "minimax_index_k"  # the state of MiniMax's sparse layers
 _ROWS: dict[str, Rows] = {
-    WINDOW: "tokens", "dsa": "pages", "mamba": "once", "qsa_pending": "once", "qsa_compressed": "pages",
+    WINDOW: "tokens", "dsa": "pages", LINEAR: "once", "qsa_pending": "once", "qsa_compressed": "pages",
     "block_scale": "pages", "block_scale_swa": "pages", MINIMAX_INDEX: "pages", "minimax_dense_kv": "pages",
 }  # fmt: skip
 _REPLICATED = {"dsa", MINIMAX_INDEX}  # the same on all ranks; of the others each rank has its own part
@@ -82,6 +84,7 @@ class HeadCounts:
     window_heads: Heads
     window_head_count: int
     dtype: str = OPAQUE  # of the KV cache, a key of DTYPE_BYTES
+    conv_sections: Sections | None = None  # of its convolutions
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,11 @@ def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: 
             continue
         replicated = kind in _REPLICATED
         replicas[kind] = (ranks.tp_rank, ranks.tp_size) if replicated else (0, 1)
-        planes = _items(buffers, _numbered(numbers), 0 if replicated else ranks.tp_rank, locate)
+        if kind == LINEAR:
+            of_items = item_parts(args, index, ranks.tp_size, model.conv_sections)
+            planes = _parts_of_items(buffers, _numbered(numbers), of_items, ranks.tp_rank, locate)
+        else:
+            planes = _items(buffers, _numbered(numbers), 0 if replicated else ranks.tp_rank, locate)
         add(kind, rows, planes, _slots(kind, buffers, 1), buffers)
     return KVPools(tuple(parts), replicas)
 
@@ -308,6 +315,21 @@ def _items(buffers: Buffers, kinds: Sequence[Kind], head: int, locate: Locate) -
         )
         for address, item, (kind, layer) in zip(buffers.addresses, buffers.item_bytes, kinds, strict=True)
     ]  # fmt: skip
+
+
+def _parts_of_items(
+    buffers: Buffers, kinds: Sequence[Kind], of_items: Sequence[Sequence[StatePart]], rank: int, locate: Locate
+) -> list[Plane]:
+    """One plane for each part of a buffer's items."""
+    return [
+        plane
+        for address, item, (kind, layer), parts in zip(
+            buffers.addresses, buffers.item_bytes, kinds, of_items, strict=True
+        )
+        for plane in state_planes(
+            parts, layer=layer, name=f"{kind}.{{}}", base=address - locate(address)[0], stride=item, rank=rank
+        )
+    ]
 
 
 def _whole(name: str, item: int, page_size: int) -> int:

@@ -18,10 +18,11 @@ from vllm.logger import init_logger
 from ...errors import ConfigError
 from ...wire import Ranks
 from ..kit.model_facts import config_digest, dtype_name, model_facts, named_facts
+from ..kit.state_parts import StatePart, described
 from . import token_rows
 from .drafter import layers_with_kv, speculation
 from .orders import KVGroup
-from .states import StatePart, described, parts_of
+from .states import parts_of
 from .token_rows import Kinds
 
 log = init_logger(f"vllm.{__name__}")

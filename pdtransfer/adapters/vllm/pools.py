@@ -31,8 +31,8 @@ from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from ...layout.layout_builders import Axis, strided_layout
 from ...limits import COMPONENTS_MAX
 from ..kit.heads import Heads
+from ..kit.state_parts import StatePart, state_planes
 from .orders import KVGroup
-from .states import StatePart
 
 Memory = Literal["dram", "hbm"]
 Locate = Callable[[int], tuple[int, Memory]]
@@ -299,16 +299,8 @@ def _state_planes(
     byte_count = sum(part.shares * part.share_bytes for part in parts)
     if view.shape[0] != blocks or view[0].nbytes != byte_count or not view[0].is_contiguous():
         raise ConfigError(f"{name}: states of shape {tuple(view.shape)}, not {blocks} pages of {byte_count} bytes")
-    planes: list[Plane] = []
     offset, stride = view.data_ptr() - base, view.stride(0) * view.element_size()
-    for part in parts:
-        plane = Plane(
-            layer=layer, kind=part.kind + number, dtype="uint8", head_start=rank * part.shares, head_count=part.shares,
-            base=offset, page_stride=stride, row_stride=stride, row_bytes=part.shares * part.share_bytes,
-        )  # fmt: skip
-        planes.append(plane)
-        offset += plane.row_bytes
-    return planes
+    return state_planes(parts, layer=layer, name=f"{{}}{number}", base=offset, stride=stride, rank=rank)
 
 
 def _token_planes(

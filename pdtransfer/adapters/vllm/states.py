@@ -10,20 +10,12 @@ and a peer must have as many ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import gcd, prod
+
+from ..kit.state_parts import StatePart
 
 Sections = tuple[tuple[str, int], ...]  # of a convolution: names and channels
 Shape = Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """A part of a page: shares of equal bytes, one behind the other, each some heads or channels."""
-
-    kind: str
-    shares: int  # of this rank, the same number in all parts of a page
-    share_bytes: int
 
 
 def parts_of(kind: str, shapes: Sequence[Shape], item_bytes: Sequence[int], *, channels_first: bool) -> list[StatePart]:
@@ -40,11 +32,6 @@ def parts_of(kind: str, shapes: Sequence[Shape], item_bytes: Sequence[int], *, c
         sizes = [(f"{name}{token}", count * item_bytes[0]) for token in range(tokens) for name, count in sections]
     sizes += [(f"state{i}", prod(shapes[i]) * item_bytes[i]) for i in range(1, len(shapes))]
     return [StatePart(name, shares, byte_count // shares) for name, byte_count in sizes]
-
-
-def described(parts: Sequence[StatePart], tp_size: int) -> str:
-    """A layer's states as peers compare them: of all ranks together."""
-    return " ".join(f"{part.kind}:{part.shares * tp_size}x{part.share_bytes}" for part in parts)
 
 
 def _sections(kind: str, channels: int, states: Sequence[Shape]) -> Sections:

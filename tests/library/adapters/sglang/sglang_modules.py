@@ -114,8 +114,8 @@ def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, **context: Any) -
     asked = dict.fromkeys(("get_disagg", "get_exec", "get_memory", "get_parallel"), lambda: SimpleNamespace(**context))
     module("sglang.srt.runtime_context", monkeypatch, **asked)
     package = "pdtransfer.adapters.sglang"
-    found = import_module(f"{package}.{name}")
+    imported_module = import_module(f"{package}.{name}")
     for imported in {name, "dialect"}:
         delattr(sys.modules[package], imported)
         del sys.modules[f"{package}.{imported}"]
-    return found
+    return imported_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +30,8 @@ STATES = ("swa", "dsa", "mamba")
 class Pool:
     """A rank's KV pools in `raw`, uint8: K and V of each layer, those of sliding windows, items of pages and of
     requests."""
+
+    conv_sections: tuple[int, ...] | None = None  # of the model
 
     def __init__(self, raw: np.ndarray | None, page_size: int, heads: int, states: Sequence[str], latent: bool) -> None:
         kinds = 1 if latent else 2
@@ -254,5 +256,5 @@ def world(
 
 def described_of(pool: Pool, ranks: Ranks, latent: bool, locate: Callable[[int], Any]) -> KVPools:
     """The components of a pool."""
-    args = pool.args
-    return pools(args, model_of(ranks, latent), locate, kv=kv_buffers(args), states=state_buffers(args))
+    args, model = pool.args, replace(model_of(ranks, latent), conv_sections=pool.conv_sections)
+    return pools(args, model, locate, kv=kv_buffers(args), states=state_buffers(args))

@@ -134,7 +134,7 @@ def test_one_buffer_of_each_layer_of_minimax_has_rows_of_pages() -> None:
 def test_several_items_of_a_layer_are_several_kinds() -> None:
     made = made_of(a_pool(("mamba",)), state_layer_ids=[[4, 4, 6]])
     planes = made.components[1].layout.planes
-    assert [(plane.layer, plane.kind) for plane in planes] == [(4, "item"), (4, "item1"), (6, "item")]
+    assert [(plane.layer, plane.kind) for plane in planes] == [(4, "item.whole"), (4, "item1.whole"), (6, "item.whole")]
 
 
 def test_windows_may_have_other_heads() -> None:

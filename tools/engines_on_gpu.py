@@ -50,7 +50,8 @@ def vllm_groups() -> list[Group]:
         Group(name, engines, (VLLM, "-rP", "-k", wanted))
         for name, engines, wanted in (
             ("dense", 3, "test_dense_models_continue"),
-            ("tiers", 3, "test_what_a_tier_in_host_memory_has"),
+            ("tiers", 3, "test_what_a_tier_in_host_memory_has and Offloading"),
+            ("lmcache", 4, "test_what_a_tier_in_host_memory_has and LMCache"),
             ("mooncake", 2, "test_kv_crosses_over_mooncake"),
             ("mla", 2, "test_bytes_are_those_of_prefill and mla"),
             ("fp8", 2, "test_bytes_are_those_of_prefill and fp8"),

@@ -258,18 +258,53 @@ def test_kv_lands_in_hisparses_host_pool(checkpoints: Checkpoints, tmp_path: Pat
         pair.settles()
 
 
-# Beside vLLM's tier in host memory
+# Beside a tier in host memory
+
+CHUNK = "32"  # of LMCache: more tokens than a test generates, and several blocks
+
+
+@contextmanager
+def lmcache(log: Path) -> Generator[dict[str, Any]]:
+    """LMCache's server, and the connector of an engine that keeps its KV there."""
+    port = str(free_port())
+    command = [
+        PYTHON, "-m", "lmcache.v1.multiprocess.server", "--port", port, "--chunk-size", CHUNK, "--l1-size-gb", "2",
+        "--l1-init-size-gb", "2", "--eviction-policy", "LRU", "--disable-observability",
+    ]  # fmt: skip
+    environment = os.environ | ENVIRONMENT | {"LMCACHE_TRACK_USAGE": "false"}
+    with log.open("wb") as kept, subprocess.Popen(command, env=environment, stdout=kept, stderr=kept) as server:
+        try:
+            yield {
+                "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {"lmcache.mp.port": int(port)},
+            }  # fmt: skip
+        finally:
+            server.kill()
+
+
+@pytest.fixture(scope="module", params=["OffloadingConnector", "LMCache"])
+def tier(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def offloading(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmEngine]]:
-    """A prefill engine, and decode engines with OffloadingConnector behind ours and before it."""
-    offloads = {
-        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 3 << 29},
-    }  # fmt: skip
+def offloading(
+    tier: str, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, VllmEngine]]:
+    """A prefill engine, and decode engines with the connector of a tier behind ours and before it."""
+    folder = tmp_path_factory.mktemp("tiers")
     ours = transfer("kv_consumer", time_left_s=TIME_LEFT_S)
-    with engines(checkpoints, tmp_path_factory.mktemp("tiers"), "llama_long") as started:
+    with ExitStack() as stack:
+        if tier == "LMCache":
+            if error := why_not_imported("lmcache.integration.vllm.lmcache_mp_connector"):
+                pytest.skip(f"no LMCache there: {error}")
+            offloads = stack.enter_context(lmcache(folder / "lmcache.log"))
+        else:
+            offloads = {
+                "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {"cpu_bytes_to_use": 3 << 29},
+            }  # fmt: skip
+        started = stack.enter_context(engines(checkpoints, folder, "llama_long"))
         tiers = {"prefill": started.prefill()}
         for name, connectors in (("ours first", [ours, offloads]), ("ours second", [offloads, ours])):
             config = {
@@ -281,8 +316,11 @@ def offloading(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("order", ["ours first", "ours second"])
-def test_what_a_tier_in_host_memory_has_does_not_cross_again(offloading: dict[str, VllmEngine], order: str) -> None:
-    """With OffloadingConnector in MultiConnector: the first of both that has a prompt loads it."""
+def test_what_a_tier_in_host_memory_has_does_not_cross_again(
+    tier: str, offloading: dict[str, VllmEngine], order: str
+) -> None:
+    """With such a connector in MultiConnector: the first of both that has a prompt loads it. LMCache keeps what its
+    engine has computed itself, and nothing that came from a peer."""
     decode = offloading[order]
     pair = VllmPair(offloading["prefill"], decode)
     pair.ready()
@@ -298,14 +336,20 @@ def test_what_a_tier_in_host_memory_has_does_not_cross_again(offloading: dict[st
         print(f"{order}, time {times + 1}: {crossed[-1]:,.0f} bytes crossed, {others} tokens are others as likely")
         assert None not in others
         settles(decode.forgets, True)
+        # Without a peer only the tier has it.
+        before = sum_of(decode, "vllm:external_prefix_cache_hits_total")
+        loaded = decode.generate(asked, tokens=TOKENS)
+        hits = sum_of(decode, "vllm:external_prefix_cache_hits_total") - before
+        print(f"{order}, time {times + 1}: {hits:,.0f} tokens of {sum(map(len, asked)):,} came from the tier")
+        if tier == "LMCache" and times == 1 and not hits:
+            log = (decode.log.parent / "lmcache.log").read_text()
+            pytest.skip(f"LMCache keeps nothing here: {[line for line in log.splitlines() if 'Error' in line][-1:]}")
+        assert (hits > 0.9 * sum(map(len, asked))) == (tier == "OffloadingConnector" or times == 1)
+        assert None not in [ties(pair.prefill, prompt, tokens) for prompt, tokens in zip(asked, loaded, strict=True)]
+        pair.settles()
+        settles(decode.forgets, True)
     assert crossed[0] > 0
     assert crossed[1] == (crossed[0] if order == "ours first" else 0)
-    # Without a peer only the tier has it.
-    before = sum_of(decode, "vllm:external_prefix_cache_hits_total")
-    loaded = decode.generate(asked, tokens=TOKENS)
-    assert sum_of(decode, "vllm:external_prefix_cache_hits_total") - before > 0.9 * sum(map(len, asked))
-    assert None not in [ties(pair.prefill, prompt, tokens) for prompt, tokens in zip(asked, loaded, strict=True)]
-    pair.settles()
     stays_on_the_gpu(decode)
 
 

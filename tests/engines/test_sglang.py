@@ -193,6 +193,22 @@ def test_a_prefill_server_with_pipeline_stages_hands_over(
         staged.settles()
 
 
+@pytest.mark.skipif(DEVICE != "cpu" or not is_since("0.5.23"), reason="the stand-in is for 0.5.23's convolutions")
+def test_states_cross_between_servers_of_unequal_ranks(
+    sglang_checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of short convolutions, whose channels two ranks share out; in both directions."""
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    ranks = {"tp_size": 2}
+    options = {"p1": PREFILL, "d2": DECODE | ranks, "p2": PREFILL | ranks, "d1": DECODE, "single": {}}
+    asked = prompts(*LENGTHS, seed=35)
+    with servers(sglang_checkpoints.path("lfm2"), tmp_path, **options) as (p1, d2, p2, d1, single):
+        expected = single.generate(asked, tokens=TOKENS)
+        for pair in (SglangPair(p1, d2), SglangPair(p2, d1)):
+            assert pair.generate(asked, tokens=TOKENS) == expected
+            pair.settles()
+
+
 @pytest.mark.skipif(not is_since("0.5.23"), reason="decode stages of this SGLang do not agree how a request has ended")
 def test_a_decode_server_with_pipeline_stages_receives(
     sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family

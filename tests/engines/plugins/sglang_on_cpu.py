@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -36,6 +37,19 @@ def plugin() -> None:
     if not hasattr(paged, "alloc_decode_naive"):  # before 0.5.22 pages are chosen by Triton alone
         paged.alloc_extend_kernel = _Kernel(extend_pages)
         paged.alloc_decode_kernel = _Kernel(decode_pages)
+    with suppress(ImportError):  # of a version in which no test needs it
+        _add_convolutions()
+
+
+def _add_convolutions() -> None:
+    import sgl_kernel
+    from sglang.srt.layers.attention.mamba import causal_conv1d
+
+    causal_conv1d.causal_conv1d_fn, causal_conv1d.causal_conv1d_update = convolve, convolve_token
+    # SGLang asks for these with every model that has states, and calls them for gated delta nets alone.
+    sys.modules.setdefault("sgl_kernel.mamba", sgl_kernel)
+    for name in ("fused_sigmoid_gating_delta_rule_update_cpu", "fused_gdn_gating_cpu"):
+        setattr(torch.ops.sgl_kernel, name, getattr(sgl_kernel, name))
 
 
 def transfer_kv_direct(
@@ -45,6 +59,36 @@ def transfer_kv_direct(
     """Stands in for the kernel of this name, which copies rows between SGLang's host pool and its device pool."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
+
+
+def convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, query_start_loc: torch.Tensor,
+    cache_indices: torch.Tensor, has_initial_state: torch.Tensor, conv_states: torch.Tensor, activation: str | None,
+) -> torch.Tensor:  # fmt: skip
+    """Stands in for the kernel causal_conv1d_fn: (channels, tokens) of several requests, each of which keeps its last
+    tokens."""
+    assert activation is None, activation
+    parts: list[torch.Tensor] = []
+    ends = query_start_loc.tolist()
+    for first, end, index, continues in zip(ends, ends[1:], cache_indices.tolist(), has_initial_state, strict=False):
+        state = conv_states[index]
+        before = state if continues else torch.zeros_like(state)
+        tokens = torch.cat([before.to(x.dtype), x[:, first:end]], dim=1)
+        parts.append(torch.nn.functional.conv1d(tokens[None], weight[:, None], bias, groups=len(weight))[0])
+        state.copy_(tokens[:, -state.shape[1] :])
+    return torch.cat(parts, dim=1)
+
+
+def convolve_token(
+    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *,
+    activation: str | None, conv_state_indices: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Stands in for the kernel causal_conv1d_update: one token of each request."""
+    assert activation is None, activation
+    tokens = torch.cat([conv_state[conv_state_indices].to(x.dtype), x[:, :, None]], dim=2)
+    conv_state[conv_state_indices] = tokens[:, :, 1:].to(conv_state.dtype)
+    convolved = (tokens * weight).sum(dim=2)
+    return convolved if bias is None else convolved + bias
 
 
 class _Kernel:

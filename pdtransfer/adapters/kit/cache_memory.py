@@ -88,13 +88,16 @@ class CacheMemory:
     @contextmanager
     def pooled_beside(self, device: torch.device, byte_count: int, *, host_buffer_gib: float) -> Generator[None]:
         """A context in which the engine allocates its cache on a card in one allocation, and one tensor of `byte_count`
-        bytes on the CPU `beside` it, which it registers with the card itself. Raises as `beside`."""
+        bytes on the CPU `beside` it, which it registers with the card itself. It is backed at the end: the engine may
+        look first whether there is memory for it. Raises as `beside`."""
         on_card = self.pooled_on(device)
         first = on_card.backing.data_ptr()
         extent = Extent(first, first + len(on_card.backing), device.index)
         host = self.beside(extent, byte_count, host_buffer_gib=host_buffer_gib, registered_by_engine=True)
         with on_card, PooledTensors(host, [byte_count].__contains__):
             yield
+        assert self._landing is not None
+        self._landing[0].prefault()
 
     def has_beside(self, address: int | None = None) -> bool:
         """Whether `beside` was called, and returned memory with this address; a card can access it."""
@@ -112,8 +115,8 @@ class CacheMemory:
         registered_by_engine: bool = False,
     ) -> torch.Tensor:
         """Memory of the host for the engine, uint8 (byte_count,) and all zero, in one arena with the staging buffer for
-        the cache in `extent`. It is registered with the card of that, unless the engine itself does so. Raises
-        WorldError where the host cannot back it."""
+        the cache in `extent`. It is backed, and registered with the card of that, unless the engine itself does so.
+        Raises WorldError where the host cannot back it."""
         assert self._landing is None
         arena = _arena(
             extent, host_buffer_gib, beside=pooled_bytes([byte_count]), name="engine-host-pool",
@@ -186,7 +189,8 @@ def _arena(
         arena.registered_by_engine = beside if registered_by_engine else 0
     if not handle:
         arena.need_all()
-    arena.prefault()
+    if not registered_by_engine:
+        arena.prefault()
     return arena
 
 

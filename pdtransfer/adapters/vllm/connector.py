@@ -34,6 +34,7 @@ from ..kit.reachable import Reachable
 from . import dialect
 from .bootstrap import Bootstrap, name_of
 from .context_parallel import dcp_sizes_of, keep_blocks_whole
+from .host_pool import host_pool_of, sparse_indices, tables_of
 from .orders import Orders
 from .pools import Locate, Pools, pools, range_of, with_heads
 from .scheduler import SchedulerSide
@@ -100,7 +101,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             return
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         keep_blocks_whole(parallel, specs, may_set=dialect.FAILS_BY_REQUEST)
-        self._host_blocks, self._host_bytes = dialect.host_pool_of(kv_cache_config, sends=self._sends)
+        self._host_blocks, self._host_bytes = host_pool_of(kv_cache_config, sends=self._sends)
         self._memory = CacheMemory(dialect.sizes_of(kv_cache_config))
         self._on_cpu = vllm_config.device_config.device_type == "cpu"
         if not dialect.POOLS_BY_HOOK and (self._on_cpu or self._receives):
@@ -136,6 +137,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def _start(self, kv_caches: dict[str, torch.Tensor]) -> None:
         ranks = dialect.ranks_here(self._vllm_config)
         extent = _extent_of(kv_caches)
+        self._check_host_pool(kv_caches)
         self._on_card = extent.device is not None
         heads = Heads(self._vllm_config.model_config.get_total_num_kv_heads(), ranks)
         if self._vllm_config.model_config.use_mla:
@@ -143,7 +145,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
         kv = dialect.kv_views(kv_caches, self._groups)
         states = dialect.states_of(self._kv_cache_config, self._groups)
-        indices = dialect.sparse_indices(self._kv_cache_config)
+        indices = sparse_indices(self._kv_cache_config)
         facts = dialect.facts_of(self._vllm_config, kv)
         of_blocks = dialect.facts_of_blocks(self._vllm_config, kv, self._groups, indices)
         rows, kinds = dialect.rows_of(self._settings.rows, self._vllm_config, kv, self._groups)
@@ -192,6 +194,12 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             copied_up = "in host memory first, and is copied to " if target.copied_up else "in "
             where.append(f"KV lands {copied_up}vLLM's blocks")
         log.info("%s", first_line(identity, ", ".join(where), both=both))
+
+    def _check_host_pool(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Raises ConfigError for a host pool that is not where `get_mem_pool_context` had room for it."""
+        for group, names in self._groups:
+            if group.host and not all(self._memory.has_beside(kv_caches[name].data_ptr()) for name in names):
+                raise ConfigError("HiSparseConnector: vLLM allocated its host pool where no peer can write")
 
     def _node(self, role: str, ranks: Ranks, facts: dict[str, Any]) -> NodeSettings:
         keys, allowed = self._settings.keys_of(ranks)
@@ -347,7 +355,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request has its blocks."""
-        self._side.on_blocks(request, blocks.get_block_ids(), num_external_tokens)
+        tables = tables_of(blocks, (group for group, _ in self._groups))
+        self._side.on_blocks(request, tables, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Groups that a load fills."""

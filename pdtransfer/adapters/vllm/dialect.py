@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import platform
 from typing import Any
 
@@ -83,18 +82,6 @@ def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list
     return groups
 
 
-def sparse_indices(kv_cache_config: Any) -> frozenset[str]:
-    """The layers that keep what a sparse index chooses by. DeepSeek V4 has it among its compressed rows."""
-    return frozenset(
-        name
-        for group in kv_cache_config.kv_cache_groups
-        for name in group.layer_names
-        for spec in [getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)]
-        if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer"
-        and getattr(spec, "model_version", None) != "deepseek_v4"
-    )
-
-
 def block_bytes(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> list[int]:
     """The bytes of a block of each group, of all ranks together; ranks that share heads count them all."""
     specs = [kv_cache_config.kv_cache_groups[group.index].kv_cache_spec for group, _ in groups]
@@ -135,21 +122,6 @@ def sizes_of(kv_cache_config: Any) -> list[int]:
         *whole[:1],
         *(tensor.size for tensor in tensors if not hasattr(tensor, "layers") and tensor.block_stride == 0),
     ]
-
-
-def host_pool_of(kv_cache_config: Any, *, sends: bool) -> tuple[int, int]:
-    """HiSparse's host pool: its blocks, and the bytes of the tensor that vLLM allocates for it; 0 for none. Raises
-    ConfigError for one that cannot cross."""
-    sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors if getattr(tensor, "host_resident", False)}
-    if not sizes:
-        return 0, 0
-    if sends:
-        raise ConfigError("HiSparseConnector: KV cannot be sent from its host pool: leave it out on prefill")
-    if kv_cache_config.hisparse_shared_host_pool:
-        raise ConfigError("tensor_parallel_size: ranks share the host pool of HiSparse, which cannot be written yet")
-    (size,) = sizes
-    # As allocate_pinned_host_pool of vllm/v1/hisparse/runtime.py makes it: whole pages, which begin at one.
-    return kv_cache_config.hisparse_host_num_blocks, (-(-size // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
 
 
 def ranks_here(vllm_config: Any) -> Ranks:

@@ -72,6 +72,8 @@ class BlockRows:
         striped, rows = np.array(blocks[self.stripe :: self.stripes], np.int64), self.component.rows(tokens)
         slots = striped[:, None] * self.of_block + np.arange(self.of_block)
         slots = np.where(slots < 0, -1, slots).reshape(-1)[:rows]
+        if self.stripes == 1 and len(slots) and slots[-1] < 0 <= slots.max():
+            raise LocalProtocolError(f"slots: the last block of {self.component.name} is missing")
         return np.append(slots, -1) if len(slots) == rows - 1 and self.stripes > 1 else slots
 
 
@@ -133,6 +135,8 @@ def pools(
     component_count = sum(group.stripes // group.dcp_size for _, group, _, _ in parts)
     if not 1 <= component_count <= COMPONENTS_MAX:
         raise ConfigError(f"KV cache groups: {component_count}, must be 1 to {COMPONENTS_MAX}")
+    if len({name for _, _, name, _ in parts}) < len(parts):
+        raise ConfigError(f"{INDEX}: layers of a sparse index are in several KV cache groups, of one they can cross")
     rows: list[BlockRows] = []
     replicas: dict[str, tuple[int, int]] = {}
     last: list[dict[int, str]] = [{} for _ in groups]  # by layer

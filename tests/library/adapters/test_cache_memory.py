@@ -19,6 +19,7 @@ from pdtransfer.adapters.kit import cache_memory
 from pdtransfer.adapters.kit.cache_memory import CacheMemory, Extent, exported, made_in_one_piece
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.memory import cuda_ipc
+from pdtransfer.memory.arena_memory import ArenaMemory
 from tests.support.client_pair import LIMITS
 from tests.support.waiting import wait_for
 
@@ -244,14 +245,18 @@ def test_host_memory_lies_in_one_arena_with_where_rows_land() -> None:
     cache_memory.close()
 
 
-def test_a_host_tensor_that_an_engine_allocates_with_its_cache_lies_beside_it() -> None:
+def test_a_host_tensor_that_an_engine_allocates_with_its_cache_lies_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, as a stand-in for a GPU: the first layer of the cache begins behind a part that does not cross."""
     memory, device = CacheMemory([SIZE]), torch.device("cpu")
+    backed, prefault = list[int](), ArenaMemory.prefault
+    monkeypatch.setattr(ArenaMemory, "prefault", lambda arena: backed.append(arena.needed) or prefault(arena))
     with memory.pooled_beside(device, 9_000, host_buffer_gib=1.0):
+        assert not backed, "the engine has not looked yet whether there is memory"
         cache = torch.zeros(SIZE, dtype=torch.int8, device=device)
         host = torch.empty(9_000, dtype=torch.int8, device=device)
         another = torch.empty(9_001, dtype=torch.int8, device=device)
     assert [memory.has_beside(tensor.data_ptr()) for tensor in (cache, host, another)] == [False, True, False]
+    assert backed
     target = memory.target(extent_of(cache[256:]))
     assert target.arena.hbm is not None
     assert (target.arena.hbm.address, target.arena.hbm.byte_count) == (cache.data_ptr(), SIZE)

@@ -4,8 +4,9 @@ Tensors in place of vLLM's caches, and memory of this process in place of a GPU'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from pdtransfer import DecodeClient, NodeSettings, PrefillClient, WriterOptions,
 from pdtransfer.adapters.kit.cache_memory import CacheMemory, Extent
 from pdtransfer.adapters.kit.heads import Heads
 from pdtransfer.adapters.vllm import worker
-from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
+from pdtransfer.adapters.vllm.host_pool import host_pool_of, sparse_indices, tables_of
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows, slots_of
 from pdtransfer.adapters.vllm.pools import INDEX, Pools, pools, range_of
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.errors import ConfigError
@@ -61,9 +63,9 @@ class Site:
     def landed(self, part: int, layer: int, blocks: list[int]) -> bool:
         return torch.equal(self.target[part][blocks, layer], self.source[part][SENT, layer])
 
-    def hand_over(self, event: Callable[[], Any]) -> None:
+    def hand_over(self, event: Callable[[], Any], latents_at: Sequence[int] = LATENTS_AT) -> None:
         """A step of prefill, which reports attention layers alone, as vLLM does."""
-        slots = tuple(LATENTS_AT), tuple(INDEX_AT)
+        slots = tuple(latents_at), tuple(INDEX_AT)
         self.decode.begin(
             Orders(receives=[Receive("d", room_id("room"), (self.endpoint,), PROMPT, prefix=0, slots=slots)])
         )
@@ -159,3 +161,84 @@ def test_layers_of_one_component_in_two_memories_are_refused() -> None:
     first = views[LATENTS[0]].data_ptr()
     with pytest.raises(ConfigError, match="group0: its layers have no KV cache, or in several memories"):
         described(views, [(KVGroup(0, TOKENS), LATENTS)], lambda address: (0, "dram" if address == first else "hbm"))
+
+
+def test_an_index_in_several_groups_is_refused() -> None:
+    views = views_of(INDICES, torch.zeros(BLOCKS, 2, 1, TOKENS, INDEX_WIDTH))
+    with pytest.raises(ConfigError, match="index: layers of a sparse index are in several KV cache groups"):
+        described(
+            views, [(KVGroup(index, TOKENS), [name]) for index, name in enumerate(INDICES)], lambda _: (0, "dram")
+        )
+
+
+def test_nothing_lands_in_host_blocks_that_vllm_has_of_the_prompt() -> None:
+    """Of this request's four, two are in the prefix cache: both groups have the first, the host pool the second too."""
+    host, index = KVGroup(0, TOKENS, host=True), KVGroup(1, TOKENS)
+
+    def block(number: int, block_hash: bytes | None) -> SimpleNamespace:
+        return SimpleNamespace(block_id=number, block_hash=block_hash)
+
+    tables = [block(31, b"1"), block(9, b"2"), block(22, None), block(5, None)], [block(2, b"1"), block(11, None)]
+    blocks = SimpleNamespace(blocks=tables, get_block_ids=lambda: ([31, 9, 22, 5], [2, 11, 4, 6]))
+    found_tables = tables_of(blocks, [host, index])
+    assert found_tables == [[0, 0, 22, 5], [2, 11, 4, 6]]
+    tokens = 4 * TOKENS
+    assert slots_of(host, found_tables[0], tokens, TOKENS) == (-1, -1, 22, 5)
+    assert slots_of(index, found_tables[1], tokens, TOKENS) == (-1, 11, 4, 6)
+
+
+def test_rows_that_vllm_has_in_the_host_pool_alone_do_not_cross(site: Site) -> None:
+    """The first block of the latents is there, and of the index none."""
+    before = site.target[0].clone()
+    site.hand_over(lambda: None, latents_at=(-1, *LATENTS_AT[1:]))
+    wait_for(lambda: site.poll().received)
+    assert site.received.failed == set()
+    assert all(site.landed(1, layer, INDEX_AT) for layer in range(len(INDICES)))
+    assert torch.equal(site.target[0][LATENTS_AT[1:]], site.source[0][SENT[1:]])
+    assert torch.equal(site.target[0][LATENTS_AT[0]], before[LATENTS_AT[0]])
+
+
+def test_a_block_that_is_missing_behind_others_fails_the_load(site: Site) -> None:
+    site.hand_over(lambda: None, latents_at=(*LATENTS_AT[:2], -1))
+    wait_for(lambda: site.poll().failed)
+
+
+def config(*groups: SimpleNamespace, shared: bool = False, count: int = 2) -> SimpleNamespace:
+    """vLLM's, of an engine with HiSparse."""
+    sizes = [SimpleNamespace(size=10_000, host_resident=True), SimpleNamespace(size=7, host_resident=False)]
+    return SimpleNamespace(
+        kv_cache_tensors=sizes, hisparse_shared_host_pool=shared, hisparse_host_num_blocks=40,
+        transfer_groups=[None] * count, kv_cache_groups=groups,
+    )  # fmt: skip
+
+
+def test_the_tensor_of_the_pool_has_whole_pages_and_room_to_begin_at_one() -> None:
+    assert host_pool_of(config(), sends=False) == (40, 3 * 4096 + 4096)
+    without = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=7)])
+    assert host_pool_of(without, sends=True) == (0, 0), "as of versions without it"
+
+
+@pytest.mark.parametrize(
+    ("given", "sends", "text"),
+    [
+        (config(), True, "KV cannot be sent from its host pool"),
+        (config(shared=True), False, "ranks share the host pool of HiSparse"),
+        (config(count=3), False, "KV beside that of sparse attention and its index cannot cross"),
+    ],
+)
+def test_pools_that_cannot_cross_are_refused_by_name(given: SimpleNamespace, sends: bool, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        host_pool_of(given, sends=sends)
+
+
+def test_a_sparse_index_has_its_role_in_its_specification() -> None:
+    def spec(role: str, version: str | None = None) -> SimpleNamespace:
+        return SimpleNamespace(cache_role=SimpleNamespace(value=role), model_version=version)
+
+    specs = {"latents": spec("sparse"), "index": spec("indexer"), "compressed": spec("indexer", "deepseek_v4")}
+    groups = (
+        SimpleNamespace(layer_names=list(specs), kv_cache_spec=SimpleNamespace(kv_cache_specs=specs)),
+        SimpleNamespace(layer_names=["alone"], kv_cache_spec=spec("indexer")),
+        SimpleNamespace(layer_names=["older"], kv_cache_spec=SimpleNamespace()),
+    )
+    assert sparse_indices(config(*groups)) == {"index", "alone"}

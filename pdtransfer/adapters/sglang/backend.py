@@ -323,8 +323,10 @@ class Manager(dialect.KVManager):
         if info.wrong:
             raise RequestError(info.wrong)
         stages, info.pp_size = info.pp_size, self.pp_size  # SGLang would refuse other stages than decode's
-        super()._resolve_rank_mapping(info)
-        info.pp_size = stages
+        try:
+            super()._resolve_rank_mapping(info)
+        finally:
+            info.pp_size = stages
         info.target_tp_ranks, info.target_pp_ranks = list(range(info.attn_tp_size)), list(range(stages))
         info.target_cp_ranks = [0]
 

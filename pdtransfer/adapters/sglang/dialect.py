@@ -84,7 +84,7 @@ def check_context_parallelism(manager: Any) -> None:
     spread = {
         "dcp_size": ("tokens", manager.dcp_size > 1),
         "enable_kv_cache_sharding": ("pages", getattr(manager, "kv_shard_size", 1) > 1),
-        "enable_dsa_cache_layer_split": ("layers", parallel.enable_dsa_cache_layer_split),
+        "enable_dsa_cache_layer_split": ("layers", getattr(parallel, "enable_dsa_cache_layer_split", False)),
         "enable_prefill_cp": ("heads of its states", getattr(parallel, "enable_cp_tp_group_sharing", False)),
     }
     for option, (part, is_spread) in spread.items():

@@ -78,7 +78,7 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
     else:
         result = original(configurator, **given)
     if get_parallel().pp_size > 1:
-        process.first_layer = result.token_to_kv_pool.start_layer
+        process.first_layer = getattr(result.token_to_kv_pool, "start_layer", 0)  # prefill does not ask for it
     if _receives_on_host():
         pool = result.token_to_kv_pool
         infos = [dialect.buffer_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]
@@ -133,8 +133,9 @@ def _get_transferred(original: Any, scheduler: Any) -> Any:
     """On a stage of decode: which requests have ended at this stage and those before it, and how."""
     if process.decode is None:
         return original(scheduler)
-    requests, group = scheduler.disagg_decode_transfer_queue.queue, scheduler.attn_tp_cpu_group
-    states = [request.kv_receiver.poll() for request in requests]
+    queue, group = scheduler.disagg_decode_transfer_queue, scheduler.attn_tp_cpu_group
+    requests = queue.queue
+    states = [_polled(request, queue.metadata_buffers.bootstrap_room) for request in requests]
     ended = utils.all_reduce_flags([int(state in _ENDED) for state in states], group, ReduceOp.MIN)
     failed = utils.all_reduce_flags([int(state == KVPoll.Failed) for state in states], group, ReduceOp.MAX)
     here = ended_here(
@@ -147,17 +148,30 @@ def _get_transferred(original: Any, scheduler: Any) -> Any:
     return ended_so_far(dict(before), here)  # what is empty arrives as a list
 
 
+def _polled(request: Any, rooms: Any) -> Any:
+    """The state of a request. It fails if what prefill sent beside its KV is another's, or nobody's: SGLang would end
+    it at this stage alone, or at none. `rooms` has the bootstrap_room in each row of that, (rows, 8)."""
+    receiver, state = request.kv_receiver, request.kv_receiver.poll()
+    if state == KVPoll.Success and isinstance(receiver, dialect.KVReceiver):
+        room = int(rooms[request.metadata_buffer_index, 0])
+        if room != request.req.bootstrap_room:
+            receiver.fail(f"prefill sent the metadata of bootstrap_room {room}, not of {request.req.bootstrap_room}")
+            return receiver.poll()
+    return state
+
+
 def _process_transferred(original: Any, scheduler: Any, ended: Ended | None) -> Any:
-    """On a stage of decode: what has ended at all stages ends at this one, and then at those behind it. SGLang itself
-    passes on what has landed alone."""
+    """On a stage of decode: what has ended at all stages ends at this one, and what has, then at those behind it.
+    SGLang itself passes on what has landed alone."""
     if process.decode is None or ended is None:
         return original(scheduler, ended)
-    ended = dict(ended)
-    for request in scheduler.disagg_decode_transfer_queue.queue:
+    ended, queue = dict(ended), scheduler.disagg_decode_transfer_queue
+    for request in queue.queue:
         if (reason := ended.get(request.req.rid)) and isinstance(request.kv_receiver, dialect.KVReceiver):
             request.kv_receiver.fail(reason)
     original(scheduler, ended)
-    return ended
+    waiting = {request.req.rid for request in queue.queue}
+    return {rid: reason for rid, reason in ended.items() if rid not in waiting}
 
 
 def _init_server_info(original: Any, info: Any, /, *args: Any, **answer: Any) -> None:

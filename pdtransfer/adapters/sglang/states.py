@@ -54,13 +54,15 @@ def item_parts(args: Any, index: int, tp_size: int, of_model: Sections | None) -
     shares, rest = divmod(gcd(*chain(*sections)), tp_size)
     if rest or any(sum(of_item) != axis * tp_size for of_item, axis in zip(sections, axes, strict=True)):
         return whole
-    return [
+    divided = [
         [
             StatePart(str(number), shares, count // tp_size * (item // (axis * outer)) // shares)
             for number, count in enumerate(list(of_item) * outer)
         ]
         for item, axis, outer, of_item in zip(item_bytes, axes, rows, sections, strict=True)
     ]
+    counts = [sum(part.shares * part.share_bytes for part in parts) for parts in divided]
+    return divided if counts == list(item_bytes) else whole
 
 
 def states_fact(args: Any, tp_size: int, of_model: Sections | None) -> dict[str, str]:

@@ -124,7 +124,7 @@ class DecodeRank:
         rests = isinstance(engine, ComputesRests) and engine.computes_rests
         self._shares_answers = rests and self.node.core.cache.block_tokens > 0
         self.rest_max = settings.limits.turn_tokens_max if self._shares_answers else 0  # tokens of one prompt
-        self._leads = settings.ranks.tp_rank == 0
+        self._leads = settings.ranks.tp_rank == settings.ranks.pp_rank == 0
         figures = (lambda: engine.figures) if config.enable_hisparse else None
         self.metrics = DecodeMetrics(self.node, registry, figures)
         self.thread = DecodeThread(engine, port, self.on_outcomes, steps)

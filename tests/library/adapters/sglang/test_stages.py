@@ -52,32 +52,50 @@ def test_a_request_ends_with_the_last_stage_and_fails_with_the_first_that_fails(
 class Request:
     """A request at a rank of a stage, and how it has ended there."""
 
-    def __init__(self, receiver: type, rid: str, state: KVPoll, failure: str) -> None:
-        self.req, self.kv_receiver = SimpleNamespace(rid=rid), type("Receiver", (receiver,), {})(None)
+    def __init__(self, receiver: type, number: int, rid: str, state: KVPoll, failure: str) -> None:
+        self.req = SimpleNamespace(rid=rid, bootstrap_room=100 + number)
+        self.kv_receiver, self.metadata_buffer_index = type("Receiver", (receiver,), {})(None), number
         vars(self.kv_receiver).update(poll=lambda: self.state, fail=self.fail, failure=failure)
         self.state, self.failure = state, failure
 
     def fail(self, reason: str) -> None:
         self.state, self.failure = KVPoll.Failed, reason
+        vars(self.kv_receiver).update(failure=reason)
+
+
+class Rows(list[list[int]]):
+    """In place of a tensor (rows, 8)."""
+
+    def __getitem__(self, index: Any) -> Any:
+        row, column = index
+        return super().__getitem__(row)[column]
 
 
 class Stage:
     """SGLang's scheduler of a stage that has one rank, what the stage before it has sent, and how requests end."""
 
     def __init__(self, hooks: Any, states: dict[str, KVPoll], failure: str, *sent: Any) -> None:
-        queue = [Request(hooks.dialect.KVReceiver, rid, state, failure) for rid, state in states.items()]
-        self.disagg_decode_transfer_queue = SimpleNamespace(queue=queue)
+        queue = [
+            Request(hooks.dialect.KVReceiver, number, rid, state, failure)
+            for number, (rid, state) in enumerate(states.items())
+        ]
+        self.rooms = [[request.req.bootstrap_room] * 8 for request in queue]
+        buffers = SimpleNamespace(bootstrap_room=Rows(self.rooms))
+        self.disagg_decode_transfer_queue = SimpleNamespace(queue=queue, metadata_buffers=buffers)
         self.pp_group = SimpleNamespace(is_first_rank=not sent)
         self.attn_tp_cpu_group = lambda flags, _: flags
         self._pp_recv_pyobj_from_prev_stage = list(sent).pop
         self.ended: dict[str, tuple[KVPoll, str]] = {}
+        self.keeps = ""  # a request that it keeps in its queue all the same
 
     def end(self, ended: Any) -> list[str]:
         """As SGLang has it: the requests that have ended at all stages end here as they are here, and those that have
         landed are passed on."""
-        for request in self.disagg_decode_transfer_queue.queue:
-            if request.req.rid in ended:
+        queue = self.disagg_decode_transfer_queue
+        for request in [request for request in queue.queue if request.req.rid in ended]:
+            if request.req.rid != self.keeps:
                 self.ended[request.req.rid] = request.state, request.failure
+                queue.queue.remove(request)
         return [rid for rid, (state, _) in self.ended.items() if state is KVPoll.Success]
 
 
@@ -94,6 +112,37 @@ def test_what_fails_at_one_stage_fails_at_all_with_the_reason(monkeypatch: pytes
         ended = end(Stage.end, stage, ended)
         assert {rid: state for rid, (state, _) in stage.ended.items()} == {"a": lands, "b": fails, "c": fails}
         assert [stage.ended[rid][1] for rid in "bc"] == ["peer_lost: gone", "deadline: over"]
+
+
+@pytest.mark.parametrize("room", [0, 7], ids=["nobody's", "another's"])
+def test_metadata_of_another_request_fails_it_at_all_stages(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would keep the first at this stage for good, and end the second at this stage alone."""
+    hooks = with_stand_ins("hooks", monkeypatch)
+    monkeypatch.setattr(process, "decode", object())
+    (_, get), (_, end) = hooks.STAGE_HOOKS
+    first = Stage(hooks, {"a": KVPoll.Success, "b": KVPoll.Success}, "")
+    first.rooms[1][0] = room
+    ended = get(None, first)
+    second = Stage(hooks, {"a": KVPoll.Success, "b": KVPoll.Success}, "", ended)
+    ended = get(None, second)
+    for stage in (first, second):
+        ended = end(Stage.end, stage, ended)
+        assert stage.ended["a"] == (KVPoll.Success, "")
+        assert stage.ended["b"] == (
+            KVPoll.Failed, f"prefill sent the metadata of bootstrap_room {room}, not of 101"
+        )  # fmt: skip
+
+
+def test_what_stays_at_one_stage_stays_at_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = with_stand_ins("hooks", monkeypatch)
+    monkeypatch.setattr(process, "decode", object())
+    _, (_, end) = hooks.STAGE_HOOKS
+    stages = [Stage(hooks, {"a": KVPoll.Success, "b": KVPoll.Success}, "") for _ in range(2)]
+    stages[0].keeps = "b"
+    ended = {"a": "", "b": ""}
+    for stage in stages:
+        ended = end(Stage.end, stage, ended)
+        assert list(stage.ended) == ["a"]
 
 
 @pytest.mark.parametrize(("stages", "pool", "first"), [(1, {}, 0), (2, {"start_layer": 16}, 16)])

@@ -39,14 +39,15 @@ class FakeRegistrar:
         assert mapped(address, byte_count)
         if self.calls - 1 == self.refused:
             raise WorldError("GPU 0: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
-        assert not any(a < address + byte_count and address < a + n for a, n in self.registered.items()), "twice"
+        assert not any(a < address + byte_count and address < a + n for a, n in self.registered.copy().items()), "twice"
         self.registered[address] = byte_count
         self.log.append(f"register {byte_count}")
         return address + self.shift
 
     def reaches(self, pool: Pool, slots: Slots) -> bool:
         """Whether the rows of these slots of a host pool are registered."""
-        parts = np.array(sorted(self.registered.items()), np.int64)
+        # Another thread may register more meanwhile.
+        parts = np.array(sorted(self.registered.copy().items()), np.int64)
         rows = np.arange(slots.start, slots.stop) if isinstance(slots, range) else slots
         for index, plane in enumerate(pool.layout.planes):
             first = pool.address - self.shift + pool.layout.address(index, rows.astype(np.int64))

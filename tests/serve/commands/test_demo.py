@@ -419,6 +419,20 @@ def test_with_verify_every_room_must_be_verified_and_none_mismatched(
     assert "grants_verified" not in json.loads(capsys.readouterr().out)
 
 
+def test_an_answer_that_decode_computed_alone_has_no_grant_to_verify(
+    answers: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a running router's fleet may have them."""
+
+    async def counted(*_: object) -> dict[str, int]:
+        return {"pdtransfer_grants_verified": 1, "pdtransfer_grants_mismatched": 0}
+
+    monkeypatch.setattr(demo, "_metrics", counted)
+    answers(answered("a"), answered("b", kv_bytes=0, copy_us=0))
+    assert run(replace(CONFIG, verify=True)) == 0
+    assert json.loads(capsys.readouterr().out)["handed_over"] == 1
+
+
 def test_workers_use_their_devices_and_the_single_process_that_of_decode() -> None:
     assert DemoConfig().cards == {None}
     config = DemoConfig(prefill_device="cuda:2,cuda:0", decode_device="cuda:1", prefill_tp=2)

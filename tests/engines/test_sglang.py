@@ -172,6 +172,20 @@ def test_servers_with_other_pages_and_ranks_hand_over_in_both_directions(
                 other.settles()
 
 
+def in_each_order(pair: SglangPair, asked: list[list[int]], expected: list[list[int]]) -> None:
+    """Both servers asked at once, and either first; and requests that are given up, on either side first."""
+    for apart_s in (0.0, 0.3, -0.3):
+        assert pair.generate(asked, tokens=TOKENS, apart_s=apart_s) == expected
+    for sides in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
+        room = pair.room()
+        name = str(room["bootstrap_room"])
+        given_up = {side.url: side.add(asked[-1], tokens=100, rid=name, **room) for side in sides}
+        for side in sides:
+            side.give_up(given_up[side.url], name)
+    assert pair.generate(asked[:1], tokens=TOKENS) == expected[:1]
+    pair.settles()
+
+
 def test_a_prefill_server_with_pipeline_stages_hands_over(
     sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family
 ) -> None:
@@ -180,17 +194,7 @@ def test_a_prefill_server_with_pipeline_stages_hands_over(
     asked = prompts(5, 17, 300, 700, seed=18)
     expected = single.generate(asked, tokens=TOKENS)
     with servers(sglang_checkpoints.path("llama"), tmp_path, prefill=PREFILL | {"pp_size": 2}) as [prefill]:
-        staged = SglangPair(prefill, pair.decode)
-        for apart_s in (0.0, 0.3, -0.3):
-            assert staged.generate(asked, tokens=TOKENS, apart_s=apart_s) == expected
-        for first, second in ((prefill, pair.decode), (pair.decode, prefill)):
-            room = staged.room()
-            name = str(room["bootstrap_room"])
-            given_up = {side.url: side.add(asked[-1], tokens=100, rid=name, **room) for side in (first, second)}
-            for side in (first, second):
-                side.give_up(given_up[side.url], name)
-        assert staged.generate(asked[:1], tokens=TOKENS) == expected[:1]
-        staged.settles()
+        in_each_order(SglangPair(prefill, pair.decode), asked, expected)
 
 
 @pytest.mark.skipif(DEVICE != "cpu" or not is_since("0.5.23"), reason="the stand-in is for 0.5.23's convolutions")
@@ -221,16 +225,7 @@ def test_a_decode_server_with_pipeline_stages_receives(
     options = {"prefill": PREFILL | {"pp_size": 2}, "decode": DECODE | {"pp_size": 2}}
     with servers(sglang_checkpoints.path("llama"), tmp_path, **options) as (prefill, decode):
         for staged in (SglangPair(prefill, decode), SglangPair(pair.prefill, decode)):
-            for apart_s in (0.0, 0.3, -0.3):
-                assert staged.generate(asked, tokens=TOKENS, apart_s=apart_s) == expected
-            for first, second in ((staged.prefill, decode), (decode, staged.prefill)):
-                room = staged.room()
-                name = str(room["bootstrap_room"])
-                given_up = {side.url: side.add(asked[-1], tokens=100, rid=name, **room) for side in (first, second)}
-                for side in (first, second):
-                    side.give_up(given_up[side.url], name)
-            assert staged.generate(asked[:1], tokens=TOKENS) == expected[:1]
-            staged.settles()
+            in_each_order(staged, asked, expected)
         mixed_requests(SglangPair(prefill, decode), single)
         _, received = SglangPair(prefill, decode).begin(asked, tokens=TOKENS)
         time.sleep(0.2)

@@ -362,6 +362,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
     slots alike; a slot belongs to one room and one component at a time. `stand_ins` names those components that
     describe the bytes of another one by other rows: by the name of each that of the other. A room brings the slots of
     both. A prefill rank that has the other one writes that, one that has only the stand-in writes the stand-in.
+    `open_ended` names those components of which another rank may have the end of a prompt.
     """
 
     def __init__(
@@ -374,10 +375,12 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         enable_hisparse: bool = False,
         engine_slots: bool = False,
         stand_ins: StandIns = NO_STAND_INS,
+        open_ended: Collection[str] = (),
         prefix_cache: bool = True,
         verify: bool = False,
     ) -> None:
         self._components, self.engine_slots = tuple(components), engine_slots
+        self._open_ended = frozenset(open_ended)
 
         async def start() -> DecodeNode:
             return DecodeNode(
@@ -428,9 +431,9 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         exists in both memories has its rows in DRAM.
 
         With `engine_slots`, and only then, `slots` are those that the engine chose: for each component integers
-        (rows,), one a row of the room. Where the first or last ones are -1 these rows do not cross, as in a sliding
-        window, nor do those of the `prefix`, whose slots other requests may share. RoomReady.slots begin at the first
-        row that crosses.
+        (rows,), one a row of the room. Where the first ones are -1 these rows do not cross, as in a sliding window, nor
+        do those of the `prefix`, whose slots other requests may share, nor the last ones of a component of
+        `open_ended` whose slots are -1. RoomReady.slots are those of the rows that cross.
 
         Raises LocalProtocolError for a room number that was used before, a count of tokens that is out of bounds, a
         prompt that is not `tokens` u32 ids, and slots that are missing, repeated or outside the arena. Slots of a room
@@ -445,7 +448,10 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 raise LocalProtocolError(
                     "slots: with slots of the engine's choice neither a prompt nor growth is possible"
                 )
-            chosen = chosen_rows(self._components, slots, tokens=tokens, prefix=prefix, enable_hisparse=enable_hisparse)
+            chosen = chosen_rows(
+                self._components, slots, tokens=tokens, prefix=prefix, enable_hisparse=enable_hisparse,
+                open_ended=self._open_ended,
+            )  # fmt: skip
         keys = () if prompt is None else self._node.core.cache.keys(_token_ids(prompt, tokens), salt)
         self._begin(room, tokens)
         request = RoomRequest(

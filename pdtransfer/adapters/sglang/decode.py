@@ -141,6 +141,4 @@ class ReceivingSide:
         slots, rows = part.slots(indices), part.component.rows(tokens)
         if len(slots) > rows:
             raise LocalProtocolError(f"{part.name}: {len(slots)} rows, expected {rows} for {tokens} tokens")
-        if len(slots) and slots[-1] < 0 <= slots.max():
-            raise LocalProtocolError(f"{part.name}: its last row has no slot")
         return np.append(np.full(rows - len(slots), -1, np.int64), slots)

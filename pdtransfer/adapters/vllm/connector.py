@@ -234,7 +234,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         options = ArenaOptions(transport=self._settings.transport, network=self._settings.network)
         client = DecodeClient(
             self._node("d", ranks, facts), described.components, arena, options=options, engine_slots=True,
-            stand_ins=described.stand_ins, prefix_cache=False, verify=self._settings.verify,
+            stand_ins=described.stand_ins, open_ended=described.open_ended, prefix_cache=False,
+            verify=self._settings.verify,
         )  # fmt: skip
         client.start()
         return client

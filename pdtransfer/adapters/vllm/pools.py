@@ -72,8 +72,6 @@ class BlockRows:
         striped, rows = np.array(blocks[self.stripe :: self.stripes], np.int64), self.component.rows(tokens)
         slots = striped[:, None] * self.of_block + np.arange(self.of_block)
         slots = np.where(slots < 0, -1, slots).reshape(-1)[:rows]
-        if self.stripes == 1 and len(slots) and slots[-1] < 0 <= slots.max():
-            raise LocalProtocolError(f"slots: the last block of {self.component.name} is missing")
         return np.append(slots, -1) if len(slots) == rows - 1 and self.stripes > 1 else slots
 
 
@@ -95,6 +93,11 @@ class Pools:
     def components(self) -> tuple[Component, ...]:
         """Of all groups."""
         return tuple(block_rows.component for block_rows in self.rows)
+
+    @property
+    def open_ended(self) -> frozenset[str]:
+        """The components of which another rank may have the last block of a prompt: the stripes."""
+        return frozenset(block_rows.component.name for block_rows in self.rows if block_rows.stripes > 1)
 
     def or_tokens(self, tokens: Pools, fact: str) -> Pools:
         """The same blocks, which cross to peers with this `fact` of their blocks, and `tokens` of the same cache, which

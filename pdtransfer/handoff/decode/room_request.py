@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from ...errors import ArenaFullError, Cause, LocalProtocolError
 from ...layout.layout import Component, check_slots
@@ -104,12 +104,14 @@ def chosen_rows(
     tokens: int,
     prefix: int = 0,
     enable_hisparse: bool = False,
+    open_ended: Collection[str] = (),
 ) -> tuple[ComponentRows, ...]:
     """The slots that an engine chose, checked: for each component integers (rows,), one a row of the room.
 
-    The first and the last rows of a component do not cross where their slots are -1, and those of the `prefix`,
-    whatever their slots. Raises LocalProtocolError that names the component for a missing one, an unknown one, a wrong
-    number of slots, and slots that are outside the pool or repeated.
+    The first rows of a component do not cross where their slots are -1, and those of the `prefix`, whatever their
+    slots; of the components named in `open_ended` the last ones do not either. Raises LocalProtocolError that names the
+    component for a missing one, an unknown one, a wrong number of slots, and slots that are repeated or outside the
+    pool, as any other -1 is.
     """
     used = leased(components, enable_hisparse=enable_hisparse)
     names = {component.name for component in components}
@@ -129,14 +131,21 @@ def chosen_rows(
             shape = f"{indices.dtype} of shape {indices.shape}"
             raise LocalProtocolError(f"slots: {shape} for {label!r}, not integers ({rows},)")
         indices = indices[first:].astype(np.int64)
-        absent = int((indices == -1).cumprod().sum())
-        landing = indices[absent : len(indices) - int((indices[absent:][::-1] == -1).cumprod().sum())]
+        absent = _absent(indices)
+        landing = indices[absent:]
+        if component.name in open_ended:
+            landing = landing[: len(landing) - _absent(landing[::-1])]
         try:
             check_slots(landing, component.layout.slots, f"slots of {label!r}")
         except ValueError as error:
             raise LocalProtocolError(str(error)) from None
         chosen.append(ComponentRows(component, first + absent, extents_of(landing)))
     return tuple(chosen)
+
+
+def _absent(slots: NDArray[np.int64]) -> int:
+    """How many slots are -1 before the first one that is not."""
+    return int((slots == -1).cumprod().sum())
 
 
 def refusal(

@@ -17,6 +17,7 @@ from pdtransfer.client.clients import KVPoll
 from pdtransfer.client.labels import room_id, weights_digest
 from pdtransfer.client.thread_queues import ThreadQueues
 from pdtransfer.errors import Cause, ConfigError, LocalProtocolError, RoomFailedError
+from pdtransfer.handoff.decode.room_request import chosen_rows
 from pdtransfer.handoff.effects import RoomAsked, RoomDrained, RoomFailed, RoomLeased, RoomReady
 from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases, extents_of, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
@@ -130,19 +131,37 @@ def test_the_first_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: P
     assert expected.holds(pair.arena)
 
 
-def test_the_last_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: Pair) -> None:
+def test_the_last_rows_of_an_open_ended_component_stay_away_where_it_has_no_slots_for_them() -> None:
     """As where another rank has the end of the prompt: prefill has no such rows either."""
-    expected, slots = Expected(pair.target), chosen(5)
-    slots[:9] = slots[37:] = -1
-    pair.expect(1, TOKENS, slots={"kv": slots})
-    pages = pair.pages(1, TOKENS)
-    pair.prefill.open(1, tokens=TOKENS)
-    pair.prefill.push(1, pages, rows=(0, 37))
-    pair.prefill.finish(1)
-    ready = pair.ready(1)
-    assert ready.slots["kv"].tolist() == slots[9:37].tolist()
-    expected.land(slots_of_pages(pages, 16, TOKENS)[9:37], slots[9:37])
-    assert expected.holds(pair.arena)
+    with client_pair(decode_options={"engine_slots": True, "open_ended": ["kv"]}) as pair:
+        expected, slots = Expected(pair.target), chosen(5)
+        slots[:9] = slots[37:] = -1
+        pair.expect(1, TOKENS, slots={"kv": slots})
+        pages = pair.pages(1, TOKENS)
+        pair.prefill.open(1, tokens=TOKENS)
+        pair.prefill.push(1, pages, rows=(0, 37))
+        pair.prefill.finish(1)
+        ready = pair.ready(1)
+        assert ready.slots["kv"].tolist() == slots[9:37].tolist()
+        expected.land(slots_of_pages(pages, 16, TOKENS)[9:37], slots[9:37])
+        assert expected.holds(pair.arena)
+
+
+def test_only_components_that_are_named_may_be_open_ended() -> None:
+    components = [group("striped", (0,), (0,)), group("whole", (1,), (512,))]
+    slots = {"striped": [-1, 3, -1], "whole": [-1, 5, 6]}
+    striped, whole = chosen_rows(components, slots, tokens=48, open_ended=["striped"])
+    assert (striped.first_row, slots_of(striped.extents).tolist()) == (1, [3])
+    assert (whole.first_row, slots_of(whole.extents).tolist()) == (1, [5, 6])
+    with pytest.raises(LocalProtocolError, match="slots of 'striped': slot -1 is outside"):
+        chosen_rows(components, slots, tokens=48)
+    with pytest.raises(LocalProtocolError, match="slots of 'whole': slot -1 is outside"):
+        chosen_rows(components, slots | {"whole": [-1, 5, -1]}, tokens=48, open_ended=["striped"])
+
+
+def test_a_component_of_which_no_row_crosses_needs_no_slots() -> None:
+    [rows] = chosen_rows([group("kv", (0,), (0,))], {"kv": [-1, -1, -1]}, tokens=48)
+    assert len(rows.extents) == 0
 
 
 @pytest.mark.parametrize(
@@ -155,6 +174,8 @@ def test_the_last_rows_stay_away_where_the_engine_has_no_slots_for_them(pair: Pa
         ({"slots": {"kv": np.arange(40), "k": []}}, "slots: ['k'] are not among the components ['kv']"),
         ({"slots": {"kv": np.arange(217, 257)}}, "slots of 'kv': slot 256 is outside 0..255"),
         ({"slots": {"kv": [0, -1, *range(2, 40)]}}, "slots of 'kv': slot -1 is outside 0..255"),
+        ({"slots": {"kv": [*range(39), -1]}}, "slots of 'kv': slot -1 is outside 0..255"),
+        ({"slots": {"kv": [*range(39), -1]}, "prefix": 38}, "slots of 'kv': slot -1 is outside 0..255"),
         ({"slots": {"kv": [*range(39), 3]}}, "slots of 'kv': slot 3 is there twice"),
         (
             {"slots": {"kv": np.arange(40)}, "growth": 1},

@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 from pdtransfer import Cause, KVPoll, RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased
 from pdtransfer.adapters.kit.bootstrap_rooms import room_of
 from pdtransfer.adapters.sglang.prefill import SendingSide
+from pdtransfer.errors import LocalProtocolError
 from pdtransfer.wire import Ranks
 from tests.library.adapters.sglang.sglang_ranks import (
     AUX,
@@ -190,6 +191,12 @@ def test_windows_begin_at_pages_of_either_size(pages: tuple[int, int]) -> None:
         ours = slots_of(windows[0], pages[0])[30 - first[0] * pages[0] :][:10]
         theirs = slots_of(windows[1], pages[1])[30 - first[1] * pages[1] :][:10]
         assert np.array_equal(rows(made.prefill, ours, "swa"), rows(made.decode, theirs, "swa"), equal_nan=True)
+
+
+def test_a_request_whose_last_page_is_missing_is_refused() -> None:
+    refused = pytest.raises(LocalProtocolError, match="slots of 'kv': slot -1 is outside")
+    with world(prefill_page=1, decode_page=1) as made, refused:
+        made.expect(7, [1, -1])
 
 
 def test_a_number_may_be_used_again() -> None:

@@ -186,6 +186,7 @@ def engines(
                 described_pools.components,
                 arena,
                 engine_slots=True,
+                open_ended=described_pools.open_ended,
                 prefix_cache=False,
                 verify=True,
             )

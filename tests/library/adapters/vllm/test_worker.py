@@ -176,8 +176,9 @@ def made_site(groups: Groups = ONE, rows: str = "blocks", *, copied_up: bool = F
     )
     landing = described(target, address, groups, rows, memory)
     decode = DecodeClient(
-        NodeSettings(node="d", **options), landing.components, arena, engine_slots=True, prefix_cache=False, verify=True
-    )
+        NodeSettings(node="d", **options), landing.components, arena, engine_slots=True, open_ended=landing.open_ended,
+        prefix_cache=False, verify=True,
+    )  # fmt: skip
     with prefill, decode:
         yield Site(source, target, made, prefill, decode, **side)
 
@@ -354,6 +355,16 @@ def test_stripes_of_a_prompt_may_have_unequal_rows(copied_up: bool) -> None:
         assert made.landed([7, 3, 5], [4, 9, 2])
         assert not made.target[:, [block for block in range(BLOCKS) if block not in (4, 9, 2)]].any()
         assert made.figures["bytes"]["received"] == made.source[:, :3].nbytes
+
+
+def test_a_prompt_whose_last_block_is_missing_is_refused() -> None:
+    """Of a group that is not striped, beside one that is."""
+    groups: Groups = [(KVGroup(0, TOKENS, stripes=2), NAMES[:2]), (KVGroup(1, TOKENS), NAMES[2:])]
+    with made_site(groups) as site:
+        slots = {"slots": ((4, 9, 2), (-1, 8, -1))}
+        site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [], **slots)]))
+        site.poll()
+        assert (site.received.received, site.received.failed) == ({"d"}, {"d"})
 
 
 def test_rows_that_are_tokens_end_with_the_prompt() -> None:

@@ -53,7 +53,7 @@ from .pools import (
 )
 from .prefill import SendingSide, Sent
 from .stages import check_options
-from .states import LINEAR, conv_sections, states_fact
+from .states import LINEAR, conv_sections, drop_empty_states, states_fact
 
 log = logging.getLogger(f"sglang.srt.{__name__}")
 
@@ -76,9 +76,10 @@ class Manager(dialect.KVManager):
         self._decode: ReceivingSide | None = None
         self.refusals = Refusals()
         self._model_config = ModelConfig.from_server_args(server_args)
+        drop_empty_states(args)
         super().__init__(args, mode, server_args, is_mla_backend)
-        self._ranks = self._ranks_here()
         if mode is DisaggregationMode.DECODE:
+            self._learn_ranks()
             self._start_decode()
             process.decode = self
             self._start_heartbeat_checker_thread()
@@ -91,16 +92,22 @@ class Manager(dialect.KVManager):
     def register_to_bootstrap(self) -> None:
         """Prefill: decode engines learn where this rank listens. The ranks of context parallelism all have the same:
         SGLang has the first one send, and none of the others."""
-        self._ranks = self._ranks_here()
+        self._learn_ranks()
         self.enable_all_cp_ranks_for_transfer, self.is_dummy_cp_rank = False, self.attn_cp_rank > 0
         self._start_prefill()
         super().register_to_bootstrap()
 
-    def _ranks_here(self) -> Ranks:
+    def _learn_ranks(self) -> None:
         dialect.check_context_parallelism(self)
         if self.pp_size > 1 and any(str(kind.value) != LINEAR for kind in self.kv_args.state_types):
             raise ConfigError("pp_size: states without layer numbers cannot cross from or to several stages")
-        return Ranks(self.attn_tp_rank, self.attn_tp_size, self.pp_rank, self.pp_size)
+        self._ranks = Ranks(self.attn_tp_rank, self.attn_tp_size, self.pp_rank, self.pp_size)
+        sections = conv_sections(self._model_config.hf_text_config)
+        self._states_fact = states_fact(self.kv_args, self.attn_tp_size, sections, self._of_all_stages)
+
+    def _of_all_stages(self, texts: list[str]) -> list[list[str]]:
+        """What each pipeline stage has called this with; all of them do."""
+        return get_parallel().pp_group.all_gather_object(texts) if self.pp_size > 1 else [texts]
 
     def _model(self) -> HeadCounts:
         config, ranks = self._model_config, self._ranks
@@ -208,7 +215,7 @@ class Manager(dialect.KVManager):
             config.hf_text_config.to_dict(), dtype=config.dtype, cache=self._cache_dtype,
             quantization=config.quantization,
         )  # fmt: skip
-        facts |= states_fact(self.kv_args, self._ranks.tp_size, conv_sections(config.hf_text_config))
+        facts |= self._states_fact
         return facts | ({"kv_layout": getattr(self.kv_args, "kv_layout", None)} if self._is_compressed else {})
 
     def _shown_facts(self) -> dict[str, str]:

@@ -46,7 +46,7 @@ class ReceivingSide:
         aux_bytes: int,
         time_left_s: float,
     ) -> None:
-        self._client, self._parts, self._uses = client, pools.parts, uses
+        self._client, self._pools, self._uses = client, pools, uses
         self._put_aux, self._aux_bytes, self._time_left_s = put_aux, aux_bytes, time_left_s
         self.failures = FailuresInARow()
         self._rooms: dict[int, _Received] = {}  # that are not drained
@@ -65,11 +65,11 @@ class ReceivingSide:
     ) -> None:
         """Asks the prefill ranks at `sources` for the tokens behind `prefix`, into `pages` and the indices of each
         state; with `host` into those of the host pools. Raises LocalProtocolError for what does not fit."""
-        tokens = prefix + len(pages) * self._parts[0].page_size
-        slots = {KV: self._rows(self._parts[0], tokens, pages)}
+        tokens = prefix + len(pages) * self._pools.page_size
+        slots = {} if self._pools.kv is None else {KV: self._rows(self._pools.kv, tokens, pages)}
         slots |= {
             part.name: self._rows(part, tokens, np.empty(0, np.int64) if indices is None else indices)
-            for part, indices in zip(self._parts[1:], states, strict=True)
+            for part, indices in zip(self._pools.states, states, strict=True)
         }
         room = self._uses.room(bootstrap_room)
         self._client.expect(

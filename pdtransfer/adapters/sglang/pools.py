@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -110,15 +111,27 @@ class CachePart:
 
 @dataclass(frozen=True, slots=True)
 class KVPools:
-    """The components: first the KV cache, then the states in SGLang's order."""
+    """The components: first the KV cache, unless no layer of a pipeline stage has any, then the states in SGLang's
+    order."""
 
     parts: tuple[CachePart, ...]
     replicas: dict[str, tuple[int, int]]
+    page_size: int
 
     @property
     def components(self) -> tuple[Component, ...]:
         """Of all parts."""
         return tuple(part.component for part in self.parts)
+
+    @property
+    def kv(self) -> CachePart | None:
+        """The KV cache."""
+        return self.parts[0] if self.parts[0].name == KV else None
+
+    @property
+    def states(self) -> tuple[CachePart, ...]:
+        """All parts but the KV cache."""
+        return self.parts if self.kv is None else self.parts[1:]
 
 
 def kv_buffers(args: Any) -> Buffers:
@@ -134,7 +147,7 @@ def state_buffers(args: Any) -> list[Buffers]:
 
 def extent_of(buffers: Sequence[Buffers], device: int | None) -> Extent:
     """The range that holds all buffers, on a GPU or in this process's memory."""
-    first, end = min(min(pool.addresses) for pool in buffers), max(max(pool.ends) for pool in buffers)
+    first, end = min(chain(*[pool.addresses for pool in buffers])), max(chain(*[pool.ends for pool in buffers]))
     return Extent(first, end, device)
 
 
@@ -179,7 +192,7 @@ def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: 
     layers = list(getattr(args, "kv_layer_ids", None) or range(first_layer, first_layer + layer_count))
     if has_rows_of_pages(args):
         add(KV, "pages", _items(kv, _numbered(layers), ranks.tp_rank, locate), _slots(KV, kv, 1), kv)
-    else:
+    elif kv.addresses or not states:
         planes = of_heads(KV, kv.part(0, layer_count), layers, model.heads, model.head_count)
         if drafts:
             draft_layers, buffers = range(DRAFT_LAYER, DRAFT_LAYER + drafts), kv.part(layer_count, layer_count + drafts)
@@ -202,7 +215,7 @@ def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: 
         else:
             planes = _items(buffers, _numbered(numbers), 0 if replicated else ranks.tp_rank, locate)
         add(kind, rows, planes, _slots(kind, buffers, 1), buffers)
-    return KVPools(tuple(parts), replicas)
+    return KVPools(tuple(parts), replicas, page_size)
 
 
 def _compressed_pools(
@@ -235,7 +248,7 @@ def _compressed_pools(
             waiting = _kinds_of(ratios, ("c4_state", 4), ("c4_index_state", 4))
             windows = [("window", layer) for layer in range(min(len(ratios), count - len(waiting)))]
             add(kind, "pages", buffers, windows + waiting)
-    return KVPools(tuple(parts), {part.name: (ranks.tp_rank, ranks.tp_size) for part in parts})
+    return KVPools(tuple(parts), {part.name: (ranks.tp_rank, ranks.tp_size) for part in parts}, page_size)
 
 
 def _kinds_of(ratios: Sequence[int], *kinds: tuple[str, int]) -> list[Kind]:

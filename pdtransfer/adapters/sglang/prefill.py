@@ -63,8 +63,7 @@ class SendingSide:
         time_left_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._parts = client, pools.parts
-        self._page_size = pools.parts[0].page_size
+        self._client, self._pools, self._page_size = client, pools, pools.page_size
         self._time_left_s, self._clock = time_left_s, clock
         self._quiescence = Quiescence(client, clock)
         self.failures = FailuresInARow()
@@ -105,12 +104,12 @@ class SendingSide:
             return
         sent.pushed, last = True, aux is not None
         first = self.prefix(bootstrap_room) + first_page * self._page_size
-        kv = self._parts[0]
-        self._push(sent, kv, first // kv.component.tokens_per_row, kv.slots(pages), after, last=last)
+        if (kv := self._pools.kv) is not None:
+            self._push(sent, kv, first // kv.component.tokens_per_row, kv.slots(pages), after, last=last)
         if aux is None:
             return
         end = first + len(pages) * self._page_size
-        for part, indices in zip(self._parts[1:], states or [None] * len(self._parts), strict=False):
+        for part, indices in zip(self._pools.states, states or [None] * len(self._pools.states), strict=True):
             if indices is not None:
                 slots = part.slots(indices)
                 rows = end if part.rows == "tokens" else part.component.rows(sent.tokens)

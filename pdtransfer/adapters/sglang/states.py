@@ -5,10 +5,13 @@ sections are shared out apart. SGLang's KVArgs name the axis of each buffer. The
 those of others follow from the model's configuration. So an item is parts of as many equal shares as all items can be
 cut into, and engines of other sizes take these as they take heads of KV. What is not known in this detail is one share
 for each rank, and a peer must have as many ranks.
+
+A pipeline stage may have no such layer. Then it has no component of them, and what peers compare is that of the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import chain
 from math import gcd
 from typing import Any
@@ -17,6 +20,10 @@ from ..kit.state_parts import StatePart, described
 
 LINEAR = "mamba"  # SGLang's name for these states
 Sections = tuple[int, ...]  # the channels of each section of a convolution, of all ranks together
+_LISTS = (  # of SGLang's KVArgs, with an item for each state
+    "state_types", "state_data_ptrs", "state_data_lens", "state_item_lens", "state_dim_per_tensor",
+    "state_conv_shard_groups", "state_slice_outer_counts", "state_layer_ids",
+)  # fmt: skip
 
 # Models of Mamba 2: their convolutions have what enters the state, and what writes it and reads it.
 _MAMBA2 = {"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "nemotron_h_puzzle"}
@@ -65,15 +72,28 @@ def item_parts(args: Any, index: int, tp_size: int, of_model: Sections | None) -
     return divided if counts == list(item_bytes) else whole
 
 
-def states_fact(args: Any, tp_size: int, of_model: Sections | None) -> dict[str, str]:
-    """The fact that says what items there are, for `item_parts`; none of a model without these states."""
-    texts = [
+def drop_empty_states(args: Any) -> None:
+    """Takes out of SGLang's KVArgs the states that no layer of this pipeline stage has: SGLang lists them without
+    buffers. It then names no indices of them either."""
+    kept = [index for index, addresses in enumerate(args.state_data_ptrs) if addresses]
+    for name in _LISTS:
+        if values := getattr(args, name, None):
+            values[:] = [values[index] for index in kept]
+
+
+def states_fact(
+    args: Any, tp_size: int, of_model: Sections | None, of_all_stages: Callable[[list[str]], Iterable[list[str]]]
+) -> dict[str, str]:
+    """The fact that says what items there are, for `item_parts`; none of a model without these states. `of_all_stages`
+    has what each pipeline stage passes to it."""
+    of_this_stage = [
         described(parts, tp_size)
         for index, kind in enumerate(args.state_types)
         if str(getattr(kind, "value", kind)) == LINEAR
         for parts in item_parts(args, index, tp_size, of_model)
     ]
-    return {"states": ", ".join(dict.fromkeys(texts))} if texts else {}
+    texts = sorted(set(chain(*of_all_stages(of_this_stage))))
+    return {"states": ", ".join(texts)} if texts else {}
 
 
 def _of(args: Any, name: str, index: int) -> list[Any]:

@@ -73,6 +73,14 @@ class CommonKVReceiver(Common, BaseKVReceiver):
     pass
 
 
+class CommonKVBootstrapServer:
+    pass
+
+
+class DisaggregationMode(Enum):
+    DECODE, PREFILL = "decode", "prefill"
+
+
 class ServerArgs:
     def __init__(self, speculative_algorithm: str | None = None, **more: Any) -> None:
         self.speculative_algorithm = speculative_algorithm
@@ -97,8 +105,14 @@ def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, **context: Any) -
     for package in ("srt", "srt.disaggregation", "srt.disaggregation.base", "srt.disaggregation.common",
                     "srt.mem_cache", "srt.plugins"):  # fmt: skip
         module(f"sglang.{package}", monkeypatch)
-    module("sglang.srt.disaggregation.utils", monkeypatch, all_reduce_flags=lambda flags, group, op: group(flags, op))
+    module(
+        "sglang.srt.disaggregation.utils", monkeypatch, DisaggregationMode=DisaggregationMode,
+        all_reduce_flags=lambda flags, group, op: group(flags, op),
+    )  # fmt: skip
+    module("sglang.srt.configs", monkeypatch)
+    module("sglang.srt.configs.model_config", monkeypatch, ModelConfig=None)
     common = {
+        "CommonKVBootstrapServer": CommonKVBootstrapServer,
         "CommonKVManager": CommonKVManager,
         "CommonKVSender": CommonKVSender,
         "CommonKVReceiver": CommonKVReceiver,
@@ -111,7 +125,9 @@ def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, **context: Any) -
     module("sglang.srt.mem_cache.pool_host.common", monkeypatch)
     module("sglang.srt.server_args", monkeypatch, ServerArgs=ServerArgs, add_disagg_transfer_backend_choices=None)
     module("sglang.srt.plugins.hook_registry", monkeypatch, HookRegistry=None, HookType=Enum)
-    asked = dict.fromkeys(("get_disagg", "get_exec", "get_memory", "get_parallel"), lambda: SimpleNamespace(**context))
+    asked = dict.fromkeys(
+        ("get_device", "get_disagg", "get_exec", "get_memory", "get_parallel"), lambda: SimpleNamespace(**context)
+    )
     module("sglang.srt.runtime_context", monkeypatch, **asked)
     package = "pdtransfer.adapters.sglang"
     imported_module = import_module(f"{package}.{name}")

@@ -204,16 +204,18 @@ def world(
     *, prefill_tp: int = 1, prefill_dp: int = 1, decode_tp: int = 1, prefill_page: int = 4, decode_page: int = 4,
     states: Sequence[str] = (), latent: bool = False, host: bool = False, copied_up: bool = False, seed: int = 1,
     decode_weights: bytes = b"w", pool_type: type[Pool] = Pool,
+    prefill_stages: Sequence[type[Pool]] = (), decode_stages: Sequence[type[Pool]] = (),
 ) -> Iterator[World]:  # fmt: skip
-    """Engines of this many tensor parallel ranks, and this many of prefill; with `host`, decode has a host pool too."""
+    """Engines of this many tensor parallel ranks, and this many of prefill; with `host`, decode has a host pool too.
+    The `stages` are the pools of an engine's pipeline stages, if it has several, of one rank each."""
     random = np.random.default_rng(seed)
     options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
     latent_data = None
     made = World([], [])
     with ExitStack() as stack:
-        for index in range(prefill_tp * prefill_dp):
-            ranks = Ranks(index % prefill_tp, prefill_tp)
-            pool = pool_type(None, prefill_page, HEADS // prefill_tp, states, latent)
+        for index in range(len(prefill_stages) or prefill_tp * prefill_dp):
+            ranks, prefill_pool = placed(index, prefill_tp, prefill_stages, pool_type)
+            pool = prefill_pool(None, prefill_page, HEADS // prefill_tp, states, latent)
             pool.raw[:] = random.integers(0, 250, len(pool.raw), np.uint8)
             if latent:  # every rank has the same
                 latent_data = pool.raw.copy() if latent_data is None else latent_data
@@ -225,19 +227,19 @@ def world(
                 writer=WriterOptions(pool_address=base), replicas=described.replicas,
             ))  # fmt: skip
             made.prefill.append(Rank(pool, None, SendingSide(client, described, time_left_s=600.0), client))
-        for index in range(decode_tp):
-            ranks = Ranks(index, decode_tp)
+        for index in range(len(decode_stages) or decode_tp):
+            ranks, decode_pool = placed(index, decode_tp, decode_stages, pool_type)
             shape = decode_page, HEADS // decode_tp, states, latent
             if host or copied_up:
-                pool = pool_type(None, *shape)
+                pool = decode_pool(None, *shape)
                 memory = CacheMemory([len(pool.raw)])
                 extent = extent_of([kv_buffers(pool.args), *state_buffers(pool.args)], None)
-                host_pool = pool_type(memory.beside(extent, len(pool.raw)).numpy(), *shape) if host else None
+                host_pool = decode_pool(memory.beside(extent, len(pool.raw)).numpy(), *shape) if host else None
                 target = memory.target(extent)
                 arena, locate = target.arena, target.locate
             else:
                 arena = ArenaMemory.create(1 << 20)
-                pool, host_pool = pool_type(np.frombuffer(arena.mapping.view, np.uint8), *shape), None
+                pool, host_pool = decode_pool(np.frombuffer(arena.mapping.view, np.uint8), *shape), None
                 start = arena.mapping.address
                 locate = lambda _, start=start: (start, "dram")  # noqa: E731
             described = described_of(pool, ranks, latent, locate)
@@ -252,6 +254,13 @@ def world(
             side = ReceivingSide(client, described, Uses(99), put_aux=aux.__setitem__, aux_bytes=128, time_left_s=600.0)
             made.decode.append(Rank(pool, host_pool, side, client, aux=aux))
         yield made
+
+
+def placed(index: int, tp_size: int, stages: Sequence[type[Pool]], pool_type: type[Pool]) -> tuple[Ranks, type[Pool]]:
+    """A rank of an engine, and its pool."""
+    if stages:
+        return Ranks(0, 1, index, len(stages)), stages[index]
+    return Ranks(index % tp_size, tp_size), pool_type
 
 
 def described_of(pool: Pool, ranks: Ranks, latent: bool, locate: Callable[[int], Any]) -> KVPools:

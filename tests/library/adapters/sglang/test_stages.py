@@ -10,6 +10,7 @@ import pytest
 from pdtransfer.adapters.sglang import process
 from pdtransfer.adapters.sglang.stages import ELSEWHERE, Ended, check_options, ended_here, ended_so_far
 from pdtransfer.errors import ConfigError
+from pdtransfer.wire import Ranks
 from tests.library.adapters.sglang.sglang_modules import KVPoll, ServerArgs, with_stand_ins
 
 
@@ -157,3 +158,20 @@ def test_the_first_layer_of_a_stage_is_that_of_its_pool(
     hook = dict(hooks.HOOKS)["sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_pools"]
     assert hook(lambda _: made, SimpleNamespace(is_draft_worker=False, device="other")) is made
     assert process.first_layer == first
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_stage_has_the_fact_of_all_stages_about_states(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one has no states. An engine without stages has nobody to ask."""
+    group = SimpleNamespace(all_gather_object=lambda texts: [["whole:1x24"], texts])
+    context = {"pp_group": group, "enable_dsa_cache_layer_split": False, "enable_cp_tp_group_sharing": False}
+    backend = with_stand_ins("backend", monkeypatch, **context)
+    manager = object.__new__(backend.Manager)
+    for name in ("attn_tp_size", "attn_cp_size", "dcp_size"):
+        setattr(manager, name, 1)
+    manager.attn_tp_rank, manager.pp_rank, manager.pp_size = 0, stages - 1, stages
+    manager.kv_args = SimpleNamespace(state_types=[])
+    manager._model_config = SimpleNamespace(hf_text_config=SimpleNamespace())
+    manager._learn_ranks()
+    assert manager._ranks == Ranks(pp_rank=stages - 1, pp_size=stages)
+    assert manager._states_fact == ({"states": "whole:1x24"} if stages == 2 else {})

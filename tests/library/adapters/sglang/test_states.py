@@ -15,8 +15,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 from pdtransfer import KVPoll
 from pdtransfer.adapters.kit.state_parts import StatePart
 from pdtransfer.adapters.sglang.pools import Buffers
-from pdtransfer.adapters.sglang.states import Sections, conv_sections, item_parts, states_fact
-from tests.library.adapters.sglang.sglang_ranks import HEADS, REQUESTS, Pool, world
+from pdtransfer.adapters.sglang.states import Sections, conv_sections, drop_empty_states, item_parts, states_fact
+from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, LAYERS, REQUESTS, Pool, slots_of, world
 
 STATE_LAYERS, KERNEL = (1, 2, 5), 3
 
@@ -153,6 +153,11 @@ def test_engines_of_other_sizes_refuse_each_other_where_they_do_not_divide() -> 
         assert engines.decode[0].states[7][-1].reason.endswith("p1 has heads 1 of 'mamba', which has 0")
 
 
+def alone(texts: list[str]) -> list[list[str]]:
+    """An engine without stages."""
+    return [texts]
+
+
 def test_what_states_there_are_is_a_fact_that_peers_compare() -> None:
     """Of all ranks together: equal where they divide."""
 
@@ -160,12 +165,88 @@ def test_what_states_there_are_is_a_fact_that_peers_compare() -> None:
         sections = [[8, 8, 16], None] if named else None
         args = args_of([32 // size, 8 // size], None, sections)
         args.state_item_lens = [[], [192 // size, 480 // size]]
-        return states_fact(args, size, None)
+        return states_fact(args, size, None, alone)
 
     assert fact(1, named=True) == fact(2, named=True) == {"states": "0:8x6 1:8x6 2:8x12, 0:8x60"}
     assert fact(1, named=False) == {"states": "whole:1x192, whole:1x480"}
-    assert fact(2, named=False) == {"states": "whole:2x96, whole:2x240"}
-    assert states_fact(SimpleNamespace(state_types=["swa"]), 1, None) == {}
+    assert fact(2, named=False) == {"states": "whole:2x240, whole:2x96"}
+    assert states_fact(SimpleNamespace(state_types=["swa"]), 1, None, alone) == {}
+
+
+def stage_of(kv_layers: Sequence[int], state_layers: Sequence[int]) -> type[Pool]:
+    """Pools of a pipeline stage whose layers these are. Its buffers are those that SGLang's KVArgs list: an empty list
+    of a state that other stages have."""
+
+    class StagePool(Pool):
+        @property
+        def args(self) -> Any:
+            args = super().args
+            chosen = [*kv_layers, *(LAYERS + layer for layer in kv_layers)]  # K, then V
+            for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens"):
+                vars(args)[name] = [vars(args)[name][index] for index in chosen]
+            for name in ("state_data_ptrs", "state_data_lens", "state_item_lens"):
+                vars(args)[name] = [[vars(args)[name][0][layer] for layer in state_layers]]
+            args.kv_layer_ids, args.state_layer_ids = [*kv_layers, *kv_layers], [list(state_layers)]
+            args.state_types = list(args.state_types)
+            drop_empty_states(args)
+            return args
+
+    return StagePool
+
+
+@pytest.mark.parametrize(
+    "layers", [(([0], [1, 2]), ([1, 2], [])), (([], [0, 1]), ([0, 1, 2], [2]))], ids=["no state", "no KV"]
+)
+def test_a_stage_carries_what_its_layers_have(layers: tuple[tuple[list[int], list[int]], ...]) -> None:
+    """From one rank to two stages, of which one has no state or no KV. SGLang names no indices of states there."""
+    with world(states=("mamba",), decode_stages=[stage_of(*of_stage) for of_stage in layers]) as engines:
+        for rank, (_, state_layers) in zip(engines.decode, layers, strict=True):
+            states = [np.array([2])] if state_layers else []
+            assert len(rank.pool.args.state_types) == len(states)
+            given: dict[str, Any] = {"prefix": 4, "states": states, "aux_index": 3, "sources": engines.sources}
+            rank.side.expect(7, np.array([1, 8], np.int32), **given)
+        engines.begin(7)
+        engines.until(7, KVPoll.WAITING_FOR_INPUT, engines.prefill)
+        engines.push(7, [5, 2], aux=AUX, states=[np.array([4])])
+        engines.until(7, KVPoll.SUCCESS)
+        source = engines.prefill[0].pool
+        for rank, (kv_layers, state_layers) in zip(engines.decode, layers, strict=True):
+            pool, computed = rank.pool, source.kv[:, kv_layers][:, :, slots_of([5, 2], 4)]
+            assert np.array_equal(pool.kv[:, kv_layers][:, :, slots_of([1, 8], 4)], computed, equal_nan=True)
+            assert not np.delete(pool.kv, kv_layers, axis=1).any()
+            assert np.array_equal(pool.arrays["mamba"][state_layers, 2], source.arrays["mamba"][state_layers, 4])
+            assert not np.delete(pool.arrays["mamba"], state_layers, axis=0).any()
+
+
+def test_a_prefill_stage_sends_what_its_layers_have() -> None:
+    """It has no KV, and the other stage has no state."""
+    layers = ([], [0, 1, 2]), ([0, 1, 2], [])
+    with world(states=("mamba",), prefill_stages=[stage_of(*of_stage) for of_stage in layers]) as engines:
+        engines.meet(7, [1, 8], states=[np.array([2])])
+        for rank, states in zip(engines.prefill, ([np.array([4])], []), strict=True):
+            rank.side.push(7, np.array([5, 2], np.int32), first_page=0, aux=AUX, states=states)
+        engines.until(7, KVPoll.SUCCESS)
+        (of_states, of_kv), landed = [rank.pool for rank in engines.prefill], engines.decode[0].pool
+        computed = of_kv.kv[:, :, slots_of([5, 2], 4)]
+        assert np.array_equal(landed.kv[:, :, slots_of([1, 8], 4)], computed, equal_nan=True)
+        assert np.array_equal(landed.arrays["mamba"][:, 2], of_states.arrays["mamba"][:, 4])
+
+
+@pytest.mark.parametrize("stages", [[True, True], [True, False], [False, True]])
+def test_stages_and_engines_without_stages_have_the_same_fact(stages: list[bool]) -> None:
+    """Whether a stage has such layers or not."""
+
+    def args(*, has_states: bool) -> Any:
+        lists = args_of([32, 8], None, [[8, 8, 16], None])
+        lists.state_types, lists.state_item_lens = ["mamba"] if has_states else [], [[192, 480]]
+        for name in ("state_dim_per_tensor", "state_conv_shard_groups"):
+            vars(lists)[name] = vars(lists)[name][1:]
+        return lists
+
+    whole = states_fact(args(has_states=True), 1, None, alone)
+    of_stages = [whole["states"].split(", ") if has_states else [] for has_states in stages]
+    for has_states in stages:
+        assert states_fact(args(has_states=has_states), 1, None, lambda _: of_stages) == whole
 
 
 def shape(sections: tuple[int, ...], entering: int, convs: int = 1) -> Any:

@@ -131,121 +131,31 @@ def pools(
     rows are tokens. Raises ConfigError, with the layer's name, for a cache that cannot cross.
     """
     parts = [
-        (index, group, name, part)
-        for index, (group, names) in enumerate(groups)
-        for name, part in _parts_of(group, names, indices).items()
+        part for index, (group, names) in enumerate(groups) for part in _parts_of(index, group, names, views, indices)
     ]
-    component_count = sum(group.stripes // group.dcp_size for _, group, _, _ in parts)
+    component_count = sum(part.group.stripes // part.group.dcp_size for part in parts)
     if not 1 <= component_count <= COMPONENTS_MAX:
         raise ConfigError(f"KV cache groups: {component_count}, must be 1 to {COMPONENTS_MAX}")
-    if len({name for _, _, name, _ in parts}) < len(parts):
+    if len({part.name for part in parts}) < len(parts):
         raise ConfigError(f"{INDEX}: layers of a sparse index are in several KV cache groups, of one they can cross")
     rows: list[BlockRows] = []
     replicas: dict[str, tuple[int, int]] = {}
-    last: list[dict[int, str]] = [{} for _ in groups]  # by layer
-    for index, group, name, names in parts:
-        count = host_blocks if group.host else blocks
-        planes: list[Plane] = []
-        page_sizes: set[int] = set()
-        places: set[tuple[int, Memory]] = set()
-        replica = (0, 1)
-        for layer, number, layer_name in _numbered(views, names):
-            view = views[layer_name]
-            base, memory = locate(view.data_ptr())
-            places.add((base, memory))
-            page_sizes.add(view.shape[2])
-            if name == INDEX:
-                last[index].setdefault(layer, layer_name)  # it is computed before what it chooses from is used
-            else:
-                last[index][layer] = layer_name
-            if group.state:
-                rank = 0 if group.replicated else heads.ranks.tp_rank
-                planes += _state_planes(layer_name, view, (states or {})[layer_name], layer, number, count, base, rank)
-                replica = (heads.ranks.tp_rank, heads.ranks.tp_size) if group.replicated else (0, 1)
-                continue
-            if kinds is None:
-                planes += _planes(layer_name, view, layer, f"kv{number}", blocks=count, base=base, heads=heads)
-            else:
-                planes += _token_planes(layer_name, kinds[layer_name], layer, number, base=base, heads=heads)
-            replica = _replica(layer_name, view, group, count, heads)
-        if len(places) != 1:
-            raise ConfigError(f"{name}: its layers have no KV cache, or in several memories: {', '.join(names)}")
-        [(_, memory)] = places
-        block_size = tokens_per_row = 1 if group.state else group.block_size
-        page_size, pages = 1, 1
-        if kinds is not None and not group.state:
-            page_size, tokens_per_row = _page_of(group, page_sizes), 1
-            pages = group.block_size // page_size
+    for part in parts:
+        count = host_blocks if part.group.host else blocks
+        base, memory = _place(part, locate)
+        planes = _planes(part, kinds, states or {}, blocks=count, base=base, heads=heads)
+        replica = _replica(part, count, heads)
+        component = part.name if kinds is None or len(parts) > 1 else KV
         try:
-            layout = Layout(tuple(planes), page_size, count * pages * page_size)
-            span = Span("once" if group.state else "all")
-            component = name if kinds is None or len(parts) > 1 else KV
-            whole = Component(component, memory, tokens_per_row, span, layout)
-            stripes = _stripes(BlockRows(index, whole, block_size, pages), group, heads)
+            whole = _rows_of(part, component, memory, planes, count, by_token=kinds is not None)
+            stripes = _stripes(whole, part.group, heads)
         except ValueError as error:
-            raise ConfigError(f"{name}: {error}") from None
+            raise ConfigError(f"{part.name}: {error}") from None
         rows += stripes
         replicas |= {stripe.component.name: replica for stripe in stripes}
+    last = [_last_of_layers(part for part in parts if part.index == index) for index in range(len(groups))]
     complete_after = {name: (index, layer) for index, names in enumerate(last) for layer, name in names.items()}
     return Pools(tuple(rows), replicas, tuple(tuple(names) for names in last), complete_after)
-
-
-def _parts_of(group: KVGroup, names: Sequence[str], indices: Collection[str]) -> dict[str, list[str]]:
-    """The layers of a group by the name of their component."""
-    parts = {
-        group.name: [name for name in names if name not in indices],
-        INDEX: [name for name in names if name in indices],
-    }
-    return {name: part for name, part in parts.items() if part} or {group.name: []}
-
-
-def _numbered(views: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """The layers that have a cache of their own, each with its number and, behind the first of a number, a count."""
-    addresses: set[int] = set()
-    seen: Counter[int] = Counter()
-    for order, name in enumerate(names):
-        if name in views and (address := views[name].data_ptr()) not in addresses:
-            addresses.add(address)
-            layer = layer_number(name, order)
-            yield layer, str(seen[layer] or ""), name
-            seen[layer] += 1
-
-
-def _page_of(group: KVGroup, page_sizes: set[int]) -> int:
-    """The tokens of a page where rows are tokens."""
-    page_size = min(page_sizes)
-    if group.window or group.chunk or page_sizes != {page_size} or group.block_size % page_size:
-        raise ConfigError(
-            f"{group.name}: windows, and blocks of {group.block_size} tokens in pages of {sorted(page_sizes)}, cannot "
-            f'cross by tokens: set rows to "blocks", or --disable-hybrid-kv-cache-manager'
-        )
-    return page_size
-
-
-def _replica(name: str, view: Any, group: KVGroup, blocks: int, heads: Heads) -> tuple[int, int]:
-    """This rank's number among those that have the same of a layer's KV, and how many there are."""
-    _, replicas = heads.replica(view.shape[1])
-    if group.stripes > 1 and (view.shape[0] != blocks or replicas % group.dcp_size):
-        raise ConfigError(
-            f"{name}: cannot cross with decode context parallelism: {view.shape[0]} blocks of the attention backend "
-            f"for {blocks} of vLLM's, and {replicas} ranks with the same KV heads"
-        )
-    return heads.replica(view.shape[1], group.dcp_size)
-
-
-def _stripes(whole: BlockRows, group: KVGroup, heads: Heads) -> list[BlockRows]:
-    """The stripes of a group that this rank has."""
-    component = whole.component
-    if group.stripes == 1:
-        return [whole]
-    striped = msgspec.structs.replace(component, tokens_per_row=component.tokens_per_row * group.stripes)
-    return [
-        replace(
-            whole, component=msgspec.structs.replace(striped, name=f"{component.name}.{stripe}"), stripe=stripe,
-            stripes=group.stripes,
-        )
-        for stripe in range(heads.ranks.tp_rank % group.dcp_size, group.stripes, group.dcp_size)
-    ]  # fmt: skip
 
 
 def with_heads(views: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,14 +178,101 @@ def layer_number(name: str, order: int) -> int:
     return int(match[1]) if match else order
 
 
-def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
-    return sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer that has a cache of its own."""
+
+    name: str
+    number: int  # the model's
+    suffix: str  # of the kinds of its planes: a count behind the first layer of a number, else empty
+    view: Any
 
 
-def _planes(name: str, view: Any, layer: int, kind: str, *, blocks: int, base: int, heads: Heads) -> list[Plane]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What becomes one component, or its stripes: layers of a group."""
+
+    index: int  # of the group in the list of groups
+    group: KVGroup
+    name: str
+    names: Sequence[str]
+    layers: Sequence[_Layer]  # of these names
+
+
+def _parts_of(
+    index: int, group: KVGroup, names: Sequence[str], views: Mapping[str, Any], indices: Collection[str]
+) -> list[_Part]:
+    """A group as a whole, or what its sparse index chooses from and that index."""
+    named = {
+        group.name: [name for name in names if name not in indices],
+        INDEX: [name for name in names if name in indices],
+    }
+    named = {name: of_part for name, of_part in named.items() if of_part} or {group.name: []}
+    return [_Part(index, group, name, of_part, list(_layers_of(views, of_part))) for name, of_part in named.items()]
+
+
+def _layers_of(views: Mapping[str, Any], names: Sequence[str]) -> Iterator[_Layer]:
+    """The layers that have a cache of their own."""
+    addresses: set[int] = set()
+    seen: Counter[int] = Counter()
+    for order, name in enumerate(names):
+        if name in views and (address := views[name].data_ptr()) not in addresses:
+            addresses.add(address)
+            number = layer_number(name, order)
+            yield _Layer(name, number, str(seen[number] or ""), views[name])
+            seen[number] += 1
+
+
+def _last_of_layers(parts: Iterable[_Part]) -> dict[int, str]:
+    """The name after which each layer of a group is complete, by the layer's number."""
+    last: dict[int, str] = {}
+    for part in parts:
+        for layer in part.layers:
+            if part.name == INDEX:
+                last.setdefault(layer.number, layer.name)  # it is computed before what it chooses from is used
+            else:
+                last[layer.number] = layer.name
+    return last
+
+
+def _place(part: _Part, locate: Locate) -> tuple[int, Memory]:
+    """What the planes of all layers begin at offsets from, and their memory."""
+    places = {locate(layer.view.data_ptr()) for layer in part.layers}
+    if len(places) != 1:
+        names = ", ".join(part.names)
+        raise ConfigError(f"{part.name}: its layers have no KV cache, or in several memories: {names}")
+    return places.pop()
+
+
+def _planes(
+    part: _Part,
+    kinds: Mapping[str, Mapping[str, Any]] | None,
+    states: Mapping[str, Sequence[StatePart]],
+    *,
+    blocks: int,
+    base: int,
+    heads: Heads,
+) -> list[Plane]:
+    """One component's, whose layers have this many `blocks`: of states by their parts, else by block, or by token with
+    `kinds`."""
+    planes: list[Plane] = []
+    for layer in part.layers:
+        if part.group.state:
+            rank = 0 if part.group.replicated else heads.ranks.tp_rank
+            planes += _state_planes(layer, states[layer.name], blocks=blocks, base=base, rank=rank)
+        elif kinds is None:
+            planes += _block_planes(layer, blocks=blocks, base=base, heads=heads)
+        else:
+            planes += _token_planes(layer, kinds[layer.name], base=base, heads=heads)
+    return planes
+
+
+def _block_planes(layer: _Layer, *, blocks: int, base: int, heads: Heads) -> list[Plane]:
     """One for each head, and for each part of a block where the backend's own blocks are smaller than vLLM's."""
+    view, kind = layer.view, f"kv{layer.suffix}"
     if view.ndim != 4 or view.shape[0] % blocks:
-        raise ConfigError(f"{name}: a KV cache of shape {tuple(view.shape)}, not [{blocks}, heads, tokens, width]")
+        shape = f"{tuple(view.shape)}, not [{blocks}, heads, tokens, width]"
+        raise ConfigError(f"{layer.name}: a KV cache of shape {shape}")
     count = view.shape[1]
     first = heads.first(count)
     head_range = range(first, first + count)
@@ -291,45 +288,101 @@ def _planes(name: str, view: Any, layer: int, kind: str, *, blocks: int, base: i
             plane
             for part in range(parts)
             for plane in strided_layout(
-                {(layer, f"{kind}.{part}" if part else kind): view[part::parts]}, axes=axes, heads=head_range,
+                {(layer.number, f"{kind}.{part}" if part else kind): view[part::parts]}, axes=axes, heads=head_range,
                 origin=base, dtype=dtype if dtype in DTYPE_BYTES else "uint8",
             ).planes
         ]  # fmt: skip
     except (LocalProtocolError, ValueError) as error:
-        raise ConfigError(f"{name}: {error}") from None
+        raise ConfigError(f"{layer.name}: {error}") from None
 
 
-def _state_planes(
-    name: str, view: Any, parts: Sequence[StatePart], layer: int, number: str, blocks: int, base: int, rank: int
-) -> list[Plane]:
+def _state_planes(layer: _Layer, parts: Sequence[StatePart], *, blocks: int, base: int, rank: int) -> list[Plane]:
     """One for each part of a page, with the shares of the rank of this number as heads."""
-    byte_count = sum(part.shares * part.share_bytes for part in parts)
+    view, byte_count = layer.view, sum(part.shares * part.share_bytes for part in parts)
     if view.shape[0] != blocks or view[0].nbytes != byte_count or not view[0].is_contiguous():
-        raise ConfigError(f"{name}: states of shape {tuple(view.shape)}, not {blocks} pages of {byte_count} bytes")
+        shape = f"{tuple(view.shape)}, not {blocks} pages of {byte_count} bytes"
+        raise ConfigError(f"{layer.name}: states of shape {shape}")
     offset, stride = view.data_ptr() - base, view.stride(0) * view.element_size()
-    return state_planes(parts, layer=layer, name=f"{{}}{number}", base=offset, stride=stride, rank=rank)
+    return state_planes(parts, layer=layer.number, name=f"{{}}{layer.suffix}", base=offset, stride=stride, rank=rank)
 
 
-def _token_planes(
-    name: str, kinds: Mapping[str, Any], layer: int, number: str, *, base: int, heads: Heads
-) -> list[Plane]:
+def _token_planes(layer: _Layer, kinds: Mapping[str, Any], *, base: int, heads: Heads) -> list[Plane]:
     """One for each kind and head, or number of a head where these lie apart; a latent has one head."""
     planes: list[Plane] = []
     try:
         for kind, view in kinds.items():
+            name = layer.number, kind + layer.suffix
             *_, count, size = view.shape
             if kind == LATENT:
-                planes += strided_layout(
-                    {(layer, kind + number): view[:, :, 0]}, axes=("page", "row"), origin=base
-                ).planes
+                planes += strided_layout({name: view[:, :, 0]}, axes=("page", "row"), origin=base).planes
                 continue
             first = heads.first(count) * size
             for head in range(count):
                 head_range = range(first + head * size, first + (head + 1) * size)
-                view_of_head = {(layer, kind + number): view[:, :, head]}
                 planes += strided_layout(
-                    view_of_head, axes=("page", "row", "head"), heads=head_range, origin=base
+                    {name: view[:, :, head]}, axes=("page", "row", "head"), heads=head_range, origin=base
                 ).planes
     except (LocalProtocolError, ValueError) as error:
-        raise ConfigError(f"{name}: {error}") from None
+        raise ConfigError(f"{layer.name}: {error}") from None
     return planes
+
+
+def _replica(part: _Part, blocks: int, heads: Heads) -> tuple[int, int]:
+    """This rank's number among those that have the same of these layers' KV, and how many there are."""
+    group = part.group
+    if group.state:
+        return (heads.ranks.tp_rank, heads.ranks.tp_size) if group.replicated else (0, 1)
+    for layer in part.layers:
+        _, replicas = heads.replica(layer.view.shape[1])
+        if group.stripes > 1 and (layer.view.shape[0] != blocks or replicas % group.dcp_size):
+            raise ConfigError(
+                f"{layer.name}: cannot cross with decode context parallelism: {layer.view.shape[0]} blocks of the "
+                f"attention backend for {blocks} of vLLM's, and {replicas} ranks with the same KV heads"
+            )
+    return heads.replica(part.layers[-1].view.shape[1], group.dcp_size)
+
+
+def _rows_of(
+    part: _Part, component: str, memory: Memory, planes: Sequence[Plane], blocks: int, *, by_token: bool
+) -> BlockRows:
+    """A part's rows, before any stripes. Raises ValueError for planes that cannot be one component."""
+    group = part.group
+    block_size = tokens_per_row = 1 if group.state else group.block_size
+    page_size, pages = 1, 1
+    if by_token and not group.state:
+        page_size, tokens_per_row = _page_size(part), 1
+        pages = block_size // page_size
+    layout = Layout(tuple(planes), page_size, blocks * pages * page_size)
+    span = Span("once" if group.state else "all")
+    return BlockRows(part.index, Component(component, memory, tokens_per_row, span, layout), block_size, pages)
+
+
+def _page_size(part: _Part) -> int:
+    """The tokens of a page where rows are tokens."""
+    group, page_sizes = part.group, {layer.view.shape[2] for layer in part.layers}
+    page_size = min(page_sizes)
+    if group.window or group.chunk or page_sizes != {page_size} or group.block_size % page_size:
+        raise ConfigError(
+            f"{group.name}: windows, and blocks of {group.block_size} tokens in pages of {sorted(page_sizes)}, cannot "
+            f'cross by tokens: set rows to "blocks", or --disable-hybrid-kv-cache-manager'
+        )
+    return page_size
+
+
+def _stripes(whole: BlockRows, group: KVGroup, heads: Heads) -> list[BlockRows]:
+    """The stripes of a group that this rank has."""
+    component = whole.component
+    if group.stripes == 1:
+        return [whole]
+    striped = msgspec.structs.replace(component, tokens_per_row=component.tokens_per_row * group.stripes)
+    return [
+        replace(
+            whole, component=msgspec.structs.replace(striped, name=f"{component.name}.{stripe}"), stripe=stripe,
+            stripes=group.stripes,
+        )
+        for stripe in range(heads.ranks.tp_rank % group.dcp_size, group.stripes, group.dcp_size)
+    ]  # fmt: skip
+
+
+def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))

@@ -267,11 +267,14 @@ def test_decode_may_have_several_stages(
         pair.ready()
         # Proxies that ask decode first know the first rank's port alone, and expect the others behind it.
         orders = ["serial", "decode first"] if prefill_stages == 1 else ["serial"]
+        before, reported = received_bytes(decode), 0
         for order in orders:
             asked = prompts(*LENGTHS, seed=len(order))
             made = handed_over(pair, asked, order=order)
             assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
+            reported += sum(answer.kv_transfer_params["kv_bytes"] for answer in made if answer.kv_transfer_params)
         pair.settles()
+        assert received_bytes(decode) - before == reported, "of both stages"
         received = 2 * (len(orders) * len(LENGTHS) + 1)
         assert rooms(decode) == {"received": received}, "each stage counts for itself"
         [prompt] = prompts(200, seed=26)

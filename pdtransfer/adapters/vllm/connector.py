@@ -58,6 +58,7 @@ class Announced(KVConnectorHandshakeMetadata):
 
     endpoint: str  # prefill: where it listens, [KEY@]tcp://host:port; else empty
     identity: dict[str, Any]  # what peers compare, as `shown` makes it
+    block_bytes: tuple[int, ...]  # by group, as Pools has them
 
 
 class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
@@ -96,7 +97,6 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
                 [group for group, _ in self._groups], engine_id=transfer.engine_id,
                 tp_size=parallel.tensor_parallel_size, sends=self._sends, receives=self._receives,
                 reachable=Reachable(allowed, self._settings.insecure),
-                block_bytes=dialect.block_bytes(kv_cache_config, self._groups, parallel.tensor_parallel_size),
             )  # fmt: skip
             return
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -188,7 +188,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         )  # fmt: skip
         both = prefill is not None and decode is not None
         identity = self._node("p", ranks, facts).identity("prefill" if self._sends else "decode")
-        self._announced = Announced(self._endpoint, shown(identity, both=both))
+        self._announced = Announced(self._endpoint, shown(identity, both=both), described.block_bytes)
         where = [f"listens on {self._endpoint}"] if self._endpoint else []
         if target is not None:
             copied_up = "in host memory first, and is copied to " if target.copied_up else "in "

@@ -82,21 +82,6 @@ def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list
     return groups
 
 
-def block_bytes(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> list[int]:
-    """The bytes of a block of each group, of all ranks together; ranks that share heads count them all."""
-    specs = [kv_cache_config.kv_cache_groups[group.index].kv_cache_spec for group, _ in groups]
-    sizes = [
-        # Of a state without what pads its page. Attention has a field of this name as well, of one head and token.
-        getattr(spec, "state_content_size_bytes", spec.page_size_bytes)
-        if type(spec).__name__ == _STATE
-        else spec.page_size_bytes
-        for spec in specs
-    ]
-    return [
-        size * len(names) * tp_size // group.dcp_size for size, (group, names) in zip(sizes, groups, strict=True)
-    ]  # fmt: skip
-
-
 def _kind(index: int, spec: Any) -> str:
     name = type(spec).__name__
     if name not in _SPECS:

@@ -99,6 +99,15 @@ class Pools:
         """The components of which another rank may have the last block of a prompt: the stripes."""
         return frozenset(block_rows.component.name for block_rows in self.rows if block_rows.stripes > 1)
 
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Of each group, the bytes of a block in all of its components here; a block is in one of its stripes alone."""
+        sizes = [0] * len(self.layers)
+        for block_rows in self.rows:
+            if block_rows.component.name not in self.stand_ins:
+                sizes[block_rows.group] += block_rows.component.bytes_of(block_rows.of_block)
+        return tuple(sizes)
+
     def or_tokens(self, tokens: Pools, fact: str) -> Pools:
         """The same blocks, which cross to peers with this `fact` of their blocks, and `tokens` of the same cache, which
         cross to others."""

@@ -128,6 +128,11 @@ class RankAnnouncement(Protocol):
         """What peers compare, as `handoff.identity_check.shown` makes it."""
         ...
 
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Of each group, the bytes of a block in all of its components at this rank."""
+        ...
+
 
 class SchedulerSide:
     """Answers vLLM's scheduler. `groups` are those whose KV crosses; `engine_id` names this engine to peers.
@@ -145,16 +150,14 @@ class SchedulerSide:
         sends: bool,
         receives: bool,
         reachable: Reachable | None = None,
-        block_bytes: Sequence[int] = (),
     ) -> None:
-        """`block_bytes` are the bytes of a block of each group, of all ranks together."""
-        self._block_bytes = tuple(block_bytes) or (0,) * len(groups)
         self._groups, self._engine_id, self._tp_size = tuple(groups), engine_id, tp_size
         self._has_states = any(group.state for group in groups)
         self._can_send, self._can_receive = sends, receives
         self._reachable = reachable or Reachable()
         self.endpoints: tuple[str, ...] = ()
         self.identity: dict[str, Any] = {}
+        self._block_bytes = (0,) * len(self._groups)  # of all ranks together; those that share heads have them each
         self._identified: set[str] = set()  # requests that ask for it
         self.block_pool: BlockPool | None = None  # once vLLM has made it
         self._kept: dict[str, list[Any]] = {}  # by request: blocks that vLLM frees before they are sent
@@ -180,6 +183,10 @@ class SchedulerSide:
             )
         self.endpoints = tuple(announced[rank].endpoint for rank in ranks)
         self.identity = announced[ranks[0]].identity if ranks else {}
+        self._block_bytes = tuple(
+            sum(announced[rank].block_bytes[index] for rank in ranks) // group.stripes
+            for index, group in enumerate(self._groups)
+        )
 
     def on_new_request(self, request: VLLMRequest) -> None:
         """A request has come: its parameters are checked. A wrong one of decode fails its load, and no other."""

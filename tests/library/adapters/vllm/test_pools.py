@@ -261,6 +261,34 @@ def test_a_state_is_one_row_a_request_in_memory_that_it_shares_with_kv() -> None
         pools(views, groups, states={name: [StatePart("x", 4, 24)]}, **options)
 
 
+def test_bytes_of_a_block_are_those_of_its_layers() -> None:
+    """Of a sparse index those of the index, and of a state those without what vLLM pads its page by."""
+    kv = cache(3, 1)
+    latents, [whole, _, _] = list(kv), kv.values()
+    views = kv | {
+        "model.layers.0.indexer": whole[..., :6].contiguous(),
+        "model.layers.3.mixer": whole.view(BLOCKS, 1, 1, -1).view(torch.int8)[..., :100],
+    }
+    groups = [(KVGroup(0, TOKENS), [*latents, "model.layers.0.indexer"]),
+              (KVGroup(1, 1024, state=True), ["model.layers.3.mixer"])]  # fmt: skip
+    states = {"model.layers.3.mixer": [StatePart("x", 5, 20)]}
+    kinds = {name: {"latent": view.transpose(1, 2)} for name, view in views.items()}
+    for more in ({}, {"indices": ["model.layers.0.indexer"]}, {"kinds": kinds}):
+        of_rank = pools(
+            views, groups, blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=Heads(1, Ranks()), states=states, **more
+        )
+        assert of_rank.block_bytes == (TOKENS * (3 * WIDTH + 6) * 4, 100), more
+
+
+@pytest.mark.parametrize("dcp_size", [1, 2, 4])
+def test_bytes_of_a_block_are_in_one_stripe(dcp_size: int) -> None:
+    tensors = cache(2, 1)
+    groups = [(KVGroup(0, TOKENS, dcp_size=dcp_size, stripes=4), list(tensors))]
+    of_ranks = [made_of(tensors, Heads(1, Ranks(rank, 4)), groups) for rank in range(4)]
+    copies = 4 // dcp_size  # of each block, in all ranks
+    assert sum(rank.block_bytes[0] for rank in of_ranks) // 4 == copies * 2 * TOKENS * WIDTH * 4
+
+
 def test_too_many_groups_are_refused() -> None:
     tensors = cache(1, 1)
     groups = [(KVGroup(at, TOKENS), list(tensors)) for at in range(17)]

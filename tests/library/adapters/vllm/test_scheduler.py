@@ -93,12 +93,17 @@ class Pool:
         return {number for number, count in self.counts.items() if count}
 
 
+@dataclass
+class Rank:
+    endpoint: str
+    identity: dict[str, Any] = field(default_factory=lambda: {"facts": {}})
+    block_bytes: tuple[int, ...] = (1_000,)
+
+
 def side(*groups: KVGroup, **roles: bool) -> SchedulerSide:
     found = groups or (KVGroup(0, 16),)
-    made = SchedulerSide(
-        found, engine_id="p0", block_bytes=[1_000] * len(found), **{"sends": True, "receives": True} | roles
-    )
-    made.endpoints = ADDRESS
+    made = SchedulerSide(found, engine_id="p0", **{"sends": True, "receives": True} | roles)
+    made.on_ranks({(0, 0): Rank(*ADDRESS, block_bytes=(1_000,) * len(found))})
     made.block_pool = Pool()
     return made
 
@@ -513,12 +518,6 @@ def test_an_engine_of_any_role_reports_its_identity_and_hands_nothing_over(roles
     assert made.on_finished(begun(made, 1, {}), STOPPED) == (False, None), "another request of the same name"
 
 
-@dataclass
-class Rank:
-    endpoint: str
-    identity: dict[str, Any]
-
-
 def test_ranks_that_would_hand_over_unequal_rows_end_the_start_by_name() -> None:
     """Each rank has chosen by its own part of the cache."""
     engine = side()
@@ -537,6 +536,17 @@ def test_ranks_that_would_hand_over_unequal_rows_end_the_start_by_name() -> None
     assert engine.identity is identity
     engine.on_ranks({})
     assert (engine.endpoints, engine.identity) == ((), {})
+
+
+def test_bytes_of_an_answer_are_those_that_the_ranks_have_of_its_blocks() -> None:
+    """Ranks have other layers of two groups each; a block of the second is in one of its stripes alone."""
+    engine = side(KVGroup(0, 16), KVGroup(1, 16, dcp_size=2, stripes=4))
+    sizes = {(0, 0): (10, 200), (0, 1): (10, 200), (1, 0): (7, 600), (1, 1): (7, 600)}
+    engine.on_ranks({rank: Rank(*ADDRESS, block_bytes=of_rank) for rank, of_rank in sizes.items()})
+    request = begun(engine, 40, RECEIVES)
+    assert engine.matched_tokens(request, 16) == 23
+    engine.on_blocks(request, [[7, 3, 5], [4, 9]], 23)
+    assert engine.on_finished(request, STOPPED) == (False, {"kv_bytes": 2 * 34 + 2 * 1600 // 4, "kv_lost": False})
 
 
 def test_a_request_without_a_hand_off_is_left_alone() -> None:

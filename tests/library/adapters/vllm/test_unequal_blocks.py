@@ -313,6 +313,7 @@ def test_of_each_pair_a_writer_uses_what_it_has() -> None:
     arena = SlotAllocator(made.components, engine_slots=True, stand_ins=made.stand_ins)
     assert arena.slot_bytes == cache.nbytes, "the same bytes count once"
     assert tokens.bytes_of(tokens.layout.slots) == cache.nbytes
+    assert made.block_bytes == (cache.nbytes // BLOCKS,)
 
 
 APART = {"k": torch.zeros(BLOCKS, HEADS, SIZE, 8).permute(0, 3, 1, 2), "v": torch.zeros(BLOCKS, 8, HEADS, SIZE)}

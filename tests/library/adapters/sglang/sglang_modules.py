@@ -53,8 +53,16 @@ class Common:
 
 
 class CommonKVManager:
-    def __init__(self) -> None:
+    """A rank, alone in its pipeline stage, has the fields of SGLang's manager that the plugin's reads at its start."""
+
+    def __init__(
+        self, args: Any = None, mode: Any = None, server_args: Any = None, is_mla_backend: bool = False
+    ) -> None:
         self.request_status: dict[int, KVPoll] = {}
+        self.kv_args, self.disaggregation_mode, self.server_args = args, mode, server_args
+        self.is_mla_backend, self.is_hybrid_mla_backend, self.kv_cache_dtype_str = is_mla_backend, False, "auto"
+        self.attn_tp_rank, self.attn_tp_size, self.attn_cp_rank, self.attn_cp_size, self.dcp_size = 0, 1, 0, 1, 1
+        self.pp_rank, self.pp_size = 0, getattr(server_args, "pp_size", 1)
 
     def update_status(self, room: int, status: KVPoll) -> None:
         known = self.request_status.get(room, status)
@@ -79,6 +87,24 @@ class CommonKVBootstrapServer:
 
 class DisaggregationMode(Enum):
     DECODE, PREFILL = "decode", "prefill"
+
+
+class ModelConfig:
+    """Of a model of four KV heads."""
+
+    dtype, hf_text_config = "torch.float32", SimpleNamespace()
+
+    @classmethod
+    def from_server_args(cls, _: Any) -> ModelConfig:
+        return cls()
+
+    def get_total_num_kv_heads(self) -> int:
+        return 4
+
+    def get_num_kv_heads(self, tp_size: int) -> int:
+        return 4 // tp_size
+
+    get_swa_num_kv_heads = get_num_kv_heads
 
 
 class ServerArgs:
@@ -110,7 +136,7 @@ def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, **context: Any) -
         all_reduce_flags=lambda flags, group, op: group(flags, op),
     )  # fmt: skip
     module("sglang.srt.configs", monkeypatch)
-    module("sglang.srt.configs.model_config", monkeypatch, ModelConfig=None)
+    module("sglang.srt.configs.model_config", monkeypatch, ModelConfig=ModelConfig)
     common = {
         "CommonKVBootstrapServer": CommonKVBootstrapServer,
         "CommonKVManager": CommonKVManager,

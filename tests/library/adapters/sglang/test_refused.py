@@ -1,0 +1,79 @@
+"""What an engine refuses at its start, by the text that docs/compatibility.md has: a manager with modules and pools in
+the place of SGLang's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
+
+from pdtransfer.errors import ConfigError
+from tests.library.adapters.sglang.sglang_modules import DisaggregationMode, ServerArgs, with_stand_ins
+from tests.library.adapters.sglang.sglang_ranks import HEADS, RATIOS, Pool
+
+
+@pytest.fixture(autouse=True)
+def level() -> Iterator[None]:
+    """The plugin logs as SGLang does in the same process."""
+    logger = logging.getLogger("pdtransfer")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
+def start(
+    mode: DisaggregationMode, monkeypatch: pytest.MonkeyPatch, *, states: tuple[str, ...] = (), pp_size: int = 1,
+    enable_hisparse: bool = False, **fields: Any,
+) -> Any:  # fmt: skip
+    """Starts a rank whose cache is in memory that SGLang has allocated. `fields` are of its KVArgs."""
+    options = {"enable_hisparse": enable_hisparse, "device": "cpu"}
+    backend = with_stand_ins("backend", monkeypatch, **options)
+    pool = Pool(None, 4, HEADS, states, latent=False)
+    args = pool.args
+    args.state_types = [SimpleNamespace(value=name) for name in states]
+    vars(args).update(fields)
+    server_args = ServerArgs(pp_size=pp_size, disaggregation_mode=mode.value, **options)
+    manager = backend.Manager(args, mode, server_args)
+    manager.register_to_bootstrap()
+    return manager
+
+
+@pytest.mark.parametrize("state", ["swa", "dsa", "minimax_index_k"])
+def test_states_without_layer_numbers_are_refused_with_pipeline_stages(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="^pp_size: states without layer numbers cannot cross from or to several st"):
+        start(DisaggregationMode.PREFILL, monkeypatch, states=(state,), pp_size=2)
+
+
+@pytest.mark.parametrize("mode", DisaggregationMode)
+@pytest.mark.parametrize(
+    ("of_cache", "text"),
+    [
+        (
+            {"mla_compression_ratios": RATIOS},
+            "SGLang hands DeepSeek V4's KV to it with its Mooncake backend alone",
+        ),
+        ({"states": ("minimax_index_k",)}, "MiniMax's sparse KV cannot cross with it yet"),
+    ],
+    ids=["DeepSeek V4", "MiniMax"],
+)
+def test_caches_that_cannot_cross_with_hisparse_are_refused(
+    of_cache: dict[str, Any], text: str, mode: DisaggregationMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=f"^enable_hisparse: {text}$"):
+        start(mode, monkeypatch, enable_hisparse=True, **of_cache)
+
+
+def test_a_host_pool_that_no_peer_can_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has allocated it elsewhere than the plugin has room for it."""
+    host = Pool(None, 4, HEADS, (), latent=False).args
+    fields = {f"host_{name}": getattr(host, name) for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")}
+    text = "^decode_host_receive_threshold: SGLang's host pool is not where peers can write$"
+    with pytest.raises(ConfigError, match=text):
+        start(DisaggregationMode.DECODE, monkeypatch, **fields)

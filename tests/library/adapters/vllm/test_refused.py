@@ -1,0 +1,71 @@
+"""What an engine refuses at its start, by the text that docs/compatibility.md has: KV cache groups with modules in the
+place of vLLM's."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
+
+from pdtransfer.errors import ConfigError
+
+PACKAGE = "pdtransfer.adapters.vllm"
+INTERFACE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+def dialect_of(monkeypatch: pytest.MonkeyPatch, **interface: Any) -> Any:
+    """The module with modules that have what it imports; nothing of it stays. `interface` is what vLLM's connectors
+    have beside their base."""
+    has: dict[str, dict[str, Any]] = {
+        INTERFACE: {"KVConnectorBase_V1": object, **interface},
+        "vllm.distributed.parallel_state": {"get_pp_group": None, "get_tensor_model_parallel_rank": None},
+        "vllm.logger": {"init_logger": logging.getLogger},
+    }
+    names = {name.rsplit(".", level)[0] for name in has for level in range(name.count(".") + 1)}
+    for name in sorted(names):
+        stand_in = ModuleType(name)
+        vars(stand_in).update(has.get(name, {}), __path__=[])
+        monkeypatch.setitem(sys.modules, name, stand_in)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, stand_in)
+    imported = import_module(f"{PACKAGE}.dialect")
+    delattr(sys.modules[PACKAGE], "dialect")
+    del sys.modules[f"{PACKAGE}.dialect"]
+    return imported
+
+
+def groups(*specs: str) -> Any:
+    """vLLM's configuration of a cache with a group of each of these classes."""
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=type(name, (), {"block_size": 16})(), layer_names=[f"layer{index}"])
+            for index, name in enumerate(specs)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("interface", "spec", "last"),
+    [
+        ({"KVConnectorTransferResults": object}, "CrossAttentionSpec", "MambaSpec"),
+        ({"KVConnectorTransferResults": object}, "EncoderOnlyAttentionSpec", "MambaSpec"),
+        ({}, "CrossAttentionSpec", "ChunkedLocalAttentionSpec"),
+        ({}, "MambaSpec", "ChunkedLocalAttentionSpec"),
+    ],
+)
+def test_caches_that_cannot_cross_are_refused_with_those_that_can(
+    interface: dict[str, Any], spec: str, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions before 0.32 have no interface for states."""
+    dialect = dialect_of(monkeypatch, **interface)
+    assert [names for _, names in dialect.groups_of(groups("FullAttentionSpec"))] == [["layer0"]]
+    text = rf"^KV cache group 1: {spec} cannot cross yet, one of FullAttentionSpec, .*, {last} can$"
+    with pytest.raises(ConfigError, match=text):
+        dialect.groups_of(groups("FullAttentionSpec", spec))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
@@ -28,15 +29,17 @@ def level() -> Iterator[None]:
 
 def start(
     mode: DisaggregationMode, monkeypatch: pytest.MonkeyPatch, *, states: tuple[str, ...] = (), pp_size: int = 1,
-    enable_hisparse: bool = False, **fields: Any,
+    enable_hisparse: bool = False, raw: np.ndarray | None = None, **fields: Any,
 ) -> Any:  # fmt: skip
-    """Starts a rank whose cache is in memory that SGLang has allocated. `fields` are of its KVArgs."""
-    options = {"enable_hisparse": enable_hisparse, "device": "cpu"}
+    """Starts a rank whose cache is in memory that SGLang has allocated, at the begin of `raw`. `fields` are of its
+    KVArgs."""
+    options: dict[str, Any] = {"enable_hisparse": enable_hisparse, "device": "cpu"}
     backend = with_stand_ins("backend", monkeypatch, **options)
-    pool = Pool(None, 4, HEADS, states, latent=False)
+    pool = Pool(raw, 4, HEADS, states, latent=False)
     args = pool.args
     args.state_types = [SimpleNamespace(value=name) for name in states]
-    vars(args).update(fields)
+    for name, value in fields.items():
+        setattr(args, name, value)
     server_args = ServerArgs(pp_size=pp_size, disaggregation_mode=mode.value, **options)
     manager = backend.Manager(args, mode, server_args)
     manager.register_to_bootstrap()
@@ -73,8 +76,10 @@ def test_caches_that_cannot_cross_with_hisparse_are_refused(
 
 def test_a_host_pool_that_no_peer_can_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang has allocated it elsewhere than the plugin has room for it."""
-    host = Pool(None, 4, HEADS, (), latent=False).args
-    fields = {f"host_{name}": getattr(host, name) for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")}
+    byte_count = Pool(None, 4, HEADS, (), latent=False).raw.nbytes
+    raw = np.zeros(2 * byte_count, np.uint8)  # the cache, and behind it the host pool
+    host = Pool(raw[byte_count:], 4, HEADS, (), latent=False)
+    fields = {f"host_{name}": getattr(host.args, name) for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")}
     text = "^decode_host_receive_threshold: SGLang's host pool is not where peers can write$"
     with pytest.raises(ConfigError, match=text):
-        start(DisaggregationMode.DECODE, monkeypatch, **fields)
+        start(DisaggregationMode.DECODE, monkeypatch, raw=raw, **fields)

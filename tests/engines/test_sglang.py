@@ -9,12 +9,13 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.request import urlopen
 
 import aiohttp
 import pytest
@@ -186,6 +187,31 @@ def in_each_order(pair: SglangPair, asked: list[list[int]], expected: list[list[
     pair.settles()
 
 
+def one_stage_does_not_learn_where_prefill_listens(pair: SglangPair, prompt: list[int], expected: list[int]) -> None:
+    """The request fails on both sides at once, not by SGLang's own limit, which is minutes; its number may be used
+    again."""
+    paths: list[str] = []
+
+    def answer(path: str) -> Any:
+        if "prefill_dp_rank=0" in path:  # where a rank listens
+            paths.append(path)
+            if len(paths) == 1:
+                return None
+        with urlopen(f"http://127.0.0.1:{pair.prefill.bootstrap_port}{path}", timeout=ANSWER_S) as response:
+            return json.load(response) if "/route" in path else {}
+
+    room = pair.room()
+    with answering(answer) as port:
+        requests = [
+            side.add(prompt, tokens=TOKENS, **room | {"bootstrap_port": port}) for side in (pair.prefill, pair.decode)
+        ]
+        for request in requests:
+            assert isinstance(request.exception(2 * TIME_LEFT_S), RefusedError)
+    assert len(paths) > 1
+    first, tokens = [side.add(prompt, tokens=TOKENS, **room).result for side in (pair.prefill, pair.decode)]
+    assert (first()[0], tokens()) == (expected[0], expected)
+
+
 def test_a_prefill_server_with_pipeline_stages_hands_over(
     sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family
 ) -> None:
@@ -226,6 +252,7 @@ def test_a_decode_server_with_pipeline_stages_receives(
     with servers(sglang_checkpoints.path("llama"), tmp_path, **options) as (prefill, decode):
         for staged in (SglangPair(prefill, decode), SglangPair(pair.prefill, decode)):
             in_each_order(staged, asked, expected)
+        one_stage_does_not_learn_where_prefill_listens(SglangPair(prefill, decode), asked[0], expected[0])
         mixed_requests(SglangPair(prefill, decode), single)
         _, received = SglangPair(prefill, decode).begin(asked, tokens=TOKENS)
         time.sleep(0.2)
@@ -316,10 +343,19 @@ def bootstrap_server(server: dict[str, Any], rank: dict[str, Any]) -> Iterator[i
     of_server = sizes | {"page_size": None, "kv_cache_dtype": None, "follow_bootstrap_room": True} | server
     of_rank = {"rank_ip": "127.0.0.1", "rank_port": 1} | rank
 
+    with answering(lambda path: of_server if "prefill_dp_rank=-1" in path else of_rank) as port:
+        yield port
+
+
+@contextmanager
+def answering(answer: Callable[[str], Any]) -> Iterator[int]:
+    """The port of a server that answers each path with this JSON; with None it has failed."""
+
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(of_server if "prefill_dp_rank=-1" in self.path else of_rank).encode()
-            self.send_response(200)
+            content = answer(self.path)
+            body = json.dumps(content).encode()
+            self.send_response(500 if content is None else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -327,13 +363,13 @@ def bootstrap_server(server: dict[str, Any], rank: dict[str, Any]) -> Iterator[i
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as made:
-        thread = Thread(target=made.serve_forever)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield made.server_port
+            yield server.server_port
         finally:
-            made.shutdown()
+            server.shutdown()
             thread.join()
 
 

@@ -52,7 +52,7 @@ from .pools import (
     state_buffers,
 )
 from .prefill import SendingSide, Sent
-from .stages import check_options
+from .stages import ELSEWHERE, check_options
 from .states import LINEAR, conv_sections, drop_empty_states, states_fact
 
 log = logging.getLogger(f"sglang.srt.{__name__}")
@@ -395,7 +395,7 @@ class Receiver(dialect.KVReceiver):
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         if not mgr.takes(bootstrap_room):
-            self.conclude_state = KVPoll.Failed
+            self.conclude_state, self._asked = KVPoll.Failed, True  # prefill has no such request
 
     @property
     def supports_host_destination(self) -> bool:
@@ -454,15 +454,14 @@ class Receiver(dialect.KVReceiver):
         if self.bootstrap_infos is None:
             return
         assert aux_index is not None
-        self._asked = True
         try:
+            sources = self.kv_mgr.sources_of(self.bootstrap_infos)
+            self._asked = True
             self.kv_mgr.receiving.expect(
                 self.bootstrap_room, kv_indices, prefix=decode_prefix_len or 0, states=state_indices or [],
-                aux_index=aux_index, sources=self.kv_mgr.sources_of(self.bootstrap_infos),
-                host=destination == dialect.KVTransferDestination.HOST,
+                aux_index=aux_index, sources=sources, host=destination == dialect.KVTransferDestination.HOST,
             )  # fmt: skip
         except (LocalProtocolError, RequestError) as error:
-            self._asked = False
             self.kv_mgr.refuse([self.bootstrap_room], f"its hand-off is refused: {error}")
             self._withdraw(str(error))
         self.init_time = time.time()
@@ -480,16 +479,22 @@ class Receiver(dialect.KVReceiver):
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """SGLang has given the request up, or its time is over."""
         self.kv_mgr.receiving.give_up(self.bootstrap_room)
-        self._withdraw("SGLang gave it up")
+        self._withdraw(self.failure or "SGLang gave it up")
+
+    def clear(self) -> None:
+        """The request has ended. It may have failed at another rank before this one has asked for it, and the other one
+        may not know where prefill listens."""
+        self._withdraw(self.failure or ELSEWHERE)
+        super().clear()
 
     def _withdraw(self, why: str) -> None:
         """Prefill does not wait for a request that decode has not asked for, and will not."""
-        if self._asked or self.bootstrap_infos is None:
+        if self._asked:
             return
-        self._asked = True
+        self._asked, sources = True, list[str]()
         with suppress(RequestError):
-            sources = self.kv_mgr.sources_of(self.bootstrap_infos)
-            self.kv_mgr.receiving.withdraw(self.bootstrap_room, sources, why)
+            sources = self.kv_mgr.sources_of(getattr(self, "bootstrap_infos", None) or [])
+        self.kv_mgr.receiving.withdraw(self.bootstrap_room, sources, why)
 
     def is_abort_release_safe(self) -> bool:
         """Whether nobody can write its pages any more."""

@@ -64,18 +64,23 @@ class ReceivingSide:
         host: bool = False,
     ) -> None:
         """Asks the prefill ranks at `sources` for the tokens behind `prefix`, into `pages` and the indices of each
-        state; with `host` into those of the host pools. Raises LocalProtocolError for what does not fit."""
-        tokens = prefix + len(pages) * self._pools.page_size
-        slots = {} if self._pools.kv is None else {KV: self._rows(self._pools.kv, tokens, pages)}
-        slots |= {
-            part.name: self._rows(part, tokens, np.empty(0, np.int64) if indices is None else indices)
-            for part, indices in zip(self._pools.states, states, strict=True)
-        }
+        state; with `host` into those of the host pools. Raises LocalProtocolError for what does not fit: the request
+        fails at these ranks as well."""
         room = self._uses.room(bootstrap_room)
-        self._client.expect(
-            room, tokens=tokens, prefix=prefix, slots=slots, sources=sources, time_left_s=self._time_left_s,
-            enable_hisparse=host,
-        )  # fmt: skip
+        tokens = prefix + len(pages) * self._pools.page_size
+        try:
+            slots = {} if self._pools.kv is None else {KV: self._rows(self._pools.kv, tokens, pages)}
+            slots |= {
+                part.name: self._rows(part, tokens, np.empty(0, np.int64) if indices is None else indices)
+                for part, indices in zip(self._pools.states, states, strict=True)
+            }
+            self._client.expect(
+                room, tokens=tokens, prefix=prefix, slots=slots, sources=sources, time_left_s=self._time_left_s,
+                enable_hisparse=host,
+            )  # fmt: skip
+        except LocalProtocolError as error:
+            self._withdraw(room, bootstrap_room, sources, str(error))
+            raise
         self._rooms[room] = _Received(bootstrap_room, aux_index)
         self._current[bootstrap_room] = room
 
@@ -85,8 +90,11 @@ class ReceivingSide:
             self._client.abort(room, f"bootstrap_room {bootstrap_room} was given up")
 
     def withdraw(self, bootstrap_room: int, sources: Sequence[str], why: str) -> None:
-        """SGLang does not want a request that was not expected yet: it fails at the prefill ranks at `sources`."""
-        room = self._uses.room(bootstrap_room)
+        """SGLang does not want a request that was not expected yet: it fails at the prefill ranks at `sources`. There
+        may be none: this counts as a use of the number all the same, as it does at the ranks that know some."""
+        self._withdraw(self._uses.room(bootstrap_room), bootstrap_room, sources, why)
+
+    def _withdraw(self, room: int, bootstrap_room: int, sources: Sequence[str], why: str) -> None:
         self._client.withdraw(room, sources=sources, detail=f"bootstrap_room {bootstrap_room}: {why}")
 
     def is_drained(self, bootstrap_room: int) -> bool:

@@ -36,7 +36,7 @@ class Common:
     kv_mgr: Any
     timed_out: KVPoll | None = None
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, *_: Any) -> None:
         self.kv_mgr, self.bootstrap_room, self.conclude_state, self.init_time = manager, ROOM, None, None
         self.abort_notified, self.bootstrap_infos, self.bootstrap_addr = False, [{}], "host:1"
 

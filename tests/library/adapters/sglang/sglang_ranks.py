@@ -18,6 +18,7 @@ from pdtransfer.adapters.sglang.decode import ReceivingSide
 from pdtransfer.adapters.sglang.labels import Uses
 from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, KVPools, extent_of, kv_buffers, pools, state_buffers
 from pdtransfer.adapters.sglang.prefill import SendingSide, Sent
+from pdtransfer.adapters.sglang.states import drop_empty_states
 from pdtransfer.wire import Ranks
 from tests.support.client_pair import LIMITS
 from tests.support.waiting import wait_for
@@ -73,6 +74,30 @@ class Pool:
             state_item_lens=[state.item_bytes for state in states],
             state_layer_ids=[[] for _ in states], swa_kv_cache_layout="nhd", mla_compression_ratios=None,
         )  # fmt: skip
+
+
+def stage_of(kv_layers: Sequence[int], state_layers: Sequence[int]) -> type[Pool]:
+    """Pools of a pipeline stage that has KV of these layers, and states of those. SGLang's KVArgs list the states of
+    other stages without buffers."""
+
+    class StagePool(Pool):
+        @property
+        def args(self) -> Any:
+            args = super().args
+            chosen = [*kv_layers, *(LAYERS + layer for layer in kv_layers)]  # K, then V
+            for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens"):
+                vars(args)[name] = [vars(args)[name][index] for index in chosen]
+            for name in ("state_data_ptrs", "state_data_lens", "state_item_lens"):
+                vars(args)[name] = [[values[layer] for layer in state_layers] for values in vars(args)[name]]
+            args.kv_layer_ids, args.state_layer_ids = (
+                [*kv_layers, *kv_layers],
+                [list(state_layers) for _ in self.states],
+            )
+            args.state_types = list(args.state_types)
+            drop_empty_states(args)
+            return args
+
+    return StagePool
 
 
 RATIOS = [0, 4, 128, 4]

@@ -250,6 +250,19 @@ def test_a_request_that_decode_gives_up_before_it_has_pages_fails_at_prefill() -
         made.hand_over(7, source=[5, 2], target=[1, 8])
 
 
+def test_a_request_that_one_rank_cannot_ask_for_fails_everywhere_and_its_number_may_be_used_again() -> None:
+    """The ranks number the uses of it alike."""
+    with world(decode_tp=2) as engines:
+        engines.begin(7)
+        given: dict[str, Any] = {"prefix": 0, "states": [], "aux_index": 3, "sources": engines.sources}
+        engines.decode[0].side.expect(7, np.array([1], np.int32), **given)
+        with pytest.raises(LocalProtocolError):
+            engines.decode[1].side.expect(7, np.array([10**6], np.int32), **given)
+        engines.until(7, KVPoll.FAILED, [*engines.prefill, engines.decode[0]])
+        wait_for(lambda: engines.decode[0].turn() or engines.decode[0].side.is_drained(7))
+        engines.hand_over(7, source=[5, 2], target=[1, 8])
+
+
 def test_a_request_whose_engines_do_not_fit_fails_on_both_sides() -> None:
     """Prefill never meets a Grant of it, and SGLang's limit for that is minutes."""
     with world(decode_weights=b"x") as made:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pdtransfer import KVPoll as HandOff
 from pdtransfer.adapters.sglang import process
 from pdtransfer.adapters.sglang.stages import ELSEWHERE, Ended, check_options, ended_here, ended_so_far
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import Ranks
-from tests.library.adapters.sglang.sglang_modules import KVPoll, ServerArgs, with_stand_ins
+from tests.library.adapters.sglang.sglang_modules import ROOM, KVPoll, KVTransferError, ServerArgs, with_stand_ins
+from tests.library.adapters.sglang.sglang_ranks import stage_of, world
 
 
 @pytest.mark.parametrize("option", ["enable_hierarchical_cache", "enable_hisparse"])
@@ -175,3 +178,36 @@ def test_a_stage_has_the_fact_of_all_stages_about_states(stages: int, monkeypatc
     manager._learn_ranks()
     assert manager._ranks == Ranks(pp_rank=stages - 1, pp_size=stages)
     assert manager._states_fact == ({"states": "whole:1x24"} if stages == 2 else {})
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["knows prefill", "does not know prefill"])
+def test_a_request_that_fails_at_one_stage_before_it_has_pages_fails_at_prefill_at_once(
+    knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill would wait for the grants of all stages until SGLang's own limit, which is minutes. The number may be
+    used again."""
+    backend = with_stand_ins("backend", monkeypatch)
+    with world(decode_stages=[stage_of([0], []), stage_of([1, 2], [])]) as engines:
+        engines.begin(ROOM)
+        receivers: list[Any] = []
+        for rank in engines.decode:
+            manager = SimpleNamespace(
+                receiving=rank.side, sources_of=lambda infos: engines.sources if infos else [], pp_size=2,
+                takes=lambda _: True, turn=rank.turn, request_status={ROOM: KVPoll.WaitingForInput},
+                failure_records={}, failure_lock=Lock(), connection_pool={}, is_abort_release_safe=lambda *_: True,
+            )  # fmt: skip
+            manager.check_status = manager.request_status.get
+            receivers.append(backend.Receiver(manager, "host:1", ROOM))
+        failed = receivers[0]
+        failed.bootstrap_infos = failed.bootstrap_infos if knows else None
+        failed.kv_mgr.request_status[ROOM], failed.kv_mgr.failure_records[ROOM] = KVPoll.Failed, "it has failed"
+        assert [receiver.poll() for receiver in receivers] == [KVPoll.Failed, KVPoll.WaitingForInput]
+        for receiver in receivers:  # as SGLang does on each stage, once one has failed
+            with pytest.raises(KVTransferError):
+                receiver.failure_exception()
+            receiver.clear()
+        engines.until(ROOM, HandOff.FAILED, engines.prefill)
+        reason = engines.prefill[0].states[ROOM][-1].reason
+        reasons = [ELSEWHERE, *(["it has failed"] if knows else [])]
+        assert reason.partition("gave it up: ")[2] in [f"bootstrap_room {ROOM}: {text}" for text in reasons]
+        engines.hand_over(ROOM, source=[5, 2], target=[1, 8])

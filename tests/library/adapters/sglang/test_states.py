@@ -15,8 +15,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 from pdtransfer import KVPoll
 from pdtransfer.adapters.kit.state_parts import StatePart
 from pdtransfer.adapters.sglang.pools import Buffers
-from pdtransfer.adapters.sglang.states import Sections, conv_sections, drop_empty_states, item_parts, states_fact
-from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, LAYERS, REQUESTS, Pool, slots_of, world
+from pdtransfer.adapters.sglang.states import Sections, conv_sections, item_parts, states_fact
+from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, REQUESTS, Pool, slots_of, stage_of, world
 
 STATE_LAYERS, KERNEL = (1, 2, 5), 3
 
@@ -171,27 +171,6 @@ def test_what_states_there_are_is_a_fact_that_peers_compare() -> None:
     assert fact(1, named=False) == {"states": "whole:1x192, whole:1x480"}
     assert fact(2, named=False) == {"states": "whole:2x240, whole:2x96"}
     assert states_fact(SimpleNamespace(state_types=["swa"]), 1, None, alone) == {}
-
-
-def stage_of(kv_layers: Sequence[int], state_layers: Sequence[int]) -> type[Pool]:
-    """Pools of a pipeline stage whose layers these are. Its buffers are those that SGLang's KVArgs list: an empty list
-    of a state that other stages have."""
-
-    class StagePool(Pool):
-        @property
-        def args(self) -> Any:
-            args = super().args
-            chosen = [*kv_layers, *(LAYERS + layer for layer in kv_layers)]  # K, then V
-            for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens"):
-                vars(args)[name] = [vars(args)[name][index] for index in chosen]
-            for name in ("state_data_ptrs", "state_data_lens", "state_item_lens"):
-                vars(args)[name] = [[vars(args)[name][0][layer] for layer in state_layers]]
-            args.kv_layer_ids, args.state_layer_ids = [*kv_layers, *kv_layers], [list(state_layers)]
-            args.state_types = list(args.state_types)
-            drop_empty_states(args)
-            return args
-
-    return StagePool
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ class Address:
             raise ConfigError(f"endpoint {text[:64]!r}: is not tcp://host:port (IPv6 as tcp://[::1]:port)")
         first, last = int(match[2]), int(match[3] or match[2])
         if not first <= last <= 0xFFFF or (first == 0 and last > 0):
-            raise ConfigError(f"endpoint {text!r}: port: {match[2]} to {match[3] or match[2]} is not within 1 to 65535")
+            ports = f"{match[2]} to {match[3]}" if match[3] else match[2]
+            raise ConfigError(f"endpoint {text!r}: port: {ports} is not within 1 to 65535")
         return cls(host=match[1].strip("[]"), port_first=first, port_last=last)
 
     @property

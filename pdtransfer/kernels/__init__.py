@@ -181,8 +181,8 @@ def run_compiler(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnusableError(f"{command[0]}: {error}") from None
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
-        raise UnusableError(f"{' '.join(command)}: {lines[0][:300]}")
+        lines = [line for line in done.stderr.splitlines() if "error" in line or "fatal" in line]
+        raise UnusableError(f"{' '.join(command)}: {lines[0][:300] if lines else f'status {done.returncode}'}")
     return done.stdout
 
 

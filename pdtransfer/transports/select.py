@@ -286,7 +286,7 @@ class PrefillTransports:
     def unmap(self, session: int) -> None:
         """As WriterTransport.unmap."""
         if (transport := self._sessions.pop(session, None)) is not None:
-            log.info("session %#x: over", session)
+            log.info("session %#x: ended", session)
             self._forget(session)
             transport.unmap(session)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import multiprocessing
 import re
@@ -42,6 +43,7 @@ from .demo_config import DemoConfig
 from .demo_model import DemoModel
 
 SETTLE_S = 10.0  # every slot must be free by then
+REFERENCE_ENDS_S = 10.0  # after its answers; later it is killed
 WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 WARNINGS_MAX = 20  # log lines of the daemons that a failed demo shows
 RETRIES = 100  # of one request, while the fleet is full
@@ -244,7 +246,8 @@ async def _ready(session: aiohttp.ClientSession) -> None:
                     return
             await asyncio.sleep(0.05)
     except aiohttp.ClientError as error:
-        raise WorldError(f"no router answers: {error}") from error
+        refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED
+        raise WorldError(f"no router answers: {'nothing listens there' if refused else error}") from error
     raise WorldError("the router finds no pair of workers")
 
 
@@ -328,13 +331,16 @@ async def _reference(config: DemoConfig, prompts: Sequence[str]) -> list[dict[st
     process.start()
     sender.close()
     try:
-        return await asyncio.to_thread(receiver.recv)
+        reference = await asyncio.to_thread(receiver.recv)
+        # Killed while it ends, it leaves semaphores, of which multiprocessing warns.
+        await asyncio.to_thread(process.join, REFERENCE_ENDS_S)
     except EOFError:
         raise WorldError("the single process for comparison has failed") from None
     finally:
         process.kill()
         process.join()
         receiver.close()
+    return reference
 
 
 def _send_reference(pipe: Connection, config: DemoConfig, prompts: list[str]) -> None:

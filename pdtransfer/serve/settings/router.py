@@ -143,6 +143,9 @@ class RouterConfig(NodeConfig):
             raise ConfigError(f"{name} = {value!r}: {text}")
 
     def _check_peer(self, name: str, value: str) -> None:
+        if value.startswith(("http://", "https://")):
+            text = "a daemon is tcp://host:port; for servers of vLLM or SGLang set engine to vllm or sglang"
+            raise ConfigError(f"{name} = {value!r}: {text}")
         try:
             peer = Endpoint.parse(value)
             guarded = self.insecure or peer.server_key is not None or is_loopback(peer.address)

@@ -66,7 +66,7 @@ class EndedRequest:
     path: str = ""  # of the HTTP request
     prompt_tokens: int | None = None
     cached_tokens: int | None = None  # of these: they did not cross
-    tokens: int = 0  # generated
+    tokens: int | None = 0  # generated; None where a server of another engine counts them
     kv_bytes: int | None = 0  # prefill: written; decode: landed; router: as decode reports
     reason: str = ""  # of a success: "stop", "length", or "done" at prefill
     cause: Cause | None = None  # of a failure
@@ -103,7 +103,7 @@ class EndedRequest:
     @property
     def token_s(self) -> float | None:
         """The mean time between two generated tokens."""
-        if self.first_token_s is None or self.tokens < 2:
+        if self.first_token_s is None or self.tokens is None or self.tokens < 2:
             return None
         return (self.total_s - self.first_token_s) / (self.tokens - 1)
 

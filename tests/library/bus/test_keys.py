@@ -177,7 +177,7 @@ def test_endpoints_parse_with_and_without_a_key() -> None:
         ("tcp://host", "is not tcp"),
         ("ipc:///tmp/socket", "is not tcp"),
         ("tcp://host:0", "port"),
-        ("tcp://host:65536", "port"),
+        ("tcp://host:65536", "port: 65536 is not within"),
         ("tcp://host:1-2", "port"),
         ("tcp://host:9000/", "is not tcp"),
         ("tcp://ho st:9000", "is not tcp"),

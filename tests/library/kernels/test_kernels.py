@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import shutil
 import stat
 import subprocess
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdtransfer import kernels
-from pdtransfer.kernels import NativeCopy
+from pdtransfer.kernels import NativeCopy, UnusableError
 from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
@@ -243,6 +244,12 @@ def test_a_cancelled_copy_writes_nothing_more(either: NativeCopy) -> None:
         case.work, case.source.ctypes.data + MARGIN, target.ctypes.data + MARGIN, cancel=cancel, by=either
     )
     assert np.array_equal(target, case.target)
+
+
+@pytest.mark.parametrize("reported", ["a.c:1: error: no type", "nvcc fatal   : Value 'x' is not defined"])
+def test_a_compiler_that_fails_is_quoted(reported: str) -> None:
+    with pytest.raises(UnusableError, match=f": {re.escape(reported)}$"):
+        kernels.run_compiler(["sh", "-c", f'echo first >&2; echo "{reported}" >&2; exit 1'])
 
 
 @compiles

@@ -298,7 +298,7 @@ def test_a_running_router_is_used_and_slots_of_its_decodes_are_counted(
 def test_a_router_that_does_not_answer_is_one_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and never listens
-        with pytest.raises(WorldError, match="no router answers"):
+        with pytest.raises(WorldError, match="no router answers: nothing listens there"):
             run(CONFIG, router=f"http://127.0.0.1:{taken.getsockname()[1]}")
 
 
@@ -380,7 +380,8 @@ def test_the_single_process_runs_apart_and_is_killed_on_cancellation(
             await task
 
     asyncio.run(case())
-    assert made[-1].exitcode == -signal.SIGKILL
+    # One that has answered ends by itself: killed, it would leave its semaphores, of which multiprocessing warns.
+    assert [process.exitcode for process in made] == [0, 0, -signal.SIGKILL]
 
 
 # The real thing

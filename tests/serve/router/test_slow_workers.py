@@ -44,6 +44,7 @@ def test_a_worker_that_is_gone_is_lost_as_soon_as_it_is_slow() -> None:
     assert lost.peer == P
     assert "nothing listens there" in lost.why
     assert bench.routing.gone("tcp://unknown:1", "nothing listens there", bench.now) == []
+    assert bench.routing.workers.why_not(lambda _: "nothing listens there")[P] == lost.why, "stated once"
 
 
 def test_evidence_that_is_withdrawn_counts_no_more() -> None:

@@ -430,7 +430,7 @@ def test_an_engine_of_daemons_in_a_shared_environment_is_none_of_a_routers(monke
         (["--engine=sglang", *SERVERS[1:], "--prefill=http://127.0.0.1:8200"], ["127.0.0.1:8200", "listed twice"]),
         ([*SERVERS, "--listen=0.0.0.0:8000"], ["listen", "insecure"]),
         (["--engine=other"], ["engine", "other", "pdtransfer, vllm or sglang"]),
-        (["--decode=http://127.0.0.1:1"], ["decode", "http://127.0.0.1:1", "tcp://host:port"]),
+        (["--decode=http://127.0.0.1:1"], ["decode", "http://127.0.0.1:1", "tcp://host:port", "to vllm or sglang"]),
     ],
 )
 def test_what_does_not_fit_a_routers_engine_is_refused_by_name(

@@ -112,7 +112,7 @@ class ClientRequest:
             path=self.path,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=None if None in cached or not cached else sum(tokens or 0 for tokens in cached),
-            tokens=sum(room.tokens for room in self.ended_rooms),
+            tokens=None if last is None and self.decode else sum(room.tokens or 0 for room in self.ended_rooms),
             kv_bytes=sum(room.kv_bytes or 0 for room in self.ended_rooms) if self.ended_rooms else self.kv_bytes,
             reason=last.reason if last is not None and self.cause is None else "",
             cause=self.cause,

@@ -224,6 +224,7 @@ async def test_without_a_prefill_server_decode_serves_if_it_may_and_the_router_r
         assert not it.prefill[0].seen
         assert all("kv_transfer_params" not in each.body for each in it.decode[0].seen)
         assert (it.ended[-1].prefill, it.ended[-1].decode) == ("", it.decode[0].url)
+        assert it.ended[-1].tokens is None, "the server's answer passes through unread"
         assert it.backend.metrics.served_alone == 2
         it.prefill[0].healthy = True
         await until(lambda: not it.backend.pool.serves_alone)

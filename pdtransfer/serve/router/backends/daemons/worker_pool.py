@@ -212,8 +212,9 @@ class WorkerPool:
     def _why_not(self, worker: Worker, others: dict[Model, list[Worker]], trouble: str) -> str:
         """`others` are the usable workers of the other role."""
         if not worker.connected:
-            parts = (trouble or worker.why,) if worker.why == NOT_ANSWERED else (worker.why, trouble)
-            return "; ".join(part for part in parts if part)
+            if worker.why in ("", NOT_ANSWERED):
+                return trouble or worker.why
+            return worker.why if worker.why.endswith(trouble) else f"{worker.why}; {trouble}"
         if not worker.usable:
             if worker.departure is not Departure.STAYS:
                 return worker.departure.value

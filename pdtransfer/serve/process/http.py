@@ -108,8 +108,9 @@ class HttpListener:
         self._handshakes: Handshakes | None = None
         self._server: asyncio.Server | None = None
 
-    async def open(self, listen: str, tls: ServerTls | None = None) -> str:
-        """Listens on host:port (port 0: any free port); returns host:port as bound. Raises WorldError."""
+    async def open(self, listen: str, tls: ServerTls | None = None, *, named: str = "http") -> str:
+        """Listens on host:port (port 0: any free port), which the setting `named` gives; returns host:port as bound.
+        Raises WorldError."""
         host, _, port = listen.rpartition(":")
         await self._runner.setup()
         assert self._runner.server is not None
@@ -124,7 +125,7 @@ class HttpListener:
         except OSError as error:
             await self._runner.cleanup()
             reason = os.strerror(error.errno) if error.errno else str(error)
-            raise WorldError(f"cannot listen on {listen}: {reason}") from None
+            raise WorldError(f"{named}: cannot listen on {listen}: {reason}") from None
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:

@@ -607,7 +607,7 @@ def test_a_used_port_or_a_worker_listed_twice_is_a_one_line_error() -> None:
         async with site() as it:
             listen = it.url.removeprefix("http://")
             second = router_of(RouterConfig(listen=listen))
-            with pytest.raises(WorldError, match=f"cannot listen on {listen}: Address already in use"):
+            with pytest.raises(WorldError, match=f"^listen: cannot listen on {listen}: Address already in use"):
                 await second.open()
             await second.close()
             with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5'?: listed twice"):

@@ -56,7 +56,7 @@ class AdminApi:
 
     async def open(self, listen: str) -> str:
         """Listens; returns host:port. Raises WorldError."""
-        return await self._listener.open(listen)
+        return await self._listener.open(listen, named="admin")
 
     async def close(self) -> None:
         """Stops listening."""

@@ -64,7 +64,7 @@ class Router:
     async def open(self) -> str:
         """Has the backend reach its workers, and listens; returns host:port. Raises ConfigError or WorldError."""
         await self.backend.open()
-        return await self._listener.open(self._config.listen, self.guard.tls)
+        return await self._listener.open(self._config.listen, self.guard.tls, named="listen")
 
     @property
     def reloads(self) -> tuple[Callable[[], None], ...]:

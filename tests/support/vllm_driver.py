@@ -77,9 +77,9 @@ class Driver:
         pool = scheduler.kv_cache_manager.block_pool
         return {"free_blocks": pool.get_num_free_blocks(), "requests": len(scheduler.requests)}
 
-    def kv_digest(self, *, request: str, tokens: int) -> str:
-        """The SHA-256 of the first `tokens` tokens' KV, in all layers, of a request of a model whose layers see all of
-        them; of ranks that have the tokens in turn, of each token at its rank. Other ranks are as the first."""
+    def kv_digest(self, *, request: str, tokens: int, rank: int) -> str:
+        """The SHA-256 of the first `tokens` tokens' KV at a rank, in all layers, of a request of a model whose layers
+        see all of them; of ranks that have the tokens in turn, `rank` being the first, of each token at its rank."""
         scheduler = self._core.scheduler
         [known] = [each for each in scheduler.requests if each.startswith(f"{request}-")]
         tables = scheduler.kv_cache_manager.get_block_ids(known)
@@ -94,7 +94,7 @@ class Driver:
         positions = np.arange(tokens)
         rank_of, row_of = positions // size % ranks, positions // (size * ranks) * size + positions % size
         by_rank = self._core.model_executor.collective_rpc("cache_rows", args=(blocks,))
-        for layer in zip(*by_rank[:ranks], strict=True):
+        for layer in zip(*by_rank[rank : rank + ranks], strict=True):
             made.update(np.stack(layer)[rank_of, row_of].tobytes())
         return made.hexdigest()
 

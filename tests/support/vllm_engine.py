@@ -156,9 +156,9 @@ class VllmEngine(JsonProcess):
         """Ends `hold`."""
         self.ask("resume", ANSWER_S)
 
-    def kv_digest(self, request: str, tokens: int) -> str:
+    def kv_digest(self, request: str, tokens: int, rank: int = 0) -> str:
         """The digest of a request's KV; see Driver."""
-        return self.ask("kv_digest", ANSWER_S, request=request, tokens=tokens)
+        return self.ask("kv_digest", ANSWER_S, request=request, tokens=tokens, rank=rank)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Its Prometheus metrics, where it was started with disable_log_stats=False."""

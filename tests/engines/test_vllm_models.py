@@ -17,6 +17,7 @@ from tests.support.vllm_pair import LENGTHS, TOKENS, VllmPair, handed_over, room
 
 CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
 TIME_LEFT_S = 20.0
+OWN_EXPERTS = "tests.support.vllm_experts.OwnExperts"
 
 
 @contextmanager
@@ -104,6 +105,28 @@ def test_states_of_unequal_groups_of_ranks(checkpoints: Checkpoints, tmp_path: P
             expected = one.generate(asked, tokens=TOKENS)
             assert [answer.tokens for answer in handed_over(pair, asked, order="serial")] == expected
             pair.settles()
+
+
+def test_ranks_that_share_out_experts_hand_over_in_both_directions(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Expert parallelism: each of two ranks has half of the experts whole, with a stand-in for vLLM's kernel for CPUs.
+    The other engine is one rank."""
+    with ExitStack() as stack:
+
+        def start(size: int) -> VllmEngine:
+            config = {"kv_transfer_config": transfer("kv_both", verify=True), "tensor_parallel_size": size}
+            if size > 1:
+                config |= {"enable_expert_parallel": True, "worker_extension_cls": OWN_EXPERTS}
+            path = checkpoints.path("glm4_moe_drafted")
+            return stack.enter_context(VllmEngine(path, tmp_path / f"{size}.log", **CHUNKS | config))
+
+        one, two = start(1), start(2)
+        asked = prompts(*LENGTHS, seed=37)
+        for pair in (VllmPair(two, one), VllmPair(one, two)):
+            pair.ready()
+            expected = one.generate(asked, tokens=TOKENS)
+            assert [answer.tokens for answer in handed_over(pair, asked, order="serial")] == expected
+            pair.settles()
+        assert "Local/global number of experts: 2/4" in two.log.read_text()
 
 
 @pytest.mark.full

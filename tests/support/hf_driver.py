@@ -203,13 +203,15 @@ def add_next_token_layer(weights_path: Path, config: Any) -> None:
     save_file(weights | {name: weight.clone() for name, weight in added.items()}, weights_path, {"format": "pt"})
 
 
-def eagle(model: str, path: str) -> None:
+def eagle(model: str, path: str, architecture: str = "") -> None:
     """Writes the EAGLE head of a model of the family llama_drafted to `path`: all its layers, the first without its
-    first norm."""
+    first norm. An engine that wants to be told its `architecture` adds a bias as well."""
     config = AutoConfig.from_pretrained(model)
     weights = load_file(Path(model) / "model.safetensors")
     head = {name.removeprefix("model."): weight for name, weight in weights.items() if name.startswith("model.layers.")}
     del head["layers.0.input_layernorm.weight"]
+    if architecture:
+        config.architectures, head["fc.bias"] = [architecture], torch.zeros(config.hidden_size)
     folder = Path(path)
     folder.mkdir()
     save_file(head | {"fc.weight": drafter_input(config)}, folder / "model.safetensors")

@@ -202,9 +202,9 @@ class Checkpoints(JsonProcess):
         """Writes a LoRA adapter for a model of the family llama."""
         self.ask("adapter", START_S, model=str(model), path=str(path))
 
-    def eagle(self, model: Path, path: Path) -> None:
+    def eagle(self, model: Path, path: Path, architecture: str = "") -> None:
         """Writes an EAGLE head for a model of the family llama_drafted."""
-        self.ask("eagle", START_S, model=str(model), path=str(path))
+        self.ask("eagle", START_S, model=str(model), path=str(path), architecture=architecture)
 
     def embeddings(self, model: Path, prompt: Sequence[int]) -> str:
         """A prompt's embeddings, as vLLM's API takes them."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -72,18 +72,26 @@ class CacheMemory:
         self._arena: ArenaMemory | None = None
         self._landing: tuple[ArenaMemory, Extent] | None = None
         self._target: Target | None = None
+        self._pooled: PooledTensors | None = None
 
     def pooled(self) -> PooledTensors:
         """A context in which the engine allocates its cache on the CPU: inside the arena. Raises WorldError where
         the host cannot back it."""
         arena = self._arena = ArenaMemory.create(pooled_bytes(self._sizes), name="engine-kv-cache")
         arena.prefault()
-        return PooledTensors(arena_tensor(arena), self._sizes.__contains__)
+        self._pooled = PooledTensors(arena_tensor(arena), self._sizes.__contains__)
+        return self._pooled
 
     def pooled_on(self, device: torch.device) -> PooledTensors:
         """A context in which the engine allocates its cache on a card: in one allocation for all tensors."""
         backing = torch.zeros(pooled_bytes(self._sizes), dtype=torch.uint8, device=device)
-        return PooledTensors(backing, self._sizes.__contains__)
+        self._pooled = PooledTensors(backing, self._sizes.__contains__)
+        return self._pooled
+
+    def pooled_later(self) -> AbstractContextManager[object]:
+        """A context in which the engine allocates what is left of the `sizes`: in the same allocation, if there is
+        one."""
+        return self._pooled or nullcontext()
 
     @contextmanager
     def pooled_beside(self, device: torch.device, byte_count: int, *, host_buffer_gib: float) -> Generator[None]:
@@ -195,16 +203,17 @@ def _arena(
 
 
 def made_in_one_piece(
-    make: Callable[[], T], device: torch.device, *, has_beside: bool = False
+    make: Callable[[], T], device: torch.device, *, has_beside: bool = False, make_later: Callable[[T], object] = id
 ) -> tuple[CacheMemory, T]:
     """What an engine makes, with its tensors on this device in one allocation, and their memory.
 
     `make` is called twice, for an engine whose sizes are not known before: what it makes first is measured and dropped.
     On the CPU no memory backs that one yet; on a card it is freed first, so that one cache at a time is there. On the
-    CPU they are in the arena, unless host memory will be set `beside` them.
+    CPU they are in the arena, unless host memory will be set `beside` them. `make_later` makes, of the same, what the
+    engine allocates afterwards: it is measured as well, for `pooled_later`.
     """
     with MeasuredTensors(device) as measured:
-        make()
+        make_later(make())
     memory = CacheMemory(measured.sizes)
     if device.type == "cpu" and not has_beside:
         with memory.pooled():

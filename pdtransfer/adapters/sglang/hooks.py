@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -65,16 +66,44 @@ def _receives_on_host() -> bool:
     return decodes and (dialect.receives_on_host(get_disagg()) or get_memory().enable_hisparse)
 
 
+def _init_memory_pools(original: Any, scheduler: Any) -> Any:
+    """All caches are made: it is known which draft models will have one."""
+    worker = getattr(scheduler, "draft_worker", None)
+    if worker is not None and _is_ours():
+        process.draft_runners = worker._draft_model_runners()  # noqa: SLF001 -- some workers have no public list
+    return original(scheduler)
+
+
+def _derive_pool_sizes(original: Any, configurator: Any, *, config: Any) -> Any:
+    process.pool_config = config
+    return original(configurator, config=config)
+
+
 def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
-    """The KV cache is made, in one allocation that can be shared. With its memory saver SGLang makes it as usual: the
-    saver gives back to the GPU what it has seen being allocated."""
-    if configurator.is_draft_worker or not _is_ours():
+    """The KV cache is made, in one allocation that can be shared, and later those of draft models, in the same one.
+    With its memory saver SGLang makes it as usual: the saver gives back to the GPU what it has seen being allocated."""
+    if not _is_ours():
         return original(configurator, **given)
+    if configurator.is_draft_worker:
+        with process.memory.pooled_later() if process.memory else nullcontext():
+            return original(configurator, **given)
+
+    def make_drafts(model_pools: Any) -> None:
+        for runner in process.draft_runners:
+            runner.init_kv_cache_configurator()
+            drafts = runner.kv_cache_configurator
+            sizes = drafts._derive_pool_sizes(config=process.pool_config)  # noqa: SLF001 -- as its `configure` does
+            original(
+                drafts, sizes=sizes, req_to_token_pool=model_pools.req_to_token_pool,
+                token_to_kv_pool_allocator=model_pools.token_to_kv_pool_allocator,
+            )  # fmt: skip
+
     on_card = configurator.device == "cuda" and not get_exec().features.enable_memory_saver
     if on_card or configurator.device == "cpu":
         process.memory, result = made_in_one_piece(
-            lambda: original(configurator, **given), torch.device(configurator.device), has_beside=_receives_on_host()
-        )
+            lambda: original(configurator, **given), torch.device(configurator.device), has_beside=_receives_on_host(),
+            make_later=make_drafts,
+        )  # fmt: skip
     else:
         result = original(configurator, **given)
     if get_parallel().pp_size > 1:
@@ -216,6 +245,8 @@ STAGE_HOOKS = (
 )
 HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("sglang.srt.disaggregation.utils.get_kv_class", _get_kv_class),
+    ("sglang.srt.managers.scheduler.Scheduler.init_memory_pools", _init_memory_pools),
+    ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._derive_pool_sizes", _derive_pool_sizes),
     ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_pools", _init_pools),
     ("sglang.srt.mem_cache.pool_host.common.HostTensorAllocator.allocate", _allocate),
     ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _cuda_host_register),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, cast
 
 from ...environment import adapter_settings
@@ -12,6 +13,8 @@ from ..kit.settings import Settings
 
 memory: CacheMemory | None = None  # of the KV cache, once SGLang has allocated it
 extent: Extent | None = None  # where the cache is, if host memory has to be set aside beside it
+draft_runners: Sequence[Any] = ()  # SGLang's, of draft models whose caches it allocates after the model's
+pool_config: Any = None  # from which it derives the sizes of all these caches
 first_layer = 0  # of this pipeline stage's, among those of the model
 identity: dict[str, object] | None = None  # what peers compare of this rank, once it runs, as `shown` makes it
 decode: Any = None  # the manager, where this process decodes: it takes what bootstrap servers answer

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
+import sglang_speculates
 import torch
 
 
@@ -39,6 +40,8 @@ def plugin() -> None:
         paged.alloc_decode_kernel = _Kernel(decode_pages)
     with suppress(ImportError):  # of a version in which no test needs it
         _add_convolutions()
+    with suppress(ImportError):
+        sglang_speculates.install()
 
 
 def _add_convolutions() -> None:

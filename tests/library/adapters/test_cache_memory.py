@@ -127,6 +127,20 @@ def test_layers_on_the_cpu_with_host_memory_beside_them_land_there_first() -> No
     assert [target.locate(each.data_ptr())[1] for each in (made[2], host)] == ["hbm", "dram"]
 
 
+@pytest.mark.parametrize("has_beside", [False, True], ids=["in the arena", "on a device"])
+def test_what_an_engine_allocates_later_lies_in_the_same_allocation(has_beside: bool) -> None:
+    make = Caches("cpu")
+    memory, layers = made_in_one_piece(make, torch.device("cpu"), has_beside=has_beside, make_later=lambda _: make())
+    with memory.pooled_later():
+        drafts = make()
+    offsets = [tensor.data_ptr() - layers[0].data_ptr() for tensor in layers + drafts]
+    assert offsets == [SIZE * place for place in range(6)]
+    assert memory.target(Extent(layers[0].data_ptr(), drafts[2].data_ptr() + SIZE)).copied_up == has_beside
+    with memory.pooled_later():
+        elsewhere = make()
+    assert {tensor.storage_offset() for tensor in elsewhere} == {0}
+
+
 def test_a_card_without_room_for_one_piece_has_the_layers_as_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

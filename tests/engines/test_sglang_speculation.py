@@ -1,0 +1,75 @@
+"""Speculation in SGLang's servers, with stand-ins for the kernels that its build for CPUs has compiled: the drafter's
+KV crosses with the model's own, and decode drafts as one server does."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.sglang_engine import DEVICE, RefusedError, SglangPair, SglangServer, is_since
+from tests.support.vllm_engine import Checkpoints, prompts
+
+pytestmark = [
+    pytest.mark.timeout(2_000),  # servers start slowly on a busy host
+    pytest.mark.skipif(DEVICE != "cpu", reason="the stand-ins are for CPUs"),
+    pytest.mark.skipif(not is_since("0.5.23"), reason="earlier versions have other kernels to stand in for"),
+]
+
+LENGTHS = 5, 20, 70, 130, 300  # within a page, of several, and of two chunks
+TOKENS = 24
+DRAFTS = 3
+
+
+def drafted(server: SglangServer, prompt: list[int], **room: Any) -> tuple[list[int], int]:
+    """The tokens that follow a prompt, and how many drafts were right among them."""
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    answer = server.ask("/generate", {"input_ids": prompt, "sampling_params": sampling} | room)
+    return answer["output_ids"], answer["meta_info"]["spec_num_correct_drafts"]
+
+
+def handed_over(pair: SglangPair, prompt: list[int]) -> tuple[list[int], int]:
+    room = pair.room()
+    sent = pair.prefill.add(prompt, tokens=TOKENS, **room)
+    answer = drafted(pair.decode, prompt, **room)
+    assert sent.result()[0] == answer[0][0]
+    return answer
+
+
+def test_decode_drafts_as_one_server_does(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """The drafter has the model's own layers, and drafts what the model takes, if it has the KV of the prompt. A
+    prefill server without it is refused."""
+    model, head = sglang_checkpoints.path("llama_drafted"), tmp_path / "head"
+    sglang_checkpoints.eagle(model, head, "LlamaForCausalLMEagle")
+    drafts = {
+        "speculative_algorithm": "EAGLE", "speculative_draft_model_path": head, "speculative_num_steps": DRAFTS,
+        "speculative_eagle_topk": 1, "speculative_num_draft_tokens": DRAFTS + 1,
+    }  # fmt: skip
+    prefill = {"disaggregation_mode": "prefill"}
+    decode = {"disaggregation_mode": "decode", "disaggregation_decode_retraction_backup": "cpu_tensor"}
+    options = {"prefill": prefill | drafts, "decode": decode | drafts, "single": drafts, "plain": prefill}
+    with ExitStack() as stack:
+        settings = {"verify": True, "time_left_s": 60.0}
+        servers = {
+            name: stack.enter_context(SglangServer(model, tmp_path / f"{name}.log", settings=settings, **given))
+            for name, given in options.items()
+        }
+        for server in servers.values():
+            server.ready()
+        asked = prompts(*LENGTHS, seed=34)
+        expected = [drafted(servers["single"], prompt) for prompt in asked]
+        assert sum(right for _, right in expected) > len(asked) * TOKENS / 3
+        pair = SglangPair(servers["prefill"], servers["decode"])
+        assert [handed_over(pair, prompt) for prompt in asked] == expected
+        unlike = SglangPair(servers["plain"], servers["decode"])
+        room = unlike.room()
+        sent = unlike.prefill.add(asked[0], tokens=TOKENS, **room)
+        with pytest.raises(RefusedError, match="speculation: "):
+            drafted(unlike.decode, asked[0], **room)
+        with pytest.raises(RefusedError):
+            sent.result()
+        assert handed_over(pair, asked[-1]) == expected[-1]
+        pair.settles()
+        unlike.prefill.settles()

@@ -16,6 +16,7 @@ USED = (  # of the host; whatever could change it is one of `commands`, or is no
     "bash", "cat", "chmod", "dirname", "env", "grep", "id", "mkdir", "mktemp", "rm", "sed", "seq", "setsid", "sleep",
     "tail", "tar", "timeout", "wc",
 )  # fmt: skip
+FULL = "test-vllm ARGS='--full -m full'"
 DOCKER = """case $* in
   info|"image rm"*) exit 0 ;;
   "image inspect"*) echo $((${{MIB:-100}} << 20)) ;;
@@ -202,10 +203,10 @@ def test_continuous_integration_fails_with_the_distributions_and_the_site_and_no
 @pytest.mark.parametrize(
     ("vllm", "sglang", "test_engines", "ends", "output"),
     [
-        (0, 0, 0, 0, ["test-vllm: passed", "test-sglang: passed"]),
+        (0, 0, 0, 0, ["test-vllm: passed", "test-sglang: passed", f"{FULL}: passed"]),
         (3, 0, 0, 0, ["test-vllm: not run", "test-sglang: passed"]),
-        (0, 3, 0, 0, ["test-vllm: passed", "test-sglang: not run"]),
-        (0, 0, 124, 0, ["test-vllm: not finished", "test-sglang: not finished"]),
+        (0, 3, 0, 0, ["test-vllm: passed", "test-sglang: not run", f"{FULL}: passed"]),
+        (0, 0, 124, 0, ["test-vllm: not finished", "test-sglang: not finished", f"{FULL}: not finished"]),
         (3, 0, 1, 1, ["test-vllm: not run"]),
         (0, 0, 1, 1, []),
         (0, 1, 0, 1, ["test-vllm: passed"]),
@@ -225,6 +226,7 @@ def test_engines_do_not_begin_without_time(tried: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert [line.partition(":")[2] for line in ran.stdout.splitlines() if line.startswith("test-")] == [
         " not run, no time is left: make test-vllm", " not run, no time is left: make test-sglang",
+        f" not run, no time is left: make {FULL}",
     ]  # fmt: skip
 
 

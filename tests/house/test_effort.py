@@ -12,7 +12,9 @@ def test_continuous_integration_leaves_nothing_out(monkeypatch: pytest.MonkeyPat
     run = (REPO / ".ci" / "run").read_text()
     assert "make test ARGS=--full" in run
     assert "for engine in vllm sglang; do" in run
-    assert run.index("tools/venv ray") < run.index("make test-$engine")
+    assert "make test-$engine" in run
+    assert run.index("tools/venv ray") < run.index("tests_of $engine") < run.index("tests_of vllm")
+    assert '"--full -m full"' in run
     monkeypatch.setenv(VARIABLE, Effort.FULL)
     assert some(100) == 100
     assert all(is_picked(f"test[{number}]") for number in range(100))

@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-vllm compose-demo dist docs test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang venv-aiperf venv-ray clean
+.PHONY: demo demo-vllm compose-demo dist docs test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang venv-aiperf venv-ray venv-lmcache clean
 
 # A small pretrained model answers, which is fetched the first time; ARGS='--model stamp' is the engine without one.
 SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
@@ -129,6 +129,11 @@ venv-ray: .venv-ray/.stamp
 
 .venv-ray/.stamp: tools/venv .venv-vllm/.stamp
 	@PYTHON='$(PYTHON)' tools/venv ray
+
+venv-lmcache: .venv-lmcache/.stamp
+
+.venv-lmcache/.stamp: tools/venv .venv-vllm/.stamp
+	@PYTHON='$(PYTHON)' tools/venv lmcache
 
 clean:
 	rm -rf .venv .venv-* build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -21,7 +21,19 @@ from pdtransfer.schema import convert
 from pdtransfer.serve.commands.engine_facts import compare
 from tests.support.paths import REPO
 from tests.support.vllm_engine import ENVIRONMENT, PYTHON, Checkpoints, Generated, VllmEngine, prompts
-from tests.support.vllm_pair import LENGTHS, SENDS, TOKENS, VllmPair, handed_over, rooms, settles, transfer
+from tests.support.vllm_pair import (
+    LENGTHS,
+    SENDS,
+    TOKENS,
+    VllmPair,
+    handed_over,
+    multi_connector,
+    received_bytes,
+    received_tokens,
+    rooms,
+    settles,
+    transfer,
+)
 
 WINDOWS = 63, 64, 65, 190, 191, 192, 193, 318, 319, 320, 321, 446, 447, 448, 449
 CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
@@ -69,16 +81,6 @@ def identity(engine: VllmEngine) -> ShownIdentity:
     answer = engine.generated(engine.add([0], tokens=1, kv_transfer_params={"identify": True}))
     assert answer.kv_transfer_params is not None
     return convert(answer.kv_transfer_params["identity"], ShownIdentity)
-
-
-def received_bytes(engine: VllmEngine) -> float:
-    """By its connector's count."""
-    return engine.metrics("vllm:pdtransfer_bytes_total")["vllm:pdtransfer_bytes_total received"]
-
-
-def received_tokens(engine: VllmEngine) -> float:
-    """By vLLM's own count."""
-    return engine.metrics("vllm:external_prefix_cache_hits")["vllm:external_prefix_cache_hits_total"]
 
 
 def lands_as_prefill_has_it(
@@ -538,8 +540,7 @@ def test_it_is_one_of_several_connectors(checkpoints: Checkpoints, tmp_path: Pat
     storage = {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "storage")}}
     files = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"} | storage
     connectors = [ours, files] if order == "ours first" else [files, ours]
-    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": connectors}}
-    config = {"kv_transfer_config": {"kv_role": "kv_consumer"} | several, "disable_hybrid_kv_cache_manager": True}
+    config = {"kv_transfer_config": multi_connector(*connectors), "disable_hybrid_kv_cache_manager": True}
     with VllmEngine(checkpoints.path("llama"), tmp_path / "several.log", **CHUNKS | config) as decode:
         pair = VllmPair(good.prefill, decode)
         pair.ready()

@@ -20,9 +20,20 @@ from typing import Any
 
 import pytest
 
+from tests.support.lmcache_server import lmcache_server
 from tests.support.sglang_engine import DEVICE, free_port
 from tests.support.vllm_engine import ENVIRONMENT, PYTHON, Checkpoints, Generated, VllmEngine, prompts
-from tests.support.vllm_pair import TOKENS, VllmPair, handed_over, rooms, settles, transfer
+from tests.support.vllm_pair import (
+    TOKENS,
+    VllmPair,
+    handed_over,
+    multi_connector,
+    received_bytes,
+    received_tokens,
+    rooms,
+    settles,
+    transfer,
+)
 
 pytestmark = [
     pytest.mark.timeout(420),
@@ -89,10 +100,6 @@ def why_not_imported(module: str) -> str:
 def sum_of(engine: VllmEngine, metric: str) -> float:
     """A metric, over all its labels."""
     return sum(engine.metrics(metric).values())
-
-
-def received_bytes(engine: VllmEngine) -> float:
-    return engine.metrics("vllm:pdtransfer_bytes_total").get("vllm:pdtransfer_bytes_total received", 0.0)
 
 
 class Engines:
@@ -240,11 +247,7 @@ def test_kv_lands_in_hisparses_host_pool(checkpoints: Checkpoints, tmp_path: Pat
     hisparse = {
         "kv_connector": "HiSparseConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host_pool_gib": 1},
     }  # fmt: skip
-    connectors = [transfer("kv_consumer", time_left_s=TIME_LEFT_S), hisparse]
-    both = {
-        "kv_connector": "MultiConnector", "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"connectors": connectors},
-    }  # fmt: skip
+    both = multi_connector(transfer("kv_consumer", time_left_s=TIME_LEFT_S), hisparse)
     options = {"max_model_len": 8_192, "enable_prefix_caching": False, "max_num_seqs": 4}
     with engines(checkpoints, tmp_path, "glm_dsa", **options) as started:
         pair = VllmPair(started.prefill(), started.start("decode", kv_transfer_config=both))
@@ -260,26 +263,7 @@ def test_kv_lands_in_hisparses_host_pool(checkpoints: Checkpoints, tmp_path: Pat
 
 # Beside a tier in host memory
 
-CHUNK = "32"  # of LMCache: more tokens than a test generates, and several blocks
-
-
-@contextmanager
-def lmcache(log: Path) -> Generator[dict[str, Any]]:
-    """LMCache's server, and the connector of an engine that keeps its KV there."""
-    port = str(free_port())
-    command = [
-        PYTHON, "-m", "lmcache.v1.multiprocess.server", "--port", port, "--chunk-size", CHUNK, "--l1-size-gb", "2",
-        "--l1-init-size-gb", "2", "--eviction-policy", "LRU", "--disable-observability",
-    ]  # fmt: skip
-    environment = os.environ | ENVIRONMENT | {"LMCACHE_TRACK_USAGE": "false"}
-    with log.open("wb") as kept, subprocess.Popen(command, env=environment, stdout=kept, stderr=kept) as server:
-        try:
-            yield {
-                "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
-                "kv_connector_extra_config": {"lmcache.mp.port": int(port)},
-            }  # fmt: skip
-        finally:
-            server.kill()
+CHUNK = 32  # of LMCache: more tokens than a test generates, and several blocks
 
 
 @pytest.fixture(scope="module", params=["OffloadingConnector", "LMCache"])
@@ -298,7 +282,7 @@ def offloading(
         if tier == "LMCache":
             if error := why_not_imported("lmcache.integration.vllm.lmcache_mp_connector"):
                 pytest.skip(f"no LMCache there: {error}")
-            offloads = stack.enter_context(lmcache(folder / "lmcache.log"))
+            offloads = stack.enter_context(lmcache_server(PYTHON, folder / "lmcache.log", chunk=CHUNK))
         else:
             offloads = {
                 "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -307,11 +291,7 @@ def offloading(
         started = stack.enter_context(engines(checkpoints, folder, "llama_long"))
         tiers = {"prefill": started.prefill()}
         for name, connectors in (("ours first", [ours, offloads]), ("ours second", [offloads, ours])):
-            config = {
-                "kv_connector": "MultiConnector", "kv_role": "kv_consumer",
-                "kv_connector_extra_config": {"connectors": connectors},
-            }  # fmt: skip
-            tiers[name] = started.start(name.replace(" ", "-"), kv_transfer_config=config)
+            tiers[name] = started.start(name.replace(" ", "-"), kv_transfer_config=multi_connector(*connectors))
         yield tiers
 
 
@@ -337,9 +317,9 @@ def test_what_a_tier_in_host_memory_has_does_not_cross_again(
         assert None not in others
         settles(decode.forgets, True)
         # Without a peer only the tier has it.
-        before = sum_of(decode, "vllm:external_prefix_cache_hits_total")
+        before = received_tokens(decode)
         loaded = decode.generate(asked, tokens=TOKENS)
-        hits = sum_of(decode, "vllm:external_prefix_cache_hits_total") - before
+        hits = received_tokens(decode) - before
         print(f"{order}, time {times + 1}: {hits:,.0f} tokens of {sum(map(len, asked)):,} came from the tier")
         if tier == "LMCache" and times == 1 and not hits:
             log = (decode.log.parent / "lmcache.log").read_text()

@@ -82,8 +82,8 @@ def prompts(*lengths: int, seed: int = 3) -> list[list[int]]:
 class VllmEngine(JsonProcess):
     """One engine. It starts in the background: `ready` waits for it.
 
-    `options` are those of vLLM's LLM, `kv_transfer_config` among them; `environment` is added to its own. Its log is
-    `log`.
+    `options` are those of vLLM's LLM, `kv_transfer_config` among them; `environment` is added to its own, and `python`
+    may be the interpreter of another environment that has vLLM. Its log is `log`.
     """
 
     def __init__(
@@ -93,9 +93,10 @@ class VllmEngine(JsonProcess):
         *,
         dtype: str = "float32",
         environment: Mapping[str, str] | None = None,
+        python: Path = PYTHON,
         **options: Any,
     ) -> None:
-        super().__init__(PYTHON, "tests.support.vllm_driver", log, ENVIRONMENT | dict(environment or {}))
+        super().__init__(python, "tests.support.vllm_driver", log, ENVIRONMENT | dict(environment or {}))
         self._names = count()
         self._started = self.submit(
             "start", model=str(model), dtype=dtype, skip_tokenizer_init=True,

@@ -31,6 +31,14 @@ def transfer(role: str, *, policy: str = "fail", engine_id: str | None = None, *
     }  # fmt: skip
 
 
+def multi_connector(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """A kv_transfer_config of decode with all of these, the first one first."""
+    return {
+        "kv_connector": "MultiConnector", "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"connectors": connectors},
+    }  # fmt: skip
+
+
 @dataclass
 class VllmPair:
     """Two engines. `blocks` are those that nobody has while no request is there."""
@@ -106,6 +114,16 @@ def rooms(engine: VllmEngine) -> dict[str, float]:
     """Hand-offs of an engine, by how they ended."""
     metrics = engine.metrics("vllm:pdtransfer_rooms_total")
     return {name.split()[1]: value for name, value in metrics.items()}
+
+
+def received_bytes(engine: VllmEngine) -> float:
+    """By our connector's count."""
+    return engine.metrics("vllm:pdtransfer_bytes_total").get("vllm:pdtransfer_bytes_total received", 0.0)
+
+
+def received_tokens(engine: VllmEngine) -> float:
+    """By vLLM's own count, of all connectors."""
+    return sum(engine.metrics("vllm:external_prefix_cache_hits_total").values())
 
 
 def handed_over(pair: VllmPair, prompts: list[list[int]], *, order: str, tokens: int = TOKENS) -> list[Generated]:

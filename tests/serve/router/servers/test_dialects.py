@@ -150,17 +150,6 @@ def test_a_request_that_is_given_up_is_named_as_its_servers_know_it() -> None:
     assert VLLM.given_up("decode", made, TRANSFER) is None, "closing its connection is enough"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [{"n": 2}, {"sampling_params": {"n": 2}}, {"sampling_params": [{}, {"n": 3}]}],
-    ids=["n", "generate", "batch"],
-)
-def test_several_choices_of_a_prompt_are_refused(body: dict) -> None:
-    with pytest.raises(RefusedRequestError, match="must be 1: SGLang hands over one choice of a prompt"):
-        request(SGLANG, body, "/generate")
-    request(VLLM, body)
-
-
 @pytest.mark.parametrize("body", [{"n": "2"}, {"sampling_params": {"n": "2"}}, {"sampling_params": [5]}])
 def test_choices_of_another_type_are_refused(body: dict) -> None:
     with pytest.raises(RefusedRequestError, match="Expected"):

@@ -73,15 +73,6 @@ async def test_streams_and_sglangs_own_path_are_relayed() -> None:
         )
 
 
-@on_loop
-async def test_several_choices_are_refused_and_reach_nobody() -> None:
-    async with server_site(of=FakeSglang) as it:
-        for path, more in (("/v1/completions", {"n": 2}), ("/generate", {"sampling_params": {"n": 2}})):
-            status, answer, _ = await it.post(path, **more)
-            assert (status, answer["error"]["param"]) == (400, "n")
-        assert not any(each.seen for each in it.servers)
-
-
 @pytest.mark.parametrize("how", ["500", "dies", "no prefill", "other port"])
 def test_a_prefill_that_fails_is_replaced(how: str) -> None:
     async def case() -> None:

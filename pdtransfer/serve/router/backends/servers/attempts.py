@@ -68,8 +68,9 @@ class Attempts:
         self.headers, self._shown = exchange.headers, exchange.shown
         self._client.stream = exchange.events
         if exchange.events:
-            self._client.first_s = time.monotonic()
-            self._metrics.first_token.observe(self._client.first_s - self._client.began_s)
+            now, client = time.monotonic(), self._client
+            client.first_s = client.first_s or now  # another choice of it may have begun
+            self._metrics.first_token.observe(now - client.began_s)
 
     async def more(self) -> bytes:
         """As AnswerStream.more."""
@@ -103,7 +104,7 @@ class Attempts:
             assert self._last is not None
             raise self._last
         client, metrics = self._client, self._metrics
-        client.retried = self._count > 0
+        client.retried |= self._count > 0
         client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.name, pair.decode.name
         metrics.retries += self._count > 0
         metrics.served_alone += pair.prefill is None and pair.computed is None

@@ -17,6 +17,7 @@ from ...front.router_metrics import RouterMetrics
 from ...front.text import BytesText
 from ...policy.placement import NoPair
 from .attempts import Attempts
+from .choices import Choices
 from .dialects import DIALECTS, ReadRelayed
 from .early_token import EARLY_WRONG_MAX, EarlyToken
 from .exchange import Exchange
@@ -188,23 +189,35 @@ class Servers:
 
     def request(self, read: ServerRequest, body: bytes, client: ClientRequest) -> ServerRequest:
         """The request that is passed on."""
-        return read.received(body, path=client.path, request_id=client.request_id, headers=_headers(client))
+        request = read.received(body, path=client.path, request_id=client.request_id, headers=_headers(client))
+        request.apart = self._dialect.apart(request)
+        return request
 
-    async def answer(self, request: ServerRequest, client: ClientRequest) -> Attempts:
+    async def answer(self, request: ServerRequest, client: ClientRequest) -> Attempts | Choices:
         """Tries pairs of servers until an answer has begun."""
+        computed = asyncio.Event()
+        if request.apart:
+            answer = Choices([self._attempts(choice, client, computed) for choice in request.apart], computed)
+        else:
+            answer = self._attempts(request, client, computed)
+        await answer.begin()
+        return answer
+
+    def _attempts(self, request: ServerRequest, client: ClientRequest, computed: asyncio.Event) -> Attempts:
         early = self._config.stream_from == "prefill" and self._dialect.answers_early(request)
 
         def exchange(pair: ServerPair, shown: EarlyToken | None, first: bool) -> Exchange:
             ask = early and first and self.metrics.early_wrong < EARLY_WRONG_MAX
-            return Exchange(self.upstream, self._dialect, pair, request, client, self.metrics, shown, ask_early=ask)
+            return Exchange(
+                self.upstream, self._dialect, pair, request, client, self.metrics, shown,
+                ask_early=ask, computed=computed,
+            )  # fmt: skip
 
-        attempts = Attempts(
+        return Attempts(
             request, client, self.metrics,
             choose=lambda avoid: self._choose(request.keys, avoid), exchange=exchange,
             retry_ms=self._limits.resend_ms_max,
         )  # fmt: skip
-        await attempts.begin()
-        return attempts
 
     def _choose(self, keys: tuple[bytes, ...], avoid: set[Server]) -> ServerPair:
         """Raises AnswerFailedError where no pair can be had."""

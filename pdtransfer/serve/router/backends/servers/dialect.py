@@ -55,6 +55,11 @@ class Dialect(Protocol):
         """How many answers each prompt gets. Raises RefusedRequestError for what these servers cannot hand over."""
         ...
 
+    def apart(self, request: ServerRequest) -> list[ServerRequest]:
+        """Returns what the servers get instead of a request of several choices: a request for each of them. Empty where
+        they get it whole. Raises RefusedRequestError."""
+        ...
+
     def joins(self, request: ServerRequest) -> bool:
         """Whether prefill's answer has a part of a request's answer, which is not a stream then."""
         ...

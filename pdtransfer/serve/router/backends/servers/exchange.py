@@ -56,8 +56,10 @@ class Exchange:
         shown: EarlyToken | None = None,
         *,
         ask_early: bool = False,
+        computed: asyncio.Event | None = None,
     ) -> None:
-        """`shown`: what the client has of an earlier attempt. `ask_early`: prefill may answer before decode."""
+        """`shown`: what the client has of an earlier attempt. `ask_early`: prefill may answer before decode.
+        `computed` is set when prefill has answered."""
         self._upstream, self._dialect, self.pair, self._request = upstream, dialect, pair, request
         self._client, self._metrics = client, metrics
         self._transfer = secrets.token_bytes(16)
@@ -65,7 +67,7 @@ class Exchange:
         self._decode: asyncio.Task[None] | None = None
         self._response: aiohttp.ClientResponse | None = None  # decode's
         self._first = self._tail = b""  # of its answer
-        self.shown, self._ask_early = shown, ask_early
+        self.shown, self._ask_early, self._prompt_computed = shown, ask_early, computed
         self._early: EarlyToken | None = None  # prefill's answer
         self._compares: tuple[object, bytes] | None = None  # in decode's `begins_alike`: the answer is not shown then
         self._head = b""  # of decode's stream, to be compared
@@ -271,8 +273,12 @@ class Exchange:
         def ended(_: object) -> None:
             server.unfinished -= prompts
             prefills.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
+            if task.cancelled():
+                return
+            if (error := task.exception()) is not None:
                 log.debug("%s", error)
+            elif self._prompt_computed is not None:
+                self._prompt_computed.set()
 
         task.add_done_callback(ended)
         return task

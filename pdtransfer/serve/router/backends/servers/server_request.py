@@ -41,6 +41,8 @@ class ServerRequest(Struct, kw_only=True, omit_defaults=True):
     path: str = ""
     request_id: str = ""
     headers: dict[str, str] = {}  # that servers get
+    changes: dict[str, Raw] = {}  # fields with other values than the body's
+    apart: list[ServerRequest] = []  # what servers get instead, a request for each choice
 
     def received(self, body: bytes, *, path: str, request_id: str, headers: dict[str, str]) -> ServerRequest:
         """The request that came with the body which was read."""
@@ -51,7 +53,8 @@ class ServerRequest(Struct, kw_only=True, omit_defaults=True):
     def fields(self) -> dict[str, Raw]:
         """The body's, but for those that are the router's to set."""
         view = memoryview(self.body)
-        return {name: Raw(view[begin : begin + length]) for name, (begin, length) in self.spans.items()}
+        fields = {name: Raw(view[begin : begin + length]) for name, (begin, length) in self.spans.items()}
+        return fields | self.changes
 
     @property
     def answers(self) -> int:
@@ -60,8 +63,8 @@ class ServerRequest(Struct, kw_only=True, omit_defaults=True):
 
     @property
     def kept_bytes(self) -> int:
-        """The body."""
-        return len(self.body)
+        """The body, as often as it is sent."""
+        return len(self.body) * max(1, len(self.apart))
 
 
 def read_relayed(
@@ -88,7 +91,8 @@ def read_relayed(
 
 def choices_of(fields: Fields) -> int:
     """How many answers each prompt gets by the field `n`. Raises RefusedRequestError."""
-    return (decoded_field("n", _COUNT, fields["n"]) if "n" in fields else None) or 1
+    count = decoded_field("n", _COUNT, fields["n"]) if "n" in fields else None
+    return 1 if count is None else count
 
 
 def _address(data: bytes | Raw) -> int:

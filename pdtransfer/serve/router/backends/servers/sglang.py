@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from .....schema import parse
 from ...fleet.roles import Role
 from ...fleet.server import ServerIdentity
 from ...front.json_bodies import RefusedRequestError, decoded_field
 from . import prompt_logprobs
-from .dialect import FALSE, Port, ServerOrder, Text
+from .dialect import FALSE, ONE, Port, ServerOrder, Text
 from .server_request import Fields, ServerRequest, choices_of
 
 
@@ -25,14 +27,12 @@ _SGLANG_INFO = msgspec.json.Decoder(_SglangInfo)
 _NULL = Raw(b"null")
 
 
-class _SglangSampling(Struct):
-    n: int | None = None
-
-
-# Of /generate: an object, or one for each prompt. What else it has is for the servers, and nothing is made of it here.
-_SGLANG_SAMPLING: msgspec.json.Decoder[_SglangSampling | list[_SglangSampling | None] | None] = msgspec.json.Decoder(
-    _SglangSampling | list[_SglangSampling | None] | None
-)
+# Of /generate: an object, or one for each prompt.
+_Sampling: TypeAlias = dict[str, Raw] | list[dict[str, Raw] | None] | None
+_SAMPLING: msgspec.json.Decoder[_Sampling] = msgspec.json.Decoder(_Sampling)
+_SEED = msgspec.json.Decoder(int | None)
+SEEDS = 1 << 64  # SGLang's are signed
+SERVER_CHOICES_MAX = 128  # requests that one with `n` becomes: as many choices as OpenAI's API has
 
 
 class SglangDialect:
@@ -63,14 +63,25 @@ class SglangDialect:
         return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": info.disaggregation_bootstrap_port}
 
     def choices(self, fields: Fields) -> int:
-        """Refuses several choices of a prompt: SGLang gives all of them one room, and a room is for one transfer. And a
-        stream that asks for its prompt's logprobs."""
-        sampling = decoded_field("sampling_params", _SGLANG_SAMPLING, fields.get("sampling_params", _NULL))
-        counts = [params.n for params in (sampling if isinstance(sampling, list) else [sampling]) if params is not None]
-        if any(count not in (None, 1) for count in (choices_of(fields), *counts)):
-            raise RefusedRequestError("n", "must be 1: SGLang hands over one choice of a prompt")
+        """Of /generate that of its sampling parameters, the same for all prompts. Refuses a stream that asks for its
+        prompt's logprobs."""
         prompt_logprobs.asked(fields)
-        return 1
+        sampling = _sampling(fields)
+        counts = [choices_of(params or {}) for params in (sampling if isinstance(sampling, list) else [sampling])]
+        if len({*counts}) > 1:
+            raise RefusedRequestError("sampling_params.n", "must be the same for all prompts")
+        named = {"n": choices_of(fields), "sampling_params.n": counts[0] if counts else 1}
+        for name, count in named.items():
+            if not 1 <= count <= SERVER_CHOICES_MAX:
+                raise RefusedRequestError(name, f"{count} choices, must be 1 to {SERVER_CHOICES_MAX}")
+        return max(named.values())
+
+    def apart(self, request: ServerRequest) -> list[ServerRequest]:
+        """SGLang gives all choices of a prompt one room, and a room is for one transfer."""
+        if request.choices == 1:
+            return []
+        fields, sampling = request.fields, _sampling(request.fields)
+        return [_choice(request, fields, sampling, number) for number in range(request.choices)]
 
     def joins(self, request: ServerRequest) -> bool:
         """Decode has no logprobs of the prompt."""
@@ -103,6 +114,33 @@ class SglangDialect:
         if "rid" in request.fields:
             return None  # the client's own name, which others may have as well
         return ServerOrder("/abort_request", msgspec.json.encode(_named(request, transfer)))
+
+
+def _sampling(fields: Fields) -> _Sampling:
+    return decoded_field("sampling_params", _SAMPLING, fields.get("sampling_params", _NULL))
+
+
+def _choice(request: ServerRequest, fields: Fields, sampling: _Sampling, number: int) -> ServerRequest:
+    """The request for one choice of each prompt. A client's `rid` would name all of them, and is dropped."""
+    changes = _of_one(fields, number, "seed")
+    if isinstance(sampling, list):
+        of_prompts = [params and params | _of_one(params, number, "sampling_seed") for params in sampling]
+        changes["sampling_params"] = Raw(msgspec.json.encode(of_prompts))
+    elif sampling is not None:
+        changes["sampling_params"] = Raw(msgspec.json.encode(sampling | _of_one(sampling, number, "sampling_seed")))
+    spans = {name: span for name, span in request.spans.items() if name != "rid"}
+    name = f"{request.request_id}-{number}"
+    return replace(request, spans=spans, choices=1, request_id=name, changes=changes)
+
+
+def _of_one(fields: Fields, number: int, seed_name: str) -> dict[str, Raw]:
+    """What changes of fields where one choice is asked for. Choice i has the seed + i: SGLang's deterministic inference
+    draws by the seed alone, and with one seed all choices would be the same."""
+    changes = {"n": ONE} if "n" in fields else {}
+    seed = decoded_field(seed_name, _SEED, fields[seed_name]) if seed_name in fields else None
+    if seed is not None and number > 0:
+        changes[seed_name] = Raw(str((seed + number + SEEDS // 2) % SEEDS - SEEDS // 2).encode())
+    return changes
 
 
 def _named(request: ServerRequest, transfer: bytes) -> dict[str, object]:

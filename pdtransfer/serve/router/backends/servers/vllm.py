@@ -71,6 +71,11 @@ class VllmDialect:
         """As OpenAI's API has it."""
         return choices_of(fields)
 
+    def apart(self, request: ServerRequest) -> list[ServerRequest]:
+        """All choices of a prompt begin from the same KV."""
+        del request
+        return []
+
     def joins(self, request: ServerRequest) -> bool:
         """Decode has all of an answer."""
         del request

@@ -1,0 +1,101 @@
+"""Several choices of a prompt, where a hand-off is for one: a request for each of them, and one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from .....errors import Cause, RemoteProtocolError
+from ...front.backend import AnswerFailedError, WholeAnswer
+from .attempts import Attempts
+from .joined_choices import JoinedAnswers, JoinedEvents
+
+
+class Choices:
+    """As AnswerStream. `begin` comes first. A request that fails ends the others.
+
+    Those behind the first one are sent once its prompt is computed: prefill finds it in its prefix cache.
+    """
+
+    def __init__(self, requests: Sequence[Attempts], computed: asyncio.Event) -> None:
+        """`computed` is set when prefill has answered the first one."""
+        self._requests, self._computed = requests, computed
+        self._reads: dict[asyncio.Task[bytes], int] = {}  # of those that have not ended
+        self._joined: JoinedAnswers | JoinedEvents | None = None
+        self._piece, self._ended = b"", False
+        self.status, self.length, self.events = 200, None, False
+        self.headers: Mapping[str, str] = {}
+
+    async def begin(self) -> None:
+        """Waits for the first events of a stream, or for all of an answer. Raises AnswerFailedError."""
+        self._reads = {asyncio.create_task(self._begin(number)): number for number in range(len(self._requests))}
+        try:
+            self._piece = await self.more()
+        except BaseException:
+            self.close(complete=False)
+            raise
+        if not self.events:
+            self.length = len(self._piece)
+
+    async def more(self) -> bytes:
+        """As AnswerStream.more."""
+        piece, self._piece = self._piece, b""
+        try:
+            while not piece and not self._ended:
+                piece = await self._next()
+        except RemoteProtocolError as error:
+            raise AnswerFailedError(f"the answers to its choices do not fit: {error}", Cause.BREACH) from None
+        return piece
+
+    def close(self, *, complete: bool) -> None:
+        """As AnswerStream.close. After an error event some have not ended."""
+        for task in self._reads:
+            task.cancel()
+            task.add_done_callback(_forget)
+        unfinished = set(self._reads.values())
+        for number, request in enumerate(self._requests):
+            request.close(complete=complete and number not in unfinished)
+
+    async def _begin(self, number: int) -> bytes:
+        """Returns the first bytes of an answer. One that is not of status 200 is the failure of all."""
+        request = self._requests[number]
+        if number > 0:
+            await self._computed.wait()
+        await request.begin()
+        if request.status == 200:
+            self._computed.set()
+            return await request.more()
+        body = bytearray()
+        while piece := await request.more():
+            body += piece
+        answer = WholeAnswer(request.status, request.headers, bytes(body))
+        text = f"choice {number}: a server answers {request.status}: {answer.body[:256].decode(errors='replace')}"
+        raise AnswerFailedError(text, Cause.ENGINE, status=request.status, answer=answer)
+
+    async def _next(self) -> bytes:
+        """Waits for the next bytes of any answer; returns what the client gets of them. Raises AnswerFailedError and
+        RemoteProtocolError."""
+        done, _ = await asyncio.wait(self._reads, return_when=asyncio.FIRST_COMPLETED)
+        new = b""
+        for task in done:
+            piece, number = task.result(), self._reads.pop(task)
+            request = self._requests[number]
+            if self._joined is None:
+                self.headers, self.events = request.headers, request.events
+                self._joined = (JoinedEvents if self.events else JoinedAnswers)(len(self._requests))
+            new += self._joined.take(number, piece)
+            if self._joined.failed:
+                break
+            if piece:
+                self._reads[asyncio.create_task(request.more())] = number
+        assert self._joined is not None
+        if not self._reads or self._joined.failed:
+            self._ended = True
+            new += self._joined.end()
+        return new
+
+
+def _forget(task: asyncio.Task[bytes]) -> None:
+    """Its failure is nobody's any more."""
+    if not task.cancelled():
+        task.exception()

@@ -171,6 +171,7 @@ class CacheMemory:
 
     def close(self) -> None:
         """Unmaps what is ours, unless the engine's tensors still lie there: then it ends with the process."""
+        self._pooled = None  # which holds a tensor of all of it
         arenas = self._arena, self._landing and self._landing[0], self._target and self._target.arena
         for arena in {id(arena): arena for arena in arenas if arena}.values():
             with suppress(BufferError):

@@ -67,10 +67,11 @@ def _receives_on_host() -> bool:
 
 
 def _init_memory_pools(original: Any, scheduler: Any) -> Any:
-    """All caches are made: it is known which draft models will have one."""
-    worker = getattr(scheduler, "draft_worker", None)
-    if worker is not None and _is_ours():
-        process.draft_runners = worker._draft_model_runners()  # noqa: SLF001 -- some workers have no public list
+    """All caches are made: it is known which draft models will have one. Raises ConfigError as check_features."""
+    if _is_ours():
+        dialect.check_features(scheduler.server_args)
+        worker = getattr(scheduler, "draft_worker", None)
+        process.draft_runners = getattr(worker, "_draft_model_runners", tuple)()
     return original(scheduler)
 
 

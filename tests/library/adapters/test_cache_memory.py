@@ -141,6 +141,16 @@ def test_what_an_engine_allocates_later_lies_in_the_same_allocation(has_beside: 
     assert {tensor.storage_offset() for tensor in elsewhere} == {0}
 
 
+def test_an_arena_is_closed_once_the_engine_has_dropped_its_tensors() -> None:
+    memory = CacheMemory([SIZE])
+    with memory.pooled():
+        layer = torch.zeros(SIZE, dtype=torch.int8)
+    arena = memory.target(extent_of(layer)).arena
+    del layer
+    memory.close()
+    assert arena.fd == -1
+
+
 def test_a_card_without_room_for_one_piece_has_the_layers_as_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,76 @@
+"""A draft model's cache, which SGLang allocates after the model's own: in the same allocation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pdtransfer.adapters.kit.cache_memory import Extent
+from pdtransfer.adapters.sglang import process
+from pdtransfer.errors import ConfigError
+from tests.library.adapters.sglang.sglang_modules import ServerArgs, with_stand_ins
+
+SIZE = 1 << 16  # bytes of a layer
+
+
+class Configurator:
+    """Of a model of two layers, or a drafter of one; the pools are the layers."""
+
+    device = "cpu"
+
+    def __init__(self, layer_count: int, *, is_draft_worker: bool) -> None:
+        self.layer_count, self.is_draft_worker = layer_count, is_draft_worker
+
+    def _derive_pool_sizes(self, *, config: int) -> int:
+        return config
+
+
+def make(configurator: Configurator, *, sizes: int, **_: object) -> Any:
+    """As SGLang makes them."""
+    layers = [torch.zeros(sizes, dtype=torch.int8, device="cpu") for _ in range(configurator.layer_count)]
+    return SimpleNamespace(layers=layers, req_to_token_pool=None, token_to_kv_pool_allocator=None)
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    modules = with_stand_ins("hooks", monkeypatch)
+    monkeypatch.setattr(modules, "_is_ours", lambda: True)
+    monkeypatch.setattr(modules, "_receives_on_host", lambda: False)
+    monkeypatch.setattr(modules, "get_parallel", lambda: SimpleNamespace(pp_size=1))
+    for name, value in (("memory", None), ("draft_runners", ()), ("pool_config", None)):
+        monkeypatch.setattr(process, name, value)
+    return {target.rpartition(".")[2]: hook for target, hook in modules.HOOKS} | {"modules": modules}
+
+
+def test_a_drafters_layers_lie_behind_the_models(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks["modules"].dialect, "check_features", lambda _: None)
+    drafter, model = Configurator(1, is_draft_worker=True), Configurator(2, is_draft_worker=False)
+    runner = SimpleNamespace(init_kv_cache_configurator=lambda: None, kv_cache_configurator=drafter)
+
+    def make_all(_: object) -> list[torch.Tensor]:
+        layers: list[torch.Tensor] = []
+        for configurator in (model, drafter):
+            sizes = hooks["_derive_pool_sizes"](lambda _, config: config, configurator, config=SIZE)
+            pools = hooks["_init_pools"](
+                make, configurator, sizes=sizes, req_to_token_pool=None, token_to_kv_pool_allocator=None
+            )
+            layers += pools.layers
+        return layers
+
+    scheduler = SimpleNamespace(
+        server_args=ServerArgs(), draft_worker=SimpleNamespace(_draft_model_runners=lambda: (runner,))
+    )
+    layers = hooks["init_memory_pools"](make_all, scheduler)
+    first = layers[0].data_ptr()
+    assert [layer.data_ptr() - first for layer in layers] == [0, SIZE, 2 * SIZE]
+    assert process.memory is not None
+    assert process.memory.target(Extent(first, first + 3 * SIZE)).memory == "dram"
+
+
+def test_a_version_without_it_is_refused_before_any_cache_is_made(hooks: Any) -> None:
+    scheduler = SimpleNamespace(server_args=ServerArgs("EAGLE"), draft_worker=object())
+    with pytest.raises(ConfigError, match=r"speculative_algorithm: SGLang 0\.5\.17 does not report"):
+        hooks["init_memory_pools"](lambda _: pytest.fail("a cache is made"), scheduler)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
+from pdtransfer.serve.router.backends.servers.attempts import Attempts
+from pdtransfer.serve.router.backends.servers.choices import JOINED_INLINE_BYTES_MAX, Choices
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from pdtransfer.serve.router.backends.servers.joined_choices import JoinedAnswers, JoinedEvents
-from pdtransfer.serve.router.backends.servers.sglang import SERVER_CHOICES_MAX
+from pdtransfer.serve.router.backends.servers.server_request import ServerRequest
+from pdtransfer.serve.router.backends.servers.sglang import SAMPLING_BYTES_MAX, SERVER_CHOICES_MAX
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from tests.serve.router.servers.relayed import relayed
@@ -38,13 +42,19 @@ class SamplingSglang(FakeSglang):
     `fails` are the seeds of requests that it refuses, `breaks` those of streams that end with an error."""
 
     fails: dict[int, int] = field(default_factory=dict)  # with which status
+    fails_after: asyncio.Event | None = None
+    why: str = "fails"
     breaks: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)  # those of streams that never end
 
     async def reply(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         seed, body = seed_of(seen.body), seen.body
         if (status := self.fails.get(seed)) is not None:
-            return web.json_response({"object": "error", "message": f"{seed} fails", "code": status}, status=status)
+            if self.fails_after is not None:
+                await self.fails_after.wait()
+            return web.json_response(
+                {"object": "error", "message": f"{seed} {self.why}", "code": status}, status=status
+            )
         await self.gate.wait()
         await self.hand_over(seen)
         if self.role == "prefill" or not body.get("stream"):
@@ -106,6 +116,13 @@ def asked(path: str, prompts: Any, **more: Any) -> dict[str, Any]:
         return {"text": prompts, "sampling_params": {"n": 3, "sampling_seed": 7}} | more
     of = {"messages": [{"role": "user", "content": prompts}]} if path == CHATS else {"prompt": prompts}
     return of | {"n": 3, "seed": 7} | more
+
+
+def choices_of(body: dict) -> list[ServerRequest]:
+    request = relayed(body, engine="sglang")
+    choice = SGLANG.apart(request)
+    assert choice is not None
+    return [choice(number) for number in range(request.choices)]
 
 
 def decode_seeds(site: ServerSite) -> list[int]:
@@ -194,7 +211,7 @@ async def test_sglangs_own_path_answers_with_a_list() -> None:
         sampling = [{"n": 3, "sampling_seed": 7}, {"n": 3, "sampling_seed": 7}]
         sent = [
             json.loads(SGLANG.decode_body(choice, bytes(16), {}))["sampling_params"]
-            for choice in SGLANG.apart(relayed({"text": ["a", "b"], "sampling_params": sampling}, engine="sglang"))
+            for choice in choices_of({"text": ["a", "b"], "sampling_params": sampling})
         ]
         assert sent == [[{"n": 1, "sampling_seed": seed}] * 2 for seed in (7, 8, 9)]
 
@@ -220,7 +237,7 @@ def test_streams_are_one_stream_with_one_end(path: str) -> None:
             metric = b"pdtransfer_first_token_seconds_count"
             async with site.http.get(site.url + "/metrics") as response:
                 lines = [line for line in (await response.read()).splitlines() if line.startswith(metric)]
-            assert [line.rpartition(b" ")[2] for line in lines] == [b"3.0"], "each choice counts"
+            assert [line.rpartition(b" ")[2] for line in lines] == [b"1.0"], "the first of all choices counts"
 
     run_on_loop(case)
 
@@ -287,17 +304,20 @@ async def test_a_choice_keeps_what_another_one_has_noted_of_the_request() -> Non
 @on_loop
 async def test_a_stream_whose_choice_fails_before_it_has_begun_ends_with_an_error() -> None:
     async with server_site(of=SamplingSglang) as site:
-        site.decode[0].fails = {9: 422}
-        site.decode[0].more.clear()
+        [decode] = site.decode
+        decode.fails, decode.fails_after = {9: 422}, asyncio.Event()
+        decode.more.clear()
         async with site.http.post(
             site.url + "/v1/completions", json=asked("/v1/completions", "a", stream=True)
         ) as response:
+            await response.content.readuntil(b"\n\n")
+            decode.fails_after.set()
             *_, last, rest = (await response.read()).decode().split("\n\n")
         assert rest == ""
         message = json.loads(last.removeprefix("data: "))["error"]["message"]
         assert "choice 2: a server answers 422" in message
         assert "9 fails" in message
-        await until(lambda: sum(seen.left for seen in site.decode[0].seen) == 2)
+        await until(lambda: sum(seen.left for seen in decode.seen) == 2)
         await is_quiet(site)
 
 
@@ -346,8 +366,8 @@ def test_a_client_that_leaves_cancels_all(stream: bool, computed: bool) -> None:
         ({"n": SERVER_CHOICES_MAX + 1}, "n"),
         ({"sampling_params": {"n": SERVER_CHOICES_MAX + 1}}, "sampling_params.n"),
         ({"sampling_params": [{"n": 0}]}, "sampling_params.n"),
-        ({"sampling_params": [{"n": 2}, {"n": 3}]}, "sampling_params.n"),
-        ({"sampling_params": [{"n": 2}, None]}, "sampling_params.n"),
+        ({"prompt": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 3}]}, "sampling_params.n"),
+        ({"prompt": ["a", "b"], "sampling_params": [{"n": 2}, None]}, "sampling_params.n"),
     ],
     ids=str,
 )
@@ -355,6 +375,71 @@ def test_how_many_choices_is_bounded_and_the_error_names_the_field(body: dict, n
     with pytest.raises(RefusedRequestError) as caught:
         relayed({"prompt": "a"} | body, engine="sglang")
     assert (caught.value.param, caught.value.status) == (name, 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"text": "a", "sampling_params": [{}] * 2}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": []}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 2}] * 3}, "sampling_params"),
+        ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": "a", "sampling_params": {"n": 2, "stop": "x" * SAMPLING_BYTES_MAX}}, "sampling_params"),
+        ({"text": "a", "sampling_params": {"n": 2, "sampling_seed": "x"}}, "sampling_seed"),
+        ({"text": ["a"], "sampling_params": [{"n": 2, "sampling_seed": []}]}, "sampling_seed"),
+        ({"prompt": "a", "n": 2, "seed": 1.5}, "seed"),
+    ],
+    ids=range(8),
+)
+def test_what_no_choice_can_be_made_of_is_refused_where_the_body_is_read(body: dict, name: str) -> None:
+    with pytest.raises(RefusedRequestError) as caught:
+        relayed(body, engine="sglang")
+    assert (caught.value.param, caught.value.status) == (name, 400)
+
+
+def test_a_request_for_one_choice_may_have_any_sampling_parameters() -> None:
+    sampling = {"sampling_seed": "x", "stop": "x" * SAMPLING_BYTES_MAX}
+    assert relayed({"text": ["a", "b"], "sampling_params": [sampling, None]}, engine="sglang").choices == 1
+
+
+class MadeAttempts:
+    """A request for a choice that is answered at once."""
+
+    def __init__(self) -> None:
+        self.status, self.events, self.headers = 200, False, dict[str, str]()
+        self._pieces = [b"[{}]", b""]
+
+    async def begin(self) -> None:
+        pass
+
+    async def more(self) -> bytes:
+        return self._pieces.pop(0)
+
+    def close(self, *, complete: bool) -> None:
+        pass
+
+
+@on_loop
+async def test_each_choice_is_made_in_a_turn_of_the_loop_of_its_own() -> None:
+    loop, turn, turns = asyncio.get_running_loop(), 0, dict[int, int]()
+
+    def count() -> None:
+        nonlocal turn
+        turn += 1
+        if len(turns) < 9:
+            loop.call_soon(count)
+
+    def request(number: int) -> Attempts:
+        turns[number] = turn
+        return cast("Attempts", MadeAttempts())
+
+    count()
+    choices = Choices(9, request, asyncio.Event())
+    assert not turns, "nothing is made before it is sent"
+    await choices.begin()
+    choices.close(complete=True)
+    assert [*turns] == [*range(9)]
+    assert len({*turns.values()}) == 9
 
 
 @on_loop
@@ -374,27 +459,34 @@ async def test_a_request_counts_as_its_choices() -> None:
         assert (await site.post(**asked("/v1/completions", "a")))[0] == 200
         status, answer, _ = await site.post(**asked("/v1/completions", ["a", "b"]))
         assert (status, answer["error"]["code"]) == (429, "full")
-    read = relayed({"prompt": "a", "n": 4}, engine="sglang")
-    read.apart = SGLANG.apart(read)
-    assert (read.answers, read.kept_bytes) == (4, 4 * len(read.body))
-    assert [choice.answers for choice in read.apart] == [1] * 4
+        for count in (1, 4):
+            read = relayed({"prompt": "a", "n": count}, engine="sglang")
+            client = ClientRequest(node="r", path="/v1/completions", request_id="r")
+            request = site.backend.request(read, read.body, client)
+            assert (request.answers, request.kept_bytes) == (count, count * len(read.body))
+    assert [choice.answers for choice in choices_of({"prompt": "a", "n": 4})] == [1] * 4
 
 
 @pytest.mark.parametrize(
     ("seed", "seeds"), [(5, [5, 6, 7]), (2**63 - 1, [2**63 - 1, -(2**63), 1 - 2**63]), (None, [None] * 3)]
 )
 def test_choice_i_has_the_seed_plus_i(seed: int | None, seeds: list[int | None]) -> None:
-    choices = SGLANG.apart(relayed({"prompt": "a", "n": 3, "seed": seed, "rid": "mine"}, engine="sglang"))
+    choices = choices_of({"prompt": "a", "n": 3, "seed": seed, "rid": "mine"})
     sent = [json.loads(SGLANG.decode_body(choice, bytes(16), {})) for choice in choices]
     assert [body["seed"] for body in sent] == seeds
     assert [body["rid"] for body in sent] == [f"r-{number}-00000000" for number in range(3)], "not the client's own"
-    assert "seed" not in SGLANG.apart(relayed({"prompt": "a", "n": 2}, engine="sglang"))[1].fields
+    assert "seed" not in choices_of({"prompt": "a", "n": 2})[1].fields
 
 
 def test_one_choice_is_left_as_it_came_and_so_are_those_of_vllm() -> None:
-    assert SGLANG.apart(relayed({"prompt": "a", "n": 1, "seed": 3}, engine="sglang")) == []
+    assert SGLANG.apart(relayed({"prompt": "a", "n": 1, "seed": 3}, engine="sglang")) is None
     of_vllm = relayed({"prompt": "a", "n": 9})
-    assert (DIALECTS["vllm"].apart(of_vllm), of_vllm.kept_bytes) == ([], len(of_vllm.body))
+    assert (DIALECTS["vllm"].apart(of_vllm), of_vllm.kept_bytes) == (None, len(of_vllm.body))
+
+
+DEEP: dict = {}
+for _ in range(800):
+    DEEP = {"a": DEEP}
 
 
 @pytest.mark.parametrize(
@@ -407,8 +499,15 @@ def test_one_choice_is_left_as_it_came_and_so_are_those_of_vllm() -> None:
         [{"choices": [], "usage": {"completion_tokens": "2"}}] * 2,
         [{"choices": [], "usage": 3}] * 2,
         ["text", "text"],
+        [{"choices": [], "sglext": {"output_ids": 5}}] * 2,
+        [{"choices": [], "sglext": 5}] * 2,
+        [{"choices": [], "usage": DEEP}] * 2,
+        [{"choices": [], "sglext": {"output_ids": DEEP}}] * 2,
+        [{"choices": [], "usage": {"completion_tokens": 10**30}}] * 2,
+        [{"choices": [], "usage": {"completion_tokens": -1}}] * 2,
+        [{"choices": [], "usage": {"completion_tokens": {"a": 1}}}, {"choices": [], "usage": {"completion_tokens": 1}}],
     ],
-    ids=range(7),
+    ids=range(14),
 )
 def test_answers_that_do_not_fit_are_refused(answers: list) -> None:
     joined = JoinedAnswers(2)
@@ -424,9 +523,10 @@ def test_answers_that_do_not_fit_are_refused(answers: list) -> None:
         b"data: x\n\n",
         b'data: {"choices": 5}\n\n',
         b'data: {"choices": [{"index": "0"}]}\n\n',
+        b'data: {"choices": [{"index": 1%s}]}\n\n' % (b"0" * 5000),
         b"data: []\n\n",
     ],
-    ids=range(4),
+    ids=range(5),
 )
 def test_streams_of_another_form_are_refused(stream: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
@@ -447,12 +547,92 @@ def test_an_event_may_come_in_pieces_and_has_a_bound() -> None:
         JoinedAnswers(2).take(0, b"d" * (HTTP_BODY_BYTES_MAX + 1))
 
 
+@pytest.mark.parametrize("kind", [JoinedAnswers, JoinedEvents])
+def test_all_answers_have_one_bound_together(kind: type[JoinedAnswers | JoinedEvents]) -> None:
+    joined, half = kind(3), b"d" * (HTTP_BODY_BYTES_MAX // 2)
+    joined.take(0, half)
+    joined.take(2, half)
+    assert joined.kept_bytes == HTTP_BODY_BYTES_MAX
+    with pytest.raises(RemoteProtocolError, match=f"larger than {HTTP_BODY_BYTES_MAX} bytes together"):
+        joined.take(1, b"d")
+
+
+def test_last_events_count_as_kept() -> None:
+    joined = JoinedEvents(3)
+    event = b'data: {"choices":[],"usage":{"note":"%s"}}\n\n' % (b"x" * (HTTP_BODY_BYTES_MAX // 2))
+    assert (joined.take(0, event), joined.kept_bytes) == (b"", len(event))
+    with pytest.raises(RemoteProtocolError, match="together"):
+        joined.take(1, event)
+
+
+def test_sglangs_own_fields_are_in_the_order_of_the_choices() -> None:
+    def chunk(number: int, details: object) -> bytes:
+        extension = {"output_ids": [[number]], "spec_tokens_details": details, "routed": "first"}
+        return b"data: %s\n\n" % json.dumps({"choices": [], "sglext": extension}).encode()
+
+    def end(*details: object) -> dict:
+        joined = JoinedEvents(len(details))
+        for number, of_choice in [*enumerate(details)][::-1]:
+            joined.take(number, chunk(number, of_choice))
+        return json.loads(joined.end().split(b"\n\n")[0].removeprefix(b"data: "))["sglext"]
+
+    common = {"output_ids": [[0], [1], [2]], "routed": "first"}
+    assert end({"x": 0}, {"x": 1}, {"x": 2}) == common | {"spec_tokens_details": [{"x": 0}, {"x": 1}, {"x": 2}]}
+    assert end([{"x": 0}, {"x": 3}], [{"x": 1}, {"x": 4}], [{"x": 2}, {"x": 5}]) == common, "of which prompt is unknown"
+
+
+@pytest.mark.parametrize(("length", "elsewhere"), [(10, False), (JOINED_INLINE_BYTES_MAX, True)])
+def test_large_answers_are_joined_in_a_thread(length: int, elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    joins: list[bool] = []
+    end = JoinedAnswers.end
+
+    def seen_end(joined: JoinedAnswers) -> bytes:
+        joins.append(threading.current_thread() is not threading.main_thread())
+        return end(joined)
+
+    async def case() -> None:
+        async with server_site(of=SamplingSglang) as site:
+            status, answer, _ = await site.post(**asked("/v1/completions", "a" * length))
+            assert (status, [len(choice["text"]) for choice in answer["choices"]]) == (200, [length + 1] * 3)
+
+    monkeypatch.setattr(JoinedAnswers, "end", seen_end)
+    run_on_loop(case)
+    assert joins == [elsewhere]
+
+
+@on_loop
+async def test_answers_that_are_too_large_together_fail_and_the_others_are_cancelled() -> None:
+    async with server_site(of=SamplingSglang) as site:
+        [decode] = site.decode
+        decode.answer_of = lambda path, body: {"choices": [{"text": "x" * (HTTP_BODY_BYTES_MAX // 2)}]}  # type: ignore[method-assign]
+        status, answer, _ = await site.post(**asked("/v1/completions", "a"))
+        assert (status, answer["error"]["code"]) == (502, "breach")
+        assert f"larger than {HTTP_BODY_BYTES_MAX} bytes together" in answer["error"]["message"]
+        await is_quiet(site)
+
+
+@on_loop
+async def test_a_refusal_of_a_choice_has_a_bound() -> None:
+    async with server_site(of=SamplingSglang) as site:
+        [decode] = site.decode
+        decode.fails, decode.why = {8: 422}, "x" * (HTTP_BODY_BYTES_MAX + 1)
+        status, answer, _ = await site.post(**asked("/v1/completions", "a"))
+        assert (status, answer["error"]["code"]) == (502, "breach")
+        assert f"answers 422, and more than {HTTP_BODY_BYTES_MAX} bytes" in answer["error"]["message"]
+        await is_quiet(site)
+
+
 @on_loop
 async def test_an_answer_that_cannot_be_joined_is_an_error_of_the_servers() -> None:
     async with server_site(of=SamplingSglang) as site:
         [decode] = site.decode
-        decode.answer_of = lambda path, body: {"choices": [{}] * seed_of(body)}  # type: ignore[method-assign]
-        status, answer, _ = await site.post(**asked("/v1/completions", "a"))
-        assert (status, answer["error"]["code"]) == (502, "breach")
-        assert "do not fit" in answer["error"]["message"]
+        for wrong in (
+            lambda path, body: {"choices": [{}] * seed_of(body)},
+            lambda path, body: {"choices": [{}], "sglext": {"output_ids": 5}},
+            lambda path, body: {"choices": [{}], "usage": DEEP},
+        ):
+            decode.answer_of = wrong  # type: ignore[method-assign]
+            status, answer, _ = await site.post(**asked("/v1/completions", "a"))
+            assert (status, answer["error"]["code"]) == (502, "breach")
+            assert "do not fit" in answer["error"]["message"]
         await is_quiet(site)

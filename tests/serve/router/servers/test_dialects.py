@@ -156,6 +156,8 @@ def test_choices_of_another_type_are_refused(body: dict) -> None:
         request(SGLANG, body, "/generate")
 
 
-@pytest.mark.parametrize("body", [{}, {"n": 1}, {"n": None}, {"sampling_params": [{"n": 1, "x": {"n": [2]}}, None]}])
+@pytest.mark.parametrize(
+    "body", [{}, {"n": 1}, {"n": None}, {"text": ["a", "b"], "sampling_params": [{"n": 1, "x": {"n": [2]}}, None]}]
+)
 def test_one_choice_is_accepted_and_other_fields_are_left_to_the_servers(body: dict) -> None:
-    assert request(SGLANG, body, "/generate").answers == 1
+    assert request(SGLANG, body, "/generate").choices == 1

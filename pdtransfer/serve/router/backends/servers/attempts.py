@@ -67,10 +67,10 @@ class Attempts:
         self.status, self.length, self.events = exchange.status, exchange.length, exchange.events
         self.headers, self._shown = exchange.headers, exchange.shown
         self._client.stream = exchange.events
-        if exchange.events:
-            now, client = time.monotonic(), self._client
-            client.first_s = client.first_s or now  # another choice of it may have begun
-            self._metrics.first_token.observe(now - client.began_s)
+        client = self._client
+        if exchange.events and client.first_s is None:  # no other choice of it has begun
+            client.first_s = time.monotonic()
+            self._metrics.first_token.observe(client.first_s - client.began_s)
 
     async def more(self) -> bytes:
         """As AnswerStream.more."""

@@ -190,16 +190,16 @@ class Servers:
     def request(self, read: ServerRequest, body: bytes, client: ClientRequest) -> ServerRequest:
         """The request that is passed on."""
         request = read.received(body, path=client.path, request_id=client.request_id, headers=_headers(client))
-        request.apart = self._dialect.apart(request)
+        request.apart = 1 if self._dialect.apart(request) is None else request.choices
         return request
 
     async def answer(self, request: ServerRequest, client: ClientRequest) -> Attempts | Choices:
         """Tries pairs of servers until an answer has begun."""
-        computed = asyncio.Event()
-        if request.apart:
-            answer = Choices([self._attempts(choice, client, computed) for choice in request.apart], computed)
-        else:
+        computed, choice = asyncio.Event(), self._dialect.apart(request)
+        if choice is None:
             answer = self._attempts(request, client, computed)
+        else:
+            answer = Choices(request.choices, lambda number: self._attempts(choice(number), client, computed), computed)
         await answer.begin()
         return answer
 

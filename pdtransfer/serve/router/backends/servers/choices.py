@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from .....errors import Cause, RemoteProtocolError
+from .....limits import HTTP_BODY_BYTES_MAX
 from ...front.backend import AnswerFailedError, WholeAnswer
 from .attempts import Attempts
 from .joined_choices import JoinedAnswers, JoinedEvents
+
+JOINED_INLINE_BYTES_MAX = 32 << 10  # what is joined on the loop; more in a thread
 
 
 class Choices:
     """As AnswerStream. `begin` comes first. A request that fails ends the others.
 
-    Those behind the first one are sent once its prompt is computed: prefill finds it in its prefix cache.
+    Those behind the first one are sent once its prompt is computed: the same prefill server has it in its prefix cache.
+    Each is made in a turn of the loop of its own, since it may have a large body.
     """
 
-    def __init__(self, requests: Sequence[Attempts], computed: asyncio.Event) -> None:
-        """`computed` is set when prefill has answered the first one."""
-        self._requests, self._computed = requests, computed
+    def __init__(self, count: int, request: Callable[[int], Attempts], computed: asyncio.Event) -> None:
+        """`request` makes that for choice i. `computed` is set when prefill has answered the first one."""
+        self._count, self._new, self._computed = count, request, computed
+        self._requests: dict[int, Attempts] = {}
+        self._turn = asyncio.Lock()
         self._reads: dict[asyncio.Task[bytes], int] = {}  # of those that have not ended
         self._joined: JoinedAnswers | JoinedEvents | None = None
         self._piece, self._ended = b"", False
@@ -28,7 +34,7 @@ class Choices:
 
     async def begin(self) -> None:
         """Waits for the first events of a stream, or for all of an answer. Raises AnswerFailedError."""
-        self._reads = {asyncio.create_task(self._begin(number)): number for number in range(len(self._requests))}
+        self._reads = {asyncio.create_task(self._begin(number)): number for number in range(self._count)}
         try:
             self._piece = await self.more()
         except BaseException:
@@ -53,14 +59,16 @@ class Choices:
             task.cancel()
             task.add_done_callback(_forget)
         unfinished = set(self._reads.values())
-        for number, request in enumerate(self._requests):
+        for number, request in self._requests.items():
             request.close(complete=complete and number not in unfinished)
 
     async def _begin(self, number: int) -> bytes:
         """Returns the first bytes of an answer. One that is not of status 200 is the failure of all."""
-        request = self._requests[number]
         if number > 0:
             await self._computed.wait()
+        async with self._turn:
+            await asyncio.sleep(0)
+            request = self._requests[number] = self._new(number)
         await request.begin()
         if request.status == 200:
             self._computed.set()
@@ -68,6 +76,9 @@ class Choices:
         body = bytearray()
         while piece := await request.more():
             body += piece
+            if len(body) > HTTP_BODY_BYTES_MAX:
+                text = f"choice {number}: a server answers {request.status}, and more than {HTTP_BODY_BYTES_MAX} bytes"
+                raise AnswerFailedError(text, Cause.BREACH)
         answer = WholeAnswer(request.status, request.headers, bytes(body))
         text = f"choice {number}: a server answers {request.status}: {answer.body[:256].decode(errors='replace')}"
         raise AnswerFailedError(text, Cause.ENGINE, status=request.status, answer=answer)
@@ -82,7 +93,7 @@ class Choices:
             request = self._requests[number]
             if self._joined is None:
                 self.headers, self.events = request.headers, request.events
-                self._joined = (JoinedEvents if self.events else JoinedAnswers)(len(self._requests))
+                self._joined = (JoinedEvents if self.events else JoinedAnswers)(self._count)
             new += self._joined.take(number, piece)
             if self._joined.failed:
                 break
@@ -91,7 +102,8 @@ class Choices:
         assert self._joined is not None
         if not self._reads or self._joined.failed:
             self._ended = True
-            new += self._joined.end()
+            in_thread = self._joined.kept_bytes > JOINED_INLINE_BYTES_MAX
+            new += await asyncio.to_thread(self._joined.end) if in_thread else self._joined.end()
         return new
 
 

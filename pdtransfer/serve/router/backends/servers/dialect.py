@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -51,13 +52,13 @@ class Dialect(Protocol):
         Raises RemoteProtocolError for an answer that is not this engine's."""
         ...
 
-    def choices(self, fields: Fields) -> int:
+    def choices(self, fields: Fields, prompts: int) -> int:
         """How many answers each prompt gets. Raises RefusedRequestError for what these servers cannot hand over."""
         ...
 
-    def apart(self, request: ServerRequest) -> list[ServerRequest]:
-        """Returns what the servers get instead of a request of several choices: a request for each of them. Empty where
-        they get it whole. Raises RefusedRequestError."""
+    def apart(self, request: ServerRequest) -> Callable[[int], ServerRequest] | None:
+        """Returns what makes the request for choice i, where the servers get one for each choice; None where they get
+        the request whole."""
         ...
 
     def joins(self, request: ServerRequest) -> bool:

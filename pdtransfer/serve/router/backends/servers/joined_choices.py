@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from operator import itemgetter
+from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from .....errors import RemoteProtocolError
 from .....limits import HTTP_BODY_BYTES_MAX
@@ -17,7 +18,10 @@ from .early_token import EVENT_END
 
 _ANSWER, _ANSWERS = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(list[dict[str, Raw]])
 _EITHER = msgspec.json.Decoder(dict[str, Raw] | list[dict[str, Raw]])
-_OBJECT, _INDEX = msgspec.json.Decoder(dict[str, Any]), msgspec.json.Decoder(int)
+_Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
+_INDEX, _LIST = msgspec.json.Decoder(_Count), msgspec.json.Decoder(list[Raw])
+_Usage: TypeAlias = dict[str, _Count | dict[str, _Count | None] | None]
+_USAGE: msgspec.json.Decoder[_Usage] = msgspec.json.Decoder(_Usage)
 _DONE, _ZERO, _NULL = b"data: [DONE]" + EVENT_END, Raw(b"0"), Raw(b"null")
 _OF_ALL = ("sglext", "usage")  # what an answer has once for all its choices; a stream's last events, in this order
 
@@ -29,12 +33,14 @@ class JoinedAnswers:
 
     def __init__(self, count: int) -> None:
         self._bodies = [bytearray() for _ in range(count)]
+        self.kept_bytes = 0  # of all of them
 
     def take(self, number: int, piece: bytes) -> bytes:
         """Takes a piece of the answer with this number; returns what the client gets by now. Raises
         RemoteProtocolError."""
         self._bodies[number] += piece
-        _bound(self._bodies[number])
+        self.kept_bytes += len(piece)
+        _bound(self.kept_bytes)
         return b""
 
     def end(self) -> bytes:
@@ -57,20 +63,27 @@ class JoinedEvents:
     def __init__(self, count: int) -> None:
         self._count, self.failed = count, False
         self._rests = [b""] * count  # the begin of the next event of each stream
-        self._last: dict[str, list[dict[str, Raw]]] = {name: [] for name in _OF_ALL}
+        self._last: dict[str, list[tuple[int, dict[str, Raw]]]] = {name: [] for name in _OF_ALL}
+        self._last_bytes = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of all of them."""
+        return self._last_bytes + sum(map(len, self._rests))
 
     def take(self, number: int, piece: bytes) -> bytes:
         """As JoinedAnswers.take; an empty piece ends a stream."""
         *events, rest = (self._rests[number] + piece).split(EVENT_END)
         if rest and not piece:
             raise RemoteProtocolError("stream", "ends within an event")
-        _bound(rest)
         self._rests[number] = rest
+        _bound(self.kept_bytes)
         return b"".join(self._event(number, event + EVENT_END) for event in events)
 
     def end(self) -> bytes:
         """As JoinedAnswers.end; also behind an error, which is `failed`."""
-        last = [] if self.failed else [_event(_of_all(chunks)) for chunks in self._last.values() if chunks]
+        in_turn = [sorted(chunks, key=itemgetter(0)) for chunks in self._last.values() if chunks]
+        last = [] if self.failed else [_event(_of_all([chunk for _, chunk in chunks])) for chunks in in_turn]
         return b"".join((*last, _DONE))
 
     def _event(self, number: int, event: bytes) -> bytes:
@@ -86,7 +99,9 @@ class JoinedEvents:
             return _event(read | {"choices": [self._numbered(number, choice) for choice in choices]})
         for name in _OF_ALL:
             if read.get(name, _NULL) != _NULL:
-                self._last[name].append(read)
+                self._last[name].append((number, read))
+                self._last_bytes += len(event)
+                _bound(self.kept_bytes)
         return b""
 
     def _numbered(self, number: int, choice: dict[str, Raw]) -> Mapping[str, object]:
@@ -96,11 +111,15 @@ class JoinedEvents:
 def _of_all(answers: Sequence[dict[str, Raw]]) -> dict[str, object]:
     """The first answer, with what is of all choices: a prompt's tokens count once."""
     joined: dict[str, object] = {**answers[0]}
-    for name, join in (("usage", _usage), ("sglext", _extension)):
-        values = [parse(answer[name], _OBJECT) for answer in answers if answer.get(name, _NULL) != _NULL]
-        if values:
-            joined[name] = join(values)
+    if usages := _values(answers, "usage"):
+        joined["usage"] = _usage([parse(usage, _USAGE) for usage in usages])
+    if extensions := _values(answers, "sglext"):
+        joined["sglext"] = _extension([parse(extension, _ANSWER) for extension in extensions])
     return joined
+
+
+def _values(objects: Sequence[dict[str, Raw]], name: str) -> list[Raw]:
+    return [content[name] for content in objects if content.get(name, _NULL) != _NULL]
 
 
 def _usage(usages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,13 +139,17 @@ def _sum(values: Iterable[Any]) -> Any:
     return sum(counted) if counted else None
 
 
-def _extension(extensions: list[dict[str, Any]]) -> dict[str, Any]:
-    """SGLang's own fields: these two are lists of all choices, the others are of the prompt."""
-    lists = {
-        "output_ids": [ids for extension in extensions for ids in extension.get("output_ids") or ()],
-        "spec_tokens_details": [extension.get("spec_tokens_details") for extension in extensions],
-    }
-    return extensions[0] | {name: values for name, values in lists.items() if any(values)}
+def _extension(extensions: list[dict[str, Raw]]) -> dict[str, object]:
+    """SGLang's own fields: these two are lists of all choices, the others are of the prompt. With several prompts each
+    answer's details are a list that may lack some: they are left out."""
+    joined: dict[str, object] = {**extensions[0]}
+    if of_choices := _values(extensions, "output_ids"):
+        joined["output_ids"] = [*chain.from_iterable(parse(ids, _LIST) for ids in of_choices)]
+    if details := _values(extensions, "spec_tokens_details"):
+        joined["spec_tokens_details"] = details
+        if any(bytes(value).startswith(b"[") for value in details):
+            del joined["spec_tokens_details"]
+    return joined
 
 
 def _in_turn(of_choices: list[list[dict[str, Raw]]]) -> list[dict[str, Raw]]:
@@ -144,6 +167,6 @@ def _event(content: Mapping[str, object]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + EVENT_END
 
 
-def _bound(kept: bytes | bytearray) -> None:
-    if len(kept) > HTTP_BODY_BYTES_MAX:
-        raise RemoteProtocolError("answer", f"larger than {HTTP_BODY_BYTES_MAX} bytes")
+def _bound(kept_bytes: int) -> None:
+    if kept_bytes > HTTP_BODY_BYTES_MAX:
+        raise RemoteProtocolError("answers", f"larger than {HTTP_BODY_BYTES_MAX} bytes together")

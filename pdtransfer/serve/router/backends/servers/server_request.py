@@ -42,7 +42,7 @@ class ServerRequest(Struct, kw_only=True, omit_defaults=True):
     request_id: str = ""
     headers: dict[str, str] = {}  # that servers get
     changes: dict[str, Raw] = {}  # fields with other values than the body's
-    apart: list[ServerRequest] = []  # what servers get instead, a request for each choice
+    apart: int = 1  # requests that servers get instead of it, one for each choice
 
     def received(self, body: bytes, *, path: str, request_id: str, headers: dict[str, str]) -> ServerRequest:
         """The request that came with the body which was read."""
@@ -64,13 +64,14 @@ class ServerRequest(Struct, kw_only=True, omit_defaults=True):
     @property
     def kept_bytes(self) -> int:
         """The body, as often as it is sent."""
-        return len(self.body) * max(1, len(self.apart))
+        return len(self.body) * self.apart
 
 
 def read_relayed(
-    body: bytes, *, block_tokens: int, reserved: Collection[str], choices: Callable[[Fields], int]
+    body: bytes, *, block_tokens: int, reserved: Collection[str], choices: Callable[[Fields, int], int]
 ) -> ServerRequest:
-    """Reads a body; `block_tokens` 0 makes no keys. Raises RefusedRequestError.
+    """Reads a body; `block_tokens` 0 makes no keys. `choices` gets the fields and the number of prompts. Raises
+    RefusedRequestError.
 
     The servers check the fields. A client's own fields in `reserved` are dropped: they could name another's KV.
     """
@@ -80,12 +81,13 @@ def read_relayed(
     for name in reserved:
         fields.pop(name, None)
     begin = _address(body)
+    prompts = max(1, sum(_prompt_count(name, fields[name]) for name in _PROMPTS if name in fields))
     spans = {name: (_address(value) - begin, memoryview(value).nbytes) for name, value in fields.items()}
     return ServerRequest(
         spans=spans,
         keys=_keys(fields, block_tokens) if block_tokens else (),
-        prompts=max(1, sum(_prompt_count(name, fields[name]) for name in _PROMPTS if name in fields)),
-        choices=max(1, choices(fields)),
+        prompts=prompts,
+        choices=max(1, choices(fields, prompts)),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
@@ -33,6 +35,7 @@ _SAMPLING: msgspec.json.Decoder[_Sampling] = msgspec.json.Decoder(_Sampling)
 _SEED = msgspec.json.Decoder(int | None)
 SEEDS = 1 << 64  # SGLang's are signed
 SERVER_CHOICES_MAX = 128  # requests that one with `n` becomes: as many choices as OpenAI's API has
+SAMPLING_BYTES_MAX = 256 << 10  # of sampling parameters that are written for each of several choices
 
 
 class SglangDialect:
@@ -62,26 +65,35 @@ class SglangDialect:
             return None
         return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": info.disaggregation_bootstrap_port}
 
-    def choices(self, fields: Fields) -> int:
+    def choices(self, fields: Fields, prompts: int) -> int:
         """Of /generate that of its sampling parameters, the same for all prompts. Refuses a stream that asks for its
-        prompt's logprobs."""
+        prompt's logprobs, and all that `apart` could not make requests of."""
         prompt_logprobs.asked(fields)
         sampling = _sampling(fields)
-        counts = [choices_of(params or {}) for params in (sampling if isinstance(sampling, list) else [sampling])]
+        if isinstance(sampling, list) and len(sampling) != prompts:
+            raise RefusedRequestError("sampling_params", f"a list of {len(sampling)} for {prompts} prompts")
+        of_prompts = [params or {} for params in (sampling if isinstance(sampling, list) else [sampling])]
+        counts = [choices_of(params) for params in of_prompts]
         if len({*counts}) > 1:
             raise RefusedRequestError("sampling_params.n", "must be the same for all prompts")
         named = {"n": choices_of(fields), "sampling_params.n": counts[0] if counts else 1}
         for name, count in named.items():
             if not 1 <= count <= SERVER_CHOICES_MAX:
                 raise RefusedRequestError(name, f"{count} choices, must be 1 to {SERVER_CHOICES_MAX}")
-        return max(named.values())
+        count = max(named.values())
+        if count > 1:
+            size = memoryview(fields.get("sampling_params", _NULL)).nbytes
+            if size > SAMPLING_BYTES_MAX:
+                text = f"{size} bytes, at most {SAMPLING_BYTES_MAX} with several choices"
+                raise RefusedRequestError("sampling_params", text)
+            _seed(fields, "seed")
+            for params in of_prompts:
+                _seed(params, "sampling_seed")
+        return count
 
-    def apart(self, request: ServerRequest) -> list[ServerRequest]:
+    def apart(self, request: ServerRequest) -> Callable[[int], ServerRequest] | None:
         """SGLang gives all choices of a prompt one room, and a room is for one transfer."""
-        if request.choices == 1:
-            return []
-        fields, sampling = request.fields, _sampling(request.fields)
-        return [_choice(request, fields, sampling, number) for number in range(request.choices)]
+        return partial(_choice, request) if request.choices > 1 else None
 
     def joins(self, request: ServerRequest) -> bool:
         """Decode has no logprobs of the prompt."""
@@ -120,8 +132,10 @@ def _sampling(fields: Fields) -> _Sampling:
     return decoded_field("sampling_params", _SAMPLING, fields.get("sampling_params", _NULL))
 
 
-def _choice(request: ServerRequest, fields: Fields, sampling: _Sampling, number: int) -> ServerRequest:
+def _choice(request: ServerRequest, number: int) -> ServerRequest:
     """The request for one choice of each prompt. A client's `rid` would name all of them, and is dropped."""
+    fields = request.fields
+    sampling = _sampling(fields)
     changes = _of_one(fields, number, "seed")
     if isinstance(sampling, list):
         of_prompts = [params and params | _of_one(params, number, "sampling_seed") for params in sampling]
@@ -137,10 +151,14 @@ def _of_one(fields: Fields, number: int, seed_name: str) -> dict[str, Raw]:
     """What changes of fields where one choice is asked for. Choice i has the seed + i: SGLang's deterministic inference
     draws by the seed alone, and with one seed all choices would be the same."""
     changes = {"n": ONE} if "n" in fields else {}
-    seed = decoded_field(seed_name, _SEED, fields[seed_name]) if seed_name in fields else None
+    seed = _seed(fields, seed_name)
     if seed is not None and number > 0:
         changes[seed_name] = Raw(str((seed + number + SEEDS // 2) % SEEDS - SEEDS // 2).encode())
     return changes
+
+
+def _seed(fields: Fields, name: str) -> int | None:
+    return decoded_field(name, _SEED, fields[name]) if name in fields else None
 
 
 def _named(request: ServerRequest, transfer: bytes) -> dict[str, object]:

@@ -67,14 +67,14 @@ class VllmDialect:
             return None
         return {name: value for name, value in asdict(params).items() if value is not None}
 
-    def choices(self, fields: Fields) -> int:
+    def choices(self, fields: Fields, prompts: int) -> int:
         """As OpenAI's API has it."""
+        del prompts
         return choices_of(fields)
 
-    def apart(self, request: ServerRequest) -> list[ServerRequest]:
+    def apart(self, request: ServerRequest) -> None:
         """All choices of a prompt begin from the same KV."""
         del request
-        return []
 
     def joins(self, request: ServerRequest) -> bool:
         """Decode has all of an answer."""

@@ -204,7 +204,11 @@ def _arena(
 
 
 def made_in_one_piece(
-    make: Callable[[], T], device: torch.device, *, has_beside: bool = False, make_later: Callable[[T], object] = id
+    make: Callable[[], T],
+    device: torch.device,
+    *,
+    has_beside: bool = False,
+    make_later: Callable[[T], object] = lambda _: None,
 ) -> tuple[CacheMemory, T]:
     """What an engine makes, with its tensors on this device in one allocation, and their memory.
 

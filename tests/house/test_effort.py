@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.support.effort import VARIABLE, Effort, is_picked, some
@@ -24,3 +27,17 @@ def test_without_it_a_part_of_grids_and_examples_runs_and_never_nothing(monkeypa
     monkeypatch.delenv(VARIABLE, raising=False)
     assert (some(100), some(3)) == (25, 1)
     assert 150 < sum(is_picked(f"test[{number}]") for number in range(1_000)) < 350
+
+
+def test_every_module_of_tests_can_be_imported_without_the_packages_of_the_torch_engine() -> None:
+    """As in the environments of other Pythons, for which there may be no torch: what needs it skips."""
+    collect = """
+import sys
+sys.modules |= {"torch": None, "transformers": None}
+import pytest
+sys.exit(pytest.main(["--collect-only", "--quiet", "--quiet", "-p", "no:cacheprovider", "--fast", "tests"]))
+"""
+    command = [sys.executable, "-c", collect]
+    collected = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300, check=False)
+    assert collected.returncode == 0, collected.stdout
+    assert "tests/library/wire/" in collected.stdout

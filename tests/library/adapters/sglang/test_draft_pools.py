@@ -6,6 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
+
 import torch
 
 from pdtransfer.adapters.kit.cache_memory import Extent

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
+
 from pdtransfer import KVPoll as HandOff
 from pdtransfer.adapters.sglang import process
 from pdtransfer.adapters.sglang.stages import ELSEWHERE, Ended, check_options, ended_here, ended_so_far

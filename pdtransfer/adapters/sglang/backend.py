@@ -36,6 +36,7 @@ from ..kit.reachable import Reachable, RequestError
 from . import dialect, process
 from .changes import Change
 from .decode import ReceivingSide
+from .drafters import drafter_with_kv
 from .labels import Uses
 from .peers import Refusals, check_room, rank_fields, sources_of
 from .pools import (
@@ -58,7 +59,6 @@ from .states import LINEAR, conv_sections, drop_empty_states, states_fact
 log = logging.getLogger(f"sglang.srt.{__name__}")
 
 _DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
-_DRAFTERS_WITHOUT_KV = {"NGRAM", "FROZEN_KV_MTP"}  # of their own
 
 
 class Manager(dialect.KVManager):
@@ -216,8 +216,8 @@ class Manager(dialect.KVManager):
             config.hf_text_config.to_dict(), dtype=config.dtype, cache=self._cache_dtype,
             quantization=config.quantization,
         )  # fmt: skip
-        drafter = str(self.server_args.speculative_algorithm or "")
-        facts |= {"speculation": drafter} if drafter and drafter not in _DRAFTERS_WITHOUT_KV else {}
+        drafter = drafter_with_kv(self.server_args)
+        facts |= {"speculation": drafter} if drafter else {}
         facts |= self._states_fact
         return facts | ({"kv_layout": getattr(self.kv_args, "kv_layout", None)} if self._is_compressed else {})
 

@@ -20,6 +20,7 @@ from torch.distributed import ReduceOp
 from ..kit.cache_memory import CacheMemory, made_in_one_piece
 from ..kit.reachable import RequestError
 from . import dialect, process
+from .drafters import check_drafter
 from .peers import NO_SERVER, dp_ranks, server_fields
 from .pools import Buffers, extent_of
 from .stages import Ended, ended_here, ended_so_far
@@ -67,9 +68,10 @@ def _receives_on_host() -> bool:
 
 
 def _init_memory_pools(original: Any, scheduler: Any) -> Any:
-    """All caches are made: it is known which draft models will have one. Raises ConfigError as check_features."""
+    """All caches are made: it is known which draft models will have one. Raises ConfigError for what cannot cross."""
     if _is_ours():
         dialect.check_features(scheduler.server_args)
+        check_drafter(scheduler.server_args, on_host=dialect.receives_on_host(get_disagg()))
         worker = getattr(scheduler, "draft_worker", None)
         process.draft_runners = getattr(worker, "_draft_model_runners", tuple)()
     return original(scheduler)

@@ -13,6 +13,7 @@ import torch
 
 from pdtransfer.adapters.kit.cache_memory import Extent
 from pdtransfer.adapters.sglang import process
+from pdtransfer.adapters.sglang.drafters import drafter_with_kv
 from pdtransfer.errors import ConfigError
 from tests.library.adapters.sglang.sglang_modules import ServerArgs, with_stand_ins
 
@@ -77,3 +78,37 @@ def test_a_version_without_it_is_refused_before_any_cache_is_made(hooks: Any) ->
     scheduler = SimpleNamespace(server_args=ServerArgs("EAGLE"), draft_worker=object())
     with pytest.raises(ConfigError, match=r"speculative_algorithm: SGLang 0\.5\.17 does not report"):
         hooks["init_memory_pools"](lambda _: pytest.fail("a cache is made"), scheduler)
+
+
+@pytest.mark.parametrize("drafter", ["EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "eagle"])
+def test_a_drafter_with_kv_is_refused_where_requests_land_on_the_host(
+    drafter: str, hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any cache is made: the memory that is set aside has room for the model's host pool alone."""
+    dialect = hooks["modules"].dialect
+    monkeypatch.setattr(dialect, "check_features", lambda _: None)
+    monkeypatch.setattr(dialect, "receives_on_host", lambda _: True)
+    scheduler = SimpleNamespace(server_args=ServerArgs(drafter), draft_worker=object())
+    text = rf"^disaggregation_decode_host_receive_threshold: the KV of a drafter \({drafter.upper()}\) cannot land in "
+    with pytest.raises(ConfigError, match=text):
+        hooks["init_memory_pools"](lambda _: pytest.fail("a cache is made"), scheduler)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "mode", "on_host"),
+    [("NGRAM", "decode", True), ("UNO", "decode", True), ("FROZEN_KV_MTP", "decode", True), (None, "decode", True),
+     ("EAGLE", "prefill", True), ("EAGLE", "decode", False)],
+)  # fmt: skip
+def test_other_drafters_and_engines_start(
+    drafter: str | None, mode: str, on_host: bool, hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialect = hooks["modules"].dialect
+    monkeypatch.setattr(dialect, "check_features", lambda _: None)
+    monkeypatch.setattr(dialect, "receives_on_host", lambda _: on_host)
+    scheduler = SimpleNamespace(server_args=ServerArgs(drafter, disaggregation_mode=mode))
+    assert hooks["init_memory_pools"](lambda _: "made", scheduler) == "made"
+
+
+def test_a_drafter_without_kv_is_no_fact_that_peers_compare() -> None:
+    facts = {name: drafter_with_kv(ServerArgs(name)) for name in ("EAGLE", "NGRAM", "FROZEN_KV_MTP", "UNO", None)}
+    assert facts == {"EAGLE": "EAGLE", "NGRAM": "", "FROZEN_KV_MTP": "", "UNO": "", None: ""}

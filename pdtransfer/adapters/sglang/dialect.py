@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from enum import Enum
 from inspect import signature
@@ -22,6 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from ...errors import ConfigError
+from .drafters import drafter_with_kv
 
 # Since 0.5.23 the common classes send, poll and fail by themselves, and all ranks of decode free the pages of a failed
 # request together, once nobody can write them.
@@ -65,6 +67,17 @@ def receives_on_host(disagg: Any) -> bool:
     never at 0, that of later ones at 1: it is the default of each."""
     option = signature(ServerArgs).parameters.get(_HOST_RECEIVE)
     return option is not None and getattr(disagg, _HOST_RECEIVE) != option.default
+
+
+def draft_scope(worker: Any, server_args: Any) -> AbstractContextManager[object]:
+    """The context in which SGLang allocates a drafter's cache. Since 0.5.23 DFLASH's heads are shared out among other
+    ranks than the model's, with DP attention."""
+    layout = getattr(worker, "draft_parallel_layout", None)
+    if layout is None or drafter_with_kv(server_args) != "DFLASH":
+        return nullcontext()
+    from sglang.srt.speculative.spec_utils import draft_tp_context
+
+    return draft_tp_context(layout)
 
 
 def buffer_infos(pool: Any) -> Any:

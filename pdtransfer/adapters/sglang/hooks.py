@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def _init_memory_pools(original: Any, scheduler: Any) -> Any:
         check_drafter(scheduler.server_args, on_host=dialect.receives_on_host(get_disagg()))
         worker = getattr(scheduler, "draft_worker", None)
         process.draft_runners = getattr(worker, "_draft_model_runners", tuple)()
+        process.draft_scope = partial(dialect.draft_scope, worker, scheduler.server_args)
     return original(scheduler)
 
 
@@ -92,14 +94,15 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
             return original(configurator, **given)
 
     def make_drafts(model_pools: Any) -> None:
-        for runner in process.draft_runners:
-            runner.init_kv_cache_configurator()
-            drafts = runner.kv_cache_configurator
-            sizes = drafts._derive_pool_sizes(config=process.pool_config)  # noqa: SLF001 -- as its `configure` does
-            original(
-                drafts, sizes=sizes, req_to_token_pool=model_pools.req_to_token_pool,
-                token_to_kv_pool_allocator=model_pools.token_to_kv_pool_allocator,
-            )  # fmt: skip
+        with process.draft_scope():
+            for runner in process.draft_runners:
+                runner.init_kv_cache_configurator()
+                drafts = runner.kv_cache_configurator
+                sizes = drafts._derive_pool_sizes(config=process.pool_config)  # noqa: SLF001 -- as its `configure` does
+                original(
+                    drafts, sizes=sizes, req_to_token_pool=model_pools.req_to_token_pool,
+                    token_to_kv_pool_allocator=model_pools.token_to_kv_pool_allocator,
+                )  # fmt: skip
 
     on_card = configurator.device == "cuda" and not get_exec().features.enable_memory_saver
     if on_card or configurator.device == "cpu":

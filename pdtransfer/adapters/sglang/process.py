@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from ...environment import adapter_settings
@@ -14,6 +15,7 @@ from ..kit.settings import Settings
 memory: CacheMemory | None = None  # of the KV cache, once SGLang has allocated it
 extent: Extent | None = None  # where the cache is, if host memory has to be set aside beside it
 draft_runners: Sequence[Any] = ()  # SGLang's, of draft models whose caches it allocates after the model's
+draft_scope: Callable[[], AbstractContextManager[object]] = nullcontext  # in which it does so
 pool_config: Any = None  # from which it derives the sizes of all these caches
 first_layer = 0  # of this pipeline stage's, among those of the model
 identity: dict[str, object] | None = None  # what peers compare of this rank, once it runs, as `shown` makes it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from pdtransfer.adapters.kit.cache_memory import Extent
 from pdtransfer.adapters.sglang import process
 from pdtransfer.adapters.sglang.drafters import drafter_with_kv
 from pdtransfer.errors import ConfigError
-from tests.library.adapters.sglang.sglang_modules import ServerArgs, with_stand_ins
+from tests.library.adapters.sglang.sglang_modules import ServerArgs, module, with_stand_ins
 
 SIZE = 1 << 16  # bytes of a layer
 
@@ -24,6 +26,8 @@ class Configurator:
     """Of a model of two layers, or a drafter of one; the pools are the layers."""
 
     device = "cpu"
+
+    layer_bytes = SIZE
 
     def __init__(self, layer_count: int, *, is_draft_worker: bool) -> None:
         self.layer_count, self.is_draft_worker = layer_count, is_draft_worker
@@ -34,7 +38,10 @@ class Configurator:
 
 def make(configurator: Configurator, *, sizes: int, **_: object) -> Any:
     """As SGLang makes them."""
-    layers = [torch.zeros(sizes, dtype=torch.int8, device="cpu") for _ in range(configurator.layer_count)]
+    layers = [
+        torch.zeros(sizes * configurator.layer_bytes, dtype=torch.int8, device="cpu")
+        for _ in range(configurator.layer_count)
+    ]
     return SimpleNamespace(layers=layers, req_to_token_pool=None, token_to_kv_pool_allocator=None)
 
 
@@ -44,34 +51,71 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(modules, "_is_ours", lambda: True)
     monkeypatch.setattr(modules, "_receives_on_host", lambda: False)
     monkeypatch.setattr(modules, "get_parallel", lambda: SimpleNamespace(pp_size=1))
-    for name, value in (("memory", None), ("draft_runners", ()), ("pool_config", None)):
+    for name, value in (("memory", None), ("draft_runners", ()), ("pool_config", None), ("draft_scope", nullcontext)):
         monkeypatch.setattr(process, name, value)
     return {target.rpartition(".")[2]: hook for target, hook in modules.HOOKS} | {"modules": modules}
 
 
-def test_a_drafters_layers_lie_behind_the_models(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks["modules"].dialect, "check_features", lambda _: None)
-    drafter, model = Configurator(1, is_draft_worker=True), Configurator(2, is_draft_worker=False)
-    runner = SimpleNamespace(init_kv_cache_configurator=lambda: None, kv_cache_configurator=drafter)
+def worker_of(configurator: Configurator) -> dict[str, Any]:
+    """Attributes of SGLang's worker of a drafter."""
+    runner = SimpleNamespace(init_kv_cache_configurator=lambda: None, kv_cache_configurator=configurator)
+    return {"_draft_model_runners": lambda: (runner,)}
+
+
+def started(
+    hooks: Any, server_args: ServerArgs, worker: dict[str, Any], drafter: Configurator, scope: Any = None
+) -> list[torch.Tensor]:
+    """The layers of a model and of its drafter, which SGLang allocates in this scope."""
+
+    def make_pools(configurator: Configurator) -> list[torch.Tensor]:
+        sizes = hooks["_derive_pool_sizes"](lambda _, config: config, configurator, config=1)
+        return hooks["_init_pools"](
+            make, configurator, sizes=sizes, req_to_token_pool=None, token_to_kv_pool_allocator=None
+        ).layers
 
     def make_all(_: object) -> list[torch.Tensor]:
-        layers: list[torch.Tensor] = []
-        for configurator in (model, drafter):
-            sizes = hooks["_derive_pool_sizes"](lambda _, config: config, configurator, config=SIZE)
-            pools = hooks["_init_pools"](
-                make, configurator, sizes=sizes, req_to_token_pool=None, token_to_kv_pool_allocator=None
-            )
-            layers += pools.layers
-        return layers
+        layers = make_pools(Configurator(2, is_draft_worker=False))
+        with scope or nullcontext():
+            return layers + make_pools(drafter)
 
-    scheduler = SimpleNamespace(
-        server_args=ServerArgs(), draft_worker=SimpleNamespace(_draft_model_runners=lambda: (runner,))
-    )
-    layers = hooks["init_memory_pools"](make_all, scheduler)
+    scheduler = SimpleNamespace(server_args=server_args, draft_worker=SimpleNamespace(**worker))
+    return hooks["init_memory_pools"](make_all, scheduler)
+
+
+def test_a_drafters_layers_lie_behind_the_models(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks["modules"].dialect, "check_features", lambda _: None)
+    drafter = Configurator(1, is_draft_worker=True)
+    layers = started(hooks, ServerArgs("EAGLE"), worker_of(drafter), drafter)
     first = layers[0].data_ptr()
     assert [layer.data_ptr() - first for layer in layers] == [0, SIZE, 2 * SIZE]
     assert process.memory is not None
     assert process.memory.target(Extent(first, first + 3 * SIZE)).memory == "dram"
+
+
+@pytest.mark.parametrize(("drafter", "has_scope"), [("DFLASH", True), ("EAGLE", False)])
+def test_a_drafter_is_measured_in_the_scope_in_which_sglang_allocates_it(
+    drafter: str, has_scope: bool, hooks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DFLASH's has other ranks than the model with DP attention, and so layers of other sizes."""
+    monkeypatch.setattr(hooks["modules"].dialect, "check_features", lambda _: None)
+    configurator = Configurator(1, is_draft_worker=True)
+
+    @contextmanager
+    def scope(layout: str) -> Generator[None]:
+        assert layout == "a layout"
+        configurator.layer_bytes = 2 * SIZE
+        yield
+        configurator.layer_bytes = SIZE
+
+    module("sglang.srt.speculative", monkeypatch)
+    module("sglang.srt.speculative.spec_utils", monkeypatch, draft_tp_context=scope)
+    worker = worker_of(configurator) | {"draft_parallel_layout": "a layout"}
+    layers = started(
+        hooks, ServerArgs(drafter), worker, configurator, scope("a layout") if has_scope else nullcontext()
+    )
+    first = layers[0].data_ptr()
+    assert [layer.data_ptr() - first for layer in layers] == [0, SIZE, 2 * SIZE]
+    assert len(layers[2]) == (2 * SIZE if has_scope else SIZE)
 
 
 def test_a_version_without_it_is_refused_before_any_cache_is_made(hooks: Any) -> None:

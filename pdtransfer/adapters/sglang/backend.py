@@ -42,12 +42,12 @@ from .peers import Refusals, check_room, rank_fields, sources_of
 from .pools import (
     MINIMAX_INDEX,
     OPAQUE,
-    Buffers,
     HeadCounts,
     KVPools,
     Locate,
     extent_of,
     has_rows_of_pages,
+    host_buffers,
     kv_buffers,
     pools,
     state_buffers,
@@ -164,10 +164,8 @@ class Manager(dialect.KVManager):
         described = self._pools(target.locate)
         components = described.components
         if dialect.has_host_buffers(args):
-            host = Buffers(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
+            host = host_buffers(args, target)
             components += pools(args, self._model(), target.locate, kv=host, states=()).components
-            if {component.memory for component in components} != {"dram", "hbm"}:
-                raise ConfigError("decode_host_receive_threshold: SGLang's host pool is not where peers can write")
             self.supports_host_destination = True
         client = DecodeClient(
             self._node("d"), components, target.arena, engine_slots=True, prefix_cache=False,

@@ -29,7 +29,7 @@ from ...errors import ConfigError
 from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from ...limits import AUX_BYTES_MAX, COMPONENTS_MAX
 from ...wire import Ranks
-from ..kit.cache_memory import Extent
+from ..kit.cache_memory import Extent, Target
 from ..kit.heads import Heads
 from ..kit.state_parts import StatePart, state_planes
 from .states import LINEAR, Sections, item_parts
@@ -149,6 +149,25 @@ def extent_of(buffers: Sequence[Buffers], device: int | None) -> Extent:
     """The range that holds all buffers, on a GPU or in this process's memory."""
     first, end = min(chain(*[pool.addresses for pool in buffers])), max(chain(*[pool.ends for pool in buffers]))
     return Extent(first, end, device)
+
+
+def host_buffers(args: Any, target: Target) -> Buffers:
+    """Where the host pool of SGLang's KVArgs is. Raises ConfigError unless it is the only one, and lies in the memory
+    that the plugin has set aside for it."""
+    option = "disaggregation_decode_host_receive_threshold"
+    if getattr(args, "host_state_data_ptrs", None):
+        kinds = ", ".join(_kinds(args))
+        raise ConfigError(f"{option}: requests can land in one host pool, and SGLang has another of {kinds}")
+    host = Buffers(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
+    pool, first = extent_of([host], None), target.arena.mapping.address
+    written = Extent(first, first + target.arena.byte_count)
+    if not written.holds(pool):
+        raise ConfigError(
+            f"{option}: SGLang's host pool lies at {pool.first:#x} to {pool.end:#x}, and peers can write "
+            f"{written.first:#x} to {written.end:#x} alone. SGLang has allocated it in a way of its own, as for some "
+            "values of hicache_storage_backend: leave out that option, or this one"
+        )
+    return host
 
 
 def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: Sequence[Buffers]) -> KVPools:

@@ -74,12 +74,26 @@ def test_caches_that_cannot_cross_with_hisparse_are_refused(
         start(mode, monkeypatch, enable_hisparse=True, **of_cache)
 
 
-def test_a_host_pool_that_no_peer_can_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang has allocated it elsewhere than the plugin has room for it."""
+@pytest.mark.parametrize("is_below", [True, False], ids=["below the cache", "behind the cache"])
+def test_a_host_pool_that_no_peer_can_write_is_refused(is_below: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has allocated it elsewhere than the plugin has room for it. The text says where both lie."""
     byte_count = Pool(None, 4, HEADS, (), latent=False).raw.nbytes
-    raw = np.zeros(2 * byte_count, np.uint8)  # the cache, and behind it the host pool
-    host = Pool(raw[byte_count:], 4, HEADS, (), latent=False)
+    raw = np.zeros(2 * byte_count, np.uint8)
+    cache, beside = (raw[byte_count:], raw) if is_below else (raw, raw[byte_count:])
+    host = Pool(beside, 4, HEADS, (), latent=False)
     fields = {f"host_{name}": getattr(host.args, name) for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")}
-    text = "^decode_host_receive_threshold: SGLang's host pool is not where peers can write$"
+    first = host.raw.ctypes.data
+    text = (
+        rf"^disaggregation_decode_host_receive_threshold: SGLang's host pool lies at {first:#x} to "
+        rf"{first + byte_count:#x}, and peers can write 0x[0-9a-f]+ to 0x[0-9a-f]+ alone\. .*: leave out that option, "
+    )
     with pytest.raises(ConfigError, match=text):
-        start(DisaggregationMode.DECODE, monkeypatch, raw=raw, **fields)
+        start(DisaggregationMode.DECODE, monkeypatch, raw=cache, **fields)
+
+
+def test_a_second_host_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang names host pages of the windows as well, and the plugin would take them for pages of the device."""
+    fields = {f"host_{name}": [1] for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens")}
+    text = "^disaggregation_decode_host_receive_threshold: requests can land in one host pool, .* has another of swa$"
+    with pytest.raises(ConfigError, match=text):
+        start(DisaggregationMode.DECODE, monkeypatch, states=("swa",), host_state_data_ptrs=[[1]], **fields)

@@ -20,6 +20,6 @@ def check_drafter(server_args: Any, *, on_host: bool) -> None:
     host pool, and SGLang makes the drafter's apart from the model's."""
     if on_host and server_args.disaggregation_mode == "decode" and (drafter := drafter_with_kv(server_args)):
         raise ConfigError(
-            f"disaggregation_decode_host_receive_threshold: the KV of a drafter ({drafter}) cannot land in host memory "
-            "yet. Leave out this option, or speculative_algorithm on both engines"
+            f"disaggregation_decode_host_receive_threshold: the KV of a drafter ({drafter}) "
+            "cannot land in host memory yet. Leave out this option, or speculative_algorithm on both engines"
         )

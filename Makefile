@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-vllm compose-demo dist docs test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang venv-aiperf venv-ray venv-lmcache clean
+.PHONY: demo demo-vllm compose-demo dist docs test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang venv-aiperf venv-ray venv-lmcache beside-ray beside-lmcache beside-aiperf beside-vllm clean
 
 # A small pretrained model answers, which is fetched the first time; ARGS='--model stamp' is the engine without one.
 SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
@@ -64,6 +64,17 @@ test-vllm: export PDTRANSFER_TEST_VLLM_VERSION := $(VERSION)
 test-sglang: export PDTRANSFER_TEST_SGLANG_VERSION := $(VERSION)
 test-vllm test-sglang: test-%: $(VENV)/.stamp .venv-%$(OF_VERSION)/.stamp
 	@$(RUN) -m pytest tests/engines/test_$**.py -rs $(ARGS)
+
+# What a part of the tests of an engine's default version needs besides. Where its packages cannot be had, status 3 of
+# tools/venv, this part skips.
+ifeq ($(VERSION),)
+test-vllm: beside-ray beside-lmcache beside-aiperf
+test-sglang: beside-vllm
+beside-ray beside-lmcache: .venv-vllm/.stamp
+endif
+beside-ray beside-lmcache beside-aiperf beside-vllm: beside-%:
+	@make -q .venv-$*/.stamp 2>/dev/null || PYTHON='$(PYTHON)' tools/venv $* || { \
+	    [ $$? = 3 ] && echo 'make venv-$*: its packages cannot be had here; tests that need them skip'; }
 
 # Two vLLM servers and a small pretrained model behind the router; what it prints are sentences.
 demo-vllm: .venv-vllm/.stamp

@@ -22,8 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, engine in (("vllm", vllm_engine), ("sglang", sglang_engine)):
             if name in item.path.stem and (reason := engine.why_not()):
                 item.add_marker(pytest.mark.skip(reason=reason))
-    # Ray's come last: they take long, and continuous integration may have no time left for them.
-    items.sort(key=lambda item: item.path.name == "test_vllm_ray.py")
+    # Ray's comes first: continuous integration ends tests that are not finished in its time, and has run this one then.
+    items.sort(key=lambda item: item.path.name != "test_vllm_ray.py")
 
 
 @pytest.fixture(scope="session")

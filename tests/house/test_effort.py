@@ -16,7 +16,7 @@ def test_continuous_integration_leaves_nothing_out(monkeypatch: pytest.MonkeyPat
     assert "make test ARGS=--full" in run
     assert "for engine in vllm sglang; do" in run
     assert "make test-$engine" in run
-    assert run.index("tools/venv ray") < run.index("tests_of $engine") < run.index("tests_of vllm")
+    assert run.index("tests_of $engine") < run.index("tests_of vllm")
     assert '"--full -m full"' in run
     monkeypatch.setenv(VARIABLE, Effort.FULL)
     assert some(100) == 100

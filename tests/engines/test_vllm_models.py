@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.vllm_engine import Checkpoints, VllmEngine, prompts
-from tests.support.vllm_pair import LENGTHS, TOKENS, VllmPair, handed_over, rooms, settles, transfer
+from tests.support.vllm_pair import LENGTHS, TOKENS, VllmPair, handed_over, received_tokens, rooms, settles, transfer
 
 CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
 TIME_LEFT_S = 20.0
@@ -22,12 +22,14 @@ OWN_EXPERTS = "tests.support.vllm_experts.OwnExperts"
 
 @contextmanager
 def pair_of(
-    checkpoints: Checkpoints, folder: Path, name: str, *, decode: dict[str, Any] | None = None, **options: Any
-) -> Iterator[VllmPair]:
-    """A prefill and a decode engine of a model; `decode` are options of that one alone."""
+    checkpoints: Checkpoints, folder: Path, name: str, *, policy: str = "fail", decode: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[VllmPair]:  # fmt: skip
+    """A prefill and a decode engine of a model; `decode` are options of that one alone. Without another policy decode
+    computes no prompt whose KV does not arrive."""
     model, options = checkpoints.path(name), CHUNKS | options
     sends = transfer("kv_producer", time_left_s=TIME_LEFT_S)
-    receives = transfer("kv_consumer", policy="recompute", verify=True, time_left_s=TIME_LEFT_S)
+    receives = transfer("kv_consumer", policy=policy, verify=True, time_left_s=TIME_LEFT_S)
     with (
         VllmEngine(model, folder / "prefill.log", kv_transfer_config=sends, **options) as first,
         VllmEngine(model, folder / "decode.log", kv_transfer_config=receives, **options | (decode or {})) as second,
@@ -52,7 +54,7 @@ def test_states_cross_with_the_kv(
 ) -> None:
     """Short convolutions, Mamba 2 and gated delta nets. Decode computes a prompt's last token from the state before
     it."""
-    with pair_of(checkpoints, tmp_path, name, dtype=dtype) as pair:
+    with pair_of(checkpoints, tmp_path, name, policy="recompute", dtype=dtype) as pair:
         asked = prompts(*lengths, seed=31)
         batches = [asked] if name == "granite_hybrid" else [[prompt] for prompt in asked]
         expected = [tokens for batch in batches for tokens in pair.prefill.generate(batch, tokens=TOKENS)]
@@ -87,6 +89,8 @@ def test_states_in_prefix_caches(checkpoints: Checkpoints, tmp_path: Path) -> No
         # Prefill's answers come from states that it has computed itself. Few tokens: this model rounds soon otherwise.
         assert made == [tokens for prompt in asked for tokens in pair.prefill.generate([prompt], tokens=8)]
         pair.settles()
+        assert rooms(pair.decode) == {"received": len(asked) + 1}
+        print("TOK", received_tokens(pair.decode))
 
 
 def test_states_of_unequal_groups_of_ranks(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -141,6 +145,7 @@ def test_chunks_of_256_tokens_continue_at_each_offset_of_a_chunk(checkpoints: Ch
                 made = [each.tokens for each in handed_over(pair, at_once, order=order)]
                 assert made == [expected[asked.index(prompt)] for prompt in at_once], order
         pair.settles()
+        assert rooms(pair.decode) == {"received": 2 * 2 * len(asked) + 1}
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -160,6 +165,8 @@ def test_decode_alone_drafts_from_the_prompt(checkpoints: Checkpoints, tmp_path:
         assert [each.tokens for each in made] == pair.prefill.generate(asked, tokens=64)
         assert accepted(pair.decode)[0] > 0
         pair.settles()
+        assert rooms(pair.decode) == {"received": len(asked) + 1}
+        print("TOK", received_tokens(pair.decode))
 
 
 def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -174,6 +181,8 @@ def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: P
         drafted, taken = accepted(pair.decode)
         assert taken / drafted > 0.75 * taken_alone / drafted_alone > 0.5
         pair.settles()
+        assert rooms(pair.decode) == {"received": len(asked) + 1}
+        print("TOK", received_tokens(pair.decode))
 
 
 @pytest.mark.parametrize(
@@ -198,3 +207,5 @@ def test_the_kv_of_eagle_and_mtp_crosses_as_well(
             assert [[answer.tokens for answer in batch] for batch in answers] == expected
             assert accepted(pair.decode)[1] == times * taken, "vLLM pads decode's first step with drafts of nothing"
         pair.settles()
+        assert rooms(pair.decode) == {"received": 2 * len(asked) + 1}
+        print("TOK", received_tokens(pair.decode))

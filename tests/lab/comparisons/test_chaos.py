@@ -112,6 +112,15 @@ def test_every_fault_strikes_and_all_is_right_again(measured) -> None:
     assert {len(row) for row in table} == {len(chaos.HEAD)}
 
 
+def test_connectors_take_turns_at_each_fault(measured, tmp_path: Path) -> None:
+    links = [NIXL, "MooncakeConnector"]
+    outcomes = chaos.measure(
+        setup(tmp_path / "turns"), links=links, faults=["kill prefill"], rounds=2, progress=lambda _: None
+    )
+    assert [outcome.link for outcome in outcomes] == 2 * links
+    assert all(outcome.answers["right"] >= chaos.ROW and outcome.load > 0 for outcome in outcomes)
+
+
 def test_blocks_that_stay_and_wrong_answers_are_seen(measured, tmp_path: Path) -> None:
     (tmp_path / "leaks").touch()
     [outcome] = measured("kill decode")

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import aiohttp
@@ -43,7 +44,7 @@ GIVEN_UP = 60  # requests, half of which are given up
 ROW = 20  # right answers in a row, after which all is right
 PAUSE_S = 0.05  # of a client after an error
 LOOK_S = 0.25  # between two looks at an engine's blocks
-ENDED_S_MAX = 90.0  # a request that has no end so long after a fault counts as hung; our router ends all after 60 s
+ENDED_S_MAX = 45.0  # a request that has no end so long after a fault counts as hung; our router ends all after 60 s
 FREE_S_MAX = 180.0  # blocks that are held so long after a fault count as leaked
 RIGHT_S_MAX = 120.0
 
@@ -66,6 +67,7 @@ class Outcome:
 
     link: str
     fault: str
+    load: float = 0.0  # of the host, when the fault struck
     answers: Counter[str] = field(default_factory=Counter[str])
     ended_s: float = 0.0  # from the fault until no request was under way
     held: int = 0  # blocks that the engines, or the one that lived on, then held
@@ -234,12 +236,13 @@ def measure(
     """One prefill and one decode server of vLLM on this host, with a failed load recomputed by decode
     (`kv_load_failure_policy`). Four clients ask without a pause for 16 greedy tokens of random prompts of 65 to 700
     tokens, the same for every connector. Ours stands behind our router, the other is asked as its own proxy asks:
-    prefill, and then decode with what prefill has returned. Tokens are held against those that decode computes alone.
-    An answer whose `finish_reason` is `abort` is an error.
+    prefill, and then decode with what prefill has returned. All connectors' servers run at the same time, and a fault
+    strikes one connector after the other, so that what else the host does is much the same for all. Tokens are held
+    against those that decode computes alone. An answer whose `finish_reason` is `abort` is an error.
 
     *Aborts*: of 60 requests half are given up, each within twice the time that one takes in quiet, on average. *Kill*:
     after 5 s of load all processes of a server end by SIGKILL; *restart*: by SIGTERM. No request is sent from then on.
-    *Ended* is the time until those under way have ended; one that has no end within 90 s counts as hung. *Held* are KV
+    *Ended* is the time until those under way have ended; one that has no end within 45 s counts as hung. *Held* are KV
     blocks that the server that lives on then has, both servers after aborts, by vLLM's own metric; *free* is the time
     from the fault until it has none. Blocks that are held after 180 s count as leaked. Then a server starts at the same
     address, and clients ask again as soon as it is healthy: *right* is from then until the last answer that is not
@@ -251,31 +254,32 @@ def measure(
         if link not in CONNECTORS:
             raise ConfigError(f"connector = {link!r}: must be one of {', '.join(CONNECTORS)}")
     setup = replace(setup, transfer={"kv_load_failure_policy": "recompute"})
-    outcomes: list[Outcome] = []
-    for link in links:
-        outcomes += asyncio.run(_measured(setup, link, faults, rounds, progress))
-    return outcomes
+    return asyncio.run(_measured(setup, links, faults, rounds, progress))
 
 
 async def _measured(
-    setup: Setup, link: str, faults: Sequence[str], rounds: int, progress: Callable[[str], None]
+    setup: Setup, links: Sequence[str], faults: Sequence[str], rounds: int, progress: Callable[[str], None]
 ) -> list[Outcome]:
     outcomes: list[Outcome] = []
-    async with _started(setup, link) as pair:
-        prompts = [prompt for length in LENGTHS for prompt in prompts_of(2, length, setup.vocabulary, "chaos")]
-        expected = {tuple(prompt): await pair.computed(prompt) for prompt in prompts}
-        asked = time.monotonic()
-        for prompt in expected:  # and both engines have met
-            await pair.ask(prompt)
-        quiet_s = (time.monotonic() - asked) / len(expected)
-        progress(f"{link}: {quiet_s:.2f} s a request in quiet")
-        for number in range(rounds):
-            for fault in faults:
-                outcome = await _faulted(pair, Outcome(link, fault), expected, quiet_s=quiet_s, seed=number)
-                outcomes.append(outcome)
-                progress(" ".join(_row([outcome])))
-                for failure in outcome.failures:
-                    progress(f"{link}, {fault}: {failure}")
+    prompts = [prompt for length in LENGTHS for prompt in prompts_of(2, length, setup.vocabulary, "chaos")]
+    async with AsyncExitStack() as stack:
+        pairs = {link: await stack.enter_async_context(_started(setup, link)) for link in links}
+        expected: dict[str, dict[tuple[int, ...], list[int]]] = {}
+        quiet_s: dict[str, float] = {}
+        for link, pair in pairs.items():
+            expected[link] = {tuple(prompt): await pair.computed(prompt) for prompt in prompts}
+            asked = time.monotonic()
+            for prompt in prompts:  # and both engines have met
+                await pair.ask(prompt)
+            quiet_s[link] = (time.monotonic() - asked) / len(prompts)
+            progress(f"{link}: {quiet_s[link]:.2f} s a request in quiet")
+        for number, fault, (link, pair) in product(range(rounds), faults, pairs.items()):
+            outcome = Outcome(link, fault)
+            await _faulted(pair, outcome, expected[link], quiet_s=quiet_s[link], seed=number)
+            outcomes.append(outcome)
+            progress(" ".join(_row([outcome])))
+            for failure in outcome.failures:
+                progress(f"{link}, {fault}: {failure}")
     return outcomes
 
 
@@ -296,7 +300,7 @@ async def _started(setup: Setup, link: str) -> AsyncGenerator[Pair]:
 
 async def _faulted(
     pair: Pair, outcome: Outcome, expected: dict[tuple[int, ...], list[int]], *, quiet_s: float, seed: int
-) -> Outcome:
+) -> None:
     clients, ending = Load(pair, expected, seed), FAULTS[outcome.fault]
     if ending is None:
         clients.begin(give_up_s=2 * quiet_s)
@@ -305,7 +309,7 @@ async def _faulted(
         clients.begin()
         await asyncio.sleep(LOAD_S)
         pair.signal(*ending)
-    struck = time.monotonic()
+    struck, outcome.load = time.monotonic(), os.getloadavg()[0]
     await clients.end()
     outcome.ended_s = time.monotonic() - struck
     left: list[Role] = [role for role in SIDES if ending is None or role != ending[0]]
@@ -326,12 +330,11 @@ async def _faulted(
     await clients.end()
     outcome.answers.update(answer.verdict for answer in clients.answers)
     outcome.failures += [answer.text for answer in clients.answers if answer.verdict in ("wrong", "hung", "error")][:5]
-    return outcome
 
 
 HEAD = [
-    "connector", "fault", "times", "right", "with an error", "wrong", "hung", "given up", "ended, s", "blocks held",
-    "free after, s", "leaked", "right after, s",
+    "connector", "fault", "times", "load", "right", "with an error", "wrong", "hung", "given up", "ended, s",
+    "blocks held", "free after, s", "leaked", "right after, s",
 ]  # fmt: skip
 
 
@@ -345,7 +348,7 @@ def _row(some: Sequence[Outcome]) -> list[str]:
     answers = sum((outcome.answers for outcome in some), Counter[str]())
     right_s = [outcome.right_s for outcome in some]
     return [
-        some[0].link, some[0].fault, str(len(some)),
+        some[0].link, some[0].fault, str(len(some)), ", ".join(f"{outcome.load:.0f}" for outcome in some),
         *(f"{answers[verdict]:,}" for verdict in ("right", "error", "wrong", "hung", "given up")),
         f"{max(outcome.ended_s for outcome in some):.1f}",
         str(sum(outcome.held for outcome in some)),

@@ -90,7 +90,7 @@ def test_states_in_prefix_caches(checkpoints: Checkpoints, tmp_path: Path) -> No
         assert made == [tokens for prompt in asked for tokens in pair.prefill.generate([prompt], tokens=8)]
         pair.settles()
         assert rooms(pair.decode) == {"received": len(asked) + 1}
-        print("TOK", received_tokens(pair.decode))
+        assert 512 <= received_tokens(pair.decode) < sum(map(len, asked)) - len(asked)
 
 
 def test_states_of_unequal_groups_of_ranks(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_decode_alone_drafts_from_the_prompt(checkpoints: Checkpoints, tmp_path:
         assert accepted(pair.decode)[0] > 0
         pair.settles()
         assert rooms(pair.decode) == {"received": len(asked) + 1}
-        print("TOK", received_tokens(pair.decode))
+        assert received_tokens(pair.decode) >= sum(map(len, asked)) - len(asked)
 
 
 def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: P
         assert taken / drafted > 0.75 * taken_alone / drafted_alone > 0.5
         pair.settles()
         assert rooms(pair.decode) == {"received": len(asked) + 1}
-        print("TOK", received_tokens(pair.decode))
+        assert received_tokens(pair.decode) >= sum(map(len, asked)) - len(asked)
 
 
 @pytest.mark.parametrize(
@@ -208,4 +208,5 @@ def test_the_kv_of_eagle_and_mtp_crosses_as_well(
             assert accepted(pair.decode)[1] == times * taken, "vLLM pads decode's first step with drafts of nothing"
         pair.settles()
         assert rooms(pair.decode) == {"received": 2 * len(asked) + 1}
-        print("TOK", received_tokens(pair.decode))
+        lengths = sum(len(prompt) - 1 for [prompt] in asked)
+        assert received_tokens(pair.decode) >= (lengths if caches else 2 * lengths)

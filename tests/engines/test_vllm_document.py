@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.document_commands import FIRST_LINE, commands, run, section, shape_of, stated_lines
+from tests.support.paths import REPO
 from tests.support.sglang_engine import free_port
 from tests.support.vllm_engine import ENVIRONMENT, VENV, Checkpoints
 
+KEPT = "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_NO_USAGE_STATS", "HF_HUB_OFFLINE"
 SECONDS = 900.0  # of two servers that import vLLM and start, beside others on two cores
 
 
@@ -23,12 +25,12 @@ def test_the_commands_of_the_document_hand_a_request_over(checkpoints: Checkpoin
     ports = {port: str(free_port()) for port in ("8000", "8100", "8200", "7801")}
     replaced = {f"127.0.0.1:{port}": f"127.0.0.1:{ports[port]}" for port in ports} | {
         "--port 8100": f"--port {ports['8100']}", "--port 8200": f"--port {ports['8200']}",
+        "make venv-vllm\n": f"make -C {REPO} venv-vllm\n", ". .venv-vllm/": f". {VENV}/",
         "MODEL=HuggingFaceTB/SmolLM2-135M-Instruct": f"MODEL={checkpoints.path('llama')}",
         "PREFILL_CORES=0 DECODE_CORES=1": f"PREFILL_CORES={cores[0]} DECODE_CORES={cores[-1]}",
     }  # fmt: skip
-    kept = {name: ENVIRONMENT[name] for name in ENVIRONMENT if name.startswith(("VLLM_C", "VLLM_NO", "HF", "PYTHON"))}
-    del kept["VLLM_CPU_OMP_THREADS_BIND"]  # the document sets it
-    kept |= {"PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", "PDTRANSFER_LISTEN": f"127.0.0.1:{ports['8000']}"}
+    kept = {name: ENVIRONMENT[name] for name in KEPT}
+    kept["PDTRANSFER_LISTEN"] = f"127.0.0.1:{ports['8000']}"
     printed = run(commands(text), replaced, tmp_path, kept, SECONDS)
     assert "\nThe engines fit.\n" in printed
     [answer] = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]

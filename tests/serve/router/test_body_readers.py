@@ -38,6 +38,7 @@ def of_size(head: bytes, item: bytes, tail: bytes, size: int = HTTP_BODY_BYTES_M
     return head + item * ((size - len(head) - len(tail)) // len(item)) + tail
 
 
+GENERATE, RELAYED = ReadRelayed("sglang", 64, "/generate"), ReadRelayed("vllm", 64, "/v1/completions")
 HOSTILE = {
     "nested prompts": (COMPLETION, of_size(b'{"prompt":[', b"[1],", b"[1]]}"), "prompt"),
     "nested lists of nothing": (COMPLETION, of_size(b'{"prompt":[', b"[],", b"[]]}"), "prompt"),
@@ -52,8 +53,8 @@ HOSTILE = {
     "parts": (CHAT, of_size(b'{"messages":[{"role":"user","content":[', b"{},", b"{}]}]}"), "messages"),
     "tokens": (ReadText(False, {}), of_size(b'{"tokens":[', b"1,", b"1]}"), "tokens"),
     "a text": (ReadText(True, {}), of_size(b'{"prompt":"', b"a", b'"}'), "prompt"),
-    "sampling": (ReadRelayed("sglang", 64), of_size(b'{"sampling_params":[', b"[],", b"[]]}"), "sampling_params"),
-    "fields passed on": (ReadRelayed("vllm", 64), b"{%s}" % b",".join(b'"%d":1' % i for i in range(800_000)), None),
+    "sampling": (GENERATE, of_size(b'{"sampling_params":[', b"[],", b"[]]}"), "sampling_params"),
+    "fields passed on": (RELAYED, b"{%s}" % b",".join(b'"%d":1' % i for i in range(800_000)), None),
 }  # fmt: skip
 
 
@@ -107,7 +108,10 @@ EQUAL = {
     "chat": (CHAT, {"messages": [{"role": "user", "content": "a" * 3_000}] * 20, "logprobs": True, "top_logprobs": 2}),
     "tokenize": (ReadText(True, {"m": 5}), {"prompt": "a" * 50_000}),
     "detokenize": (ReadText(False, {"m": None}), {"tokens": [97] * 50_000}),
-    "relayed": (ReadRelayed("vllm", 16), {"messages": [{"role": "user", "content": "a" * 90_000}], "n": 2, "x": [{}]}),
+    "relayed": (
+        ReadRelayed("vllm", 16, "/v1/chat/completions"),
+        {"messages": [{"role": "user", "content": "a" * 90_000}], "n": 2, "x": [{}]},
+    ),
 }
 
 

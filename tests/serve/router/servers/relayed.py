@@ -14,5 +14,5 @@ def relayed(
 ) -> ServerRequest:
     """The request of this body: bytes, or what is to be JSON."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    read = ReadRelayed(engine, block_tokens).read(raw, BytesText())
+    read = ReadRelayed(engine, block_tokens, path).read(raw, BytesText())
     return read.received(raw, path=path, request_id="r", headers={"X-Request-Id": "r"})

@@ -26,7 +26,7 @@ from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import LIMITS, Seen, ServerSite, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
 
-CHATS = "/v1/chat/completions"
+CHATS, GENERATE = "/v1/chat/completions", "/generate"
 SGLANG = DIALECTS["sglang"]
 PROMPT_TOKENS = 5
 COMPLETION_TOKENS = {7: 2, 8: 3, 9: 4}  # by the seed
@@ -89,7 +89,7 @@ class SamplingSglang(FakeSglang):
 
     def answer_of(self, path: str, body: dict) -> Any:
         texts = self.texts_of(body)
-        if path == "/generate":
+        if path == GENERATE:
             answers = [{"text": text, "meta_info": {"id": body["rid"]}} for text in texts]
             return answers if isinstance(body["text"], list) else answers[0]
         named = [{"message": {"content": text}} if path == CHATS else {"text": text} for text in texts]
@@ -103,7 +103,7 @@ class SamplingSglang(FakeSglang):
             for piece in (text, "!"):
                 choice = {"index": index} | ({"delta": {"content": piece}} if path == CHATS else {"text": piece})
                 several = {"index": index} if isinstance(body.get("text"), list) else {}
-                events.append({"text": piece} | several if path == "/generate" else {"choices": [choice]})
+                events.append({"text": piece} | several if path == GENERATE else {"choices": [choice]})
         if (body.get("stream_options") or {}).get("include_usage"):
             events.append({"choices": [], "sglext": {"output_ids": [[seed_of(body)]]}, "usage": None})
             events.append({"choices": [], "usage": self.usage_of(body)})
@@ -112,14 +112,20 @@ class SamplingSglang(FakeSglang):
 
 def asked(path: str, prompts: Any, **more: Any) -> dict[str, Any]:
     """A body for three choices of each prompt, with the seed 7."""
-    if path == "/generate":
+    if path == GENERATE:
         return {"text": prompts, "sampling_params": {"n": 3, "sampling_seed": 7}} | more
     of = {"messages": [{"role": "user", "content": prompts}]} if path == CHATS else {"prompt": prompts}
     return of | {"n": 3, "seed": 7} | more
 
 
-def choices_of(body: dict) -> list[ServerRequest]:
-    request = relayed(body, engine="sglang")
+def parsed(body: dict, path: str = "") -> ServerRequest:
+    """The request of this body, on the path that its prompts are for if none is named."""
+    path = path or (GENERATE if {"text", "input_ids"} & body.keys() else "/v1/completions")
+    return relayed(body, path=path, engine="sglang")
+
+
+def choices_of(body: dict, path: str = "") -> list[ServerRequest]:
+    request = parsed(body, path)
     choice = SGLANG.apart(request)
     assert choice is not None
     return [choice(number) for number in range(request.choices)]
@@ -366,14 +372,15 @@ def test_a_client_that_leaves_cancels_all(stream: bool, computed: bool) -> None:
         ({"n": SERVER_CHOICES_MAX + 1}, "n"),
         ({"sampling_params": {"n": SERVER_CHOICES_MAX + 1}}, "sampling_params.n"),
         ({"sampling_params": [{"n": 0}]}, "sampling_params.n"),
-        ({"prompt": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 3}]}, "sampling_params.n"),
-        ({"prompt": ["a", "b"], "sampling_params": [{"n": 2}, None]}, "sampling_params.n"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 3}]}, "sampling_params.n"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 2}, None]}, "sampling_params.n"),
     ],
     ids=str,
 )
 def test_how_many_choices_is_bounded_and_the_error_names_the_field(body: dict, name: str) -> None:
+    prompts = {"text": "a"} if name.startswith("sampling_params") else {"prompt": "a"}
     with pytest.raises(RefusedRequestError) as caught:
-        relayed({"prompt": "a"} | body, engine="sglang")
+        parsed(prompts | body)
     assert (caught.value.param, caught.value.status) == (name, 400)
 
 
@@ -393,13 +400,32 @@ def test_how_many_choices_is_bounded_and_the_error_names_the_field(body: dict, n
 )
 def test_what_no_choice_can_be_made_of_is_refused_where_the_body_is_read(body: dict, name: str) -> None:
     with pytest.raises(RefusedRequestError) as caught:
-        relayed(body, engine="sglang")
+        parsed(body)
     assert (caught.value.param, caught.value.status) == (name, 400)
 
 
 def test_a_request_for_one_choice_may_have_any_sampling_parameters() -> None:
     sampling = {"sampling_seed": "x", "stop": "x" * SAMPLING_BYTES_MAX}
-    assert relayed({"text": ["a", "b"], "sampling_params": [sampling, None]}, engine="sglang").choices == 1
+    assert parsed({"text": ["a", "b"], "sampling_params": [sampling, None]}).choices == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        (GENERATE, {"text": "a", "n": 3}, 1),
+        (GENERATE, {"text": "a", "n": "x", "sampling_params": {"n": 2}}, 2),
+        ("/v1/completions", {"prompt": "a", "sampling_params": {"n": 4}}, 1),
+        (CHATS, {"messages": [], "n": 2, "sampling_params": {"n": 4}}, 2),
+        (CHATS, {"messages": [], "sampling_params": "of no form that SGLang has"}, 1),
+    ],
+    ids=range(5),
+)
+def test_choices_are_asked_for_where_sglang_reads_them(path: str, body: dict, count: int) -> None:
+    request = parsed(body, path)
+    assert request.choices == count
+    if count > 1:
+        changed = {name for name, value in request.fields.items() if choices_of(body, path)[1].fields[name] != value}
+        assert changed == {"sampling_params" if path == GENERATE else "n"}
 
 
 class MadeAttempts:

@@ -150,10 +150,18 @@ def test_a_request_that_is_given_up_is_named_as_its_servers_know_it() -> None:
     assert VLLM.given_up("decode", made, TRANSFER) is None, "closing its connection is enough"
 
 
-@pytest.mark.parametrize("body", [{"n": "2"}, {"sampling_params": {"n": "2"}}, {"sampling_params": [5]}])
-def test_choices_of_another_type_are_refused(body: dict) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"n": "2"}),
+        ("/generate", {"sampling_params": {"n": "2"}}),
+        ("/generate", {"sampling_params": [5]}),
+    ],
+    ids=str,
+)
+def test_choices_of_another_type_are_refused(path: str, body: dict) -> None:
     with pytest.raises(RefusedRequestError, match="Expected"):
-        request(SGLANG, body, "/generate")
+        request(SGLANG, body, path)
 
 
 @pytest.mark.parametrize(

@@ -184,8 +184,7 @@ class Servers:
 
     def reading(self, path: str) -> ReadRelayed:
         """How a body is read."""
-        del path
-        return ReadRelayed(self._config.engine, self._limits.prefix_block_tokens if self.pool.places else 0)
+        return ReadRelayed(self._config.engine, self._limits.prefix_block_tokens if self.pool.places else 0, path)
 
     def request(self, read: ServerRequest, body: bytes, client: ClientRequest) -> ServerRequest:
         """The request that is passed on."""

@@ -52,8 +52,9 @@ class Dialect(Protocol):
         Raises RemoteProtocolError for an answer that is not this engine's."""
         ...
 
-    def choices(self, fields: Fields, prompts: int) -> int:
-        """How many answers each prompt gets. Raises RefusedRequestError for what these servers cannot hand over."""
+    def choices(self, path: str, fields: Fields, prompts: int) -> int:
+        """How many answers each prompt gets on this path. Raises RefusedRequestError for what these servers cannot hand
+        over."""
         ...
 
     def apart(self, request: ServerRequest) -> Callable[[int], ServerRequest] | None:

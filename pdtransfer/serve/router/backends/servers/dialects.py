@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from msgspec import Struct
 
 from ...front.text import TextCodec
@@ -18,6 +20,7 @@ class ReadRelayed(Struct, frozen=True, tag=True):
 
     engine: str
     block_tokens: int
+    path: str
 
     @property
     def result(self) -> type[ServerRequest]:
@@ -27,4 +30,5 @@ class ReadRelayed(Struct, frozen=True, tag=True):
         """Finds its fields. The servers have tokenizers of their own."""
         del text
         dialect = DIALECTS[self.engine]
-        return read_relayed(body, block_tokens=self.block_tokens, reserved=dialect.reserved, choices=dialect.choices)
+        choices = partial(dialect.choices, self.path)
+        return read_relayed(body, block_tokens=self.block_tokens, reserved=dialect.reserved, choices=choices)

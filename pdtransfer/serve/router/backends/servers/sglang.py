@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ class _SglangInfo(Struct, frozen=True):
 
 _SGLANG_INFO = msgspec.json.Decoder(_SglangInfo)
 _NULL = Raw(b"null")
-
+GENERATE = "/generate"  # the path on which SGLang reads sampling parameters; on the others it reads OpenAI's fields
 
 # Of /generate: an object, or one for each prompt.
 _Sampling: TypeAlias = dict[str, Raw] | list[dict[str, Raw] | None] | None
@@ -45,7 +45,7 @@ class SglangDialect:
     that a token depends on.
     """
 
-    paths = ("/v1/completions", "/v1/chat/completions", "/generate")
+    paths = ("/v1/completions", "/v1/chat/completions", GENERATE)
     reserved = frozenset({
         "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
         "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank",
@@ -65,30 +65,21 @@ class SglangDialect:
             return None
         return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": info.disaggregation_bootstrap_port}
 
-    def choices(self, fields: Fields, prompts: int) -> int:
-        """Of /generate that of its sampling parameters, the same for all prompts. Refuses a stream that asks for its
-        prompt's logprobs, and all that `apart` could not make requests of."""
+    def choices(self, path: str, fields: Fields, prompts: int) -> int:
+        """Of /generate that of its sampling parameters, the same for all prompts; of the other paths `n`. Refuses a
+        stream that asks for its prompt's logprobs, and all that `apart` could not make requests of."""
         prompt_logprobs.asked(fields)
+        if path != GENERATE:
+            return _count("n", [fields], seed="seed")
         sampling = _sampling(fields)
         if isinstance(sampling, list) and len(sampling) != prompts:
             raise RefusedRequestError("sampling_params", f"a list of {len(sampling)} for {prompts} prompts")
         of_prompts = [params or {} for params in (sampling if isinstance(sampling, list) else [sampling])]
-        counts = [choices_of(params) for params in of_prompts]
-        if len({*counts}) > 1:
-            raise RefusedRequestError("sampling_params.n", "must be the same for all prompts")
-        named = {"n": choices_of(fields), "sampling_params.n": counts[0] if counts else 1}
-        for name, count in named.items():
-            if not 1 <= count <= SERVER_CHOICES_MAX:
-                raise RefusedRequestError(name, f"{count} choices, must be 1 to {SERVER_CHOICES_MAX}")
-        count = max(named.values())
-        if count > 1:
-            size = memoryview(fields.get("sampling_params", _NULL)).nbytes
-            if size > SAMPLING_BYTES_MAX:
-                text = f"{size} bytes, at most {SAMPLING_BYTES_MAX} with several choices"
-                raise RefusedRequestError("sampling_params", text)
-            _seed(fields, "seed")
-            for params in of_prompts:
-                _seed(params, "sampling_seed")
+        count = _count("sampling_params.n", of_prompts, seed="sampling_seed")
+        size = memoryview(fields.get("sampling_params", _NULL)).nbytes
+        if count > 1 and size > SAMPLING_BYTES_MAX:
+            text = f"{size} bytes, at most {SAMPLING_BYTES_MAX} with several choices"
+            raise RefusedRequestError("sampling_params", text)
         return count
 
     def apart(self, request: ServerRequest) -> Callable[[int], ServerRequest] | None:
@@ -128,6 +119,20 @@ class SglangDialect:
         return ServerOrder("/abort_request", msgspec.json.encode(_named(request, transfer)))
 
 
+def _count(name: str, of_prompts: Sequence[Fields], *, seed: str) -> int:
+    """How many choices each prompt is to have. `name` is the field's for the client. Refuses what no choice can be made
+    of."""
+    counts = {choices_of(params) for params in of_prompts}
+    if len(counts) > 1:
+        raise RefusedRequestError(name, "must be the same for all prompts")
+    (count,) = counts
+    if not 1 <= count <= SERVER_CHOICES_MAX:
+        raise RefusedRequestError(name, f"{count} choices, must be 1 to {SERVER_CHOICES_MAX}")
+    for params in of_prompts if count > 1 else ():
+        _seed(params, seed)
+    return count
+
+
 def _sampling(fields: Fields) -> _Sampling:
     return decoded_field("sampling_params", _SAMPLING, fields.get("sampling_params", _NULL))
 
@@ -135,13 +140,16 @@ def _sampling(fields: Fields) -> _Sampling:
 def _choice(request: ServerRequest, number: int) -> ServerRequest:
     """The request for one choice of each prompt. A client's `rid` would name all of them, and is dropped."""
     fields = request.fields
-    sampling = _sampling(fields)
-    changes = _of_one(fields, number, "seed")
-    if isinstance(sampling, list):
-        of_prompts = [params and params | _of_one(params, number, "sampling_seed") for params in sampling]
-        changes["sampling_params"] = Raw(msgspec.json.encode(of_prompts))
-    elif sampling is not None:
-        changes["sampling_params"] = Raw(msgspec.json.encode(sampling | _of_one(sampling, number, "sampling_seed")))
+    if request.path != GENERATE:
+        changes = _of_one(fields, number, "seed")
+    else:
+        sampling = _sampling(fields)
+        of_prompts = [
+            params and params | _of_one(params, number, "sampling_seed")
+            for params in (sampling if isinstance(sampling, list) else [sampling])
+        ]
+        written = msgspec.json.encode(of_prompts if isinstance(sampling, list) else of_prompts[0])
+        changes = {"sampling_params": Raw(written)}
     spans = {name: span for name, span in request.spans.items() if name != "rid"}
     name = f"{request.request_id}-{number}"
     return replace(request, spans=spans, choices=1, request_id=name, changes=changes)

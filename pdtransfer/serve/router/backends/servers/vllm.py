@@ -67,9 +67,9 @@ class VllmDialect:
             return None
         return {name: value for name, value in asdict(params).items() if value is not None}
 
-    def choices(self, fields: Fields, prompts: int) -> int:
+    def choices(self, path: str, fields: Fields, prompts: int) -> int:
         """As OpenAI's API has it."""
-        del prompts
+        del path, prompts
         return choices_of(fields)
 
     def apart(self, request: ServerRequest) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.servers import upstream
+from pdtransfer.serve.router.backends.servers.exchange import HELD_BYTES_MAX
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site, texts
@@ -449,21 +450,32 @@ async def test_a_stream_that_a_server_cuts_ends_with_an_error_event_and_without_
             assert "pdtransfer_answers_cut_total 1.0" in await response.text()
 
 
-@on_loop
-async def test_a_whole_answer_that_a_server_cuts_is_not_passed_off_as_whole() -> None:
-    async with server_site() as it:
+@pytest.mark.parametrize("text", [b"", b"x" * HELD_BYTES_MAX], ids=["short", "long"])
+def test_a_whole_answer_that_a_server_cuts_is_not_passed_off_as_whole(text: bytes) -> None:
+    """Of a short one the client has nothing yet."""
 
-        async def half(request, seen):
-            response = aiohttp.web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "99"})
-            await response.prepare(request)
-            await response.write(b'{"choices": ')
-            await asyncio.sleep(0.05)
-            request.transport.abort()
-            return response
+    async def case() -> None:
+        async with server_site(decode=2) as it:
+            bad, good = it.decode
+            it.server(good).unfinished += 1
 
-        it.decode[0].reply = half
-        with pytest.raises(aiohttp.ClientError):
-            await it.post()
+            async def half(request, seen):
+                headers = {"Content-Type": "application/json", "Content-Length": "99999"}
+                response = aiohttp.web.StreamResponse(headers=headers)
+                await response.prepare(request)
+                await response.write(b'{"choices": "' + text)
+                await asyncio.sleep(0.05)
+                request.transport.abort()
+                return response
+
+            bad.reply = half
+            if text:
+                with pytest.raises(aiohttp.ClientError):
+                    await it.post()
+            else:
+                assert (await it.post())[1]["server"] == "d1"
+
+    run_on_loop(case)
 
 
 @on_loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from .upstream import AttemptFailedError, Upstream, end_to_end, refused, retriab
 log = logging.getLogger(__name__)
 
 EVENTS = "text/event-stream"
-ERROR_BYTES_MAX = 65_536  # of an error that a stream may begin with
+HELD_BYTES_MAX = 65_536  # of an answer, which are read before any of them are passed on
 HEAD_BYTES_MAX = 16_384  # of a stream that is compared: all events of its first token
 
 
@@ -40,6 +41,10 @@ class _ErrorEvent(Struct):
 
 
 _ERROR = msgspec.json.Decoder(_ErrorEvent)
+# A text in an answer cannot pass for these: its quotes are escaped. SGLang's /generate has an object for a reason.
+_ABORTED = re.compile(rb'"finish_reason":\s*(?:\{\s*"type":\s*)?"abort"')
+_ABORTED_LENGTH = 128  # as far as it may lie in what was passed on before
+_ROLE = re.compile(rb'"role":\s*"assistant",\s*"content":\s*""')  # of a chat's first event, before any token
 
 
 class Exchange:
@@ -104,7 +109,7 @@ class Exchange:
         assert prefill is not None
         assert self._prefill is not None
         async with self._upstream.waiting(decode):
-            answer = self._first + (await self._upstream.whole(decode, response)).body
+            answer = self._checked(self._first + (await self._upstream.whole(decode, response)).body)
         await self._prefill
         try:
             self._first = self._dialect.joined(self._computed, answer)
@@ -138,11 +143,20 @@ class Exchange:
             assert self._response is not None
             try:
                 async with self._upstream.waiting(self.pair.decode):
-                    piece = await self._response.content.readany()
+                    piece = self._checked(await _next_bytes(self._response, events=self.events))
             except AttemptFailedError:
                 self._metrics.cut_answers += 1
                 raise
         return piece
+
+    def _checked(self, piece: bytes) -> bytes:
+        """A server that ends, such as vLLM at SIGTERM, aborts what it has under way and answers as if that were all:
+        another may do better. Raises AttemptFailedError. With SGLang, what has the client's own name may be its to
+        abort."""
+        if _ABORTED.search(self._tail[-_ABORTED_LENGTH:] + piece) is None or "rid" in self._request.spans:
+            return piece
+        decode = self.pair.decode
+        raise AttemptFailedError(f"{decode.name}: has aborted the request", Cause.PEER_LOST, (decode,))
 
     async def _read_behind(self, shown: EarlyToken) -> bytes:
         """The next bytes of decode's stream that the client was not shown. Raises AttemptFailedError."""
@@ -150,7 +164,7 @@ class Exchange:
         try:
             while not shown.repeated:
                 piece = await self._read()
-                if not piece or not self.events or len(rest) > ERROR_BYTES_MAX:
+                if not piece or not self.events or len(rest) > HELD_BYTES_MAX:
                     raise RemoteProtocolError("stream", f"answers {self.status} without it")
                 rest += piece
                 while not shown.repeated and (end := rest.find(EVENT_END) + len(EVENT_END)) >= len(EVENT_END):
@@ -338,7 +352,7 @@ class Exchange:
                     # Decode may fail for what prefill did or did not write: either may be at fault.
                     raise refused(blamed, await upstream.whole(server, response))
                 self.events = response.content_type == EVENTS
-                self._first = await _first_bytes(response, event=self.events)
+                self._first = self._checked(await _next_bytes(response, events=self.events))
                 if self.events and (failed := _first_error(self._first.partition(EVENT_END)[0])) is not None:
                     raise refused(blamed, failed)
             except BaseException:
@@ -350,14 +364,17 @@ class Exchange:
             server.known.answered(self._request.keys)
 
 
-async def _first_bytes(response: aiohttp.ClientResponse, *, event: bool) -> bytes:
-    """The first bytes of an answer; of a stream the whole first event, or as many bytes as no error has."""
-    first = await response.content.readany()
-    while event and EVENT_END not in first and len(first) < ERROR_BYTES_MAX:
+async def _next_bytes(response: aiohttp.ClientResponse, *, events: bool) -> bytes:
+    """The next bytes of an answer, empty at its end: of a stream whole events, with one at least that is more than a
+    role; of another answer the rest. Of neither more than HELD_BYTES_MAX are waited for."""
+    piece = b""
+    while len(piece) < HELD_BYTES_MAX:
         if not (more := await response.content.readany()):
             break
-        first += more
-    return first
+        piece += more
+        if events and piece.endswith(EVENT_END) and piece.count(EVENT_END) > len(_ROLE.findall(piece)):
+            break
+    return piece
 
 
 def _first_error(event: bytes) -> WholeAnswer | None:

@@ -156,6 +156,7 @@ class FakeVllm:
             request.transport.abort()
             return web.Response()
         if self.status != 200:
+            await self.gate.wait()
             return web.json_response(self.answer, status=self.status, headers={"Retry-After": "7"})
         streams = bool(seen.body.get("stream"))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})

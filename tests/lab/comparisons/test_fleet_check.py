@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 from pdtransfer_lab.bench.fleets import fleet_check
 from pdtransfer_lab.plan.rates import Curve, Rates
+from pdtransfer_lab.replay import metrics_watch
 
 
 @pytest.mark.full
-def test_fleet_and_model_answer_the_same_requests_with_the_same_hits(tmp_path: Path) -> None:
+def test_fleet_and_model_answer_the_same_requests_with_the_same_hits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_watch, "EVERY_S", 0.02)  # many times while requests are under way
     path = tmp_path / "trace.jsonl"
     lines = [
         {"timestamp": 100 * index, "input_length": 1_536, "output_length": 40, "hash_ids": [0, index // 4, 100 + index]}
         for index in range(12)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
-    workers = fleet_check.CheckedFleet(decode=1, options=("token_us=5", "step_ms=2", "request_ms=0.1"))
+    workers = fleet_check.CheckedFleet(decode=1, options=("token_us=5", "step_ms=20", "request_ms=0.1"))
     result = fleet_check.measure(path, workers=workers, requests=12, scale=0.125)
     assert result["errors"] == {}
     assert (result["real"]["answered"], result["model"]["answered"]) == (12, 12)

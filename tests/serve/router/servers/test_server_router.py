@@ -184,9 +184,12 @@ def test_a_prefill_that_has_answered_is_notified_where_decode_does_not_take_its_
             elif how in {"400", "500"}:
                 decode.status, decode.answer = int(how), {"error": {"message": "no", "code": int(how)}}
             task = asyncio.create_task(it.post())
-            if how == "its client leaves":
+            if how != "refuses":
                 await until(lambda: prefill.seen and prefill.seen[0].answered and decode.seen)
+            if how == "its client leaves":
                 task.cancel()
+            else:
+                decode.gate.set()
             await until(lambda: prefill.given_up)
             # Where decode refuses the connection, the request may be given up before it is sent to prefill.
             assert prefill.given_up == [seen.kv["transfer_id"] for seen in prefill.seen] or (

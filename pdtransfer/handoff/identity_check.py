@@ -57,14 +57,17 @@ def differences(theirs: Identity, ours: Identity, *, role: str) -> list[str]:
 
 
 def _facts(theirs: Identity, ours: Identity) -> list[str]:
-    """A line for each fact that differs; none where one of the two names no facts, or all are equal."""
+    """A line for each fact that differs, those first of which both have a value: of another kind of peer several may be
+    missing as well. None where one of the two names no facts, or all are equal."""
     if not theirs.facts or not ours.facts:
         return []
     their_facts, our_facts = ({fact.name: fact.value for fact in identity.facts} for identity in (theirs, ours))
+    differing = [
+        name for name in dict.fromkeys([*our_facts, *their_facts]) if their_facts.get(name) != our_facts.get(name)
+    ]
     return [
         _line(name, theirs, their_facts.get(name), ours, our_facts.get(name))
-        for name in dict.fromkeys([*our_facts, *their_facts])
-        if their_facts.get(name) != our_facts.get(name)
+        for name in sorted(differing, key=lambda name: (name in their_facts) + (name in our_facts), reverse=True)
     ]
 
 

@@ -13,7 +13,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -21,13 +20,12 @@ from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token
 from cyclopts.config import Dict, Env
 
 from ... import __version__
-from ...bounds import port_range
 from ...environment import PREFIX, launcher_variables
 from ...errors import ConfigError, PDTransferError, missing_extra
 from ...limits import Limits
 from ..process import logs
 from ..settings.router import RouterConfig
-from .flags import FLAT, Json, counted
+from .flags import FLAT
 from .installed import add_installed
 
 if TYPE_CHECKING:
@@ -60,10 +58,32 @@ for name, where, text in (
         "Starts everything on this host, sends prompts, and checks each answer against a single process.",
     ),
     ("workers", "worker_commands", "Lists, adds, drains and removes the workers of a running router."),
+    (
+        "top",
+        "tool_commands",
+        "Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it.",
+    ),
+    (
+        "timeline",
+        "tool_commands",
+        "Breaks down the time to each room's first token, from the timelines of prefill, decode and router.",
+    ),
+    (
+        "doctor",
+        "tool_commands",
+        (
+            "Lists what this host has and lacks, with a command to fix each problem; status 1 if something required is "
+            "missing. With two URLs compares engines there, before their first request; status 1 if they do not fit."
+        ),
+    ),
+    (
+        "keygen",
+        "tool_commands",
+        "Writes NAME.key, which stays secret, and NAME.pub, a line for the allow-list of every peer.",
+    ),
+    ("kernels", "tool_commands", "The kernels that run on a GPU."),
 ):
     app.command(f"pdtransfer.serve.commands.{where}:{name}", name=name, help=text)
-kernels = App(name="kernels", help="The kernels that run on a GPU.")
-app.command(kernels)
 
 
 @app.command
@@ -74,94 +94,6 @@ def router(config: Annotated[RouterConfig | None, FLAT] = None) -> int:
     config = config or RouterConfig()
     logs.start_for(config)
     return run(config)
-
-
-@app.command
-def top(
-    *,
-    router: Annotated[str, Parameter(help="The router's URL.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[Path | None, Parameter(help="A file with an API key, for a router that asks for one.")] = None,
-    interval: Annotated[float, Parameter(help="Seconds between two updates.")] = 1.0,
-    once: Annotated[bool, Parameter(help="Print once and end, as when the output is not a terminal.")] = False,
-    json: Annotated[bool, Parameter(help="Print the router's status document once.")] = False,
-) -> int:
-    """Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it."""
-    from .top import run
-
-    if not 0.1 <= interval <= 3_600:
-        raise ConfigError(f"interval = {interval}: must be 0.1 to 3600 seconds")
-    return run(router, key=api_key, interval_s=interval, once=once, json=json)
-
-
-@app.command
-def timeline(
-    *files: Annotated[Path, Parameter(help="Files, or directories of them, that processes wrote by --timeline.")],
-    output: Annotated[Path | None, Parameter(help="Writes all of them as one file, for ui.perfetto.dev.")] = None,
-    json: Json = False,
-) -> int:
-    """Breaks down the time to each room's first token, from the timelines of prefill, decode and router."""
-    from ..tracing.merge_traces import run
-
-    return run(files, output=output, json=json)
-
-
-@app.command
-def doctor(
-    prefill_url: Annotated[str, Parameter(help="The URL of a prefill engine's server, to compare engines.")] = "",
-    decode_url: Annotated[str, Parameter(help="The URL of a decode engine's server.")] = "",
-    /,
-    *,
-    transport_ports: Annotated[
-        tuple[str, ...], Parameter(help="Port range of this host's daemons, first-last; may be repeated.")
-    ] = (),
-    api_key: Annotated[Path | None, Parameter(help="A file with an API key, for engines that ask for one.")] = None,
-    json: Json = False,
-) -> int:
-    """Lists what this host has and lacks, with a command to fix each problem; status 1 if something required is
-    missing. With two URLs compares the engines there, before their first request; status 1 if they do not fit."""
-    if prefill_url or decode_url:
-        from . import engine_facts
-
-        return engine_facts.run(prefill_url, decode_url, api_key=api_key, json=json)
-    from .doctor import run
-
-    for ports in transport_ports:
-        port_range("transport_ports", ports)
-    return run(json=json, transport_ports=transport_ports)
-
-
-@app.command
-def keygen(
-    name: Annotated[str, Parameter(help="The node's name, optionally with a directory.")],
-    /,
-    *,
-    tp_size: Annotated[
-        int, counted("Ranks of a worker that share the heads: a key for each, beside its leader's.")
-    ] = 1,
-    pp_size: Annotated[int, counted("Stages of a worker that share the layers: the same.")] = 1,
-    json: Json = False,
-) -> int:
-    """Writes NAME.key, which stays secret, and NAME.pub, a line for the allow-list of every peer."""
-    from ...bus.keys import generate, key_of
-    from ...wire.ranks import ranks_of
-
-    others = ranks_of(tp_size, pp_size)[1:]
-    for path in (Path(name), *(key_of(Path(name), ranks) for ranks in others)):
-        line = generate(path)
-        print(dumps({"name": line.split()[0], "public": line.split()[1]}) if json else line)
-    return 0
-
-
-@kernels.command(name="build")
-def kernels_build(
-    *,
-    arch: Annotated[tuple[str, ...], Parameter(help="Architectures such as sm_90; by default the GPUs' own.")] = (),
-    json: Json = False,
-) -> int:
-    """Compiles every kernel into the cache ahead of time; with --arch also on a host without a GPU."""
-    from .kernels_build import run
-
-    return run(arch, json=json)
 
 
 @app.meta.default

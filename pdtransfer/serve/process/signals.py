@@ -6,11 +6,15 @@ import asyncio
 import ctypes
 import logging
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from ...bus.keys import AllowList
-from ...errors import ConfigError
+from ...errors import Cause, ConfigError
+from ..tracing.ended_request import EndedRequest, EndedRequests
+from .logs import FIELDS
 
 log = logging.getLogger(__name__)
 
@@ -27,19 +31,37 @@ def end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+class StopEvent(asyncio.Event):
+    """Set once, by a signal or by another rank."""
+
+    set_s = float("-inf")  # time.monotonic() when it was set
+
+    def set(self) -> None:
+        if not self.is_set():
+            self.set_s = time.monotonic()
+        super().set()
+
+
 class StopSignal:
     """Two events of the running loop: `asked` (drain) and `hurried` (stop now)."""
 
-    def __init__(self) -> None:
-        self.asked, self.hurried = asyncio.Event(), asyncio.Event()
+    def __init__(self, ended: EndedRequests, scope: Literal["request", "room"] | None) -> None:
+        """The last line counts the records of `scope` that `ended` gets; None for a rank that gets none."""
+        self.asked, self.hurried = StopEvent(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._hurry_at = 0.0
+        self._scope = scope
+        self._all = self._drained = self._cut_off = 0
+        ended.subscribe(self._count)
         for number in _NUMBERS:
             self._loop.add_signal_handler(number, self._signalled)
         reload_on_hangup()
 
     def close(self) -> None:
-        """The process is about to exit with its own status; later signals are ignored."""
+        """The process is about to exit with its own status; later signals are ignored. Once it was asked to stop, it
+        logs what became of the work under way."""
+        if self.asked.is_set():
+            counts = {f"{self._scope}s": self._all, "drained": self._drained, "cut_off": self._cut_off}
+            log.info("stopped", extra={FIELDS: {} if self._scope is None else counts})
         for number in (*_NUMBERS, signal.SIGHUP):
             self._loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
@@ -47,10 +69,18 @@ class StopSignal:
     def _signalled(self) -> None:
         if not self.asked.is_set():
             log.info("draining: no new requests, those under way run to their end; signal again to end them now")
-            self._hurry_at = self._loop.time() + HURRY_S
             self.asked.set()
-        elif self._loop.time() >= self._hurry_at:
+        elif time.monotonic() >= self.asked.set_s + HURRY_S:
             self.hurried.set()
+
+    def _count(self, record: EndedRequest) -> None:
+        if record.scope != self._scope:
+            return
+        self._all += 1
+        if time.monotonic() - record.total_s <= self.asked.set_s:  # under way at the signal
+            cut_off = record.cause is Cause.SHUTDOWN
+            self._cut_off += cut_off
+            self._drained += not cut_off
 
 
 def reload_on_hangup(*reloads: Callable[[], None]) -> None:

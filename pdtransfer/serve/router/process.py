@@ -65,7 +65,7 @@ def _changes(config: RouterConfig, router: Router) -> FleetChanges | None:
 
 
 async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: EndedRequests) -> None:
-    stop, router = StopSignal(), router_of(config, ended, spans)
+    stop, router = StopSignal(ended, "request"), router_of(config, ended, spans)
     changes = _changes(config, router)
     try:
         address = await router.open()

@@ -224,7 +224,10 @@ async def _serve(config: Config) -> int:
 
 async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> int:
     _keys(config)  # report errors in the keys before the engine and the arena are made, which takes time
-    stop, registry = StopSignal(), process_registry(role=config.role, node=config.node)
+    stop, registry = (
+        StopSignal(ended, "room" if config.leads else None),
+        process_registry(role=config.role, node=config.node),
+    )
     reserved = await reserve(config.bind, keyed=config.key is not None, insecure=config.insecure)
     shared = Shared(stop, registry, reserved, journeys=journeys, ended=ended)
     app = application(lambda: _health(config, shared), shared.registry)
@@ -372,6 +375,8 @@ async def _live(config: Config, shared: Shared, daemon: Daemon) -> None:
         daemon.desk.run([])
         await asyncio.sleep(2 * LOAD_MS / 1e3)  # routers must get the draining Load first, else they would retry here
         daemon.end_all(Cause.ENGINE, group.why)
+    elif stop.hurried.is_set():
+        daemon.end_all(Cause.SHUTDOWN, "a second signal ended it at once")
     cause = Cause.ENGINE if died.is_set() else Cause.SHUTDOWN
     daemon.desk.run(daemon.desk.service.goodbye(cause.value))
     daemon.port.to_engine(Quit())

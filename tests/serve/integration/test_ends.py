@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -142,6 +143,11 @@ async def ended(site: Site, daemon: Daemon) -> int:
     return status
 
 
+def last_line(site: Site, daemon: Daemon) -> str:
+    """Of its log: what became of the work under way."""
+    return site.log(daemon).splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("role", "signals"),
     [
@@ -169,6 +175,8 @@ def test_a_signal_drains_what_is_under_way_ends_and_new_requests_get_503(
                 assert not stream.done()
         assert finished(await stream)
         assert await ended(site, daemon) == 0
+        late = int(role == "decode")  # prefill had landed before
+        assert re.search(rf": stopped rooms=[1-9]\d* drained={late} cut_off=0$", last_line(site, daemon))
         await site.restart(daemon)
         await site.usable()
         await served(site)
@@ -208,8 +216,9 @@ def test_a_second_signal_a_while_later_means_now(slow: Running, gates: Gates) ->
                 await asyncio.sleep(0.2)
                 with_pid(daemon, signal.SIGTERM)
             events = await stream
-        assert events[-1]["error"]["code"] in ("shutdown", "peer_lost")
+        assert events[-1]["error"]["code"] == "shutdown"
         assert await ended(site, daemon) == 0
+        assert last_line(site, daemon).endswith(" drained=0 cut_off=1")
         await site.restart(daemon)
         await site.usable()
         await served(site)
@@ -241,6 +250,8 @@ def test_a_router_drains_as_its_workers_do(slow: Running, gates: Gates) -> None:
                     assert not stream.done()
                 assert finished(await stream)
                 assert await ended(site, router) == 0
+                line = last_line(second, router)
+                assert line.endswith(": stopped requests=2 drained=1 cut_off=0"), "the refused one was not under way"
         finally:
             await router.stop()
         await served(site)

@@ -194,6 +194,9 @@ def test_a_rank_that_is_asked_to_end_takes_its_worker_through_a_drain(two: Runni
         answer = await asyncio.wait_for(asked, PATIENCE_S)
         assert equal(answer, generated(text, options=OPTIONS)), "what was under way has its end"
         assert await asyncio.wait_for(site.prefill.process.wait(), PATIENCE_S) == 0
+        log = site.log(site.prefill).splitlines()
+        assert any(line.endswith(": stopped") for line in log), "the rank that was asked"
+        assert any(line.endswith(" drained=1 cut_off=0") for line in log), "its leader, which has the rooms"
         await site.restart(site.prefill)
         await site.usable()
 

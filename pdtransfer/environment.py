@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 PREFIX = "PDTRANSFER_"
 SWITCH_INTERVAL_S = 0.0005
-_LED = PREFIX + "LED"
+_LED, _CACHE, _SGLANG = PREFIX + "LED", PREFIX + "CACHE", PREFIX + "SGLANG"  # what no flag stands for
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun itself listens on MASTER_PORT
 LAUNCHER_VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", AGENT_STORE
 
@@ -28,7 +28,7 @@ def socket_directory() -> Path:
 
 def cache_directory() -> Path:
     """The directory where compiled kernels are kept between runs."""
-    if chosen := os.environ.get(PREFIX + "CACHE", ""):
+    if chosen := os.environ.get(_CACHE, ""):
         return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if cache else Path.home() / ".cache") / "pdtransfer"
@@ -42,7 +42,7 @@ def launcher_variables() -> dict[str, str]:
 def child_environment() -> dict[str, str]:
     """The environment for child processes that are configured by flags alone: this process's, without a launcher's
     variables, and without PDTRANSFER_* except the cache directory."""
-    left_out = {name for name in os.environ if name.startswith(PREFIX) and name != PREFIX + "CACHE"}
+    left_out = {name for name in os.environ if name.startswith(PREFIX) and name != _CACHE}
     return {name: value for name, value in os.environ.items() if name not in left_out.union(LAUNCHER_VARIABLES)}
 
 
@@ -110,7 +110,17 @@ def _source() -> str:
     return "." if checkout == Path.cwd() else str(checkout)
 
 
-def adapter_settings(engine: str) -> str:
-    """What PDTRANSFER_<ENGINE> holds: the settings of an adapter, for engines whose own configuration cannot hold
-    them."""
-    return os.environ.get(PREFIX + engine.upper(), "")
+def sglang_settings() -> str:
+    """The settings of SGLang's adapter, since SGLang's own configuration cannot hold them."""
+    return os.environ.get(_SGLANG, "")
+
+
+def other_variables() -> list[str]:
+    """The names of variables of this package that are no business of this module: flags, and typing errors.
+
+    What Kubernetes sets for a service is left out: NAME_SERVICE_HOST, and what begins as NAME_SERVICE_ and NAME_PORT.
+    """
+    names = sorted(name for name in os.environ if name.startswith(PREFIX))
+    services = [name.removesuffix("SERVICE_HOST") for name in names if name.endswith("_SERVICE_HOST")]
+    links = tuple(service + part for service in services for part in ("SERVICE_", "PORT"))
+    return [name for name in names if name not in (_LED, _CACHE, _SGLANG) and not name.startswith(links)]

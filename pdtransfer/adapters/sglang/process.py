@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
-from ...environment import adapter_settings
+from ...environment import sglang_settings
 from ...errors import ConfigError
 from ..kit.cache_memory import CacheMemory, Extent
 from ..kit.settings import Settings
@@ -24,7 +24,7 @@ decode: Any = None  # the manager, where this process decodes: it takes what boo
 
 def settings() -> Settings:
     """The settings in PDTRANSFER_SGLANG: JSON, or the path of a file that has it. Raises ConfigError."""
-    where, text = "PDTRANSFER_SGLANG", adapter_settings("sglang").strip()
+    where, text = "PDTRANSFER_SGLANG", sglang_settings().strip()
     try:
         if text and not text.startswith("{"):
             where = f"{where} = {text}"

@@ -7,14 +7,11 @@ interrupted. An error is one line on standard error.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token
 from cyclopts.config import Dict, Env
@@ -22,11 +19,11 @@ from cyclopts.config import Dict, Env
 from ... import __version__
 from ...environment import PREFIX, launcher_variables
 from ...errors import ConfigError, PDTransferError, missing_extra
-from ...limits import Limits
 from ..process import logs
 from ..settings.router import RouterConfig
 from .flags import FLAT
 from .installed import add_installed
+from .unknown_variables import warn_of_unknown
 
 if TYPE_CHECKING:
     from ..settings.worker import DecodeConfig, PrefillConfig
@@ -49,41 +46,24 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.meta.suppress_keyboard_interrupt = False
-for name, where, text in (
-    ("prefill", "daemons", "Runs a prefill daemon: computes prompts and writes their KV into decode's memory."),
-    ("decode", "daemons", "Runs a decode daemon: owns the arena, and generates from it."),
-    (
-        "demo",
-        "demo_command",
-        "Starts everything on this host, sends prompts, and checks each answer against a single process.",
-    ),
-    ("workers", "worker_commands", "Lists, adds, drains and removes the workers of a running router."),
-    (
-        "top",
-        "tool_commands",
-        "Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it.",
-    ),
-    (
-        "timeline",
-        "tool_commands",
-        "Breaks down the time to each room's first token, from the timelines of prefill, decode and router.",
-    ),
-    (
-        "doctor",
-        "tool_commands",
-        (
-            "Lists what this host has and lacks, with a command to fix each problem; status 1 if something required is "
-            "missing. With two URLs compares engines there, before their first request; status 1 if they do not fit."
-        ),
-    ),
-    (
-        "keygen",
-        "tool_commands",
-        "Writes NAME.key, which stays secret, and NAME.pub, a line for the allow-list of every peer.",
-    ),
-    ("kernels", "tool_commands", "The kernels that run on a GPU."),
-):
-    app.command(f"pdtransfer.serve.commands.{where}:{name}", name=name, help=text)
+
+
+def _from(module: str, **helps: str) -> None:
+    """Adds the commands of a module, which is imported when one of them runs; each has its name there."""
+    for name, text in helps.items():
+        app.command(f"pdtransfer.serve.commands.{module}:{name}", name=name, help=text)
+
+
+_from(
+    "daemons",
+    prefill="Runs a prefill daemon: computes prompts and writes their KV into decode's memory.",
+    decode="Runs a decode daemon: owns the arena, and generates from it.",
+)
+_from(
+    "demo_command",
+    demo="Starts everything on this host, sends prompts, and checks each answer against a single process.",
+)
+_from("worker_commands", workers="Lists, adds, drains and removes the workers of a running router.")
 
 
 @app.command
@@ -93,7 +73,19 @@ def router(config: Annotated[RouterConfig | None, FLAT] = None) -> int:
 
     config = config or RouterConfig()
     logs.start_for(config)
+    warn_of_unknown(config)
     return run(config)
+
+
+_from(
+    "tool_commands",
+    top="Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it.",
+    timeline="Breaks down the time to each room's first token, from the timelines of prefill, decode and router.",
+    doctor="Lists what this host has and lacks, with a command to fix each problem; status 1 if something required is "
+    "missing. With two URLs compares the engines there, before their first request; status 1 if they do not fit.",
+    keygen="Writes NAME.key, which stays secret, and NAME.pub, a line for the allow-list of every peer.",
+    kernels="The kernels that run on a GPU.",
+)
 
 
 @app.meta.default
@@ -151,18 +143,15 @@ def _print_error(text: str, status: int) -> int:
 def sources(path: Path | None) -> list[Callable[..., None]]:
     """Returns the sources, strongest first. Raises ConfigError for an invalid file.
 
-    Ignores variables that no command knows: container platforms set PDTRANSFER_*_PORT and similar ones.
+    Ignores variables that no command knows, since container platforms set PDTRANSFER_*_PORT and similar ones: daemons
+    warn of them.
     """
     environment = Env(PREFIX, command=False, show=False)
     if path is None:
         return [environment, _launcher]
-    try:
-        table = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"config = '{path}': {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"config = '{path}': not TOML: {error}") from error
-    return [environment, Dict(data=_sections(path, table), source=str(path)), _launcher]
+    from .config_file import read
+
+    return [environment, Dict(data=read(path), source=str(path)), _launcher]
 
 
 def settings_of(command: str) -> type[PrefillConfig | DecodeConfig | RouterConfig | DemoConfig]:
@@ -183,33 +172,3 @@ def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
     given = {name: argument.tokens[-1].value for name, argument in by_field.items() if argument.tokens}
     for name, value in launched(launcher_variables(), given, stages=commands == ("prefill",)).items():
         by_field[name].tokens[:] = [Token(keyword=name, value=value, source="launcher")]
-
-
-def _sections(path: Path, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns one table for each command: its own keys over those above all tables."""
-    names_of = {command: [field.name for field in fields(settings_of(command))] for command in COMMANDS}
-    limits = [field.name for field in fields(Limits)]
-    shared = {key: value for key, value in table.items() if key not in COMMANDS}
-    _known(path, "", shared, sorted({name for names in names_of.values() for name in names}))
-    sections: dict[str, dict[str, Any]] = {}
-    for command, names in names_of.items():
-        section = cast("dict[str, Any]", table.get(command, {}))
-        _known(path, f"[{command}] ", section, names)
-        for prefix, values in (("[limits] ", shared), (f"[{command}.limits] ", section)):
-            _known(path, prefix, values.get("limits", {}), limits)
-        merged = {key: value for key, value in shared.items() if key in names} | section
-        if "limits" in merged:
-            merged["limits"] = shared.get("limits", {}) | section.get("limits", {})
-        sections[command] = merged
-    # Doctor checks the ports of all daemons in the file.
-    ports = {section["transport_ports"] for section in sections.values() if "transport_ports" in section}
-    return sections | ({"doctor": {"transport_ports": sorted(ports)}} if ports else {})
-
-
-def _known(path: Path, prefix: str, table: object, names: list[str]) -> None:
-    if not isinstance(table, dict):
-        raise ConfigError(f"config = '{path}': {prefix}must be a table")
-    for key in cast("dict[str, object]", table):
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            raise ConfigError(f"config = '{path}': {prefix}{key} is unknown" + (f"; is it {near[0]}?" if near else ""))

@@ -8,6 +8,7 @@ from ...environment import without_collection
 from ..process import logs
 from ..settings.worker import DecodeConfig, PrefillConfig
 from .flags import FLAT
+from .unknown_variables import warn_of_unknown
 
 
 def prefill(config: Annotated[PrefillConfig | None, FLAT] = None) -> int:
@@ -25,4 +26,5 @@ def _run(config: PrefillConfig | DecodeConfig) -> int:
         from ..worker.daemon import run
 
     logs.start_for(config)
+    warn_of_unknown(config)
     return run(config)

@@ -235,10 +235,45 @@ def test_repeated_flags_make_a_list_and_replace_that_of_the_file(
     assert bound(monkeypatch, "router").decode == ("tcp://127.0.0.1:4", "tcp://127.0.0.1:5")
 
 
-def test_variables_that_a_container_platform_adds_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PDTRANSFER_PORT", "PDTRANSFER_SERVICE_HOST", "PDTRANSFER_PORT_7101_TCP_ADDR"):
-        monkeypatch.setenv(name, "tcp://10.0.0.1:7101")
+def test_variables_that_a_container_platform_adds_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links = ("SERVICE_HOST", "SERVICE_PORT_KV", "PORT", "PORT_7101_TCP", "PORT_7101_TCP_ADDR")
+    for service in ("PDTRANSFER", "PDTRANSFER_ROUTER"):
+        for name in links:
+            monkeypatch.setenv(f"{service}_{name}", "tcp://10.0.0.1:7101")
     assert bound(monkeypatch, "prefill") == PrefillConfig()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["prefill", "decode", "router"])
+def test_a_daemon_warns_of_a_variable_that_no_setting_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    for name in ("LOG_LEVL", "NO_VERIFI", "TRANSPORT_PORT", "LIMITS_ROOMS_MAXX", "NODES_WITHOUT_ANY"):
+        monkeypatch.setenv(f"PDTRANSFER_{name}", "1")
+    bound(monkeypatch, command)
+    warned = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert warned == [
+        "PDTRANSFER_LIMITS_ROOMS_MAXX: no daemon has this setting; is it PDTRANSFER_LIMITS_ROOMS_MAX?",
+        "PDTRANSFER_LOG_LEVL: no daemon has this setting; is it PDTRANSFER_LOG_LEVEL?",
+        "PDTRANSFER_NODES_WITHOUT_ANY: no daemon has this setting",
+        "PDTRANSFER_TRANSPORT_PORT: no daemon has this setting; is it PDTRANSFER_TRANSPORT_PORTS?",
+        "PDTRANSFER_VERIFI: no daemon has this setting; is it PDTRANSFER_VERIFY?",
+    ]
+
+
+@pytest.mark.parametrize("command", ["prefill", "decode", "router"])
+def test_no_daemon_warns_of_what_another_process_of_ours_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "pd.toml").touch()
+    others = {"LISTEN": "127.0.0.1:1", "CHUNK_TOKENS": "8", "BATCH_MAX": "8", "REQUESTS": "8", "LIMITS_WINDOW": "8"}
+    flags = {"CONFIG": str(tmp_path / "pd.toml"), "DEBUG": "false", "NO_PREFIX_CACHE": "true"}
+    for name, value in {**others, **flags, "CACHE": str(tmp_path), "LED": "0", "SGLANG": "{}"}.items():
+        monkeypatch.setenv(f"PDTRANSFER_{name}", value)
+    bound(monkeypatch, command)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ def warn_of_unknown(config: NodeConfig) -> None:
         return
     from .cli import COMMANDS, settings_of  # with modules that this daemon has no other use for
 
-    known = [field.name.upper() for command in COMMANDS for field in fields(settings_of(command))]
-    known += ["CONFIG", "DEBUG", *(f"LIMITS_{field.name.upper()}" for field in fields(Limits))]
-    for name in sorted(names.difference(known)):
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    settings = [field.name.upper() for command in COMMANDS for field in fields(settings_of(command))]
+    settings += ["CONFIG", "DEBUG", *(f"LIMITS_{field.name.upper()}" for field in fields(Limits))]
+    for name in sorted(names.difference(settings)):
+        near = difflib.get_close_matches(name, settings, n=1, cutoff=0.75)
         log.warning("%s: no daemon has this setting%s", PREFIX + name, f"; is it {PREFIX}{near[0]}?" if near else "")

@@ -22,6 +22,7 @@ from .dialects import DIALECTS, ReadRelayed
 from .early_token import EARLY_WRONG_MAX, EarlyToken
 from .exchange import Exchange
 from .hand_offs import ComputedHandOffs, differences, hand_offs_of
+from .kept_answers import KeptAnswers
 from .server_metrics import ServerMetrics
 from .server_pool import ServerPair, ServerPool, server_status
 from .server_request import ServerRequest
@@ -194,22 +195,28 @@ class Servers:
 
     async def answer(self, request: ServerRequest, client: ClientRequest) -> Attempts | Choices:
         """Tries pairs of servers until an answer has begun."""
-        computed, choice = asyncio.Event(), self._dialect.apart(request)
+        computed, kept, choice = asyncio.Event(), KeptAnswers(), self._dialect.apart(request)
         if choice is None:
-            answer = self._attempts(request, client, computed)
+            answer = self._attempts(request, client, computed, kept)
         else:
-            answer = Choices(request.choices, lambda number: self._attempts(choice(number), client, computed), computed)
+
+            def of_choice(number: int) -> Attempts:
+                return self._attempts(choice(number), client, computed, kept)
+
+            answer = Choices(request.choices, of_choice, computed)
         await answer.begin()
         return answer
 
-    def _attempts(self, request: ServerRequest, client: ClientRequest, computed: asyncio.Event) -> Attempts:
+    def _attempts(
+        self, request: ServerRequest, client: ClientRequest, computed: asyncio.Event, kept: KeptAnswers
+    ) -> Attempts:
         early = self._config.stream_from == "prefill" and self._dialect.answers_early(request)
 
         def exchange(pair: ServerPair, shown: EarlyToken | None, first: bool) -> Exchange:
             ask = early and first and self.metrics.early_wrong < EARLY_WRONG_MAX
             return Exchange(
                 self.upstream, self._dialect, pair, request, client, self.metrics, shown,
-                ask_early=ask, computed=computed,
+                ask_early=ask, computed=computed, kept=kept,
             )  # fmt: skip
 
         return Attempts(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import secrets
+from collections import Counter
 from typing import Annotated, Any
 
 import aiohttp
@@ -20,6 +21,7 @@ from ...front.client_request import ClientRequest
 from .dialect import Dialect, ServerOrder
 from .early_token import EARLY_KINDS_MAX, EVENT_END, EarlyToken, kind_of
 from .hand_offs import ANSWER_TAIL_BYTES, received_of
+from .kept_answers import KeptAnswers
 from .server_metrics import ServerMetrics
 from .server_pool import ServerPair
 from .server_request import ServerRequest
@@ -62,9 +64,10 @@ class Exchange:
         *,
         ask_early: bool = False,
         computed: asyncio.Event | None = None,
+        kept: KeptAnswers | None = None,
     ) -> None:
         """`shown`: what the client has of an earlier attempt. `ask_early`: prefill may answer before decode.
-        `computed` is set when prefill has answered."""
+        `computed` is set when prefill has answered. `kept` is of all choices of the client's request."""
         self._upstream, self._dialect, self.pair, self._request = upstream, dialect, pair, request
         self._client, self._metrics = client, metrics
         self._transfer = secrets.token_bytes(16)
@@ -78,6 +81,7 @@ class Exchange:
         self._head = b""  # of decode's stream, to be compared
         self._joins = pair.prefill is not None and dialect.joins(request)
         self._computed = b""  # prefill's answer, where it has a part of the whole one
+        self._kept, self._kept_here = kept or KeptAnswers(), Counter[str]()
         self.status, self.headers, self.length, self.events = 0, dict[str, str](), None, False
 
     async def begin(self) -> None:
@@ -108,8 +112,10 @@ class Exchange:
         prefill, decode = self.pair.prefill, self.pair.decode
         assert prefill is not None
         assert self._prefill is not None
+        self._keep(decode, len(self._first))
         async with self._upstream.waiting(decode):
-            answer = self._checked(self._first + (await self._upstream.whole(decode, response)).body)
+            whole = await self._upstream.whole(decode, response, kept=self._keep)
+            answer = self._checked(self._first + whole.body)
         await self._prefill
         try:
             self._first = self._dialect.joined(self._computed, answer)
@@ -117,6 +123,12 @@ class Exchange:
             text = f"{prefill.name}: its answer does not fit that of {decode.name}: {error}"
             raise AttemptFailedError(text, Cause.BREACH, (prefill,)) from None
         self.length = len(self._first)
+
+    def _keep(self, server: Server, byte_count: int) -> None:
+        """Counts what is kept until both answers are joined. Raises AttemptFailedError where that is too much."""
+        if self._joins:
+            self._kept_here[server.role] += byte_count
+            self._kept.take(server, byte_count)
 
     @property
     def begun(self) -> bool:
@@ -180,6 +192,7 @@ class Exchange:
     def close(self, *, complete: bool) -> None:
         """As AnswerStream.close. If decode may not have its KV, both servers are notified."""
         self.pair.decode.unfinished -= self._request.answers
+        self._kept.give_back(self._kept_here)
         if not complete:
             if not self.begun or self.status >= 400 or not (self._prefill is None or self._prefill.done()):
                 self._give_up()
@@ -318,7 +331,7 @@ class Exchange:
                 asyncio.timeout(upstream.limits.room_deadline_ms / 1e3),
                 await upstream.post(server, order, self._request.headers) as response,
             ):
-                answer = await upstream.whole(server, response)
+                answer = await upstream.whole(server, response, kept=self._keep)
             if answer.status != 200:
                 failed = refused((server,), answer)
                 if early and not failed.again:  # It may refuse what an early answer needs: the next one is not early.

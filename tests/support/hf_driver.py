@@ -83,6 +83,19 @@ SEEING: dict[str, Any] = {
     },
     "num_query_tokens": 8, "image_token_index": 2, "initializer_range": 0.12,
 }  # fmt: skip
+# A language model that turns rows by places in an image as well, behind one that makes a token of each 16 by 16 pixels.
+# Its vocabulary is for a tokenizer of bytes and six special tokens, the last four for images and videos.
+SEEING_PLACES: dict[str, Any] = {
+    "text_config": COMMON | {
+        "num_hidden_layers": 2, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]},
+    },
+    "vision_config": {
+        "depth": 2, "embed_dim": 64, "num_heads": 2, "mlp_ratio": 2, "hidden_size": COMMON["hidden_size"],
+        "in_chans": 3, "patch_size": 8, "spatial_merge_size": 2, "initializer_range": 0.12,
+    },
+    "image_token_id": 2, "video_token_id": 3, "vision_start_token_id": 4, "vision_end_token_id": 5,
+}  # fmt: skip
 # Experts in each layer, and one more layer that drafts (MTP).
 NEXT_TOKENS: dict[str, Any] = {
     "num_hidden_layers": 1, "head_dim": 64, "moe_intermediate_size": 128, "n_routed_experts": 4,
@@ -111,6 +124,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_drafted": ("Glm4MoeConfig", NEXT_TOKENS),
     "qwen3": ("Qwen3Config", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
     "blip2": ("Blip2Config", SEEING),
+    "qwen2_vl": ("Qwen2VLConfig", SEEING_PLACES),
     # Five layers with a window of 64 tokens before one that sees all.
     "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 64}),
     # Three layers that see a chunk of 256 tokens, up to themselves, before one that sees all; none with experts.
@@ -220,6 +234,11 @@ def eagle(model: str, path: str, architecture: str = "") -> None:
 
 def write_processor(folder: Path, config: Any) -> None:
     """Writes what makes the pixels and the tokens of an image in a request."""
+    if config.model_type == "qwen2_vl":
+        sizes = {"patch_size": config.vision_config.patch_size, "min_pixels": 32 * 32, "max_pixels": 64 * 64}
+        image = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"} | sizes
+        (folder / "preprocessor_config.json").write_text(json.dumps(image))
+        return
     size = dict.fromkeys(("height", "width"), config.vision_config.image_size)
     image = {"image_processor_type": "BlipImageProcessor", "size": size}
     (folder / "preprocessor_config.json").write_text(json.dumps(image))

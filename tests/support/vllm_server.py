@@ -167,13 +167,15 @@ def model_of_bytes(
     special: tuple[str, ...] = (),
     marks: tuple[str, ...] = (),
     template: str = TEMPLATE,
+    **settings: str,
 ) -> Path:
     """Copies a checkpoint of 300 tokens to `folder`, with a tokenizer of bytes and a chat template. Beside the bytes it
-    has `special` tokens, and `marks`, which are left in texts."""
+    has `special` tokens, and `marks`, which are left in texts. `settings` are further ones of the tokenizer."""
     model = shutil.copytree(checkpoint, folder / "model")
     words = write_tokenizer(
-        folder / "words", vocabulary=300, special=(START, END, *special, *marks), template=template, eos_token=END
-    )
+        folder / "words", vocabulary=300, special=(START, END, *special, *marks), template=template, eos_token=END,
+        **settings,
+    )  # fmt: skip
     tokenizer = json.loads((words / "tokenizer.json").read_text())
     for token in tokenizer["added_tokens"]:
         token["special"] &= token["content"] not in marks

@@ -13,6 +13,12 @@ from unittest.mock import patch
 import sglang_speculates
 import torch
 
+# Kernels that the processor of Qwen-VL's images is imported with, for later models; none of Qwen-VL's own.
+_NAMED_WITH_IMAGES = (
+    "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)  # fmt: skip
+
 
 def plugin() -> None:
     """Called in each of a server's processes."""
@@ -42,6 +48,10 @@ def plugin() -> None:
         _add_convolutions()
     with suppress(ImportError):
         sglang_speculates.install()
+    import sgl_kernel
+
+    for name in _NAMED_WITH_IMAGES:
+        setattr(torch.ops.sgl_kernel, name, getattr(sgl_kernel, name))
 
 
 def _add_convolutions() -> None:

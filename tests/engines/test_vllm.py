@@ -118,12 +118,13 @@ def test_decode_continues_what_prefill_computed(llama: Family, order: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "dtype", "cache"),
-    [("qwen3", "bfloat16", "auto"), ("qwen3", "bfloat16", "fp8"), ("gemma3", "float32", "auto")],
+    [("qwen3", "bfloat16", "auto"), ("qwen3", "bfloat16", "fp8"), ("gpt_oss", "float32", "auto")],
 )
 def test_other_models_continue_as_well(
     name: str, dtype: str, cache: str, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """Two bytes a number, and one; and windows, whose groups of layers have blocks of their own in the same memory."""
+    """Two bytes a number, and one; and experts with windows in every other layer, whose groups of layers have blocks of
+    their own in the same memory."""
     if cache == "fp8" and not re.search(r"avx512|amx", Path("/proc/cpuinfo").read_text()):
         pytest.skip("vLLM keeps a cache of 8 bits on processors with AVX-512 or AMX alone")
     with family(checkpoints, tmp_path, name, dtype, kv_cache_dtype=cache) as (pair, single):
@@ -226,23 +227,44 @@ def test_engines_beside_such_with_decode_context_parallelism_hand_over_among_the
         assert re.search(r"dcp_size: d-\S+ has nothing, p-\S+ '2'", without.log.read_text()), without.log_end()
 
 
-def test_blocks_of_unequal_sizes_hand_over_in_both_directions(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """With the defaults of both: each engine sends and receives, and answers as it does alone."""
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("llama", (32, 128), {}),
+        (
+            "deepseek_v3",
+            (16, 64),
+            {"attention_config": {"backend": "CPU_MLA"}, "stand_in": "tests.support.vllm_latents"},
+        ),
+        pytest.param("qwen3_moe", (32, 128), {}, marks=pytest.mark.full),
+    ],
+    ids=["llama", "deepseek_v3", "qwen3_moe"],
+)
+def test_blocks_of_unequal_sizes_hand_over_in_both_directions(
+    name: str, sizes: tuple[int, int], options: dict[str, Any], checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """With the defaults of both: each engine sends and receives, and answers as it does alone. Of latents the bytes of
+    both caches are compared, with a stand-in for vLLM's kernel, which has one size of blocks."""
     with ExitStack() as stack:
 
         def start(size: int) -> VllmEngine:
             both = transfer("kv_both", verify=True, time_left_s=TIME_LEFT_S)
-            options = CHUNKS | {"kv_transfer_config": both, "block_size": size}
-            return stack.enter_context(VllmEngine(checkpoints.path("llama"), tmp_path / f"{size}.log", **options))
+            config = CHUNKS | options | {"kv_transfer_config": both, "block_size": size}
+            return stack.enter_context(VllmEngine(checkpoints.path(name), tmp_path / f"{size}.log", **config))
 
-        small, large = start(32), start(128)
+        small, large = start(sizes[0]), start(sizes[1])
+        assert [engine.ready()["block_size"] for engine in (small, large)] == list(sizes)
         for pair in (VllmPair(small, large), VllmPair(large, small)):
             pair.ready()
             asked = prompts(*LENGTHS, seed=32)
-            expected = pair.decode.generate(asked, tokens=TOKENS)
-            for order in ("serial", "decode first"):
-                made = handed_over(pair, asked, order=order)
-                assert [each.tokens for each in made] == expected
+            if name == "deepseek_v3":
+                for prompt in asked * 2:
+                    assert len(lands_as_prefill_has_it(pair, prompt).tokens) == 200
+            else:
+                expected = pair.decode.generate(asked, tokens=TOKENS)
+                for order in ("serial", "decode first"):
+                    made = handed_over(pair, asked, order=order)
+                    assert [each.tokens for each in made] == expected
             pair.settles()
         assert [row.state for row in compare(identity(small), identity(large)) if row.name == "block_size"] == [
             "may differ"

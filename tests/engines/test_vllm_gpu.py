@@ -387,22 +387,27 @@ def test_either_layout_continues(layouts: dict[tuple[str, str], VllmEngine], lay
     assert f"KV cache layout to {layout}" in log or f"Using {names[layout]} KV cache layout" in log
 
 
-@pytest.mark.parametrize(("sent", "kept"), [("HND", "NHD"), ("NHD", "HND")])
-def test_unequal_layouts_are_refused(layouts: dict[tuple[str, str], VllmEngine], sent: str, kept: str) -> None:
-    """Or they continue as one engine does; they give no other tokens."""
+@pytest.mark.parametrize(
+    ("sent", "kept", "refusal"),
+    [
+        ("HND", "NHD", r"refused: .*head_end: \S+ has heads 0\.\.3 of 'group0', which has 0"),
+        ("NHD", "HND", r"refused: .*layout: kind kv layers \S+ row_bytes: source \d+, target \d+"),
+    ],
+    ids=["prefill HND", "prefill NHD"],
+)
+def test_unequal_layouts_are_refused(
+    layouts: dict[tuple[str, str], VllmEngine], sent: str, kept: str, refusal: str
+) -> None:
     prefill, decode = layouts["prefill", sent], layouts["decode", kept]
     pair = VllmPair(prefill, decode)
     for name, engine in (("prefill", prefill), ("decode", decode)):
         pair.blocks[name] = engine.ready()["blocks"] - 1
     [prompt] = prompts(300, seed=12)
-    answer = pair.serial(prompt, tokens=TOKENS)
-    print(f"prefill {sent}, decode {kept}: {answer.finish_reason}")
-    if answer.finish_reason == "error":
-        lines = [line for line in decode.log.read_text().splitlines() if re.search(r"refused|layout", line)]
-        assert lines, decode.log_end()
-        print(lines[-1])
-    else:
-        continue_as_one(prefill, [prompt], [answer])
+    before = rooms(decode)
+    assert pair.serial(prompt, tokens=TOKENS).finish_reason == "error"
+    settles(lambda: rooms(decode).get("failed"), before.get("failed", 0) + 1)
+    assert rooms(decode).get("received") == before.get("received")
+    assert re.search(f"its KV was not received: {refusal}", decode.log.read_text()), decode.log_end()
     pair.settles()
 
 

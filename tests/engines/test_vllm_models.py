@@ -47,16 +47,17 @@ def pair_of(
         # of these lengths by itself as well, as its chunks end before it: with the same kernel.
         ("lfm2", "float32", (257, 513)),
         ("qwen3_next", "bfloat16", (257, 513)),
+        pytest.param("nemotron_h", "float32", (2, *LENGTHS), marks=pytest.mark.full),
     ],
 )
 def test_states_cross_with_the_kv(
     name: str, dtype: str, lengths: tuple[int, ...], checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """Short convolutions, Mamba 2 and gated delta nets. Decode computes a prompt's last token from the state before
-    it."""
+    """Mamba 2, short convolutions and gated delta nets; and Mamba 2 beside attention with a window. Decode computes a
+    prompt's last token from the state before it."""
     with pair_of(checkpoints, tmp_path, name, policy="recompute", dtype=dtype) as pair:
         asked = prompts(*lengths, seed=31)
-        batches = [asked] if name == "granite_hybrid" else [[prompt] for prompt in asked]
+        batches = [asked] if name in ("granite_hybrid", "nemotron_h") else [[prompt] for prompt in asked]
         expected = [tokens for batch in batches for tokens in pair.prefill.generate(batch, tokens=TOKENS)]
         for order in ("serial", "by X-Request-Id"):
             made = [answer for batch in batches for answer in handed_over(pair, batch, order=order)]

@@ -102,6 +102,9 @@ NEXT_TOKENS: dict[str, Any] = {
     "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
     "use_qk_norm": True, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_hidden_layers": 2, "head_dim": 64, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
     # Of the sizes that attention for GPUs is made for, and prompts of some thousand tokens, 16 KiB each in bfloat16.
@@ -125,6 +128,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
     "blip2": ("Blip2Config", SEEING),
     "qwen2_vl": ("Qwen2VLConfig", SEEING_PLACES),
+    # Experts in each layer; in the second family a window of 64 tokens in every other layer, and sinks in all.
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"num_experts": 4, "moe_intermediate_size": 128}),
+    "gpt_oss": ("GptOssConfig", EXPERTS | {"num_hidden_layers": 4, "num_local_experts": 4, "sliding_window": 64}),
     # Five layers with a window of 64 tokens before one that sees all.
     "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 64}),
     # Three layers that see a chunk of 256 tokens, up to themselves, before one that sees all; none with experts.
@@ -144,6 +150,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", HYBRID | CONVOLVED),
     "granite_hybrid": ("GraniteMoeHybridConfig", MIXED | MAMBA2),
     "qwen3_next": ("Qwen3NextConfig", MIXED | DELTA | {"full_attention_interval": 3}),
+    # Mamba 2, and one layer of attention with a window of 64 tokens.
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+            "head_dim": 64,
+            "sliding_window": 64,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 64,
+            "n_groups": 2,
+            "ssm_state_size": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
     # Mamba, with one layer of attention in two, and no experts.
     "jamba": (
         "JambaConfig",

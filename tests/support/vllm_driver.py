@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -34,8 +35,11 @@ class Driver:
         self._numbers: dict[str, int] = {}  # of the requests of `generate` that are not answered, by their id
         self._held = False
 
-    def start(self, **options: Any) -> dict[str, Any]:
-        """Starts the engine with LLM's options; returns what its KV cache has, and how long our connector took."""
+    def start(self, *, stand_in: str | None = None, **options: Any) -> dict[str, Any]:
+        """Starts the engine with LLM's options, and a module with stand-ins for what vLLM lacks; returns what its KV
+        cache has, and how long our connector took."""
+        if stand_in is not None:
+            import_module(stand_in)
         register_s = _times_registration()
         self._engine = LLM(**options).llm_engine
         self._core = self._engine.engine_core.engine_core

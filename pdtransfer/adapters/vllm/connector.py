@@ -73,7 +73,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         dialect.join_logs()
         transfer = vllm_config.kv_transfer_config
-        self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config or {}, "kv_connector_extra_config")
+        self._settings = _settings_of(transfer.kv_connector_extra_config)
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
         parallel = vllm_config.parallel_config
         dcp_sizes = dcp_sizes_of(
@@ -397,6 +397,13 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return dialect.layout_name()
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any] | None) -> bool:
+        """No: rows are sent behind a step. With full CUDA graphs vLLM asks while it reads its configuration, so that a
+        wrong setting is refused before weights are loaded. Raises ConfigError."""
+        _settings_of(extra_config)
+        return False
+
+    @classmethod
     def supports_sleep_mode(cls, _kv_transfer_config: Any) -> bool:
         """No: peers have the addresses of the memory that vLLM would give back. From 0.33 on vLLM asks, and refuses."""
         return False
@@ -412,6 +419,11 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> TransferMetrics:
         """The Prometheus metrics of this connector."""
         return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _settings_of(extra_config: dict[str, Any] | None) -> ConnectorSettings:
+    """Raises ConfigError."""
+    return ConnectorSettings.of(extra_config or {}, "kv_connector_extra_config")
 
 
 def _why_not(components: Callable[[Locate], Pools], locate: Locate) -> str:

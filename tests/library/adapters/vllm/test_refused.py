@@ -20,10 +20,26 @@ INTERFACE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 
 def dialect_of(monkeypatch: pytest.MonkeyPatch, **interface: Any) -> Any:
-    """The module with modules that have what it imports; nothing of it stays. `interface` is what vLLM's connectors
-    have beside their base."""
+    """The module `dialect`, as `imported` has it. `interface` is what vLLM's connectors have beside their base."""
+    return imported(monkeypatch, "dialect", {INTERFACE: {"KVConnectorBase_V1": object, **interface}})
+
+
+def connector_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The connector's class, likewise."""
+    bases = "Base_V1", "HandshakeMetadata", "Metadata", "Role"
+    above = INTERFACE.removesuffix(".v1.base")
     has: dict[str, dict[str, Any]] = {
-        INTERFACE: {"KVConnectorBase_V1": object, **interface},
+        INTERFACE: {f"KVConnector{name}": type(name, (), {}) for name in bases} | {"SupportsHMA": type("HMA", (), {})},
+        f"{above}.factory": {"KVConnectorFactory": SimpleNamespace(register_connector=lambda *named: None)},
+        f"{above}.v1.metrics": {"KVConnectorPromMetrics": object, "KVConnectorStats": object},
+    }
+    return imported(monkeypatch, "connector", has, "stats", "dialect").PDTransferConnector
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, module: str, has: dict[str, dict[str, Any]], *others: str) -> Any:
+    """The adapter's module with modules of vLLM's that have what it, and `others` of the adapter, import; nothing of
+    them stays."""
+    has |= {
         "vllm.distributed.parallel_state": {"get_pp_group": None, "get_tensor_model_parallel_rank": None},
         "vllm.logger": {"init_logger": logging.getLogger},
     }
@@ -35,10 +51,11 @@ def dialect_of(monkeypatch: pytest.MonkeyPatch, **interface: Any) -> Any:
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, stand_in)
-    imported = import_module(f"{PACKAGE}.dialect")
-    delattr(sys.modules[PACKAGE], "dialect")
-    del sys.modules[f"{PACKAGE}.dialect"]
-    return imported
+    loaded = import_module(f"{PACKAGE}.{module}")
+    for name in (module, *others):
+        delattr(sys.modules[PACKAGE], name)
+        del sys.modules[f"{PACKAGE}.{name}"]
+    return loaded
 
 
 def groups(*specs: str) -> Any:
@@ -69,3 +86,21 @@ def test_caches_that_cannot_cross_are_refused_with_those_that_can(
     text = rf"^KV cache group 1: {spec} cannot cross yet, one of FullAttentionSpec, .*, {last} can$"
     with pytest.raises(ConfigError, match=text):
         dialect.groups_of(groups("FullAttentionSpec", spec))
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"bindd": "tcp://127.0.0.1:0"}, "kv_connector_extra_config: 'bindd' must be one of advertise, .*, verify"),
+        ({"copy_threads": 0}, "copy_threads = 0: must be from 1 to 64"),
+        ({"rows": "both"}, "rows = 'both': must be one of auto, blocks, tokens"),
+    ],
+)
+def test_a_wrong_setting_is_refused_where_vllm_asks_before_it_loads_weights(
+    extra: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = connector_of(monkeypatch)
+    for right in (None, {}, {"copy_threads": 1, "rows": "blocks"}):
+        assert connector.requires_piecewise_for_cudagraph(right) is False
+    with pytest.raises(ConfigError, match=text):
+        connector.requires_piecewise_for_cudagraph(extra)

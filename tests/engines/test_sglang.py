@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -101,6 +102,27 @@ def test_ranks_of_data_parallel_attention_hand_over(sglang_checkpoints: Checkpoi
         for target in (decode, single):
             pair = SglangPair(prefill, target)
             assert pair.generate(asked, tokens=TOKENS) == expected
+            pair.settles()
+
+
+@pytest.mark.full
+def test_data_parallel_engines_behind_one_address_hand_over(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Without DP attention: each rank has the whole model. SGLang's prefill chooses one by the request's room, and its
+    decode takes turns. Two to two, and two to a server of one."""
+    ranks = {"dp_size": 2, "nccl_port": False}  # a port for each
+    made = servers(
+        sglang_checkpoints.path("qwen3"), tmp_path, prefill=PREFILL | ranks, decode=DECODE | ranks, single=DECODE
+    )
+    asked = prompts(*LENGTHS, seed=5)
+    expected = sglang_checkpoints.generate("qwen3", asked, tokens=TOKENS)
+    with made as (prefill, decode, single):
+        for target in (decode, single):
+            pair = SglangPair(prefill, target)
+            for prompt, tokens in zip(asked, expected, strict=True):
+                rooms = [pair.room(2 * random.getrandbits(60) + rank + 2) for rank in (0, 1)]
+                first = [prefill.add(prompt, tokens=TOKENS, **room) for room in rooms]
+                assert [target.add(prompt, tokens=TOKENS, **room).result() for room in rooms] == [tokens] * 2
+                assert [sent.result()[0] for sent in first] == tokens[:1] * 2
             pair.settles()
 
 

@@ -139,6 +139,8 @@ class SglangServer:
             if value is not False:
                 flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
         ranks = int(options.get("tp_size", 1)) * (int(options.get("pp_size", 1)) if is_since(CORES_BY_STAGE) else 1)
+        if "enable_dp_attention" not in options:
+            ranks *= int(options.get("dp_size", 1))
         own = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0-1"] * ranks)} if DEVICE == "cpu" else {}
         if self.settings:
             own["PDTRANSFER_SGLANG"] = json.dumps(self.settings)

@@ -79,6 +79,10 @@ class Manager(dialect.KVManager):
         self._model_config = ModelConfig.from_server_args(server_args)
         drop_empty_states(args)
         super().__init__(args, mode, server_args, is_mla_backend)
+        if self.system_dp_size > 1 and self.attn_dp_size == 1:
+            # Data parallel engines without DP attention. SGLang's sender compares this rank with that of the room, and
+            # would fail the requests of all ranks but the first.
+            self.attn_dp_rank = self.system_dp_rank
         if mode is DisaggregationMode.DECODE:
             self._learn_ranks()
             self._start_decode()

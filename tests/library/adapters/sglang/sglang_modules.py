@@ -63,6 +63,8 @@ class CommonKVManager:
         self.is_mla_backend, self.is_hybrid_mla_backend, self.kv_cache_dtype_str = is_mla_backend, False, "auto"
         self.attn_tp_rank, self.attn_tp_size, self.attn_cp_rank, self.attn_cp_size, self.dcp_size = 0, 1, 0, 1, 1
         self.pp_rank, self.pp_size = 0, getattr(server_args, "pp_size", 1)
+        self.attn_dp_rank, self.system_dp_rank = 0, getattr(args, "system_dp_rank", 0)
+        self.system_dp_size, self.attn_dp_size = getattr(server_args, "dp_size", 1), 1
 
     def update_status(self, room: int, status: KVPoll) -> None:
         known = self.request_status.get(room, status)

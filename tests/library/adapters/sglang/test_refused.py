@@ -3,8 +3,6 @@ the place of SGLang's."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +14,6 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 from pdtransfer.errors import ConfigError
 from tests.library.adapters.sglang.sglang_modules import DisaggregationMode, ServerArgs, with_stand_ins
 from tests.library.adapters.sglang.sglang_ranks import HEADS, RATIOS, Pool
-
-
-@pytest.fixture(autouse=True)
-def level() -> Iterator[None]:
-    """The plugin logs as SGLang does in the same process."""
-    logger = logging.getLogger("pdtransfer")
-    before = logger.level
-    yield
-    logger.setLevel(before)
 
 
 def start(

@@ -1,4 +1,4 @@
-"""Engines that share no block: vLLM's of other block sizes, and vLLM's that decode what SGLang has prefilled."""
+"""Engines that share no block: vLLM's, of 128 or 32 tokens a block, decode what SGLang's has prefilled."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_killed_prefill_engine_is_replaced_by_computing(checkpoints: Checkpoin
     model = checkpoints.path("qwen3")
     with (
         prefill_server(model, tmp_path / "prefill.log", page_size=1, chunked_prefill_size=64) as prefill,
-        VllmEngine(model, tmp_path / "decode.log", **CHUNKS, kv_transfer_config=receives()) as decode,
+        VllmEngine(model, tmp_path / "decode.log", **CHUNKS, block_size=32, kv_transfer_config=receives()) as decode,
     ):
         made = Bridge(prefill, decode)
         made.ready()

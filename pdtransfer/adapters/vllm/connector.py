@@ -35,6 +35,7 @@ from . import dialect
 from .bootstrap import Bootstrap, name_of
 from .context_parallel import dcp_sizes_of, keep_blocks_whole
 from .host_pool import host_pool_of, sparse_indices, tables_of
+from .kv_scales import check_cache_dtype
 from .orders import Orders
 from .pools import Locate, Pools, pools, range_of, with_heads
 from .scheduler import SchedulerSide
@@ -72,6 +73,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         dialect.join_logs()
+        check_cache_dtype(vllm_config.cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = _settings_of(transfer.kv_connector_extra_config)
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
@@ -173,6 +175,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         elif rows == "blocks":
             facts |= of_blocks
         facts |= dialect.states_fact(self._kv_cache_config, self._groups, ranks.tp_size)
+        facts |= dialect.scales_fact(self._vllm_config, kv, ranks)
         shown_rows = "blocks+tokens" if rows == "auto" else rows
         self._facts = dialect.shown_facts(self._vllm_config, kv, facts | of_blocks, shown_rows)
         described = components(locate)

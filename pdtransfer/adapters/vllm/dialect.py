@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...wire import Ranks
 from ..kit.model_facts import config_digest, dtype_name, model_facts, named_facts
 from ..kit.state_parts import StatePart, described
-from . import token_rows
+from . import kv_scales, token_rows
 from .drafter import layers_with_kv, speculation
 from .orders import KVGroup
 from .states import parts_of
@@ -187,6 +187,19 @@ def states_fact(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], t
         for text in dict.fromkeys(described(parts[name], 1 if group.replicated else tp_size) for name in names)
     ]
     return {"states": ", ".join(texts)} if texts else {}
+
+
+def scales_fact(vllm_config: Any, views: dict[str, Any], ranks: Ranks) -> dict[str, str]:
+    """As kv_scales.scales_fact. All ranks of the engine call it."""
+
+    def gathered(scales: kv_scales.Scales) -> list[kv_scales.Scales]:
+        stages: list[Any] = [scales] * ranks.pp_size
+        if ranks.pp_size > 1:
+            torch.distributed.all_gather_object(stages, scales, group=get_pp_group().cpu_group)
+        return stages
+
+    layers = vllm_config.compilation_config.static_forward_context
+    return kv_scales.scales_fact(layers, views, tp_size=ranks.tp_size, gathered=gathered)
 
 
 def kv_views(views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:

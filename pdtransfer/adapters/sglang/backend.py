@@ -36,7 +36,7 @@ from ..kit.reachable import Reachable, RequestError
 from . import dialect, process
 from .changes import Change
 from .decode import ReceivingSide
-from .drafters import drafter_with_kv
+from .drafters import speculation
 from .labels import Uses
 from .peers import Refusals, check_room, rank_fields, sources_of
 from .pools import (
@@ -83,6 +83,7 @@ class Manager(dialect.KVManager):
             # Data parallel engines without DP attention. SGLang's sender compares this rank with that of the room, and
             # would fail the requests of all ranks but the first.
             self.attn_dp_rank = self.system_dp_rank
+        self._speculation = speculation(server_args, self._draft_config)
         if mode is DisaggregationMode.DECODE:
             self._learn_ranks()
             self._start_decode()
@@ -109,6 +110,12 @@ class Manager(dialect.KVManager):
         self._ranks = Ranks(self.attn_tp_rank, self.attn_tp_size, self.pp_rank, self.pp_size)
         sections = conv_sections(self._model_config.hf_text_config)
         self._states_fact = states_fact(self.kv_args, self.attn_tp_size, sections, self._of_all_stages)
+
+    def _draft_config(self, path: str, revision: str | None) -> dict[str, Any]:
+        config = ModelConfig.from_server_args(
+            self.server_args, model_path=path, model_revision=revision, is_draft_model=True
+        )
+        return config.hf_config.to_dict()
 
     def _of_all_stages(self, texts: list[str]) -> list[list[str]]:
         """What each pipeline stage has called this with; all of them do."""
@@ -218,9 +225,7 @@ class Manager(dialect.KVManager):
             config.hf_text_config.to_dict(), dtype=config.dtype, cache=self._cache_dtype,
             quantization=config.quantization,
         )  # fmt: skip
-        drafter = drafter_with_kv(self.server_args)
-        facts |= {"speculation": drafter} if drafter else {}
-        facts |= self._states_fact
+        facts |= self._speculation | self._states_fact
         return facts | ({"kv_layout": getattr(self.kv_args, "kv_layout", None)} if self._is_compressed else {})
 
     def _shown_facts(self) -> dict[str, str]:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import ConfigError
+from ..kit.model_facts import config_digest
 
 _WITHOUT_KV = {"NGRAM", "FROZEN_KV_MTP", "UNO"}  # of their own
+# What SGLang writes into a model's configuration because of an engine's options.
+_OF_OPTIONS = {"context_len", "max_position_embeddings", "encoder_only", "language_only", "language_model_only"}
 
 
 def drafter_with_kv(server_args: Any) -> str:
     """The name of the drafter whose KV crosses with the model's; empty without one."""
     drafter = str(server_args.speculative_algorithm or "").upper()
     return "" if drafter in _WITHOUT_KV else drafter
+
+
+def speculation(server_args: Any, config_of: Callable[[str, str | None], Mapping[str, Any]]) -> dict[str, str]:
+    """The fact of a drafter; none where drafts need no KV of their own. `config_of` returns the configuration of the
+    draft model at a path, of a revision; without one the drafter's layers are in the model's own checkpoint."""
+    if not (drafter := drafter_with_kv(server_args)):
+        return {}
+    path = server_args.speculative_draft_model_path or server_args.model_path
+    config = config_of(path, server_args.speculative_draft_model_revision)
+    config = {name: value for name, value in config.items() if name not in _OF_OPTIONS}
+    return {"speculation": f"{drafter} {config_digest(config)}"}
 
 
 def check_drafter(server_args: Any, *, on_host: bool) -> None:

@@ -96,9 +96,15 @@ class ModelConfig:
 
     dtype, hf_text_config = "torch.float32", SimpleNamespace()
 
+    def __init__(self, path: str = "") -> None:
+        self.hf_config = SimpleNamespace(to_dict=lambda: {"model_type": path})
+
     @classmethod
-    def from_server_args(cls, _: Any) -> ModelConfig:
-        return cls()
+    def from_server_args(
+        cls, _: Any, model_path: str = "", model_revision: str | None = None, *, is_draft_model: bool = False
+    ) -> ModelConfig:
+        assert is_draft_model == bool(model_path)
+        return cls(model_path)
 
     def get_total_num_kv_heads(self) -> int:
         return 4

@@ -1,5 +1,5 @@
-"""Ray Serve LLM's prefill and decode deployments, as examples/ray_serve.py starts them: the answers are those of one
-engine, also while a decode replica is killed."""
+"""Ray Serve LLM's prefill and decode deployments, as deploy/ray/serve.yaml and examples/ray_serve.py start them: the
+answers are those of one engine, also while a decode replica is killed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.asked_features import TEMPLATE
 from tests.support.json_process import JsonProcess
@@ -86,23 +88,44 @@ class Application:
 
 
 @pytest.fixture(scope="module")
-def application(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+def model(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with a tokenizer."""
     folder = tmp_path_factory.mktemp("ray")
     model = shutil.copytree(checkpoints.path("llama_bytes"), folder / "model")
     words = write_tokenizer(folder / "words", vocabulary=BYTES, special=(START, END), template=TEMPLATE)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(words / name, model)
-    with VllmEngine(model, folder / "single.log") as single:
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The tokens that one engine makes of each prompt of ASKED."""
+    with VllmEngine(model, tmp_path_factory.mktemp("single") / "single.log") as single:
         single.ready()
-        expected = single.generate(ASKED, tokens=TOKENS)
-    port = free_port()
-    with ExitStack() as stack:
-        # The paths of its sockets are longer than pytest's folders leave room for.
-        temp = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdt-ray-", ignore_cleanup_errors=True))
-        python, log = VENV / "bin" / "python", folder / "ray.log"
-        driver = stack.enter_context(JsonProcess(python, "tests.support.ray_driver", log, ENVIRONMENT))
-        driver.ask("start", START_S, model=str(model), port=port, kv_port=free_port(), temp=temp)
+        return single.generate(ASKED, tokens=TOKENS)
+
+
+@contextmanager
+def started(
+    log: Path, expected: list[list[int]], port: int, name: str, options: dict[str, Any]
+) -> Generator[Application]:
+    """What the driver starts by `name`."""
+    # The paths of Ray's sockets are longer than pytest's folders leave room for.
+    with (
+        tempfile.TemporaryDirectory(prefix="pdt-ray-", ignore_cleanup_errors=True) as temp,
+        JsonProcess(VENV / "bin" / "python", "tests.support.ray_driver", log, ENVIRONMENT) as driver,
+    ):
+        driver.ask(name, START_S, temp=temp, **options)
         yield Application(driver, f"http://127.0.0.1:{port}", expected)
+
+
+@pytest.fixture
+def application(model: Path, expected: list[list[int]], tmp_path: Path) -> Iterator[Application]:
+    port = free_port()
+    options = {"model": str(model), "port": port, "kv_port": free_port()}
+    with started(tmp_path / "ray.log", expected, port, "start", options) as application:
+        yield application
 
 
 def test_answers_are_those_of_one_engine_while_a_decode_replica_is_killed(application: Application) -> None:
@@ -119,3 +142,31 @@ def test_answers_are_those_of_one_engine_while_a_decode_replica_is_killed(applic
     handed_over = [answer["kv_transfer_params"] for answer in answers]
     assert all(params["kv_bytes"] > 0 and not params["kv_lost"] for params in handed_over), handed_over
     assert before[0] not in application.decode_replicas()
+
+
+@pytest.mark.full
+def test_the_file_for_a_cluster_serves(model: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    """`serve run` of deploy/ray/serve.yaml, but for the model, what GPUs it names, and addresses on loopback."""
+    port = free_port()
+    file = yaml.safe_load((REPO / "deploy" / "ray" / "serve.yaml").read_text())
+    file["http_options"] = {"host": "127.0.0.1", "port": port}
+    [served] = file["applications"]
+    for side in (served["args"]["prefill_config"], served["args"]["decode_config"]):
+        del side["accelerator_type"]
+        side["accelerator_config"] = {"kind": "cpu"}
+        side["model_loading_config"] = {"model_id": "m", "model_source": str(model)}
+        side["deployment_config"]["num_replicas"] = 1
+        side["engine_kwargs"] |= {
+            "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 128 << 20,
+        }  # fmt: skip
+    prefill = served["args"]["prefill_config"]["engine_kwargs"]["kv_transfer_config"]
+    prefill["kv_connector_extra_config"]["bind"] = f"tcp://127.0.0.1:{free_port()}"
+    served["args"]["ingress_deployment_config"] = {"autoscaling_config": None, "num_replicas": 1}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(file))
+    options = {"config": str(tmp_path / "serve.yaml")}
+    with started(tmp_path / "ray.log", expected, port, "deploy", options) as application:
+        answers = [application.ask(prompt) for prompt in ASKED[:8]]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected[:8]
+    handed_over = [answer["kv_transfer_params"] for answer in answers]
+    assert all(params["kv_bytes"] > 0 and not params["kv_lost"] for params in handed_over), handed_over

@@ -1,8 +1,12 @@
-"""Runs in .venv-ray: Ray and its application of examples/ray_serve.py, and the processes of its replicas."""
+"""Runs in .venv-ray: Ray, its application of examples/ray_serve.py or of a file, and the processes of its replicas."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,6 +23,22 @@ class Driver:
     def start(self, **options: Any) -> None:
         """Starts all of it; returns when it takes requests."""
         ray_serve.start(**options)
+
+    def deploy(self, *, config: str, temp: str) -> None:
+        """Has `serve run` deploy a file on a cluster of this host alone; returns when all of it takes requests. Cores
+        are what Ray counts with: there are fewer."""
+        ray.init(
+            num_cpus=16, include_dashboard=False, object_store_memory=100 << 20, _node_ip_address=ray_serve.HOST,
+            _temp_dir=temp,
+        )  # fmt: skip
+        address = ray.get_runtime_context().gcs_address
+        command = [Path(sys.executable).with_name("serve"), "run", "--non-blocking", "--address", address, config]
+        subprocess.run(command, stdout=sys.stderr, check=True)
+        while any(found.status != "RUNNING" for found in serve.status().applications.values()):
+            failed = [found.message for found in serve.status().applications.values() if "FAILED" in found.status]
+            if failed:
+                raise RuntimeError(failed)
+            time.sleep(1.0)
 
     def replicas(self, *, deployment: str) -> list[int]:
         """The processes of a deployment's replicas that answer."""

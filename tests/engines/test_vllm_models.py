@@ -5,6 +5,7 @@ Either engine computes a request whole that names no peer, so that the prefill e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -112,6 +113,20 @@ def test_states_of_unequal_groups_of_ranks(checkpoints: Checkpoints, tmp_path: P
             pair.settles()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt_oss", "granite_hybrid"])
+def test_blocks_of_unequal_sizes_are_refused_with_windows_and_states(
+    name: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Groups of layers share memory, and each has blocks of its own. Decode computes such prompts itself."""
+    sizes = {"block_size": 128, "decode": {"block_size": 256}}
+    with pair_of(checkpoints, tmp_path, name, policy="recompute", **sizes) as pair:
+        settles(lambda: rooms(pair.decode), {"failed": 1})
+        text = r"refused: block_size: d-\S+ has '256', p-\S+ '128'"
+        assert re.search(text, pair.prefill.log.read_text()), pair.prefill.log_end()
+        pair.settles()
+
+
 def test_ranks_that_share_out_experts_hand_over_in_both_directions(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Expert parallelism: each of two ranks has half of the experts whole, with a stand-in for vLLM's kernel for CPUs.
     The other engine is one rank."""
@@ -188,25 +203,40 @@ def test_a_draft_models_kv_crosses_as_well(checkpoints: Checkpoints, tmp_path: P
 
 @pytest.mark.parametrize(
     ("name", "method", "caches"),
-    [("llama_drafted", "eagle", False), ("llama_drafted", "eagle", True), ("glm4_moe_drafted", "mtp", False)],
+    [
+        ("llama_drafted", "eagle", False),
+        ("llama_drafted", "eagle", True),
+        ("glm4_moe_drafted", "mtp", False),
+        ("qwen3_next_drafted", "mtp", False),
+    ],
 )
 def test_the_kv_of_eagle_and_mtp_crosses_as_well(
     name: str, method: str, caches: bool, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """The drafter has the model's own layers, and drafts what the model takes, if it has the KV of the prompt."""
+    """The drafter has the model's own layers, and drafts what the model takes, if it has the KV of the prompt. Of the
+    third model states cross as well, with room for more drafts than decode makes."""
+    dtype = "bfloat16" if name == "qwen3_next_drafted" else "float32"
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "eagle":
         drafts["model"] = str(tmp_path / "head")
         checkpoints.eagle(checkpoints.path(name), tmp_path / "head")
-    with pair_of(checkpoints, tmp_path, name, speculative_config=drafts, enable_prefix_caching=caches) as pair:
+    options = {"speculative_config": drafts, "enable_prefix_caching": caches}
+    fewer = {"speculative_config": drafts | {"num_speculative_tokens": 2}} if name == "qwen3_next_drafted" else None
+    with pair_of(checkpoints, tmp_path, name, dtype=dtype, decode=fewer, **options) as pair:
         asked = [[prompt] for prompt in prompts(*LENGTHS, seed=34)]  # a full batch would drop drafts
-        expected = [pair.prefill.generate(prompt, tokens=TOKENS) for prompt in asked]
-        drafted, taken = accepted(pair.prefill)
+        single = pair.prefill if fewer is None else pair.decode
+        drafted, taken = accepted(single)
+        expected = [single.generate(prompt, tokens=TOKENS) for prompt in asked]
+        drafted, taken = accepted(single)[0] - drafted, accepted(single)[1] - taken
         assert taken > 0.5 * drafted
+        before = accepted(pair.decode)[1]
         for times, order in enumerate(("serial", "decode first"), start=1):
             answers = [handed_over(pair, prompt, order=order) for prompt in asked]
             assert [[answer.tokens for answer in batch] for batch in answers] == expected
-            assert accepted(pair.decode)[1] == times * taken, "vLLM pads decode's first step with drafts of nothing"
+            taken_since = accepted(pair.decode)[1] - before
+            # vLLM pads decode's first step with drafts of nothing. In bfloat16 a few drafts are others behind it.
+            exactly = dtype == "float32"
+            assert taken_since == times * taken if exactly else taken_since > 0.9 * times * taken
         pair.settles()
         assert rooms(pair.decode) == {"received": 2 * len(asked) + 1}
         lengths = sum(len(prompt) - 1 for [prompt] in asked)

@@ -150,6 +150,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", HYBRID | CONVOLVED),
     "granite_hybrid": ("GraniteMoeHybridConfig", MIXED | MAMBA2),
     "qwen3_next": ("Qwen3NextConfig", MIXED | DELTA | {"full_attention_interval": 3}),
+    "qwen3_next_drafted": (
+        "Qwen3NextConfig",
+        HYBRID
+        | DELTA
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "full_attention_interval": 2,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
     # Mamba 2, and one layer of attention with a window of 64 tokens.
     "nemotron_h": (
         "NemotronHConfig",
@@ -207,7 +218,9 @@ def make(family: str, path: str) -> None:
             embeddings = model.get_input_embeddings().weight
             embeddings.div_(embeddings.square().mean(-1, keepdim=True).sqrt())
     model.save_pretrained(path)
-    if sizes.get("num_nextn_predict_layers"):
+    if family == "qwen3_next_drafted":
+        add_next_token_model(Path(path) / "model.safetensors", config)
+    elif sizes.get("num_nextn_predict_layers"):
         add_next_token_layer(Path(path) / "model.safetensors", config)
     if sees:
         write_processor(Path(path), config)
@@ -234,6 +247,24 @@ def add_next_token_layer(weights_path: Path, config: Any) -> None:
     added[f"{last}embed_tokens.weight"] = weights["model.embed_tokens.weight"]
     added[f"{last}shared_head.norm.weight"] = weights["model.norm.weight"]
     added[f"{last}shared_head.head.weight"] = weights["lm_head.weight"]
+    save_file(weights | {name: weight.clone() for name, weight in added.items()}, weights_path, {"format": "pt"})
+
+
+def add_next_token_model(weights_path: Path, config: Any) -> None:
+    """Adds to a model with one layer of attention, its last one, this layer once more, for multi-token prediction. The
+    states of the layer before it change little, so that it drafts what the model takes."""
+    weights = load_file(weights_path)
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    for name, weight in weights.items():
+        if name.startswith("model.layers.0.") and ("out_proj" in name or "down_proj" in name):
+            weight.mul_(0.02)
+    added = {
+        f"mtp.layers.0.{name.removeprefix(last)}": weight for name, weight in weights.items() if name.startswith(last)
+    }
+    # Its norms multiply by one more than their weights.
+    norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden"
+    added |= {f"mtp.{norm}.weight": torch.zeros(config.hidden_size) for norm in norms}
+    added |= {"mtp.fc.weight": drafter_input(config), "mtp.norm.weight": weights["model.norm.weight"]}
     save_file(weights | {name: weight.clone() for name, weight in added.items()}, weights_path, {"format": "pt"})
 
 

@@ -174,7 +174,8 @@ def _parts(spec: Any) -> list[StatePart]:
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     items = [dtype.itemsize for dtype in spec.dtypes]
-    return parts_of(spec.mamba_type.name, spec.shapes, items, channels_first=is_conv_state_dim_first())
+    first, drafts = is_conv_state_dim_first(), spec.num_speculative_blocks
+    return parts_of(spec.mamba_type.name, spec.shapes, items, channels_first=first, drafts=drafts)
 
 
 def states_fact(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], tp_size: int) -> dict[str, str]:

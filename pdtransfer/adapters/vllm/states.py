@@ -5,6 +5,9 @@ or token by token, then the recurrent states, head by head. Tensor parallel rank
 each section of a convolution apart. So a page is planes of as many equal shares as all of its parts can be cut into.
 Engines of other sizes take these as they take heads of KV. What is not known in this detail is one share for each rank,
 and a peer must have as many ranks.
+
+An engine that drafts has room in a convolution for one more token for each that it drafts. Behind a prompt only the
+first tokens are in use, so engines that draft unequal numbers of tokens exchange these, where tokens lie apart.
 """
 
 from __future__ import annotations
@@ -17,10 +20,15 @@ from ..kit.state_parts import StatePart
 Sections = tuple[tuple[str, int], ...]  # of a convolution: names and channels
 Shape = Sequence[int]
 
+_ROOM_FOR_DRAFTS = {"SHORT_CONV", "MAMBA2", "GDN_ATTN"}  # the kinds whose convolutions are known to have it
 
-def parts_of(kind: str, shapes: Sequence[Shape], item_bytes: Sequence[int], *, channels_first: bool) -> list[StatePart]:
+
+def parts_of(
+    kind: str, shapes: Sequence[Shape], item_bytes: Sequence[int], *, channels_first: bool, drafts: int = 0
+) -> list[StatePart]:
     """The parts of a page, in order. `kind` is vLLM's name of what keeps the state; `shapes` and `item_bytes` are of
-    each of the states, of this rank; with `channels_first` a convolution's is [channels, tokens]."""
+    each of the states, of this rank; with `channels_first` a convolution's is [channels, tokens]. The engine drafts
+    this many tokens in a step."""
     channels, tokens = (shapes[0] if channels_first else shapes[0][::-1]) if len(shapes[0]) == 2 else (0, 0)
     sections = _sections(kind, channels, shapes[1:])
     if not sections:
@@ -30,8 +38,13 @@ def parts_of(kind: str, shapes: Sequence[Shape], item_bytes: Sequence[int], *, c
         sizes = [(name, count * tokens * item_bytes[0]) for name, count in sections]
     else:
         sizes = [(f"{name}{token}", count * item_bytes[0]) for token in range(tokens) for name, count in sections]
+    room = drafts * len(sections) if kind in _ROOM_FOR_DRAFTS and not channels_first else 0
+    crossing = len(sizes) - room
     sizes += [(f"state{i}", prod(shapes[i]) * item_bytes[i]) for i in range(1, len(shapes))]
-    return [StatePart(name, shares, byte_count // shares) for name, byte_count in sizes]
+    return [
+        StatePart(name, shares, byte_count // shares, crosses=not crossing <= index < crossing + room)
+        for index, (name, byte_count) in enumerate(sizes)
+    ]
 
 
 def _sections(kind: str, channels: int, states: Sequence[Shape]) -> Sections:

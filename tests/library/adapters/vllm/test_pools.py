@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 import torch
 
 from pdtransfer.adapters.kit.heads import Heads
-from pdtransfer.adapters.kit.state_parts import StatePart, described
+from pdtransfer.adapters.kit.state_parts import StatePart, described, state_planes
 from pdtransfer.adapters.vllm.orders import KVGroup
 from pdtransfer.adapters.vllm.pools import Pools, layer_number, pools, range_of, with_heads
 from pdtransfer.adapters.vllm.states import parts_of
@@ -222,6 +222,25 @@ def test_ranks_of_unequal_groups_share_the_heads_and_channels_of_a_state(
         assert sorted(found.values()) == sorted(set(found.values()))
         seen |= found.keys()
     assert seen == {key for made in sources for key in numbers(made)} == set(numbers(rank(0, 1)[1]))
+
+
+@pytest.mark.parametrize("kind", ["SHORT_CONV", "MAMBA2", "GDN_ATTN"])
+def test_room_for_drafts_in_a_state_does_not_cross(kind: str) -> None:
+    """So engines that draft unequal numbers of tokens have equal states, but where the channels lie apart."""
+    (channels, tokens), *others = STATES[kind](1)
+
+    def parts(drafts: int, *, channels_first: bool = False) -> list[StatePart]:
+        shape = (channels, tokens + drafts) if channels_first else (tokens + drafts, channels)
+        items = [4] * (1 + len(others))
+        return parts_of(kind, [shape, *others], items, channels_first=channels_first, drafts=drafts)
+
+    assert described(parts(3), 1) == described(parts(1), 1) == described(parts(0), 1)
+    assert described(parts(3, channels_first=True), 1) != described(parts(0, channels_first=True), 1)
+    narrow, wide = (
+        state_planes(parts(drafts), layer=0, name="{}", base=0, stride=1 << 20, rank=0) for drafts in (0, 3)
+    )
+    moved = [after.base - before.base for before, after in zip(narrow, wide, strict=True)]
+    assert moved == [0] * (len(moved) - len(others)) + [3 * 4 * channels] * len(others)
 
 
 def test_states_of_a_kind_that_is_not_known_are_one_thing() -> None:

@@ -9,6 +9,7 @@ import base64
 import io
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
@@ -329,6 +330,25 @@ def adapter(model: str, path: str) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(about))
 
 
+def scaled(model: str, path: str, scale: float) -> None:
+    """Writes a copy of a model to `path` with scales of a cache of 8 bits, as llm-compressor does. Each layer has
+    others, and its keys another than its values."""
+    copytree(model, path)
+    about, weights = Path(path) / "config.json", Path(path) / "model.safetensors"
+    config = json.loads(about.read_text())
+    of_cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "kv_cache_scheme": of_cache,
+    }  # fmt: skip
+    about.write_text(json.dumps(config))
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor([scale * factor * (1 + layer / 16)])
+        for layer in range(config["num_hidden_layers"])
+        for name, factor in (("k", 1.0), ("v", 0.75))
+    }
+    save_file(load_file(weights) | scales, weights)
+
+
 def embeddings(model: str, prompt: list[int]) -> str:
     """What a model's first layer gets for a prompt, [tokens, hidden], as torch saves it, in base64."""
     weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).get_input_embeddings().weight
@@ -340,7 +360,7 @@ def embeddings(model: str, prompt: list[int]) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     requests = Requests()
-    does = {each.__name__: each for each in (make, generate, adapter, eagle, embeddings)}
+    does = {each.__name__: each for each in (make, generate, adapter, eagle, scaled, embeddings)}
     while not requests.ended:
         for number, name, arguments in requests.take(wait=True):
             requests.attempt(number, does[name], arguments)

@@ -207,6 +207,10 @@ class Checkpoints(JsonProcess):
         """Writes an EAGLE head for a model of the family llama_drafted."""
         self.ask("eagle", START_S, model=str(model), path=str(path), architecture=architecture)
 
+    def scaled(self, model: Path, path: Path, scale: float) -> None:
+        """Writes a copy of a model with scales of a cache of 8 bits, of about this size."""
+        self.ask("scaled", START_S, model=str(model), path=str(path), scale=scale)
+
     def embeddings(self, model: Path, prompt: Sequence[int]) -> str:
         """A prompt's embeddings, as vLLM's API takes them."""
         return self.ask("embeddings", START_S, model=str(model), prompt=list(prompt))

@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -61,6 +62,11 @@ log = logging.getLogger(f"sglang.srt.{__name__}")
 _DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
 
 
+def _draft_config(server_args: Any, path: str, revision: str | None) -> dict[str, Any]:
+    config = ModelConfig.from_server_args(server_args, model_path=path, model_revision=revision, is_draft_model=True)
+    return config.hf_config.to_dict()
+
+
 class Manager(dialect.KVManager):
     """One rank: its client, and the requests that it sends or receives."""
 
@@ -77,13 +83,13 @@ class Manager(dialect.KVManager):
         self._decode: ReceivingSide | None = None
         self.refusals = Refusals()
         self._model_config = ModelConfig.from_server_args(server_args)
+        self._speculation = speculation(server_args, partial(_draft_config, server_args))
         drop_empty_states(args)
         super().__init__(args, mode, server_args, is_mla_backend)
         if self.system_dp_size > 1 and self.attn_dp_size == 1:
             # Data parallel engines without DP attention. SGLang's sender compares this rank with that of the room, and
             # would fail the requests of all ranks but the first.
             self.attn_dp_rank = self.system_dp_rank
-        self._speculation = speculation(server_args, self._draft_config)
         if mode is DisaggregationMode.DECODE:
             self._learn_ranks()
             self._start_decode()
@@ -110,12 +116,6 @@ class Manager(dialect.KVManager):
         self._ranks = Ranks(self.attn_tp_rank, self.attn_tp_size, self.pp_rank, self.pp_size)
         sections = conv_sections(self._model_config.hf_text_config)
         self._states_fact = states_fact(self.kv_args, self.attn_tp_size, sections, self._of_all_stages)
-
-    def _draft_config(self, path: str, revision: str | None) -> dict[str, Any]:
-        config = ModelConfig.from_server_args(
-            self.server_args, model_path=path, model_revision=revision, is_draft_model=True
-        )
-        return config.hf_config.to_dict()
 
     def _of_all_stages(self, texts: list[str]) -> list[list[str]]:
         """What each pipeline stage has called this with; all of them do."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -287,11 +288,12 @@ def test_a_decode_server_with_pipeline_stages_receives(
 
 
 def test_what_decode_has_kept_does_not_cross_again(llama: Family) -> None:
+    """By the bytes that prefill has sent: SGLang counts a token as cached wherever its KV has come from."""
     pair, single = llama
     shared, one, two = prompts(512, 60, 100, seed=7)
     asked = [shared + one, shared + two]
     expected = single.generate(asked, tokens=TOKENS)
-    hits = []
+    hits, megabytes = [], [pair.prefill.metric("sglang:kv_transfer_total_mb_sum")]
     for prompt, tokens in zip(asked, expected, strict=True):
         room = pair.room()
         sent = pair.prefill.add(prompt, tokens=TOKENS, **room)
@@ -299,7 +301,12 @@ def test_what_decode_has_kept_does_not_cross_again(llama: Family) -> None:
         made = pair.decode.ask("/generate", {"input_ids": prompt, "sampling_params": sampling} | room)
         assert (made["output_ids"], sent.result()[0]) == (tokens, tokens[0])
         hits.append(made["meta_info"]["cached_tokens"])
+        megabytes.append(pair.prefill.metric("sglang:kv_transfer_total_mb_sum"))
     assert hits[0] < 16 <= 512 <= hits[1] < 512 + 100
+    first, second = (after - before for before, after in pairwise(megabytes))
+    not_cached = [len(prompt) - hit for prompt, hit in zip(asked, hits, strict=True)]
+    of_pages = 16 / not_cached[0]  # a page crosses whole
+    assert second / first == pytest.approx(not_cached[1] / not_cached[0], abs=of_pages)
     pair.settles()
 
 

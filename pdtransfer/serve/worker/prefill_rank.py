@@ -162,6 +162,7 @@ class PrefillRank:
         room = self.rooms.pop(local_id)
         if self.by_id.get(room.room_id) is room:
             del self.by_id[room.room_id]
+            self.journeys.forget(room.room_id)
         return Free(local_id)
 
     def order(self, order: StepOrder) -> Order:
@@ -222,4 +223,3 @@ class PrefillRank:
             case RoomDrained():
                 room.over = True
                 self._reports.drained(room)
-                self.journeys.forget(room_id)

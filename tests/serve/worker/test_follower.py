@@ -94,6 +94,7 @@ class Reports:
 async def test_a_prefill_rank_takes_the_next_room_of_an_id_before_the_pages_of_the_drained_one_are_free() -> None:
     config = PrefillConfig(**OPTIONS)
     engine, reports, port = create_engine(config.factory, config.engine_config), Reports(), ThreadQueues[list[Order]]()
+    journeys = Journeys()
     settings = NodeSettings(node="p0-tp1", model=engine.description.model, weights=engine.description.weights)
     rank = PrefillRank(
         config,
@@ -103,7 +104,7 @@ async def test_a_prefill_rank_takes_the_next_room_of_an_id_before_the_pages_of_t
         follower_steps(port),
         reports,
         CollectorRegistry(),
-        Journeys(),  # type: ignore[arg-type]
+        journeys,  # type: ignore[arg-type]
     )
     begun = begin(7)
     rank.start(begun, request_of(begun, 1))
@@ -111,9 +112,12 @@ async def test_a_prefill_rank_takes_the_next_room_of_an_id_before_the_pages_of_t
         rank.start(begun, request_of(begun, 2))
     rank.abort(1, Cause.ABORTED, "")
     await until(lambda: reports.over == [1])
+    assert journeys.of(7) is not None, "the room has its record when it has ended on all ranks"
     second = rank.start(begun, request_of(begun, 2))
+    journey = journeys.of(7)
     assert rank.order(StepOrder("free", 1)) == Free(1)
     assert rank.by_id == {7: second}
+    assert journeys.of(7) is journey, "the second room's"
     with pytest.raises(RemoteProtocolError, match="free of room 2"):
         rank.order(StepOrder("free", 2))
     rank.abort(2, Cause.ABORTED, "")
@@ -121,5 +125,6 @@ async def test_a_prefill_rank_takes_the_next_room_of_an_id_before_the_pages_of_t
     assert rank.order(StepOrder("free", 2)) == Free(2)
     assert not rank.by_id
     assert not rank.rooms
+    assert journeys.of(7) is None
     await rank.node.close()
     port.close()

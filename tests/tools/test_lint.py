@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from tools.lint import arrays, asserts, device_waits, modules, tests_tree, words
+from tools.lint import arrays, asserts, ceilings, device_waits, modules, tests_tree, words
 from tools.lint.sources import Source, parsed
 
 Rule = Callable[[Iterable[Source]], Iterator[str]]
@@ -173,3 +173,31 @@ def test_a_wait_without_a_reason_is_found(rule: Rule, path: str, line: str, comp
 
 def test_a_reason_of_which_there_is_no_wait_any_more_is_found() -> None:
     assert len(list(device_waits.streams([]))) == len(device_waits.WAITS_FOR_A_STREAM)
+
+
+TABLE = """
+[parts]
+library = { ceiling = 5, goal = 5 }
+[library]
+root = { paths = ["pdtransfer"], ceiling = 2, goal = 2, role = "names" }
+handoff = { paths = ["pdtransfer/handoff", "pdtransfer/wire"], ceiling = 4, goal = 3, role = "the core" }
+[lab]
+lab = { paths = ["lab"], ceiling = 9, goal = 9, role = "models" }
+"""
+
+
+def lines_above(**counts: int) -> list[str]:
+    files = [parsed("1\n" * count, f"{path.replace('_', '/')}.py") for path, count in counts.items()]
+    return list(ceilings.above(files, ceilings.rooms(TABLE)))
+
+
+def test_lines_count_to_the_room_with_the_longest_path_and_to_its_part() -> None:
+    assert lines_above(pdtransfer_x=2, pdtransfer_handoff_x=2, pdtransfer_wire_x=1, lab_x=9) == []
+    (room,) = lines_above(pdtransfer_x=3)
+    assert "root has 3 lines, 1 above its ceiling of 2: make room" in room
+    (room,) = lines_above(pdtransfer_handoff_x=3, pdtransfer_wire_x=2)
+    assert "handoff has 5 lines, 1 above its ceiling of 4" in room
+    (part,) = lines_above(pdtransfer_x=2, pdtransfer_handoff_deep_x=4)
+    assert "library has 6 lines, 1 above its ceiling of 5" in part
+    (nowhere,) = lines_above(elsewhere_x=1)
+    assert "elsewhere/x.py:1: no room" in nowhere

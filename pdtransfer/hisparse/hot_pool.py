@@ -15,7 +15,6 @@ import numpy as np
 from ..errors import LocalProtocolError
 from ..kernels.gpu import CudaEvent, gpu_at
 from ..kernels.kv_copy import PlannedCopy, kv_copy
-from ..kernels.pool_hooks import Fired, LayerFence
 from ..kernels.pools import Pool
 from ..layout.geometry import Int64s, bounds_of
 from .hot_tables import HotTables, filled, newest_slots
@@ -38,6 +37,18 @@ class _Group:
     buffers: HotBuffers
     copy: PlannedCopy
     row_bytes: int
+
+
+class Fired:
+    """The event of finished work."""
+
+    __slots__ = ()
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
 class HotPool:
@@ -175,12 +186,12 @@ class HotPool:
         self._find_newest(rows, positions, self._stored, real)
         self._store.queue(int(positions.shape[0]), stream=self._stream)
 
-    def back_up(self, rows: Any, positions: Any, *, real: Any = None) -> LayerFence:
+    def back_up(self, rows: Any, positions: Any, *, real: Any = None) -> CudaEvent | Fired:
         """Calls `store` and returns the `fence` after it. `positions` are the step's `lengths`."""
         self.store(rows, positions, real=real)
         return self.fence()
 
-    def fence(self) -> LayerFence:
+    def fence(self) -> CudaEvent | Fired:
         """Fires when all work queued so far is done. After a replayed graph, call it behind the replay."""
         if self.device_pool.device is None:
             return Fired()

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from ..errors import CapacityError, ConfigError, WorldError
 from ..handoff.events import Event
-from ..kernels.pool_hooks import LayerFence
 from ..kernels.pools import Pool
 from ..kernels.stream import POLL_S, DeviceSpans, Download, span_of
 from ..layout.layout import Layout
@@ -91,7 +90,7 @@ class HotRowStep(Protocol):
         """Device slots int32 of the picks (requests, at most top), with -1 for -1. Valid until the next call."""
         ...
 
-    def back_up(self) -> LayerFence:
+    def back_up(self) -> Event:
         """Copies the newest rows to the host pool. Returns the event of its end."""
         ...
 
@@ -282,7 +281,7 @@ class HostStep:
         selected = picks[: len(self._rows)]
         return self._pool.swap_in(group, selected, self._lengths, self._rows)[self._like]
 
-    def back_up(self) -> LayerFence:
+    def back_up(self) -> Event:
         return self._pool.back_up(self._rows, self._lengths)
 
 

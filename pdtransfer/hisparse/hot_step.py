@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.pool_hooks import LayerFence
+from ..handoff.events import Event
 from ..kernels.stream import upload
 from .capture import Replayed
 from .hot_pool import HotPool
@@ -61,7 +61,7 @@ class HotStep:
             slots = torch.index_select(slots, 0, self._like)
         return slots[: self._requests, :width]
 
-    def back_up(self) -> LayerFence:
+    def back_up(self) -> Event:
         """Copies the newest rows to the host pool. Returns the event of its end."""
         self._store()
         return self._pool.fence()

@@ -20,7 +20,6 @@ from .driver import Calls, calls, driver
 from .tables import DeviceTables
 
 POLL_SECONDS = 20e-6
-_STAGED_BYTES_MAX = 64 << 10  # the driver copies up to this much pageable memory before an upload returns
 _PAGE_BYTES = 64 << 10
 _WORDS_BYTES = 64  # a cache line of the CPU: the words of two launches never share one
 IPC_HANDLE_BYTES = 64
@@ -165,18 +164,6 @@ class Gpu:
             self.call("cuMemFree", address)
         else:
             self.call("cuMemFreeAsync", address, stream)
-
-    def upload_new(self, content: NDArray[Any], stream: int) -> int:
-        """Allocates a copy of `content` for later work on `stream`. The caller frees it on that stream.
-
-        Waits only for its own upload, and only if `content` is large.
-        """
-        used = stream if content.nbytes <= _STAGED_BYTES_MAX else self.side_stream
-        address = self.allocate(content.nbytes, used)
-        self.upload(address, content, used)
-        if used != stream:
-            self.synchronise(used)
-        return address
 
     def upload(self, address: int, content: NDArray[Any], stream: int) -> None:
         """Queues a copy of `content`, which the caller may change afterwards.
@@ -399,11 +386,6 @@ class CudaEvent:
     def wait(self) -> None:
         """Sleeps until the GPU has passed the event. Raises WorldError if work before it failed."""
         self._gpu.reach(self._handle)
-
-    def hold(self, stream: int) -> None:
-        """Makes later work on `stream` wait for the event, on the GPU."""
-        self._gpu.enter()
-        self._gpu.follow(stream, self._handle)
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):

@@ -86,9 +86,7 @@ MAY_WAIT_FOR_A_WHOLE_DEVICE = {
 # A wait for one stream inside the driver, which may hold up who asks it for an event; others sleep until theirs fires.
 WAITS_FOR_A_STREAM = {
     "kernels.tables.DeviceTables.acquire": "for an upload of some KiB, on a stream of its own",
-    "kernels.gpu.Gpu.upload_new": "for its own upload, on a stream of its own",
     "kernels.gpu.Gpu.clear": "at the start",
-    "kernels.pool_hooks.load_to_device_per_layer": "where a launch has failed",
     "kernels.ring.lanes.StagingRing.run": "where a launch has failed",
     "transports.gpu_launcher.GpuLauncher.fetch": "where every byte is read back to be summed",
     "transports.gpu_launcher.GpuLauncher.try_out": "at the start",

@@ -22,8 +22,9 @@ from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.client.settings import NodeSettings
 from pdtransfer.environment import PREFIX
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.serve.commands.cli import COMMANDS, app, settings_of
+from pdtransfer.serve.commands.cli import app
 from pdtransfer.serve.commands.installed import add_installed
+from pdtransfer.serve.commands.settings_sources import COMMANDS, settings_of
 from pdtransfer.serve.engine_api import HotFigures
 from pdtransfer.serve.process.process_metrics import http_counter, process_registry
 from pdtransfer.serve.router.process import router_of

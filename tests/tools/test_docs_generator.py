@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.limits import Limits
-from pdtransfer.serve.commands.cli import COMMANDS
+from pdtransfer.serve.commands.settings_sources import COMMANDS
 from tools import docs_generator
 
 ROOT = Path(docs_generator.__file__).parent.parent

@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token
-from cyclopts.config import Dict, Env
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Env
 
 from ... import __version__
-from ...environment import PREFIX, launcher_variables
+from ...environment import PREFIX
 from ...errors import ConfigError, PDTransferError, missing_extra
 from ..process import logs
 from ..settings.router import RouterConfig
 from .flags import FLAT
 from .installed import add_installed
-from .unknown_variables import warn_of_unknown
-
-if TYPE_CHECKING:
-    from ..settings.worker import DecodeConfig, PrefillConfig
-    from .demo_config import DemoConfig
+from .settings_sources import sources, warn_of_unknown
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
-
-# Commands whose flags may stand in a file.
-COMMANDS = ("prefill", "decode", "router", "demo")
 
 app = App(
     name="pdtransfer",
@@ -138,37 +131,3 @@ def _line(error: Exception) -> str:
 def _print_error(text: str, status: int) -> int:
     print("pdtransfer: " + logs.printable(" ".join(text.split())), file=sys.stderr)
     return status
-
-
-def sources(path: Path | None) -> list[Callable[..., None]]:
-    """Returns the sources, strongest first. Raises ConfigError for an invalid file.
-
-    Ignores variables that no command knows, since container platforms set PDTRANSFER_*_PORT and similar ones: daemons
-    warn of them.
-    """
-    environment = Env(PREFIX, command=False, show=False)
-    if path is None:
-        return [environment, _launcher]
-    from .config_file import read
-
-    return [environment, Dict(data=read(path), source=str(path)), _launcher]
-
-
-def settings_of(command: str) -> type[PrefillConfig | DecodeConfig | RouterConfig | DemoConfig]:
-    """The settings of one of COMMANDS."""
-    from ..settings.worker import DecodeConfig, PrefillConfig
-    from .demo_config import DemoConfig
-
-    return {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig}[command]
-
-
-def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
-    """Sets rank flags that are not given from torchrun's variables. Raises ConfigError."""
-    if commands not in (("prefill",), ("decode",)):
-        return
-    from ..settings.ranks import launched
-
-    by_field = {argument.name.lstrip("-").replace("-", "_"): argument for argument in arguments}
-    given = {name: argument.tokens[-1].value for name, argument in by_field.items() if argument.tokens}
-    for name, value in launched(launcher_variables(), given, stages=commands == ("prefill",)).items():
-        by_field[name].tokens[:] = [Token(keyword=name, value=value, source="launcher")]

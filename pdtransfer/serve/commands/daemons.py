@@ -8,7 +8,7 @@ from ...environment import without_collection
 from ..process import logs
 from ..settings.worker import DecodeConfig, PrefillConfig
 from .flags import FLAT
-from .unknown_variables import warn_of_unknown
+from .settings_sources import warn_of_unknown
 
 
 def prefill(config: Annotated[PrefillConfig | None, FLAT] = None) -> int:

@@ -15,8 +15,8 @@ from pdtransfer import environment
 from pdtransfer.errors import ConfigError
 from pdtransfer.limits import LIMIT_BOUNDS, Limits
 from pdtransfer.serve.commands import cli
-from pdtransfer.serve.commands.cli import COMMANDS, settings_of
 from pdtransfer.serve.commands.demo_config import DemoConfig
+from pdtransfer.serve.commands.settings_sources import COMMANDS, settings_of
 from pdtransfer.serve.settings.config_to_argv import config_to_argv
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig

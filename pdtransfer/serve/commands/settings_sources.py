@@ -1,0 +1,110 @@
+"""Where settings come from besides flags: a TOML file, the environment, torchrun's variables."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from cyclopts import App, ArgumentCollection, Token
+from cyclopts.config import Dict, Env
+
+from ...environment import PREFIX, launcher_variables, other_variables
+from ...errors import ConfigError
+from ...limits import Limits
+from ..settings.node import NodeConfig
+from ..settings.router import RouterConfig
+
+if TYPE_CHECKING:
+    from ..settings.worker import DecodeConfig, PrefillConfig
+    from .demo_config import DemoConfig
+
+log = logging.getLogger(__name__)
+
+# Commands whose flags may stand in a file.
+COMMANDS = ("prefill", "decode", "router", "demo")
+
+
+def settings_of(command: str) -> type[PrefillConfig | DecodeConfig | RouterConfig | DemoConfig]:
+    """The settings of one of COMMANDS."""
+    from ..settings.worker import DecodeConfig, PrefillConfig  # which the router has no other use for
+    from .demo_config import DemoConfig
+
+    return {"prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig}[command]
+
+
+def sources(path: Path | None) -> list[Callable[..., None]]:
+    """Returns the sources, strongest first. Raises ConfigError for an invalid file.
+
+    Ignores variables that no command knows, since container platforms set PDTRANSFER_*_PORT and similar ones: daemons
+    warn of them.
+    """
+    file = [] if path is None else [Dict(data=read(path), source=str(path))]
+    return [Env(PREFIX, command=False, show=False), *file, _launcher]
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Returns a table for each command: its own keys over those above all tables. Raises ConfigError for an invalid
+    file."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config = '{path}': {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"config = '{path}': not TOML: {error}") from error
+    names_of = {command: [field.name for field in fields(settings_of(command))] for command in COMMANDS}
+    limits = [field.name for field in fields(Limits)]
+    shared = {key: value for key, value in table.items() if key not in COMMANDS}
+    _known(path, "", shared, sorted({name for names in names_of.values() for name in names}))
+    sections: dict[str, dict[str, Any]] = {}
+    for command, names in names_of.items():
+        section = cast("dict[str, Any]", table.get(command, {}))
+        _known(path, f"[{command}] ", section, names)
+        for prefix, values in (("[limits] ", shared), (f"[{command}.limits] ", section)):
+            _known(path, prefix, values.get("limits", {}), limits)
+        merged = {key: value for key, value in shared.items() if key in names} | section
+        if "limits" in merged:
+            merged["limits"] = shared.get("limits", {}) | section.get("limits", {})
+        sections[command] = merged
+    # Doctor checks the ports of all daemons in the file.
+    ports = {section["transport_ports"] for section in sections.values() if "transport_ports" in section}
+    return sections | ({"doctor": {"transport_ports": sorted(ports)}} if ports else {})
+
+
+def _known(path: Path, prefix: str, table: object, names: list[str]) -> None:
+    if not isinstance(table, dict):
+        raise ConfigError(f"config = '{path}': {prefix}must be a table")
+    for key in cast("dict[str, object]", table):
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            raise ConfigError(f"config = '{path}': {prefix}{key} is unknown" + (f"; is it {near[0]}?" if near else ""))
+
+
+def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
+    """Sets rank flags that are not given from torchrun's variables. Raises ConfigError."""
+    if commands not in (("prefill",), ("decode",)):
+        return
+    from ..settings.ranks import launched
+
+    by_field = {argument.name.lstrip("-").replace("-", "_"): argument for argument in arguments}
+    given = {name: argument.tokens[-1].value for name, argument in by_field.items() if argument.tokens}
+    for name, value in launched(launcher_variables(), given, stages=commands == ("prefill",)).items():
+        by_field[name].tokens[:] = [Token(keyword=name, value=value, source="launcher")]
+
+
+def warn_of_unknown(config: NodeConfig) -> None:
+    """Logs a line for each variable of this package that no command has as a setting, with the nearest name."""
+    names = {re.sub("^(NO|EMPTY)_", "", name.removeprefix(PREFIX)) for name in other_variables()}  # flags have both
+    names.difference_update(field.name.upper() for field in fields(config))
+    if not names:
+        return
+    settings = [field.name.upper() for command in COMMANDS for field in fields(settings_of(command))]
+    settings += ["CONFIG", "DEBUG", *(f"LIMITS_{field.name.upper()}" for field in fields(Limits))]
+    for name in sorted(names.difference(settings)):
+        near = difflib.get_close_matches(name, settings, n=1, cutoff=0.75)
+        log.warning("%s: no daemon has this setting%s", PREFIX + name, f"; is it {PREFIX}{near[0]}?" if near else "")

@@ -97,9 +97,9 @@ class ArenaTransport(Protocol):
     """The decode side: hands one arena over to writers, and proves them quiet."""
 
     async def offer(self, session: int, host: str = "") -> Reach:
-        """Prepares one hand-over for this session, good for one writer. `host` is this host's address on the way to the
-        writer, empty for a transport within one host. Raises TransportError where it cannot be prepared; a fence then
-        ends what is left of it."""
+        """Prepares one hand-over for this session, good for one writer; the Reach has this transport's name. `host` is
+        this host's address on the way to the writer, empty for a transport within one host. Raises TransportError where
+        it cannot be prepared; a fence then ends what is left of it."""
         ...
 
     def revoke(self, session: int) -> None:
@@ -125,7 +125,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """What flags, logs, metrics and Identity.transports call it; at most 32 characters, without '!'."""
+        """What flags, logs, metrics and Identity.transports call it; 1 to 32 of a-z, 0-9, - and _."""
         ...
 
     @property

@@ -4,20 +4,22 @@ Where engines of a library write between hosts, it is a package beside `mooncake
 
 A program that embeds a node may `register` one of its own before it makes the node; both ends need it.
 
-A Reach has what a writer needs to reach one arena. Version 1 of the protocol knows two kinds of Reach, and a transport
-uses the fields of one of them. `transport` is the kind, `base` is where the owner has the arena mapped, and:
+A Reach has what a writer needs to reach one arena. `transport` is the transport's name, and what the other fields mean
+is the transport's own affair:
 
-| kind       | `host`                        | `address`                                               |
-|------------|-------------------------------|---------------------------------------------------------|
-| "shm"      | boot id and network namespace | path of a Unix socket, or "@name" of an abstract one    |
-| "mooncake" | host:port of an engine        | further ports of that host, comma by comma, or empty    |
-
-`select` writes the name of any other transport before `host`, as in "NAME!host", and takes it away again.
+| transport | `host`                        | `address`                                               |
+|-----------|-------------------------------|---------------------------------------------------------|
+| shm       | boot id and network namespace | path of a Unix socket, or "@name" of an abstract one    |
+| engines   | host:port of an engine        | further ports of that host, comma by comma, or empty    |
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from ..errors import ConfigError
+from ..limits import TRANSPORTS_MAX
+from ..wire.messages import TransportName
 from .base import Transport
 from .engines import EngineTransport
 from .mooncake import MooncakeLibrary
@@ -35,9 +37,16 @@ TRANSPORTS: dict[str, Transport] = {
 
 
 def register(transport: Transport) -> None:
-    """Adds a transport behind those that are there. Raises ConfigError where its name is taken."""
+    """Adds a transport behind those that are there. Raises ConfigError for a name that is taken or that the wire does
+    not carry, and for more transports than one Hello names."""
     if transport.name in ("auto", *TRANSPORTS):
         raise ConfigError(f"transport {transport.name}: this name is taken")
+    try:
+        msgspec.convert(transport.name, TransportName)
+    except msgspec.ValidationError:
+        raise ConfigError(f"transport {transport.name!r}: the name must be 1 to 32 of a-z, 0-9, - and _") from None
+    if len(TRANSPORTS) >= TRANSPORTS_MAX:
+        raise ConfigError(f"transport {transport.name}: {len(TRANSPORTS)} are registered, the most is {TRANSPORTS_MAX}")
     TRANSPORTS[transport.name] = transport
 
 

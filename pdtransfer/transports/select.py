@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from msgspec.structs import replace
-
 from ..bus.keys import Address, is_loopback
 from ..errors import ConfigError, TransportError, WorldError
 from ..handoff.effects import Outcome, Write
@@ -31,8 +29,6 @@ from .gpu_launcher import WriterGpu, prepare_copies
 from .options import ArenaOptions, WriterOptions
 from .registry import TRANSPORTS
 from .shm.handover import host
-
-_NAME_END = "!"  # of a transport that no kind of Reach is named after, in Reach.host
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +159,7 @@ class DecodeTransports:
                 raise TransportError("the session has ended meanwhile")
         if self._guard is not None and TRANSPORTS[name].listens_everywhere:
             self._guard.expect(session, endpoint, spared=spared)
-        reach = await transport.offer(session, own_host)
-        return reach if reach.transport == name else replace(reach, host=f"{name}{_NAME_END}{reach.host}")
+        return await transport.offer(session, own_host)
 
     def fence(self, session: int) -> bool:
         """Revokes what was offered; whether the session is quiet by now."""
@@ -259,10 +254,9 @@ class PrefillTransports:
         peer: str = "",
     ) -> int:
         """As WriterTransport.map, with the transport that `reach` names; `peer` has offered it."""
-        name, end, address = reach.host.partition(_NAME_END)
-        name, reach = (name, replace(reach, host=address)) if end else (reach.transport, reach)
-        if name not in self.taken:
-            raise TransportError(f"transport {name!r}, this node takes {', '.join(self.taken)}")
+        if (name := reach.transport) not in self.taken:
+            text = f"Register.reach.transport: {name!r}, this node takes {', '.join(self.taken)}"
+            raise TransportError(f"{text}: set transport alike on both, or install {name} here")
         if self._closing:
             raise TransportError("this writer is closing")
         if name not in self._made:

@@ -56,6 +56,7 @@ Digest = Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
 RequestId = Annotated[str, Meta(max_length=NAME_LENGTH_MAX)]
 TraceParent = Annotated[str, Meta(max_length=TRACEPARENT_LENGTH)]
 Reason = Annotated[str, Meta(min_length=1, max_length=32)]
+TransportName = Annotated[str, Meta(min_length=1, max_length=32, pattern=r"\A[a-z0-9_-]+\Z")]
 
 
 class Kind(IntEnum):
@@ -156,7 +157,7 @@ class Identity(Struct, array_like=True, frozen=True):
     holds: Annotated[tuple[Holds, ...], Meta(max_length=COMPONENTS_MAX)] = ()
     # Of the rank that leads a worker: all its ranks, itself first; none: it is alone.
     group: Annotated[tuple[Member, ...], Meta(max_length=PEERS_MAX)] = ()
-    transports: Annotated[tuple[Reason, ...], Meta(max_length=TRANSPORTS_MAX)] = ("shm",)  # the ways it takes
+    transports: Annotated[tuple[TransportName, ...], Meta(max_length=TRANSPORTS_MAX)] = ("shm",)  # the ways it takes
     place: Address = ""  # boot id, network and mount namespace, user: where equal, shm reaches; empty: not said
     # Of a daemon: tokens of a prompt and its answer together, at most; 0: not said. Since v1.4.
     context_tokens: TokenCount = 0
@@ -202,11 +203,11 @@ class Reject(_Wire, frozen=True):
 class Reach(Struct, array_like=True, frozen=True):
     """How a writer reaches the arena: over shm a Unix socket that hands its descriptor to whoever shows the token."""
 
-    transport: Literal["shm", "mooncake"]  # the way to write
-    host: Address  # shm: boot id and network namespace; mooncake: host:port
-    address: Address  # shm: the socket's path, "@name" if abstract; mooncake: ports of more such engines there, "1,2"
+    transport: TransportName  # the way to write, one of those that both take: what the fields below mean is its own
+    host: Address  # shm: boot id and network namespace; mooncake, nixl: host:port
+    address: Address  # shm: the socket's path, "@name" if abstract; mooncake, nixl: ports of more engines there, "1,2"
     token: Annotated[bytes, Meta(max_length=32)]  # a secret for one hand-over
-    base: Bytes64  # mooncake: the arena's address there
+    base: Bytes64  # mooncake, nixl: the arena's address there
     arena_bytes: Bytes64  # the arena's length
     # Offsets [hbm_base, hbm_base + hbm_bytes) of HBM components are a GPU's memory. shm: this handle opens it, and who
     # can writes there; mooncake, since v1.8: u64, big-endian, its address there, as `base`. Empty: nobody can.

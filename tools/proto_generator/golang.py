@@ -160,8 +160,9 @@ def _conversion(model: Json, path: str) -> str:
             return f"toFloat({path}, {least}, {most}, {json.dumps('above' in model)})"
         case {"is": "str", "one_of": words}:
             return f"toStr({path}, 0, 0, {', '.join(map(json.dumps, words))})"
-        case {"is": "str"}:
-            return f"toStr({path}, {model['length_min']}, {model['length_max']})"
+        case {"is": "str", "length_min": least, "length_max": most}:
+            pattern = f"toStrOf({path}, {json.dumps(model['pattern'])}, " if "pattern" in model else f"toStr({path}, "
+            return f"{pattern}{least}, {most})"
         case {"is": "bin"}:
             return f"toBin({path}, {model['length_min']}, {model['length_max']})"
         case _:

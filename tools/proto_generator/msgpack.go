@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
+	"regexp"
 	"unicode/utf8"
 )
 
@@ -228,6 +229,14 @@ func (v value) toStr(field string, least, most int, oneOf ...string) (string, er
 		return "", wrong(field, "expected str of %d to %d characters, or one of %q", least, most, oneOf)
 	}
 	return text, nil
+}
+
+func (v value) toStrOf(field, pattern string, least, most int) (string, error) {
+	text, err := v.toStr(field, least, most)
+	if err == nil && !regexp.MustCompile("^(?:"+pattern+")$").MatchString(text) {
+		return "", wrong(field, "expected str of the form %s", pattern)
+	}
+	return text, err
 }
 
 func (v value) toBin(field string, least, most int) ([]byte, error) {

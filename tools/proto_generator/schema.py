@@ -171,7 +171,11 @@ def type_of(model: inspect.Type) -> Json:
             # typing keeps one of two equal annotations: that somebody wrote 0 for 0.0 elsewhere changes nothing here.
             return {"is": "float", "above" if model.ge is None else "min": float(least), "max": float(model.le)}
         case inspect.StrType():
-            return {"is": "str", "length_min": model.min_length or 0, "length_max": model.max_length}
+            bounds: Json = {"is": "str", "length_min": model.min_length or 0, "length_max": model.max_length}
+            if model.pattern is None:
+                return bounds
+            assert model.pattern[:2] + model.pattern[-2:] == r"\A\Z", f"the whole str is to match: {model.pattern}"
+            return {**bounds, "pattern": model.pattern[2:-2]}
         case inspect.BytesType():
             return {"is": "bin", "length_min": model.min_length or 0, "length_max": model.max_length}
         case inspect.LiteralType():

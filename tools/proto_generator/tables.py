@@ -90,7 +90,8 @@ def _type(model: Json) -> str:
         case {"is": "str", "one_of": values}:
             return "str, " + ", ".join(f'"{value}"' for value in values)
         case {"is": "str"}:
-            return f"str of {model['length_min']} to {model['length_max']} characters"
+            form = f", `{model['pattern']}`" if "pattern" in model else ""
+            return f"str of {model['length_min']} to {model['length_max']} characters{form}"
         case {"is": "bin"}:
             return f"bin of {model['length_min']} to {model['length_max']} bytes"
         case {"is": "struct", "struct": name}:

@@ -153,8 +153,8 @@ def _inside(member: _Member) -> list[tuple[str, Any]]:
         case {"one_of": values}:
             return [(f'"{value}"', value) for value in values]
         case {"is": "str", "length_min": least, "length_max": most}:
-            wide = "\N{GRINNING FACE}" * most
-            return [("shortest", "x" * least), ("longest", "x" * most), ("longest, 4 bytes a character", wide)]
+            wide = [] if "pattern" in member.type else [("longest, 4 bytes a character", "\N{GRINNING FACE}" * most)]
+            return [("shortest", "x" * least), ("longest", "x" * most), *wide]
         case {"is": "bin", "length_max": most}:
             return [("empty", b""), (f"longest, {most} bytes", bytes(most))]
         case {"is": "bool"}:
@@ -178,7 +178,8 @@ def _outside(member: _Member) -> list[tuple[str, Any]]:
         case {"one_of": [*_]}:
             return [("is of no known kind", "other"), ("is empty", "")]
         case {"is": "str", "length_min": least, "length_max": most}:
-            return [("too long", "x" * (most + 1)), *([("empty", "")] if least else [])]
+            amiss = [(f"is {text!r}", text) for text in ("x!", "X", "é", "x\n")] if "pattern" in member.type else []
+            return [("too long", "x" * (most + 1)), *([("empty", "")] if least else []), *amiss]
         case {"is": "bin", "length_max": most}:
             return [("too long", bytes(most + 1))]
         case {"is": "array", "length_min": least, "length_max": most}:

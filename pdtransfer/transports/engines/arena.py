@@ -18,7 +18,7 @@ from ..options import Network
 from .cards import CardMemory, CardUse, Span, remembered
 from .library import Library
 from .process import EngineProcess
-from .settings import REACH_KIND, check_host, engines_left, packed_address
+from .settings import check_host, engines_left, packed_address
 
 # Far from where the kernel maps memory of no given place.
 _BASE_FIRST, _BASE_END = 0x1000_0000_0000, 0x5000_0000_0000
@@ -95,8 +95,8 @@ class EngineArena:
         offered.ready = True
         log.debug("session %#x: engine %d listens at %s:%d", session, process.pid, host, port)
         reach = Reach(
-            transport=REACH_KIND, host=f"{host}:{port}", address=",".join(map(str, others)), token=b"", base=base,
-            arena_bytes=byte_count,
+            transport=self._library.name, host=f"{host}:{port}", address=",".join(map(str, others)), token=b"",
+            base=base, arena_bytes=byte_count,
         )  # fmt: skip
         hbm = self._arena.hbm
         if card is None or hbm is None:

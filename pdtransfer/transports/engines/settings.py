@@ -10,8 +10,6 @@ from ...limits import ENGINES_A_SESSION, ENGINES_MAX
 from ...wire import Reach
 from ..options import Network
 
-REACH_KIND = "mooncake"  # of every library's Reach: this kind names engines by their ports
-
 _ADDRESS = struct.Struct(">Q")
 _ADDRESS_END = 1 << 62
 

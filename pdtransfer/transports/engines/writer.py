@@ -34,7 +34,7 @@ from .gather import CopyGatherer, Gather, Gatherer, GatherWork, LaunchGatherer, 
 from .library import Library
 from .process import EngineProcess, Sending
 from .ring import Cut, SendRing
-from .settings import REACH_KIND, engines_left, hbm_address
+from .settings import engines_left, hbm_address
 
 _PORTS = re.compile(r"([1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*)?")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}:[1-9][0-9]{0,4}")
@@ -458,9 +458,7 @@ def _close(ring: SendRing) -> None:
 
 
 def targets_of(reach: Reach) -> tuple[str, ...]:
-    """The engines, host:port each, that reach an arena. Raises TransportError for a Reach of another kind."""
-    if reach.transport != REACH_KIND:
-        raise TransportError(f"transport {reach.transport!r}, must be {REACH_KIND}")
+    """The engines, host:port each, that reach an arena. Raises TransportError for another form."""
     # A peer chose this text: the engine must take it for nothing but a host and a port.
     if not _HOST.fullmatch(reach.host):
         raise TransportError(f"host {reach.host!r}: must be a name or an IPv4 address, and a port")

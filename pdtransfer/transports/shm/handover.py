@@ -299,8 +299,6 @@ async def receive(
 
 def _check_reachable(reach: Reach) -> None:
     own_host, (boot, _, namespace) = host().partition(" "), reach.host.partition(" ")
-    if reach.transport != "shm":
-        raise TransportError(f"transport {reach.transport!r}, must be shm")
     if boot != own_host[0]:
         raise TransportError(f"the arena is on another host: its boot id is {boot!r}, here it is {own_host[0]!r}")
     if reach.address.startswith("@") and namespace != own_host[2]:

@@ -645,16 +645,19 @@ async def stranger(endpoint: str) -> AsyncIterator[Stranger]:
 
 
 @on_loop
-async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on() -> None:
+@pytest.mark.parametrize(
+    ("transport", "why"), [("shm", "another"), ("carrier", "Register.reach.transport: 'carrier', this node takes shm")]
+)
+async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on(transport: str, why: str) -> None:
     async with nodes() as it, stranger(it.endpoint) as other:
         identity = replace_identity(it, node="other")
         await other.send(Hello(1, 1, identity))
         assert (await other.receive(Welcome)).identity.node == "p"
-        reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
+        reach = Reach(transport, "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
         await other.send(Register(5, (component(TARGET),), reach))
         refused = await other.receive(Reject)
         assert (refused.session, refused.reason) == (5, "transfer")
-        assert "another" in refused.fields[0]
+        assert why in refused.fields[0]
         it.expect(1)
         it.send(1)
         await it.ready(1)

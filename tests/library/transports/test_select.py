@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import uvloop
@@ -18,6 +20,7 @@ from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.effects import Outcome, RoomReady
 from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.layout.layout import Component
+from pdtransfer.limits import TRANSPORTS_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.probe import Probe, ok
 from pdtransfer.serve.commands.doctor import probes
@@ -47,7 +50,7 @@ HERE = "boot net:[1] mnt:[2] 0"
         (("shm", "mooncake"), ("shm", "mooncake"), "", "shm", "on this host"),
         (("shm", "mooncake"), ("shm",), "other net:[1] mnt:[2] 0", "shm", "mooncake is not offered by both"),
         (("shm", "mooncake"), ("mooncake",), HERE, "mooncake", "shm is not offered by both"),
-        (("shm",), ("mooncake", "carrier pigeon"), HERE, None, "takes mooncake, carrier pigeon, this node shm"),
+        (("shm",), ("mooncake", "carrier-pigeon"), HERE, None, "takes mooncake, carrier-pigeon, this node shm"),
     ],
 )
 def test_the_transport_is_chosen_by_where_the_peer_is_and_what_both_take(
@@ -148,7 +151,7 @@ class Carrier:
 
         async def offered(session: int, host: str = "") -> Any:
             self.hosts.append(host)
-            return await offer(session, host)
+            return msgspec.structs.replace(await offer(session, host), transport=self.name)
 
         self.owner.offer = offered
         return self.owner
@@ -234,3 +237,17 @@ def test_a_name_that_is_taken_is_not_registered_again(carrier: Carrier, name: st
     carrier.name = name
     with pytest.raises(ConfigError, match=f"transport {name}: this name is taken"):
         registry.register(carrier)
+
+
+@pytest.mark.parametrize("name", ["", "a!b", "Carrier", "carrier pigeon", "tube\n", "brieftaube-ü", "x" * 33])
+def test_a_name_that_the_wire_does_not_carry_is_not_registered(carrier: Carrier, name: str) -> None:
+    carrier.name = name
+    with pytest.raises(ConfigError, match=re.escape(f"transport {name!r}: the name must be 1 to 32 of a-z, 0-9")):
+        registry.register(carrier)
+    assert name not in registry.TRANSPORTS
+
+
+def test_no_more_transports_are_registered_than_a_hello_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "TRANSPORTS", {f"t{number}": Carrier() for number in range(TRANSPORTS_MAX)})
+    with pytest.raises(ConfigError, match=f"{TRANSPORTS_MAX} are registered, the most is {TRANSPORTS_MAX}"):
+        registry.register(Carrier())

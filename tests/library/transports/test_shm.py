@@ -582,7 +582,6 @@ async def test_what_cannot_be_reached_is_named(arena: ArenaMemory, directory: Pa
         r"network namespace 'net:\[1\]'": {"host": f"{boot} net:[1]", "address": f"@pdtransfer-{0:016x}"},
         "No such file or directory; containers must share": {"address": str(directory / f"arena-{0:016x}")},
         "longer than 107 bytes": {"address": "/" + "x" * 107 + f"/arena-{0:016x}"},
-        "transport 'mooncake'": {"transport": "mooncake"},
         "token: 3 bytes, not 32": {"token": b"abc"},
     }
     for text, fields in wrong.items():

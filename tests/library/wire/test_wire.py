@@ -69,8 +69,10 @@ def of_type(model):
             return st.one_of(st.just(least), st.just(most), st.integers(least, most))
         case inspect.FloatType(ge=least, le=most):
             return st.floats(least or 5e-324, most)
-        case inspect.StrType(min_length=least, max_length=most):
+        case inspect.StrType(min_length=least, max_length=most, pattern=None):
             return st.text(min_size=least or 0, max_size=min(most, 40))
+        case inspect.StrType(pattern=pattern):
+            return st.from_regex(pattern).filter(lambda text: len(text) <= model.max_length)
         case inspect.BytesType(max_length=most):
             return st.binary(max_size=min(most, 80))
         case inspect.LiteralType(values=values):

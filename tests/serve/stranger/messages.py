@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import msgpack
@@ -143,6 +144,8 @@ def _value(model, value, name):
             if value not in model["one_of"]:
                 raise Refused(name)
         case "str" | "bin" | "array" if not model["length_min"] <= len(value) <= model["length_max"]:
+            raise Refused(name)
+        case "str" if not re.fullmatch(model.get("pattern", "(?s:.*)"), value):
             raise Refused(name)
         case "array":
             return [_value(model["of"], item, f"{name}[{index}]") for index, item in enumerate(value)]

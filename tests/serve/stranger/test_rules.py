@@ -73,6 +73,10 @@ def with_row_bytes(row_bytes: int) -> Change:
     return lambda register: {"components": [rows_of(each, row_bytes) for each in register["components"]]}
 
 
+def with_transport(name: str) -> Change:
+    return lambda register: {"reach": register["reach"] | {"transport": name}}
+
+
 def extents(*pairs: tuple[int, int]) -> bytes:
     return b"".join(struct.pack("<2I", *pair) for pair in pairs)
 
@@ -90,9 +94,14 @@ COUNT = len(PROMPT)
         ("Grant", lambda _: {"grant": 0}, False, "breach", "Grant.grant"),
         ("Register", with_row_bytes(32), True, "refused", "row_bytes"),
         ("Register", lambda register: {"reach": register["reach"] | {"token": bytes(32)}}, True, "transfer", ""),
+        ("Register", with_transport("carrier"), True, "transfer", "transport: 'carrier', this node takes shm"),
+        ("Register", with_transport("no name"), False, "breach", "transport: 'no name', expected str"),
         ("Hello", lambda hello: {"identity": hello["identity"] | {"weights": b"others"}}, False, "refused", "weights"),
     ],
-    ids=["overlap", "beyond the slots", "too few rows", "no such grant", "other rows", "wrong token", "other weights"],
+    ids=[
+        *("overlap", "beyond the slots", "too few rows", "no such grant", "other rows", "wrong token"),
+        *("transport that prefill lacks", "transport without a name", "other weights"),
+    ],
 )
 def test_a_decode_that_breaks_a_rule_is_rejected_and_another_is_served(
     prefill: str, message: str, change: Change, of_session: bool, reason: str, field: str

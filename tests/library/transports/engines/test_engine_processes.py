@@ -459,7 +459,6 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
             {"base": reach.base + (1 << 30)},
             {"host": f"{host}:{int(port) + 5_000}"},
             {"host": "/etc/passwd"},
-            {"transport": "shm"},
         ):
             with pytest.raises(TransportError):
                 await it.writer.map(2, replace(reach, **wrong), (it.target,))

@@ -9,6 +9,12 @@ from ..fleet.server import Server
 from .placement import NoPair, Pair, RoutedRequest
 
 
+def none_healthy(role: str, servers: Sequence[Server]) -> NoPair:
+    """Why each of them gets no requests."""
+    whys = dict.fromkeys(f"{server.url}: {server.why_not}" for server in servers)  # once for all ranks
+    return NoPair(f"no {role} server is healthy: {'; '.join(whys) or 'none is named'}", None)
+
+
 class FewestAnswers:
     """The prefill and the decode server with the fewest open answers, then with the fewest requests so far.
 
@@ -46,8 +52,7 @@ class FewestAnswers:
                     healthy, key=lambda server: (server in avoid, self._cost(server, request), server.sent)
                 )
             elif role == "decode" or not self._without_prefill:
-                whys = dict.fromkeys(f"{server.url}: {server.why_not}" for server in servers)  # once for all ranks
-                return NoPair(f"no {role} server is healthy: {'; '.join(whys) or 'none is named'}", None)
+                return none_healthy(role, servers)
         prefill, decode = chosen.get("prefill"), chosen["decode"]
         keys = request.keys or ()
         blocks_held = decode.known.held(keys)

@@ -116,8 +116,9 @@ def test_where_no_other_server_is_the_client_gets_503(stream: bool) -> None:
     async def case() -> None:
         async with server_site() as site:
             answers(site.decode[0], COMPLETIONS, "", "abort")
-            status, answer = await asked(site, COMPLETIONS, stream=stream)
-            assert (status, json.loads(answer)["error"]["code"]) == (503, "peer_lost")
+            for more in ({}, {"rid": "of another engine's servers"}):
+                status, answer = await asked(site, COMPLETIONS, stream=stream, **more)
+                assert (status, json.loads(answer)["error"]["code"]) == (503, "peer_lost")
 
     run_on_loop(case)
 

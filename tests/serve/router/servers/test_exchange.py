@@ -149,6 +149,17 @@ async def test_once_stopped_nothing_waits_for_a_server() -> None:
 
 
 @on_loop
+async def test_nothing_is_kept_of_a_server_that_nobody_waits_for() -> None:
+    async with alone(fine) as site:
+        server = Server(site.server.url, "decode", KnownPrefixes(1), why="")
+        await asyncio.gather(*(site.upstream.get(server, "/any", {}, wait_ms=60_000) for _ in range(2)))
+        gone = weakref.ref(server.known)
+        del server
+        gc.collect()
+        assert gone() is None
+
+
+@on_loop
 async def test_a_healthy_server_that_does_not_answer_fails_by_the_deadline() -> None:
     async def silent(_: web.Request) -> web.Response:
         await asyncio.Event().wait()
@@ -301,6 +312,27 @@ async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
         await until(lambda: all(each.seen[0].left for each in it.servers))
         await until(lambda: not any(each.unfinished for each in it.backend.pool.all))
     assert not errors
+
+
+@on_loop
+async def test_role_events_beyond_those_of_the_choices_are_passed_on() -> None:
+    role, more = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n', asyncio.Event()
+
+    async def stutters(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(3):
+            await response.write(role)
+        await more.wait()
+        return response
+
+    async with server_site() as site:
+        site.decode[0].reply = lambda request, _: stutters(request)  # type: ignore[method-assign]
+        body = {"messages": [], "stream": True, "n": 2}
+        async with asyncio.timeout(20), site.http.post(site.url + "/v1/chat/completions", json=body) as response:
+            assert await response.content.readexactly(3 * len(role)) == role * 3
+            more.set()
 
 
 @on_loop

@@ -64,13 +64,16 @@ def joined_json(prefill: object, decode: object) -> object:
     ids=str,
 )
 def test_a_request_asks_for_its_prompts_logprobs_as_sglang_reads_it(body: dict, is_asked: bool) -> None:
-    assert asked(fields(**body)) is is_asked
+    path = "/generate" if "return_logprob" in body else "/v1/completions"
+    assert asked(path, fields(**body)) is is_asked
+    for elsewhere in {"/generate", "/v1/completions", "/v1/chat/completions"} - {path}:
+        assert not asked(elsewhere, fields(**(body | {"stream": True})))
 
 
 @pytest.mark.parametrize("body", [{"echo": True, "logprobs": 1}, {"return_logprob": True, "logprob_start_len": 0}])
 def test_a_stream_cannot_have_them(body: dict) -> None:
     with pytest.raises(RefusedRequestError, match="prompt's logprobs"):
-        asked(fields(**body, stream=True))
+        asked("/v1/completions" if "echo" in body else "/generate", fields(**body, stream=True))
 
 
 def test_what_prefill_computed_of_the_prompt_is_put_into_decodes_answer() -> None:

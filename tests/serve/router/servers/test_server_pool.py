@@ -48,6 +48,21 @@ def test_the_reason_names_what_an_operator_has_decided() -> None:
     assert of.choose((), (), 0.0) == NoPair("no prefill server is healthy: p0: drained by an operator", None)
 
 
+def test_what_is_known_of_a_server_goes_with_it() -> None:
+    of = pool(prefill=2, decode=1)
+    prefill, second, decode = of.all
+    for server, engine in ((prefill, "e0"), (second, "e1")):
+        server.identity = {"remote_engine_id": engine}
+        decode.begins_alike[engine, b"kind"] = True
+    of.choose(KEYS, (second,), 0.0)
+    of.depart(prefill.url, Departure.LEAVES)
+    assert of.left(prefill)
+    assert prefill.known.count(KEYS) == 0
+    assert list(decode.begins_alike) == [("e1", b"kind")]
+    of.report(second, "down", 1.0)
+    assert not decode.begins_alike
+
+
 def test_the_fewest_open_requests_decide_then_the_fewest_sent() -> None:
     of = pool()
     assert [chosen(of) for _ in range(3)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d0")]

@@ -43,6 +43,22 @@ def test_other_models_and_salts_share_nothing(field: str) -> None:
     assert shared(parsed(prompt=prompt, **{field: "m"}), parsed(prompt=prompt)) == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "engine", "counts"),
+    [
+        ("/v1/completions", "vllm", {"prompt", "prompt_embeds"}),
+        ("/v1/chat/completions", "vllm", set()),
+        ("/v1/completions", "sglang", {"prompt"}),
+        ("/v1/chat/completions", "sglang", set()),
+        ("/generate", "sglang", {"text", "input_ids"}),
+    ],
+)
+def test_a_field_is_a_list_of_prompts_only_where_the_server_reads_it(path: str, engine: str, counts: set) -> None:
+    for name in ("prompt", "prompt_embeds", "text", "input_ids"):
+        read = relayed({name: ["a", "b"]}, path=path, engine=engine)
+        assert read.answers == (2 if name in counts else 1), name
+
+
 def test_no_keys_are_made_where_none_are_wanted() -> None:
     assert parsed(block_tokens=0, prompt="a" * 640).keys == ()
 
@@ -81,8 +97,11 @@ def test_reserved_fields_are_dropped() -> None:
     ],
 )
 def test_prompts_of_a_list_count_and_so_do_the_choices_of_each(fields: dict, prompts: int) -> None:
-    assert relayed(fields).answers == prompts
-    assert relayed(fields | {"n": 5}).answers == 5 * prompts
+    of_sglang = any(name in fields for name in ("text", "input_ids", "input_embeds"))
+    how = {"path": "/generate", "engine": "sglang"} if of_sglang else {}
+    assert relayed(fields, **how).answers == prompts
+    n = {"sampling_params": {"n": 5}} if of_sglang else {"n": 5}
+    assert relayed(fields | n, **how).answers == 5 * prompts
 
 
 @pytest.mark.parametrize("n", ["256", 2.5, [256], {"a": 1}, True])

@@ -123,6 +123,35 @@ async def test_models_are_a_decode_servers() -> None:
 
 
 @on_loop
+async def test_a_look_up_needs_no_prefill_server_and_counts_as_no_request() -> None:
+    async with server_site(prefill=0) as site:
+        for _ in range(2):
+            async with site.http.get(site.url + "/v1/models") as response:
+                assert (response.status, (await response.json())["data"]) == (200, [{"id": "d0"}])
+        assert site.server(site.decode[0]).sent == 0
+        site.decode[0].healthy = False
+        await until(lambda: not site.server(site.decode[0]).usable)
+        async with site.http.get(site.url + "/v1/models") as response:
+            assert (response.status, "Retry-After" in response.headers) == (503, True)
+            assert "no decode server is healthy: " in (await response.json())["error"]["message"]
+
+
+@on_loop
+async def test_a_server_is_asked_for_its_health_again_after_an_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    async with server_site() as site:
+        server, probe = site.server(site.decode[0]), site.backend.upstream.probe
+
+        async def broken(_: object) -> str:
+            raise ValueError("a bug")
+
+        site.backend.upstream.probe = broken  # type: ignore[method-assign]
+        await until(lambda: "ValueError: a bug" in server.why)
+        assert "Traceback" in caplog.text
+        site.backend.upstream.probe = probe  # type: ignore[method-assign]
+        await until(lambda: server.usable)
+
+
+@on_loop
 async def test_servers_without_a_connector_answer_all_the_same() -> None:
     async with server_site() as it:
         it.prefill[0].connector = False

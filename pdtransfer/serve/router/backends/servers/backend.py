@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import asdict
+from typing import TypeVar
 
 from .....errors import Cause
+from .....limits import Limits
 from ....settings.router import RouterConfig
 from ...fleet.roles import Departure, Role
 from ...fleet.server import Server
@@ -30,6 +32,7 @@ from .upstream import AttemptFailedError, Upstream
 
 log = logging.getLogger(__name__)
 
+Choice = TypeVar("Choice")
 METRICS_S = 5.0  # between two looks at what a decode server counts
 TRACESTATE_LENGTH_MAX = 512  # W3C Trace Context asks for as many characters at least
 
@@ -51,7 +54,7 @@ class Servers:
         )
         self._alone = False  # decode serves without prefill, as was last logged
         self._dialect = DIALECTS[config.engine]
-        self.paths = Paths(generate=self._dialect.paths)
+        self.paths = Paths(generate=tuple(self._dialect.paths))
         self.upstream = Upstream(config.limits, self._report)
         self.metrics = ServerMetrics(metrics, self.pool)
         self._polls: dict[Server, asyncio.Task[None]] = {}
@@ -105,16 +108,22 @@ class Servers:
         loop, share, asked = asyncio.get_running_loop(), ComputedHandOffs(), float("-inf")
         path = self._dialect.metrics_path
         while not self.pool.left(server):
-            why = await self.upstream.probe(server)
-            if path is not None and server.why and not why:  # it may have other ranks than before
-                metrics = await self.upstream.metrics(server, path)
-                self.pool.resize(server, 1 if metrics is None else self._dialect.ranks(metrics))
-            self._report(server, why)
-            if path is not None and server.role == "decode" and not why and loop.time() - asked >= METRICS_S:
-                asked, metrics = loop.time(), await self.upstream.metrics(server, path)
-                server.hand_offs = None if metrics is None else hand_offs_of(metrics)
-                if server.hand_offs is not None and (text := share.take(server.hand_offs)) is not None:
-                    log.warning("decode %s: %s", server.url, text)
+            try:
+                why = await self.upstream.probe(server)
+                if path is not None and server.why and not why:  # it may have other ranks than before
+                    metrics = await self.upstream.metrics(server, path)
+                    self.pool.resize(server, 1 if metrics is None else self._dialect.ranks(metrics))
+                self._report(server, why)
+                if path is not None and server.role == "decode" and not why and loop.time() - asked >= METRICS_S:
+                    asked, metrics = loop.time(), await self.upstream.metrics(server, path)
+                    server.hand_offs = None if metrics is None else hand_offs_of(metrics)
+                    if server.hand_offs is not None and (text := share.take(server.hand_offs)) is not None:
+                        log.warning("decode %s: %s", server.url, text)
+            except Exception as error:  # it is asked for as long as it is here
+                why = f"the router cannot ask for its health: {type(error).__name__}: {error}"
+                if why != server.why:
+                    log.error("%s %s", server.role, server.url, exc_info=error)
+                self._report(server, why)
             for rank in self.pool.ranks(server):
                 if self.pool.overdue(rank, loop.time()):
                     self.upstream.lose(rank)
@@ -176,9 +185,9 @@ class Servers:
     async def look_up(self, path: str, authorization: str) -> WholeAnswer:
         """Asks a decode server. Raises AnswerFailedError."""
         headers = {"Authorization": authorization} if authorization else {}
-        pair = self._choose((), set())
+        decode = _chosen(self.pool.one_decode(), self._limits)
         try:
-            return await self.upstream.get(pair.decode, path, headers, wait_ms=self._limits.silence_ms)
+            return await self.upstream.get(decode, path, headers, wait_ms=self._limits.silence_ms)
         except AttemptFailedError as failed:
             failed.retry_ms = self._limits.resend_ms_max
             raise
@@ -227,10 +236,13 @@ class Servers:
 
     def _choose(self, keys: tuple[bytes, ...], avoid: set[Server]) -> ServerPair:
         """Raises AnswerFailedError where no pair can be had."""
-        pair = self.pool.choose(keys, avoid, asyncio.get_running_loop().time())
-        if isinstance(pair, NoPair):
-            raise AnswerFailedError(pair.detail, Cause.PEER_LOST, retry_ms=self._limits.resend_ms_max)
-        return pair
+        return _chosen(self.pool.choose(keys, avoid, asyncio.get_running_loop().time()), self._limits)
+
+
+def _chosen(choice: Choice | NoPair, limits: Limits) -> Choice:
+    if isinstance(choice, NoPair):
+        raise AnswerFailedError(choice.detail, Cause.PEER_LOST, retry_ms=limits.resend_ms_max)
+    return choice
 
 
 def _headers(client: ClientRequest) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -23,8 +23,8 @@ class Dialect(Protocol):
     """How one engine's servers are spoken to. `transfer` are 16 random bytes, the same for both sides of an attempt."""
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """Where requests are posted."""
+    def paths(self) -> Mapping[str, tuple[str, ...]]:
+        """Where requests are posted, and the fields there of which each may be a list of prompts."""
         ...
 
     @property
@@ -60,6 +60,10 @@ class Dialect(Protocol):
     def apart(self, request: ServerRequest) -> Callable[[int], ServerRequest] | None:
         """Returns what makes the request for choice i, where the servers get one for each choice; None where they get
         the request whole."""
+        ...
+
+    def named_by_client(self, request: ServerRequest) -> bool:
+        """Whether servers know the request by a name of the client's own, by which it may be aborted."""
         ...
 
     def joins(self, request: ServerRequest) -> bool:

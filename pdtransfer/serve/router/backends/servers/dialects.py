@@ -31,4 +31,7 @@ class ReadRelayed(Struct, frozen=True, tag=True):
         del text
         dialect = DIALECTS[self.engine]
         choices = partial(dialect.choices, self.path)
-        return read_relayed(body, block_tokens=self.block_tokens, reserved=dialect.reserved, choices=choices)
+        return read_relayed(
+            body, block_tokens=self.block_tokens, reserved=dialect.reserved, prompts=dialect.paths[self.path],
+            choices=choices,
+        )  # fmt: skip

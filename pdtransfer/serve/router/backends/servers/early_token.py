@@ -18,7 +18,7 @@ from msgspec import Meta, Raw, Struct
 
 from .....errors import RemoteProtocolError
 from .....schema import parse
-from .server_request import Fields, ServerRequest
+from .server_request import CHAT, ServerRequest
 
 # By how much the first token's logprob has to be above the next one's. In bfloat16 the same logit is computed on the
 # two sides with differences of some hundredths to tenths.
@@ -103,15 +103,16 @@ def may_come_early(request: ServerRequest) -> bool:
     return bool(asked.stream) and asked.temperature == 0 and not (options and options.continuous_usage_stats)
 
 
-def scored(fields: Fields) -> dict[str, object]:
+def scored(request: ServerRequest) -> dict[str, object]:
     """What asks a server for the logprobs of the two likeliest tokens."""
-    return {"logprobs": True, "top_logprobs": 2} if "messages" in fields else {"logprobs": 2}
+    return {"logprobs": True, "top_logprobs": 2} if request.path == CHAT else {"logprobs": 2}
 
 
-def kind_of(fields: Fields) -> bytes | None:
+def kind_of(request: ServerRequest) -> bytes | None:
     """Names chats whose templates, and so whose parsers, begin alike; None for what no parser reads."""
-    if "messages" not in fields:
+    if request.path != CHAT:
         return None
+    fields = request.fields
     values = (bytes(fields.get(name, b"")) for name in _OF_TEMPLATES)
     return hashlib.blake2b(b"\0".join(values), digest_size=16).digest()
 

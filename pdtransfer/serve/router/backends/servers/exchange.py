@@ -163,9 +163,9 @@ class Exchange:
 
     def _checked(self, piece: bytes) -> bytes:
         """A server that ends, such as vLLM at SIGTERM, aborts what it has under way and answers as if that were all:
-        another may do better. Raises AttemptFailedError. With SGLang, what has the client's own name may be its to
-        abort."""
-        if _ABORTED.search(self._tail[-_ABORTED_LENGTH:] + piece) is None or "rid" in self._request.spans:
+        another may do better. Raises AttemptFailedError. What has the client's own name may be its to abort."""
+        is_aborted = _ABORTED.search(self._tail[-_ABORTED_LENGTH:] + piece) is not None
+        if not is_aborted or self._dialect.named_by_client(self._request):
             return piece
         decode = self.pair.decode
         raise AttemptFailedError(f"{decode.name}: has aborted the request", Cause.PEER_LOST, (decode,))
@@ -312,7 +312,7 @@ class Exchange:
 
     def _asks_early(self, identity: ServerIdentity) -> bool:
         """Whether prefill is asked for a stream, be it only to be compared."""
-        kind, known = kind_of(self._request.fields), self.pair.decode.begins_alike
+        kind, known = kind_of(self._request), self.pair.decode.begins_alike
         if not self._ask_early or identity.get("first_token") is False:
             return False
         if kind is None:
@@ -365,7 +365,8 @@ class Exchange:
                     # Decode may fail for what prefill did or did not write: either may be at fault.
                     raise refused(blamed, await upstream.whole(server, response))
                 self.events = response.content_type == EVENTS
-                self._first = self._checked(await _next_bytes(response, events=self.events))
+                first = await _next_bytes(response, events=self.events, roles_max=self._request.answers)
+                self._first = self._checked(first)
                 if self.events and (failed := _first_error(self._first.partition(EVENT_END)[0])) is not None:
                     raise refused(blamed, failed)
             except BaseException:
@@ -377,15 +378,15 @@ class Exchange:
             server.known.answered(self._request.keys)
 
 
-async def _next_bytes(response: aiohttp.ClientResponse, *, events: bool) -> bytes:
-    """The next bytes of an answer, empty at its end: of a stream whole events, with one at least that is more than a
-    role; of another answer the rest. Of neither more than HELD_BYTES_MAX are waited for."""
+async def _next_bytes(response: aiohttp.ClientResponse, *, events: bool, roles_max: int = 0) -> bytes:
+    """The next bytes of an answer, empty at its end: of a stream whole events, more than the first `roles_max` which
+    are no more than a role; of another answer the rest. Of neither more than HELD_BYTES_MAX are waited for."""
     piece = b""
     while len(piece) < HELD_BYTES_MAX:
         if not (more := await response.content.readany()):
             break
         piece += more
-        if events and piece.endswith(EVENT_END) and piece.count(EVENT_END) > len(_ROLE.findall(piece)):
+        if events and piece.endswith(EVENT_END) and piece.count(EVENT_END) > min(len(_ROLE.findall(piece)), roles_max):
             break
     return piece
 

@@ -10,7 +10,7 @@ from msgspec import Raw, Struct
 from .....errors import RemoteProtocolError
 from .....schema import parse
 from ...front.json_bodies import RefusedRequestError
-from .server_request import Fields
+from .server_request import COMPLETIONS, GENERATE, Fields
 
 _OF_PROMPT = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")  # in meta_info of /generate
 
@@ -36,15 +36,16 @@ _GENERATED: msgspec.json.Decoder[_Generated | list[_Generated]] = msgspec.json.D
 _COMPLETION, _CHOICES = msgspec.json.Decoder(_Completion), msgspec.json.Decoder(list[dict[str, Raw]])
 
 
-def asked(fields: Fields) -> bool:
-    """Whether a request asks for them: `echo` with `logprobs`, or `return_logprob` from a place in the prompt on.
-    Raises RefusedRequestError for a stream that does."""
-    of_text = _value(fields, "echo", _FLAG) and _value(fields, "logprobs", _COUNT)
-    starts = _list(_value(fields, "logprob_start_len", _COUNTS))
-    of_ids = any(_list(_value(fields, "return_logprob", _FLAGS))) and any(
-        start is not None and start >= 0 for start in starts
-    )
-    if not (of_text or of_ids):
+def asked(path: str, fields: Fields) -> bool:
+    """Whether a request asks for them: completions by `echo` with `logprobs`, SGLang's own path by `return_logprob`
+    from a place in the prompt on. Raises RefusedRequestError for a stream that does."""
+    if path == GENERATE:
+        starts = _list(_value(fields, "logprob_start_len", _COUNTS))
+        from_prompt = any(start is not None and start >= 0 for start in starts)
+        is_asked = from_prompt and any(_list(_value(fields, "return_logprob", _FLAGS)))
+    else:
+        is_asked = path == COMPLETIONS and _value(fields, "echo", _FLAG) and _value(fields, "logprobs", _COUNT)
+    if not is_asked:
         return False
     if _value(fields, "stream", _FLAG):
         raise RefusedRequestError("stream", "must be false with a prompt's logprobs: they are prefill's")

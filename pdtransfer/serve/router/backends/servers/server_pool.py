@@ -11,7 +11,7 @@ from ...fleet.prefixes import KnownPrefixes
 from ...fleet.roles import Departure, Role
 from ...fleet.server import Server
 from ...fleet.status import WorkerState, WorkerStatus
-from ...policy.fewest_answers import FewestAnswers
+from ...policy.fewest_answers import FewestAnswers, none_healthy
 from ...policy.placement import NoPair, Pair, PlacementPolicy, RoutedRequest
 
 ServerPair: TypeAlias = Pair[Server | None, Server]  # without a prefill server decode computes the prompt
@@ -122,6 +122,7 @@ class ServerPool:
             return False
         for rank in gone:
             self._of(rank.role).remove(rank)
+            self._forget(rank)
         return server in gone
 
     def report(self, server: Server, why: str, now: float) -> bool:
@@ -129,11 +130,20 @@ class ServerPool:
         back as another process: what is known of it is forgotten."""
         changed = server.why != why
         if why and not server.why:
-            server.down_since, server.identity = now, None
-            server.known.clear()
-            server.begins_alike.clear()
+            server.down_since = now
+            self._forget(server)
         server.why = why
         return changed
+
+    def _forget(self, server: Server) -> None:
+        """What is known of a process that has ended, or that has left this router, also what decode servers know."""
+        server.identity = None
+        server.known.clear()
+        server.begins_alike.clear()
+        engines = {rank.identity.get("remote_engine_id") for rank in self.prefill if rank.identity is not None}
+        for decode in self.decode:
+            for key in [key for key in decode.begins_alike if key[0] not in engines]:
+                del decode.begins_alike[key]
 
     def overdue(self, server: Server, now: float) -> bool:
         """Whether it has been down for so long that its requests are lost."""
@@ -148,6 +158,11 @@ class ServerPool:
     def places(self) -> bool:
         """Whether a prompt's blocks matter: decode may compute it, or there is a choice and prefixes have weight."""
         return self._keeps_turns or (self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1)
+
+    def one_decode(self) -> Server | NoPair:
+        """The healthy decode server with the fewest open answers, for what is no request."""
+        healthy = [server for server in self.decode if server.usable]
+        return min(healthy, key=lambda server: server.load) if healthy else none_healthy("decode", self.decode)
 
     def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server], now: float) -> ServerPair | NoPair:
         """Chooses a pair by the policy for a prompt of these blocks, and counts it as sent there."""

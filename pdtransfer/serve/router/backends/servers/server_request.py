@@ -19,12 +19,13 @@ from ...front.json_bodies import RefusedRequestError, decoded, decoded_field
 
 # In the order in which a server renders them; the last two are of SGLang's /generate.
 _PREFIX_FIELDS = ("tools", "messages", "prompt", "text", "input_ids")
-_PROMPTS = ("prompt", "prompt_embeds", "text", "input_ids", "input_embeds")  # each may be a list of prompts
 _LIST_OF = re.compile(rb'\[[ \t\n\r]*[\["{]')  # a list of lists, texts or objects, not of ids
 _EMBEDDINGS = re.compile(rb"\[[ \t\n\r]*\[[ \t\n\r]*[^\[ \t\n\r]")  # of one prompt: it is a list of lists itself
 _FIELDS, _LIST = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(list[Raw])
 _COUNT = msgspec.json.Decoder(int | None)
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GENERATE = "/generate"  # of SGLang, where it reads sampling parameters; on the others it reads OpenAI's fields
 Fields = Mapping[str, Raw]
 
 
@@ -68,10 +69,15 @@ class ServerRequest(Struct, kw_only=True, omit_defaults=True):
 
 
 def read_relayed(
-    body: bytes, *, block_tokens: int, reserved: Collection[str], choices: Callable[[Fields, int], int]
+    body: bytes,
+    *,
+    block_tokens: int,
+    reserved: Collection[str],
+    prompts: Collection[str],
+    choices: Callable[[Fields, int], int],
 ) -> ServerRequest:
-    """Reads a body; `block_tokens` 0 makes no keys. `choices` gets the fields and the number of prompts. Raises
-    RefusedRequestError.
+    """Reads a body; `block_tokens` 0 makes no keys. Each of the fields `prompts` may be a list of prompts; `choices`
+    gets the fields and the number of prompts. Raises RefusedRequestError.
 
     The servers check the fields. A client's own fields in `reserved` are dropped: they could name another's KV.
     """
@@ -81,13 +87,13 @@ def read_relayed(
     for name in reserved:
         fields.pop(name, None)
     begin = _address(body)
-    prompts = max(1, sum(_prompt_count(name, fields[name]) for name in _PROMPTS if name in fields))
+    count = max(1, sum(_prompt_count(name, fields[name]) for name in prompts if name in fields))
     spans = {name: (_address(value) - begin, memoryview(value).nbytes) for name, value in fields.items()}
     return ServerRequest(
         spans=spans,
         keys=_keys(fields, block_tokens) if block_tokens else (),
-        prompts=prompts,
-        choices=max(1, choices(fields, prompts)),
+        prompts=count,
+        choices=max(1, choices(fields, count)),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -17,7 +17,7 @@ from ...fleet.server import ServerIdentity
 from ...front.json_bodies import RefusedRequestError, decoded_field
 from . import prompt_logprobs
 from .dialect import FALSE, ONE, Port, ServerOrder, Text
-from .server_request import Fields, ServerRequest, choices_of
+from .server_request import CHAT, COMPLETIONS, GENERATE, Fields, ServerRequest, choices_of
 
 
 class _SglangInfo(Struct, frozen=True):
@@ -27,7 +27,6 @@ class _SglangInfo(Struct, frozen=True):
 
 _SGLANG_INFO = msgspec.json.Decoder(_SglangInfo)
 _NULL = Raw(b"null")
-GENERATE = "/generate"  # the path on which SGLang reads sampling parameters; on the others it reads OpenAI's fields
 
 # Of /generate: an object, or one for each prompt.
 _Sampling: TypeAlias = dict[str, Raw] | list[dict[str, Raw] | None] | None
@@ -45,7 +44,11 @@ class SglangDialect:
     that a token depends on.
     """
 
-    paths = ("/v1/completions", "/v1/chat/completions", GENERATE)
+    paths: Mapping[str, tuple[str, ...]] = {
+        COMPLETIONS: ("prompt",),
+        CHAT: (),
+        GENERATE: ("text", "input_ids", "input_embeds"),
+    }
     reserved = frozenset({
         "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
         "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank",
@@ -68,7 +71,7 @@ class SglangDialect:
     def choices(self, path: str, fields: Fields, prompts: int) -> int:
         """Of /generate that of its sampling parameters, the same for all prompts; of the other paths `n`. Refuses a
         stream that asks for its prompt's logprobs, and all that `apart` could not make requests of."""
-        prompt_logprobs.asked(fields)
+        prompt_logprobs.asked(path, fields)
         if path != GENERATE:
             return _count("n", [fields], seed="seed")
         sampling = _sampling(fields)
@@ -86,9 +89,13 @@ class SglangDialect:
         """SGLang gives all choices of a prompt one room, and a room is for one transfer."""
         return partial(_choice, request) if request.choices > 1 else None
 
+    def named_by_client(self, request: ServerRequest) -> bool:
+        """Other requests may have the same name."""
+        return "rid" in request.spans
+
     def joins(self, request: ServerRequest) -> bool:
         """Decode has no logprobs of the prompt."""
-        return prompt_logprobs.asked(request.fields)
+        return prompt_logprobs.asked(request.path, request.fields)
 
     def joined(self, prefill: bytes, decode: bytes) -> bytes:
         """Decode's, with the logprobs of the prompt."""
@@ -114,8 +121,8 @@ class SglangDialect:
     def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
         """SGLang looks every few seconds whether the client of a request is there."""
         del role
-        if "rid" in request.fields:
-            return None  # the client's own name, which others may have as well
+        if self.named_by_client(request):
+            return None
         return ServerOrder("/abort_request", msgspec.json.encode(_named(request, transfer)))
 
 

@@ -122,9 +122,9 @@ class Upstream:
     @asynccontextmanager
     async def waiting(self, server: Server) -> AsyncGenerator[None]:
         """Waits for a server in this scope, until it ends or `lose`. Raises AttemptFailedError for what fails."""
-        waits = self._waits.setdefault(server, set())
         if self._stopped:
             raise _shutdown()
+        waits = self._waits.setdefault(server, set())
         try:
             async with asyncio.timeout(None) as wait:
                 waits.add(wait)
@@ -132,6 +132,8 @@ class Upstream:
                     yield
                 finally:
                     waits.discard(wait)
+                    if not waits and self._waits.get(server) is waits:
+                        del self._waits[server]
         except (aiohttp.ClientError, ConnectionError) as error:
             text = _reason(error) or type(error).__name__
             if isinstance(error, aiohttp.ClientConnectorError):

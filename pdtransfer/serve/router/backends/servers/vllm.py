@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -15,7 +16,7 @@ from ...fleet.roles import Role
 from ...fleet.server import ServerIdentity
 from .dialect import FALSE, ONE, Port, ServerOrder, Text
 from .early_token import may_come_early, scored
-from .server_request import Fields, ServerRequest, choices_of
+from .server_request import CHAT, COMPLETIONS, Fields, ServerRequest, choices_of
 
 Size = Annotated[int, Meta(ge=1, le=0xFFFF)]
 FactText = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
@@ -50,7 +51,7 @@ _VLLM_NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one 
 class VllmDialect:
     """vLLM's servers with a KV connector: `kv_transfer_params`, which a prefill server's connector also returns."""
 
-    paths = ("/v1/completions", "/v1/chat/completions")
+    paths: Mapping[str, tuple[str, ...]] = {COMPLETIONS: ("prompt", "prompt_embeds"), CHAT: ()}
     reserved = frozenset({"kv_transfer_params"})
     info_path = None
     metrics_path = "/metrics"
@@ -76,6 +77,11 @@ class VllmDialect:
         """All choices of a prompt begin from the same KV."""
         del request
 
+    def named_by_client(self, request: ServerRequest) -> bool:
+        """vLLM's name of a request is of X-Request-Id."""
+        del request
+        return False
+
     def joins(self, request: ServerRequest) -> bool:
         """Decode has all of an answer."""
         del request
@@ -99,7 +105,7 @@ class VllmDialect:
         counts = {name: ONE for name in ("max_completion_tokens",) if name in fields}
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(transfer)}
         one_token = {"max_tokens": ONE, "n": ONE, "stream": FALSE, "kv_transfer_params": params}
-        streamed = {"stream": True} | scored(fields) if early else {}
+        streamed = {"stream": True} | scored(request) if early else {}
         return msgspec.json.encode(fields | counts | one_token | streamed)
 
     def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:

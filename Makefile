@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-vllm compose-demo dist docs test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang venv-aiperf venv-ray venv-lmcache beside-ray beside-lmcache beside-aiperf beside-vllm clean
+.PHONY: demo demo-vllm compose-demo dist docs test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check mutants bench locks venv venv-vllm venv-sglang venv-aiperf venv-ray venv-lmcache beside-ray beside-lmcache beside-aiperf beside-vllm clean
 
 # A small pretrained model answers, which is fetched the first time; ARGS='--model stamp' is the engine without one.
 SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
@@ -94,6 +94,10 @@ check: $(VENV)/.stamp
 	@$(RUN) -m tools.lint
 	@$(RUN) -m tools.proto_generator --check
 	@$(RUN) -m tools.docs_generator --check
+
+# Small breaks of the code, and those that no test notices; ARGS as `python -m tools.mutants --help` lists them.
+mutants: $(VENV)/.stamp
+	@$(RUN) -m tools.mutants $(ARGS)
 
 # What a user sizes a host with, then what measures and attacks the parts.
 bench: $(VENV)/.stamp

@@ -1,0 +1,102 @@
+"""Mutants: which ones a piece of code has, and what becomes of them in a tree of three files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tools.mutants.__main__ as mutants_main
+from tools.mutants.edits import mutants
+
+
+def edited(source: str) -> list[str]:
+    """The whole text of each mutant."""
+    mutated = mutants("m.py", source)
+    return [(source.encode()[: m.start] + m.new.encode() + source.encode()[m.end :]).decode() for m in mutated]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("x = a < b <= c", ["x = a <= b <= c", "x = a < b < c"]),
+        ("x = 'é' in a and not b", ["x = 'é' in a or not b", "x = 'é' not in a and not b"]),
+        ("x = (a) - (b)", ["x = (a) + (b)"]),
+        ("x = a is not b", ["x = a is b"]),
+        ("x += a", ["x -= a"]),
+        ("x = [*a] + [b]", []),
+        ("if not a: b = c", ["if (a): b = c"]),
+        ("if a: return", ["if False: return", "if not (a): return"]),
+        ("x = [y for y in a if y]", ["x = [y for y in a if not (y)]"]),
+        ("a.b(c)", ["pass"]),
+        ("await a(b)", ["pass"]),
+        ("log.info('%d', 1)", []),
+        ("self.a = b", ["pass"]),
+        ("return a", ["return not (a)"]),
+        ("return False", ["return True"]),
+        ("x = a[:b]", ["x = (a)"]),
+        ("x = _A.fullmatch(b)", ["x = _A.match(b)"]),
+        ("x = a.rows_max", ["x = (a.rows_max - 1)"]),
+        ("x = range(3)", ["x = range(4)"]),
+        ("raise A(1 + 2)", []),
+        ("assert a < 1", []),
+    ],
+)  # fmt: skip
+def test_a_line_has_these_mutants(line: str, expected: list[str]) -> None:
+    head = "async def f() -> bool:\n    "
+    assert edited(head + line) == [head + text for text in expected]
+
+
+def test_an_except_is_narrowed_a_default_changed_and_a_state_swapped() -> None:
+    source = "T = {1: _S.A, 2: _S.B}\ndef f(a=False):\n    try: b = a\n    except (C, D): b = c\n    except E: b = d\n"
+    texts = [
+        ("_S.A,", "_S.B,"),
+        ("_S.B}", "_S.A}"),
+        ("(C, D)", "(D, )"),
+        ("(C, D)", "(C, )"),
+        ("E:", "():"),
+        ("=False", "=True"),
+    ]
+    assert sorted(edited(source)) == sorted(source.replace(old, new) for old, new in texts)
+
+
+def test_a_mutant_keeps_its_name_when_other_code_changes() -> None:
+    source = "def f(a):\n    if a < 1:\n        return a\n"
+    names = {mutant.name for mutant in mutants("m.py", source)}
+    moved = "def g():\n    return 5\n\n\n" + source.replace("return a", "return a - b")
+    assert names < {mutant.name for mutant in mutants("m.py", moved)}
+
+
+TREE = {
+    "pdtransfer/__init__.py": "",
+    "pdtransfer/clamp.py": "def clamp(count, most):\n    while count > most:\n        count -= 1\n    return count\n",
+    "pdtransfer/other.py": "SIZE = (lambda: 1)()\n",
+    "tests/test_clamp.py": "from pdtransfer.clamp import clamp\n\ndef test_clamp():\n    assert clamp(5, 3) == 3\n",
+}
+
+
+@pytest.mark.slow
+def test_each_mutant_of_a_tree_meets_its_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    sets: dict[str, Any] = {"sets": {"all": {"count": 3, "code": ["pdtransfer"], "tests": [["tests"]]}}}
+    monkeypatch.setattr(mutants_main, "_ROOT", tmp_path)
+    monkeypatch.setattr(mutants_main, "_SETS", sets | {"equivalent": {}, "gpu": {}})
+    out = tmp_path / "out.json"
+    mutants_main.main([f"--out={out}", "--test-seconds=2", "--jobs=1"])
+    report = json.loads(out.read_text())
+    assert {name.partition(": ")[2]: kept["status"] for name, kept in report.items()} == {
+        "while count > most: -> while count >= most:": "killed",
+        "count -= 1 -> count += 1": "by time",
+        "count -= 1 -> count -= 2": "lived",
+    }
+    lived = next(name for name, kept in report.items() if kept["status"] == "lived")
+    assert f"{lived}, line 3" in capsys.readouterr().out
+    assert (tmp_path / "pdtransfer/clamp.py").read_text() == TREE["pdtransfer/clamp.py"]

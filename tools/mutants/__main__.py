@@ -1,0 +1,250 @@
+"""`python -m tools.mutants` runs the smoke set of sets.toml; with paths, or path:function, their mutants.
+
+Each mutant is written into a copy of the tree, and the tests of its set run there in a process of their own. It is
+killed if the same test fails twice. The report has the result of each; `--resume` goes on with a report, and `--again`
+runs those once more that lived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from .edits import Mutant, mutants
+from .plugin import LEFT_OUT, NEAREST, REPORT
+
+_ROOT = Path(__file__).parents[2]
+_SETS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("sets.toml").read_text())
+# A kill is one of the first three. "unsure": the test that failed does so without the mutant.
+_ENDS = ("killed", "by assert", "by time", "import", "unsure", "equivalent", "gpu", "lived")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`failed` has each test that failed, with where and why; the last that had started, if time was over."""
+
+    status: str
+    failed: dict[str, str]
+
+
+class Clone:
+    """A copy of the tree, for one mutant at a time."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
+        self.path, self._options = folder / "tree", options
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True)  # noqa: S603
+        for name in listed.stdout.split("\0"):
+            if name and (_ROOT / name).is_file():
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(_ROOT / name, self.path / name)
+        for environment in _ROOT.glob(".venv*"):
+            (self.path / environment.name).symlink_to(environment)
+
+    def meet(self, mutant: Mutant, stages: list[list[str]]) -> dict[str, object]:
+        """What becomes of the mutant: one stage of tests after the other, until one has killed it."""
+        source = (self.path / mutant.file).read_bytes()
+        started = time.monotonic()
+        self.write(mutant.file, source[: mutant.start] + mutant.new.encode() + source[mutant.end :])
+        try:
+            outcome, left_out = Outcome("lived", {}), list[str]()
+            for stage in stages:
+                while True:
+                    outcome = self.run(stage, Path(mutant.file).stem, left_out, stops=not self._options.matrix)
+                    test = next(iter(outcome.failed), None)
+                    if test is None or self._options.matrix or self.run([test], "", []).failed:
+                        break
+                    left_out.append(test)
+                if outcome.failed:
+                    break
+        finally:
+            self.write(mutant.file, source)
+        return {
+            "status": outcome.status,
+            "tests": outcome.failed,
+            "failed once": left_out,
+            "line": mutant.line,
+            "seconds": round(time.monotonic() - started, 1),
+        }
+
+    def write(self, file: str, source: bytes) -> None:
+        """With its bytecode removed: that is found by time and size alone."""
+        path = self.path / file
+        path.write_bytes(source)
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+            compiled.unlink()
+
+    def run(self, tests: list[str], nearest: str, left_out: list[str], *, stops: bool = True) -> Outcome:
+        """These tests in a process of their own, up to the first failure; all of them with `stops` off."""
+        report = self.path.with_name("report")
+        report.write_text("")
+        names = {
+            "PYTHONPATH": f"{self.path}:{self.path / 'lab'}",
+            "PYTHONHASHSEED": "0",
+            "TMPDIR": str(self.path.parent),
+        }
+        names |= {REPORT: str(report), NEAREST: nearest, LEFT_OUT: json.dumps(left_out)}
+        command = [sys.executable, "-m", "pytest", *tests, "-n0", "-q", "--tb=short", "-pno:cacheprovider"]
+        command += ["-ptools.mutants.plugin", f"--timeout={self._options.test_seconds}", *(["-x"] if stops else [])]
+        process = subprocess.Popen(  # noqa: S603
+            command, cwd=self.path, env=os.environ | names, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        late = False
+        try:
+            process.wait(self._options.seconds if stops else None)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            _end(process)
+        lines = [json.loads(line) for line in report.read_text().splitlines()]
+        failed = {test: why for kind, test, why in lines if kind == "failed"}
+        if not failed and any(kind == "import" for kind, _, _ in lines):
+            return Outcome("import", {})
+        if not failed and (late or process.returncode not in (0, 5)):
+            failed = {test: "no end" for _, test, _ in lines[-1:]}
+        why = next(iter(failed.values()), "")
+        by_assert = "AssertionError" in why and why.startswith(f"{self.path}/pdtransfer/")
+        status = "by time" if "Timeout" in why or why == "no end" else "by assert" if by_assert else "killed"
+        return Outcome(status if failed else "lived", failed)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def chosen(options: argparse.Namespace) -> Iterable[tuple[str, Mutant]]:
+    """Each set's mutants with the lowest hashes: a change of one function moves no choice elsewhere."""
+    named = [place.partition(":")[::2] for place in options.places]
+    for name, each in _SETS["sets"].items():
+        if options.set and name not in options.set:
+            continue
+        found: list[Mutant] = []
+        for path in (path for code in each["code"] for path in sorted(_python(_ROOT / code))):
+            file = str(path.relative_to(_ROOT))
+            wanted = [function for place, function in named if Path(file).is_relative_to(place.rstrip("/"))]
+            if wanted or not named:
+                found += [
+                    mutant
+                    for mutant in mutants(file, path.read_text())
+                    if not named or any(mutant.name.startswith(f"{file} {function}") for function in wanted)
+                ]
+        found.sort(key=lambda mutant: blake2b(f"{options.seed} {mutant.name}".encode()).digest())
+        count = options.sample or (len(found) if named else each["count"])
+        yield from ((name, mutant) for mutant in found[:count])
+
+
+def _python(path: Path) -> Iterable[Path]:
+    return path.rglob("*.py") if path.is_dir() else [path]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("places", nargs="*", help="a file, a folder, or file:function, instead of the smoke set")
+    parser.add_argument(
+        "--set", action="append", choices=_SETS["sets"], help="of the smoke set this alone; may be repeated"
+    )
+    parser.add_argument(
+        "--sample", type=int, default=0, help="so many of each set; a larger sample has the smaller in it"
+    )
+    parser.add_argument("--tests", action="append", help="run these instead of the set's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="clones that run beside each other")
+    parser.add_argument("--seconds", type=int, default=240, help="the longest run of tests for a mutant")
+    parser.add_argument("--test-seconds", type=int, default=30, help="the longest test")
+    parser.add_argument("--matrix", action="store_true", help="run every test, not only until one fails")
+    parser.add_argument("--out", type=Path, default=_ROOT / "build" / "mutants.json")
+    parser.add_argument("--resume", action="store_true", help="keep what the report has")
+    parser.add_argument("--again", action="store_true", help="run those of the report that lived")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run none")
+    options = parser.parse_args(arguments)
+    wanted = list(chosen(options))
+    if options.list:
+        print(*(mutant.name for _, mutant in wanted), sep="\n")
+        return 0
+    report: dict[str, dict[str, Any]] = {}
+    if options.resume or options.again:
+        report = json.loads(options.out.read_text())
+        lived = {name for name, kept in report.items() if options.again and kept["status"] == "lived"}
+        wanted = [(name, mutant) for name, mutant in wanted if mutant.name not in report or mutant.name in lived]
+    _run(wanted, report, options)
+    _print(report)
+    return 0
+
+
+def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="m") as folder, ThreadPoolExecutor(options.jobs) as threads:
+        clones: SimpleQueue[Clone] = SimpleQueue()
+        for number in range(options.jobs):
+            clones.put(Clone(Path(folder) / str(number), options))
+
+        def meet(place: tuple[str, Mutant]) -> tuple[str, str, dict[str, object]]:
+            name, mutant = place
+            for status in ("equivalent", "gpu"):
+                if mutant.name in _SETS[status]:
+                    return name, mutant.name, {"status": status, "tests": {}, "line": mutant.line, "seconds": 0}
+            clone = clones.get()
+            try:
+                stages = [options.tests] if options.tests else _SETS["sets"][name]["tests"]
+                return name, mutant.name, clone.meet(mutant, stages)
+            finally:
+                clones.put(clone)
+
+        for name, mutant, outcome in threads.map(meet, wanted):
+            report[mutant] = {"set": name, **outcome}
+            _write(report, options.out)
+            print(f"{outcome['status']:<10} {outcome['seconds']:>5} s  {mutant}", flush=True)
+        killers = sorted({next(iter(report[mutant.name]["tests"]), "") for _, mutant in wanted} - {""})
+        red = clones.get().run(killers, "", [], stops=False).failed if killers else {}
+        for each in report.values():
+            if next(iter(each["tests"]), "") in red:
+                each["status"] = "unsure"
+        _write(report, options.out)
+
+
+def _write(report: dict[str, dict[str, Any]], out: Path) -> None:
+    whole = out.with_suffix(".tmp")
+    whole.write_text(json.dumps(report, indent=1))
+    whole.replace(out)
+
+
+def _print(report: dict[str, dict[str, Any]]) -> None:
+    """A row for each set, then those that lived."""
+    print(f"\n{'set':<12}" + "".join(f"{end:>12}" for end in _ENDS) + f"{'seconds':>10}")
+    for name in dict.fromkeys(each["set"] for each in report.values()):
+        rows = [each for each in report.values() if each["set"] == name]
+        count = Counter(each["status"] for each in rows)
+        print(
+            f"{name:<12}"
+            + "".join(f"{count[end]:>12}" for end in _ENDS)
+            + f"{sum(each['seconds'] for each in rows):>10.0f}"
+        )
+    print(
+        "\nLived:",
+        *(f"{name}, line {each['line']}" for name, each in report.items() if each["status"] == "lived"),
+        sep="\n  ",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -113,22 +113,6 @@ def bench_hisparse(*, json: Json = False) -> int:
     return show(hisparse.measure(), hisparse.LINES, hisparse.measure, json=json)
 
 
-@bench.command(name="hybrid")
-def bench_hybrid(
-    *,
-    tokens: Annotated[tuple[int, ...], counted("Of a room; may be repeated. By default 4,096 and 32,768.")] = (),
-    runs: Annotated[int, counted("Runs of each way that are counted.")] = 9,
-    json: Json = False,
-) -> int:
-    """A DeepSeek V4-like room between a card and its host: each host layout by each way of moving it, both directions.
-    Without a card: the CPU's copies of the same plans beside one memcpy."""
-    from ..bench import hybrid
-    from ..bench.report import show
-
-    figures = hybrid.measure(runs=runs, tokens=tokens)
-    return show(figures, hybrid.lines(figures), hybrid.measure, json=json)
-
-
 @bench.command(name="pd")
 def bench_pd(
     *,

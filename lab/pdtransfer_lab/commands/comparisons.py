@@ -11,62 +11,10 @@ from cyclopts import Group, Parameter
 from pdtransfer.serve.commands.flags import Json, counted
 
 from ..bench.fleets.requests import option
-from ..bench.models import BenchModel
 from ..bench.report import show
 from .bench import bench, progress
 
 COMPARISONS = Group("Comparisons and attacks", help="Of this project's own parts, beside what they are held against.")
-
-
-@bench.command(group=COMPARISONS)
-def crossing(
-    *,
-    tokens: Annotated[int, counted("Tokens of one room.")] = 8_192,
-    rooms: Annotated[int, counted("Rooms to move in each arena.")] = 8,
-    model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or that of a small model.")] = "deepseek",
-    transport: Annotated[Literal["mooncake", "nixl"], Parameter(help="How rooms cross.")] = "mooncake",
-    json: Json = False,
-) -> int:
-    """Whole rooms between hosts, beside one synchronous write of a bare engine of Mooncake and a raw socket."""
-    from ..bench import crossing as part
-
-    figures = part.measure(tokens=tokens, rooms=rooms, model=model, transport=transport)
-    return show(figures, part.LINES, part.measure, json=json)
-
-
-@bench.command(group=COMPARISONS)
-def stall(
-    *,
-    tokens: Annotated[int, counted("Tokens of one room.")] = 4_096,
-    rooms: Annotated[int, counted("Rooms to move.")] = 96,
-    json: Json = False,
-) -> int:
-    """What an embedded client takes of its scheduler's thread while large rooms move."""
-    from ..bench import stall as part
-
-    return show(part.measure(tokens=tokens, rooms=rooms), part.LINES, part.measure, json=json)
-
-
-@bench.command(group=COMPARISONS)
-def poll(
-    *,
-    calls: Annotated[int, counted("Calls in one round.")] = 100_000,
-    rounds: Annotated[int, counted("Rounds of each client.")] = 21,
-    json: Json = False,
-) -> int:
-    """What an embedded client's poll costs where nothing has happened."""
-    from ..bench import poll as part
-
-    return show(part.measure(calls=calls, rounds=rounds), part.LINES, part.measure, json=json)
-
-
-@bench.command(group=COMPARISONS)
-def pages(*, gib: Annotated[float, Parameter(help="GiB of each of two arenas.")] = 1.0, json: Json = False) -> int:
-    """An arena in pages of 4 KiB against one in what `--huge-pages auto` finds: backing, registering, copies."""
-    from ..bench import pages as part
-
-    figures = part.measure(gib=gib)
-    return show(figures, part.lines(figures), part.measure, json=json)
 
 
 @bench.command(group=COMPARISONS)
@@ -187,19 +135,6 @@ def plan(
     from ..bench.fleets import plan as part
 
     return show(part.measure(tokens=tokens, layers=planes), part.LINES, part.measure, json=json)
-
-
-@bench.command(group=COMPARISONS)
-def verify(
-    *,
-    tokens: Annotated[int, counted("Tokens of one large room.")] = 4_096,
-    rooms: Annotated[int, counted("Small rooms to move, each way.")] = 1_000,
-    json: Json = False,
-) -> int:
-    """What --verify costs: the checksum beside a memcpy, and hand-offs and rooms with and without it."""
-    from ..bench import verify as part
-
-    return show(part.measure(tokens=tokens, rooms=rooms), part.LINES, part.measure, json=json)
 
 
 @bench.command(group=COMPARISONS)

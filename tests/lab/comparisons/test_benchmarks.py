@@ -10,14 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pdtransfer_lab.bench import bus, crossing, models, pages, poll, stall, verify
+from pdtransfer_lab.bench import bus, models
 from pdtransfer_lab.bench import handoff_beside_zmq as handoff
 from pdtransfer_lab.bench.faulty_ranks import FaultyRankPair
 from pdtransfer_lab.bench.fleets import attacks, faults, idle, load, plan, prefix, siege
 from pdtransfer_lab.commands.comparisons import bench as app
 
 from pdtransfer.serve.commands.cli import main
-from pdtransfer.transports.mooncake.settings import why_not
 from tests.support.bench_output import printed, sizes
 
 ROW_BYTES = 4 * 576 * 4  # of a token in the reference model's MLA: layers, elements, float32
@@ -46,13 +45,6 @@ def test_prefix_sets_rooms_with_the_cache_beside_rooms_without(capsys: pytest.Ca
         assert 0 < float(figures[f"{name}_handoff_us"]) < float(figures[f"{name}_ready_us"])
         assert float(figures[f"{name}_cpu_us"]) > 0
     assert "98% of" in printed(prefix.LINES, figures, plan.measure, capsys)
-
-
-def test_a_poll_without_events_is_timed_beside_a_call_that_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = poll.measure(calls=50, rounds=3)
-    for name in ("prefill", "decode", "empty"):
-        assert 0 < float(figures[f"{name}_ns"]) <= float(figures[f"{name}_ns_max"])
-    assert "50 calls a round" in printed(poll.LINES, figures, plan.measure, capsys)
 
 
 def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,15 +121,6 @@ def test_rooms_go_to_all_nodes_of_either_side() -> None:
         assert (ranks.hand_off(6, tokens=32, at_once=6).ready > 0).all()
 
 
-@pytest.mark.slow
-def test_verify_sets_checksums_beside_memcpy_and_rooms_beside_rooms(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = verify.measure(tokens=64, rooms=4, repeats=1)
-    assert figures["bytes"] == figures["room_bytes"] == 64 * 61 * 1_152
-    for name in ("handoff_us", "handoff_verified_us", "room_gb_s", "room_verified_gb_s", "page_first_pages_2"):
-        assert float(figures[name]) > 0, name
-    assert "verified" in printed(verify.LINES, figures, plan.measure, capsys)
-
-
 @pytest.mark.full
 def test_siege_sets_each_attack_beside_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     figures = siege.measure(rooms=20, rounds=1, connections=30)
@@ -171,36 +154,6 @@ def test_memory_is_what_the_kernel_reports_of_the_process() -> None:
     after = idle.memory_of(os.getpid())
     assert after.rss >= after.pss >= after.private >= len(held)
     assert after.private - before.private > len(held) // 2
-
-
-def test_a_scheduler_beside_moving_rooms_gets_what_its_client_took(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = stall.measure(tokens=700, rooms=6, at_once=2)  # two chunks each
-    for side in ("prefill", "decode"):
-        p50, p99, most = (float(figures[f"{side}_turn_{which}_us"]) for which in ("p50", "p99", "max"))
-        assert 0 <= p50 <= p99 <= most
-        assert figures[f"{side}_turns"]
-        assert all(figures[f"{side}_{which}_p50_us"] for which in ("work", "quiet"))
-    assert figures["room_mib"] == 700 * 61 * 1_152 / (1 << 20)
-    assert "6 x 47 MiB" in printed(stall.LINES, figures, plan.measure, capsys)
-
-
-def test_pages_of_both_sizes_are_measured_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = pages.measure(gib=1 / 16, repeats=1)
-    for name in ("small", "auto"):
-        assert str(figures[f"{name}_pages"]).startswith(("4 KiB", "2 MiB"))
-        for what in ("back_ms", "enter_ms", "memcpy_gb_s", "scatter_gb_s", "collect_gb_s"):
-            assert min(sizes(figures, f"{name}_{what}")) > 0
-    assert figures["small_pages"] == "4 KiB"
-    assert "of 0.0625 GiB each" in " ".join(printed(pages.lines(figures), figures, plan.measure, capsys).split())
-
-
-@pytest.mark.full
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_crossing_sets_rooms_beside_a_synchronous_write_and_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = crossing.measure(tokens=100, rooms=1, large_bytes=32 << 20)
-    assert all(figures[f"{arena}_gb_s"] > 0 for arena in ("fresh", "half", "scattered"))
-    assert figures["alone_ms"] > 0
-    assert "straight from the pool" in printed(crossing.LINES, figures, plan.measure, capsys)
 
 
 # Pages of figures
@@ -238,11 +191,7 @@ def test_what_no_benchmark_has_printed_makes_no_page(
 
 PARTS = {  # what each is called with by default
     "handoff --beside=zmq": {"tokens": 16, "rooms": 2_000, "concurrency": 64},
-    "crossing": {"tokens": 8_192, "rooms": 8, "model": "deepseek", "transport": "mooncake"},
-    "poll": {"calls": 100_000, "rounds": 21},
-    "stall": {"tokens": 4_096, "rooms": 96},
     "plan": {"tokens": 131_072, "layers": 61},
-    "verify": {"tokens": 4_096, "rooms": 1_000},
     "prefix": {"tokens": 80, "rooms": 500},
     "bus": {"messages": 4_000, "rounds": 5},
     "idle": {"seconds": 10},

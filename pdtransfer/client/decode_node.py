@@ -344,8 +344,8 @@ class DecodeNode:
 
         try:
             await loop.run_in_executor(None, self._arena.prefault, progress, lambda: self._closing)
-        except WorldError as error:
-            log.error("%s", error)
+        except Exception as error:
+            log.error("%s", error, exc_info=None if isinstance(error, WorldError) else error)
             self._backing = None
             for session in [session for session in self.core.prefill_peers.sessions if self._lands_here(session)]:
                 self._unoffered(session, str(error))

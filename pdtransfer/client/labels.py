@@ -15,7 +15,7 @@ def room_id(label: str) -> int:
     Proxies lose the low bits of large integers in JSON; they pass a text on as it is. Two labels share a room once in
     2**64 pairs.
     """
-    return int.from_bytes(sha256(label.encode()).digest()[:8], "little")
+    return int.from_bytes(sha256(label.encode()).digest()[:8], "little") or 1  # 0 names none on the wire
 
 
 def weights_digest(facts: Mapping[str, object]) -> bytes:

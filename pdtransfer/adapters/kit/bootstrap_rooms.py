@@ -14,7 +14,7 @@ USE_BITS = 20
 
 def tag_of(bootstrap_room: int) -> int:
     """The upper bits of the rooms of a bootstrap_room."""
-    return int.from_bytes(sha256(b"%d" % bootstrap_room).digest()[:8], "little") >> USE_BITS
+    return int.from_bytes(sha256(b"%d" % bootstrap_room).digest()[:8], "little") >> USE_BITS or 1  # no room is 0
 
 
 def room_of(bootstrap_room: int, use: int) -> int:

@@ -190,8 +190,8 @@ async def _back(arena: ArenaMemory, daemon: DecodeDaemon, died: asyncio.Event) -
 
     try:
         await asyncio.shield(loop.run_in_executor(None, arena.prefault, progress, lambda: over))
-    except WorldError as error:
-        log.error("%s", error)
+    except Exception as error:
+        log.error("%s", error, exc_info=None if isinstance(error, WorldError) else error)
         died.set()
     finally:
         over = True

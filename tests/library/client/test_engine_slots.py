@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pdtransfer.client import labels
 from pdtransfer.client.aio import AsyncDecode, AsyncPrefill
 from pdtransfer.client.clients import KVPoll
 from pdtransfer.client.labels import room_id, weights_digest
@@ -358,9 +360,11 @@ def test_an_engines_switch_interval_is_left_alone() -> None:
         assert sys.getswitchinterval() == before
 
 
-def test_a_label_names_the_same_room_everywhere() -> None:
+def test_a_label_names_the_same_room_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert room_id("xfer-1") == 0x8E31274B0FA24738  # the first 8 bytes of its SHA-256, little-endian
     assert room_id("xfer-1") != room_id("xfer-2")
+    monkeypatch.setattr(labels, "sha256", lambda _: SimpleNamespace(digest=lambda: bytes(32)))
+    assert room_id("xfer-1") == 1, "0 names none on the wire"
 
 
 def test_weights_are_the_same_whatever_the_order_of_their_facts() -> None:

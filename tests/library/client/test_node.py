@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -769,3 +770,18 @@ async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(
         it.expect(2)
         it.send(2)
         await it.ready(2)
+
+
+@on_loop
+async def test_a_writer_gets_the_reason_where_backing_for_it_raises() -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("a bug")
+
+    reasons: list[str] = []
+    node = SimpleNamespace(
+        _arena=SimpleNamespace(staging_bytes=1, prefault=broken), _closing=False, ready=None,
+        core=SimpleNamespace(prefill_peers=SimpleNamespace(sessions=[7])), _lands_here=lambda _: True,
+        _unoffered=lambda _, text: reasons.append(text),
+    )  # fmt: skip
+    await DecodeNode._back(node)  # type: ignore[arg-type]
+    assert (reasons, node._backing) == (["a bug"], None)

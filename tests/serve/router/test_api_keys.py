@@ -177,6 +177,18 @@ def test_a_clock_that_goes_back_takes_no_request_away() -> None:
     assert used(key, 40.0, 5) == 2
 
 
+def test_more_answers_than_a_key_may_ever_have_open_are_not_to_be_asked_for_again() -> None:
+    key = keys_of(f"{A} open=2").find(f"Bearer {A}")
+    assert key is not None
+    with key.use(1.0) as use, pytest.raises(RefusedRequestError, match="this API key takes at most 2") as refused:
+        use.widen(3, 1.0)
+    assert (refused.value.status, refused.value.param) == (400, "n")
+    with key.use(1.0), key.use(1.0) as use, pytest.raises(RefusedRequestError) as refused:
+        use.widen(2, 1.0)
+    assert refused.value.status == 429
+    assert key.open_count == 0
+
+
 def test_a_request_that_raises_is_not_open_any_more() -> None:
     key = keys_of(f"{A} open=1").find(f"Bearer {A}")
     assert key is not None

@@ -201,6 +201,32 @@ def test_a_body_that_takes_too_long_is_given_up_and_its_process_replaced(monkeyp
 
 
 @on_loop
+async def test_a_process_that_starts_slowly_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_readers, "START_S", 0.001)
+    async with readers() as its:
+        with pytest.raises(RefusedRequestError, match="has not started within 0 s") as failed:
+            await its.read(COMPLETION, LARGE, nothing)
+        assert failed.value.status == 503
+
+
+@on_loop
+async def test_a_turn_that_comes_as_its_request_leaves_is_the_next_ones() -> None:
+    errors: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    async with readers() as its:
+        frozen(process := await idle(its))
+        reading = asyncio.create_task(its.read(COMPLETION, LARGE, lambda: leaving.cancel() and None))
+        await until(lambda: its.under_way)
+        leaving, last = [asyncio.create_task(its.read(COMPLETION, LARGE, nothing)) for _ in range(2)]
+        await until(lambda: len(its.waiting) == 2)
+        os.kill(process.pid, signal.SIGCONT)
+        await asyncio.gather(reading, last)
+        assert leaving.cancelled()
+        assert (await idle(its)).pid == process.pid
+    assert not errors
+
+
+@on_loop
 async def test_the_shortest_body_is_read_next_and_who_leaves_gives_its_turn_back() -> None:
     async with readers() as its:
         process, order = await idle(its), list[int]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdtransfer.errors import Cause, RemoteProtocolError
+from pdtransfer.limits import PROMPT_BYTES_MAX
 from pdtransfer.serve.router.backends.daemons.router_effects import Emit, Fail, Finish, Retry
 from pdtransfer.wire import Begin, End, Logprobs, Sampling, Tokens, TokensAcked, pack_ids
 from tests.serve.router.router_site import site
@@ -93,6 +94,15 @@ def test_a_room_that_is_lost_behind_its_first_token_is_begun_anew_and_delivers_t
     bench.receive(P, tokens(21))
     bench.receive(lost, End(1, "engine", "", 0))
     assert [each.resumed for each in bench.of(Retry)] == [resume]
+    room, _, decode = retried(bench)
+    bench.receive(decode, tokens(21, 22, room=room))
+    assert bench.of(Emit) == [Emit(1, [22])]
+
+
+def test_a_token_of_a_prompt_of_the_greatest_length_is_delivered_once() -> None:
+    bench = begun(enable_resume=True, length=PROMPT_BYTES_MAX // 4)
+    bench.receive(P, tokens(21))
+    bench.receive(D, End(1, "engine", "", 0))
     room, _, decode = retried(bench)
     bench.receive(decode, tokens(21, 22, room=room))
     assert bench.of(Emit) == [Emit(1, [22])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -270,6 +271,20 @@ def test_what_two_sources_list_is_removed_when_neither_does() -> None:
     assert set(record.here) == {P, D, D2}
     it.listed("dns", {D2: "decode"})
     assert set(record.here) == {P, D2}
+
+
+def test_a_change_of_a_large_source_takes_time_by_its_workers_and_not_by_their_square() -> None:
+    record, looks = Record(), list[str]()
+    roles = record.roles
+    record.roles = lambda: looks.append("") or dict(roles())  # type: ignore[method-assign]
+    named = tuple(f"tcp://127.0.0.1:{port}" for port in range(1, 2_001))
+    listed: dict[str, Role] = {f"tcp://127.0.0.1:{port}": "decode" for port in range(10_000, 12_000)}
+    followed = Membership(RouterConfig(prefill=named), record)
+    followed.listed("file", listed)
+    began_s = time.process_time()
+    followed.listed("file", {})
+    assert (len(record.calls), len(looks)) == (4_000, 4)
+    assert time.process_time() - began_s < 0.1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -523,6 +524,29 @@ def test_a_draining_router_finishes_its_requests_and_accepts_none() -> None:
     run_on_loop(case)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_drain_waits_for_a_body_that_is_being_received(path: str) -> None:
+    async def case() -> None:
+        async with site() as router:
+            more = asyncio.Event()
+
+            async def body() -> AsyncIterator[bytes]:
+                yield b'{"prompt": "abc", '
+                await more.wait()
+                yield b'"max_tokens": 3}'
+
+            request = asyncio.create_task(router.http.post(router.url + path, data=body()).__aenter__())
+            await until(lambda: router.router.open_requests.bodies_bytes)
+            drain = asyncio.create_task(router.router.drain(asyncio.Event()))
+            assert (await router.get("/health"))[0] == 503
+            assert not drain.done()
+            more.set()
+            assert (await request).status == 200
+            await drain
+
+    run_on_loop(case)
+
+
 def test_closing_fails_unfinished_requests_and_cancels_their_rooms() -> None:
     async def case() -> None:
         async with site() as it:
@@ -626,6 +650,13 @@ def test_too_many_requests_at_once_are_429() -> None:
             assert (status, "Retry-After" in response.headers) == (429, True)
             it.decode[0].gate.set()
             assert [(await task)[0] for task in tasks] == [200, 200]
+            for prompt, n in (("abc", 3), (["a", "b", "c"], 1)):
+                status, answer, _ = await it.post(prompt=prompt, n=n, max_tokens=1)
+                text = "n: 3 answers, this router takes at most 2 at once"
+                assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, "n", text)
+            it.router.open_requests._limits = replace(LIMITS, prompts_bytes_max=11)
+            status, answer, _ = await it.post(prompt="abc", max_tokens=1)
+            assert (status, "12 bytes of prompts" in answer["error"]["message"]) == (400, True)
 
     run_on_loop(case)
 

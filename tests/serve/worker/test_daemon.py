@@ -18,6 +18,7 @@ from pdtransfer.serve.engine_api import HBM_ALIGNMENT, EngineConfig, EngineDescr
 from pdtransfer.serve.settings.worker import DecodeConfig
 from pdtransfer.serve.worker import daemon
 from tests.support.fake_gpu import FakeRegistrar
+from tests.support.waiting import on_loop
 
 MIB = 1 << 20
 
@@ -124,3 +125,13 @@ def test_an_arena_that_its_card_refuses_ends_the_start_and_is_unmapped(monkeypat
         started(monkeypatch, gpu, engine, "cuda:3")
     assert engine.attached == []
     assert seen[0].mapping._map.closed
+
+
+@on_loop
+async def test_a_daemon_ends_where_backing_its_arena_raises() -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("a bug")
+
+    died = asyncio.Event()
+    await daemon._back(SimpleNamespace(bytes_ready=0, needed=1, prefault=broken), None, died)  # type: ignore[arg-type]
+    assert died.is_set()

@@ -41,10 +41,10 @@ class Membership:
     def add(self, role: str, address: str) -> None:
         """Takes a worker in. Raises ConfigError for an invalid one, WorldError for one too many."""
         self.check(role, address)
-        self._take(cast("Role", role), address)
+        self._take(cast("Role", role), address, self.site.roles())
 
-    def _take(self, role: Role, address: str) -> None:
-        roles = self.site.roles()
+    def _take(self, role: Role, address: str, roles: dict[str, Role]) -> None:
+        """`roles` are the site's, as of now."""
         if roles.get(address, role) != role:
             raise ConfigError(
                 f"worker = {split_key(address)[1]!r}: is already a {roles[address]} worker of this router"
@@ -54,6 +54,7 @@ class Membership:
                 f"worker = {split_key(address)[1]!r}: this router has {len(roles)} workers, which is the limit"
             )
         self.site.add_worker(role, address)
+        roles[address] = role
         log.info("%s %s was added", role, split_key(address)[1])
 
     def check(self, role: str, address: str) -> None:
@@ -106,16 +107,16 @@ class Membership:
         listed it no more. The reason of a refusal is logged once.
         """
         followed, refused = self._followed.get(source, {}), self._refused.get(source, {})
-        roles, named = self.site.roles(), {*self._config.prefill, *self._config.decode}
-        others = {address for other, addresses in self._followed.items() if other != source for address in addresses}
+        roles, kept = self.site.roles(), {*self._config.prefill, *self._config.decode}
+        kept.update(*(addresses for other, addresses in self._followed.items() if other != source))
         for address, role in followed.items():
-            if workers.get(address) != role and address in roles and address not in named | others:
+            if workers.get(address) != role and address in roles and address not in kept:
                 self._remove(address)
-        now, why = dict[str, Role](), dict[str, str]()
+        roles, now, why = self.site.roles(), dict[str, Role](), dict[str, str]()
         for address, role in workers.items():
             if followed.get(address) != role:
                 try:
-                    self._take(role, address)
+                    self._take(role, address, roles)
                 except (ConfigError, WorldError) as error:
                     why[address] = str(error)
                     if refused.get(address) != why[address]:

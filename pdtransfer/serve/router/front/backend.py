@@ -157,10 +157,6 @@ class Backend(WorkerSite, Protocol[Asked]):
         """Begins to reach its workers. Raises ConfigError or WorldError."""
         ...
 
-    def drain(self) -> None:
-        """New requests come no more; those under way run to their end."""
-        ...
-
     def stop(self) -> None:
         """Fails all requests."""
         ...

@@ -88,16 +88,18 @@ class BodyReaders:
             if waits in self.waiting:
                 self.waiting.remove(waits)
                 heapify(self.waiting)
-            else:
+            elif not waits[2].cancelled():  # it had its turn
                 self._next()
             raise
 
     def _next(self) -> None:
         """A process has become free: the next one gets its place."""
-        if self.waiting:
-            heappop(self.waiting)[2].set_result(None)
-        else:
-            self._free += 1
+        while self.waiting:
+            turn = heappop(self.waiting)[2]
+            if not turn.done():  # its request has not just left
+                turn.set_result(None)
+                return
+        self._free += 1
 
     def _done(self, task: asyncio.Task[object], ended: Callable[[], None]) -> None:
         process = self.under_way.pop(task)
@@ -180,9 +182,14 @@ class ReadingProcess:
                 stdin=theirs.fileno(), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
                 env=child_environment() | _ENVIRONMENT,
             )  # fmt: skip
-        async with asyncio.timeout(START_S):
-            kind, length, _ = ANSWER.unpack(await answers.readexactly(ANSWER.size))
-            text = await answers.readexactly(length)
+        try:
+            async with asyncio.timeout(START_S):
+                kind, length, _ = ANSWER.unpack(await answers.readexactly(ANSWER.size))
+                text = await answers.readexactly(length)
+        except TimeoutError:
+            why = f"the process that reads bodies has not started within {START_S:.0f} s"
+            log.error("%s", why)
+            raise RefusedRequestError(None, why, status=503) from None
         if kind != READY:
             raise EOFError(text.decode(errors="replace"))
         return self._pipe

@@ -13,6 +13,12 @@ def _over(text: str, retry_ms: int) -> RefusedRequestError:
     return RefusedRequestError(None, text, code="rate_limit_exceeded", status=429, retry_ms=retry_ms)
 
 
+def check_answers(answers: int, most: int, where: str) -> None:
+    """Raises RefusedRequestError for a request of more answers than may ever be open at once."""
+    if answers > most:
+        raise RefusedRequestError("n", f"{answers} answers, {where} takes at most {most} at once")
+
+
 @dataclass(slots=True, eq=False)
 class ApiKey:
     """One key's limits and its use. They count answers: a request has one, or `n` for each of its prompts. `tokens` is
@@ -40,6 +46,7 @@ class ApiKey:
     def take(self, more: int, answers: int, now: float) -> None:
         """Counts `more` answers of a request of `answers`. Raises RefusedRequestError, and counts nothing then."""
         if self.open_max is not None and self.open_count + more > self.open_max:
+            check_answers(answers, self.open_max, "this API key")
             text = f"{self.open_count} answers of this API key are open, and {more} more are asked for"
             raise _over(f"{text}: at most {self.open_max}", 1_000)
         if self.rate is not None:

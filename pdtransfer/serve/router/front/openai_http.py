@@ -20,7 +20,7 @@ from .body_frames import BodyReading, Read
 from .body_readers import BodyReaders
 from .client_request import REQUEST_ID, ClientRequest
 from .json_bodies import RefusedRequestError
-from .key_limits import KeyUse
+from .key_limits import KeyUse, check_answers
 
 API_KEY_USE = web.RequestKey("api_key_use", KeyUse)  # whose request it is, where API keys are on
 CLIENT = web.RequestKey("client_request", ClientRequest)  # of a request to generate
@@ -37,8 +37,21 @@ class OpenRequests:
         self.bodies_bytes = 0  # of bodies being received, waiting to be read, or being read
         self.prompts_bytes = 0  # of unfinished requests
         self.draining = False
-        self._idle = asyncio.Event()  # set while no request is unfinished
+        self._begun = 0  # requests, from before their body is received
+        self._idle = asyncio.Event()  # set while there are none
         self._idle.set()
+
+    @contextmanager
+    def begun(self) -> Generator[None]:
+        """A request is unfinished in this scope: `drain` waits for its end."""
+        self._begun += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._begun -= 1
+            if not self._begun:
+                self._idle.set()
 
     async def read(self, http: web.Request, reading: BodyReading[Result]) -> tuple[Result, bytes]:
         """Receives the body and reads it; returns what was read, and the body. Raises RefusedRequestError, also where
@@ -74,22 +87,23 @@ class OpenRequests:
     @contextmanager
     def hold(self, http: web.Request, prompt_bytes: int, *, answers: int) -> Generator[None]:
         """Counts a request for this many answers until its end. Raises RefusedRequestError beyond a limit of its API
-        key, and beyond `rooms_max` or `prompts_bytes_max`."""
+        key, and beyond `rooms_max` or `prompts_bytes_max`: of 429 only where it could be served later."""
         limits = self._limits
+        check_answers(answers, limits.rooms_max, "this router")
+        if prompt_bytes > limits.prompts_bytes_max:
+            text = f"{prompt_bytes} bytes of prompts for {answers} answers, at most {limits.prompts_bytes_max}"
+            raise RefusedRequestError("n" if answers > 1 else None, text)
         if (use := http.get(API_KEY_USE)) is not None:
             use.widen(answers, asyncio.get_running_loop().time())
         if self.count + answers > limits.rooms_max or self.prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
             raise _full("too many answers are still being read", 0)
         self.count += answers
         self.prompts_bytes += prompt_bytes
-        self._idle.clear()
         try:
             yield
         finally:
             self.count -= answers
             self.prompts_bytes -= prompt_bytes
-            if not self.count:
-                self._idle.set()
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Waits for the end of all requests, until the room deadline or `hurry`. Sets `draining`."""

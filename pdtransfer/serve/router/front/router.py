@@ -73,7 +73,6 @@ class Router:
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Accepts no more requests; waits for unfinished ones until the room deadline or `hurry`."""
-        self.backend.drain()
         await self.open_requests.drain(hurry)
 
     async def close(self) -> None:
@@ -125,7 +124,8 @@ class Router:
     async def _translate(self, http: web.Request) -> web.Response:
         """Answers what takes no worker: reading the body writes the answer."""
         try:
-            answer, _ = await self.open_requests.read(http, self.backend.reading(http.path))
+            with self.open_requests.begun():
+                answer, _ = await self.open_requests.read(http, self.backend.reading(http.path))
             return web.Response(body=answer.parts[0], content_type=JSON)
         except RefusedRequestError as why:
             return refusal(why)
@@ -133,7 +133,8 @@ class Router:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         client = accept(http, self._config)
         try:
-            return await self._answer(http, client)
+            with self.open_requests.begun():
+                return await self._answer(http, client)
         except RefusedRequestError as why:
             response = refusal(why)
             client.answered(response.status, detail=str(why))

@@ -105,10 +105,6 @@ class Daemons:
         path = self._config.allow
         return () if path is None else (lambda: reload(path, self.allow),)
 
-    def drain(self) -> None:
-        """Begins no more rooms."""
-        self.routing.drain()
-
     def stop(self) -> None:
         """Fails unfinished requests, and sends Goodbye to the workers."""
         self._perform(self.routing.close(self._clock.now()))

@@ -84,7 +84,7 @@ class Routing:
         self._rooms: dict[int, RoutedRoom] = {}
         self._requests: dict[int, RoutedRoom] = {}  # by request id: the room that may still answer
         self._timers: Timers[tuple[str, int]] = Timers()
-        self._draining = False
+        self._closed = False
         self.retries = self.resumptions = self.stayed = 0
         self.prefix_tokens = 0  # prompt tokens placed where they were cached
 
@@ -115,8 +115,8 @@ class Routing:
 
     def submit(self, request: CompletionRequest, now: float) -> Accepted | Refusal:
         """Begins a room for the request on the least loaded pair of workers."""
-        if self._draining:
-            return Refusal(Cause.SHUTDOWN, "the router is draining", self._limits.resend_ms_max)
+        if self._closed:
+            return Refusal(Cause.SHUTDOWN, "the router shuts down", self._limits.resend_ms_max)
         # Rooms being cancelled count, because their workers still hold them.
         if len(self._rooms) >= self._limits.rooms_max:
             text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
@@ -211,13 +211,9 @@ class Routing:
         self.workers.remove(peer)
         return self._take()
 
-    def drain(self) -> None:
-        """Accepts no more requests; unfinished ones continue."""
-        self._draining = True
-
     def close(self, now: float) -> list[RoutingEffect]:
         """Fails unfinished requests, and sends Goodbye to the workers."""
-        self._draining = True
+        self._closed = True
         for room in list(self._requests.values()):
             self._fail(room, (), Cause.SHUTDOWN, "the router shuts down", 0, now)
         self.workers.goodbye(Cause.SHUTDOWN.value)
@@ -234,7 +230,7 @@ class Routing:
         now: float,
     ) -> RoutedRoom:
         room_id = self._mint()
-        while room_id in self._rooms or room_id in self._requests:
+        while not room_id or room_id in self._rooms or room_id in self._requests:  # 0 names none on the wire
             room_id = self._mint()
         if pair.prefill is None:  # decode computes what it has not cached
             rest_max = min(pair.decode.rest_max, self._limits.turn_tokens_max)
@@ -402,7 +398,7 @@ class Routing:
                     room.so_far.lost = cause, detail
             else:
                 self.retries += 1
-            repeats = room.repeats if room.so_far is None else room.so_far.repeated
+            repeats = room.so_far.repeated if room.so_far is not None and resumed else room.repeats
             again = self._open(*retry, room.request_id, room.so_far, repeats, room.deadline, now)
             again.retried = room.retried or room.prefill is not None  # decode alone was no pair's attempt
             self._effects.append(Retry(room.request_id, cause, detail, report, again.id, resumed))
@@ -417,7 +413,7 @@ class Routing:
     ) -> tuple[CompletionRequest, WorkerPair] | None:
         """Returns the request and pair for a retry, or None. Never retries a refusing pair or a full worker; retries
         densely what every worker capable of HiSparse refused."""
-        if cause in FINAL_CAUSES or self._draining:
+        if cause in FINAL_CAUSES or self._closed:
             return None
         asked, so_far = room.request, room.so_far
         if so_far is not None and so_far.repeated is not None:

@@ -65,9 +65,6 @@ class Servers:
         for server in self.pool.all:
             self._watch(server)
 
-    def drain(self) -> None:
-        """Nothing to do: what is under way may be tried again."""
-
     def stop(self) -> None:
         """Ends all waits for servers, which fails their requests."""
         for poll in self._polls.values():

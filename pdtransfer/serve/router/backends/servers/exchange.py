@@ -303,7 +303,8 @@ class Exchange:
             if task.cancelled():
                 return
             if (error := task.exception()) is not None:
-                log.debug("%s", error)
+                ours = None if isinstance(error, AttemptFailedError) else error
+                log.log(logging.DEBUG if ours is None else logging.ERROR, "%s", error, exc_info=ours)
             elif self._prompt_computed is not None:
                 self._prompt_computed.set()
 

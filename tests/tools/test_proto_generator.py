@@ -205,10 +205,22 @@ def test_check_notices_a_stale_file_and_writes_nothing(tmp_path):
 _MARKED = {
     "schema.json": lambda lines: next(line for line in lines if '"kind": 6' in line),
     "README.md": lambda lines: next(line for line in lines if line.startswith("### Grant (")),
+    "reference.md": lambda lines: next(line for line in lines if line.startswith("| 5 | `rows_digest`")),
     "vectors/valid.jsonl": lambda lines: lines[3],
     "vectors/invalid.jsonl": lambda lines: lines[3],
     "vectors/checksums.jsonl": lambda lines: lines[3],
 }
+
+
+@pytest.mark.parametrize(("page", "name"), [("life.md", "load_ms"), ("memory.md", "line_bytes_max")])
+def test_a_figure_in_a_sentence_is_the_codes(tmp_path, page, name):
+    root = tmp_path / "v1"
+    shutil.copytree(ROOT, root)
+    text = (root / page).read_text()
+    (root / page).write_text(re.sub(f"(?<=<!-- {name} -->)[0-9,]+", "7", text))
+    assert main(["--check", "--root", str(root)]) == 1
+    assert main(["--root", str(root)]) == 0
+    assert (root / page).read_text() == text
 
 
 def test_generation_repairs_what_is_stale_and_keeps_published_lines(tmp_path):

@@ -16,9 +16,9 @@ _ROOT = Path(__file__).parent.parent.parent / "proto" / "v1"
 def generated(root: Path) -> dict[Path, str]:
     """Each generated file under `root` (a proto/v1) with the text that it should have."""
     table = schema()
-    page = root / "README.md"
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(root.glob("*.md"))}
     files = {
-        page: tables.filled(page.read_text(encoding="utf-8"), table),
+        **tables.filled(pages, table),
         root / "schema.json": json.dumps(table, indent=1) + "\n",
     }
     for name, cases in (("valid", vectors.valid()), ("invalid", vectors.invalid())):

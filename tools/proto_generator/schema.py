@@ -9,7 +9,7 @@ import tokenize
 from types import ModuleType
 from typing import Any, cast
 
-from msgspec import inspect
+from msgspec import Struct, inspect
 
 from pdtransfer import limits
 from pdtransfer.layout import layout
@@ -102,6 +102,11 @@ def schema() -> Json:
         ],
         "structs": [_table(model, meanings) for model in structs.values()],
     }
+
+
+def table_of(struct: type[Struct], module: ModuleType) -> Json:
+    """One struct of `module` that stands in no message."""
+    return _table(_struct(inspect.type_info(struct)), _meanings(module))
 
 
 def constants() -> list[tuple[str, int, str]]:

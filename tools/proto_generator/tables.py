@@ -1,19 +1,28 @@
-"""The generated blocks of proto/v1/README.md: messages, structs, limits, states."""
+"""The generated blocks of the pages of proto/v1: messages, structs, limits, states, and figures within sentences."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+from pdtransfer.bus.limits import BusLimits
 from pdtransfer.errors import Cause
 from pdtransfer.handoff import states
 from pdtransfer.handoff.states import diagram
 from pdtransfer.layout.layout import DTYPE_BYTES
+from pdtransfer.limits import LOAD_MS, ROUTERS_MAX, Limits
+from pdtransfer.memory.mapping import UNBACKED_BYTES_MAX
+from pdtransfer.serve.engines.shell import first_token
+from pdtransfer.serve.engines.shell.first_token import FirstToken
 from pdtransfer.serve.router.backends.daemons import router_rooms as routed
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.serve.worker import service_rooms as served
+from pdtransfer.transports.engines.child import CHUNK_BYTES
+from pdtransfer.transports.shm.handover import PATH_BYTES_MAX
 
-from .schema import Json, choices, constants
+from .schema import Json, choices, constants, table_of
 
 _STATES = {
     "A room on the decode side": diagram(states.DECODE_ROOM, states.DecodeRoom.CONNECTING),
@@ -26,9 +35,10 @@ _STATES = {
 }
 
 
-def filled(page: str, schema: Json) -> str:
-    """The page with everything from `<!-- name -->` to `<!-- /name -->` made anew."""
+def filled(pages: dict[Path, str], schema: Json) -> dict[Path, str]:
+    """The pages with everything from `<!-- name -->` to `<!-- /name -->` made anew."""
     blocks = {
+        "aux": _fields(table_of(FirstToken, first_token), first=0),
         "messages": "\n".join(_section(entry, first=2) for entry in schema["messages"]),
         "structs": "\n".join(_section(entry, first=0) for entry in schema["structs"]),
         "limits": _rows(("limit", "value", "reason"), constants()),
@@ -36,12 +46,30 @@ def filled(page: str, schema: Json) -> str:
         "states": "\n".join(f"### {title}\n\n```mermaid\n{drawn}\n```\n" for title, drawn in _STATES.items()),
     }
     words = {"dtypes": ", ".join(DTYPE_BYTES), "causes": ", ".join(f'"{cause.value}"' for cause in Cause)}
-    places = {name: f"\n\n{block}\n" for name, block in blocks.items()} | words
-    for name, text in places.items():
-        mark = re.compile(rf"(<!-- {name} -->).*?(<!-- /{name} -->)", re.DOTALL)
-        assert len(mark.findall(page)) == 1, f"README.md has no place for {name}"
-        page = mark.sub(lambda match, text=text: f"{match[1]}{text}{match[2]}", page)
-    return page
+    figures = {name: f"{value:,}" for name, value in _figures().items()}
+    places = {name: f"\n\n{block}\n" for name, block in blocks.items()} | words | figures
+    mark = re.compile(r"<!-- (\w+) -->.*?<!-- /\1 -->", re.DOTALL)
+    unplaced = places.keys() - {name for page in pages.values() for name in mark.findall(page)}
+    assert not unplaced, f"no page has a place for {unplaced}"
+    return {
+        file: mark.sub(lambda match: f"<!-- {match[1]} -->{places[match[1]]}<!-- /{match[1]} -->", page)
+        for file, page in pages.items()
+    }
+
+
+def _figures() -> dict[str, int]:
+    """What sentences state and the code decides."""
+    bus, limits = BusLimits(), Limits()
+    return {
+        **{name: getattr(limits, name) for name in ("ping_ms", "slow_ms", "silence_ms", "session_silence_ms")},
+        **{name: getattr(bus, name) for name in (
+            "line_bytes_max", "line_queue_bytes", "line_queue_frames", "line_unread_ms", "same_max", "named_max",
+            "stale_ms", "mute_ms", "costs_max", "ignored_max", "banned_ms", "unacknowledged_ms",
+        )},
+        "load_ms": LOAD_MS, "routers_max": ROUTERS_MAX, "path_bytes_max": PATH_BYTES_MAX,
+        "unbacked_bytes_max": UNBACKED_BYTES_MAX, "chunk_bytes": CHUNK_BYTES,
+        "prefill_page_size": PrefillConfig().page_size, "decode_page_size": DecodeConfig().page_size,
+    }  # fmt: skip
 
 
 def _section(entry: Json, *, first: int) -> str:
@@ -49,11 +77,15 @@ def _section(entry: Json, *, first: int) -> str:
     title = f"### {entry['name']}"
     if "kind" in entry:
         title += f" ({entry['kind']}, {entry['way']})"
+    return f"{title}\n\n{entry['meaning']}\n\n{_fields(entry, first=first)}\n"
+
+
+def _fields(entry: Json, *, first: int) -> str:
     rows = [
         (first + index, f"`{field['name']}`", _type(field["type"]), _default(field), field["meaning"])
         for index, field in enumerate(entry["fields"])
     ]
-    return f"{title}\n\n{entry['meaning']}\n\n{_rows(('place', 'field', 'type', 'default', 'meaning'), rows)}\n"
+    return _rows(("place", "field", "type", "default", "meaning"), rows)
 
 
 def _rows(head: tuple[str, ...], rows: list[Any]) -> str:

@@ -33,7 +33,7 @@ REPLY = struct.Struct("<8sQ")  # magic, bytes of the arena; the descriptor comes
 _NONE_LEFT = REPLY.pack(MAGIC, 0)  # no descriptor was left to hand over: the token stays valid
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _INT = struct.Struct("i")
-_PATH_BYTES_MAX = 107
+PATH_BYTES_MAX = 107
 _NAME = re.compile(r"@pdtransfer-[0-9a-f]{16}|(?:/[^\0]*)?/arena-[0-9a-f]{16}")
 _RETRY_SECONDS = 0.01
 TOKEN_BYTES = 32
@@ -217,8 +217,8 @@ def _bound(directory: Path | None) -> tuple[socket.socket, Path | None]:
             return listener, None
         _check_private(directory)
         path, aside = directory / f"arena-{name}", directory / f".{name}"
-        if len(os.fsencode(path)) > _PATH_BYTES_MAX:
-            raise TransportError(f"socket {path}: {len(os.fsencode(path))} bytes, a path has {_PATH_BYTES_MAX} at most")
+        if len(os.fsencode(path)) > PATH_BYTES_MAX:
+            raise TransportError(f"socket {path}: {len(os.fsencode(path))} bytes, a path has {PATH_BYTES_MAX} at most")
         _sweep(directory)
         listener.bind(str(aside))
         listener.listen(128)
@@ -306,8 +306,8 @@ def _check_reachable(reach: Reach) -> None:
     # A peer chose this address: it must not lead to the socket of another program.
     if not _NAME.fullmatch(reach.address):
         raise TransportError(f"address {reach.address!r} must be /.../arena-NUMBER or @pdtransfer-NUMBER, in hex")
-    if len(os.fsencode(reach.address)) > _PATH_BYTES_MAX:
-        raise TransportError(f"address {reach.address!r} is longer than {_PATH_BYTES_MAX} bytes")
+    if len(os.fsencode(reach.address)) > PATH_BYTES_MAX:
+        raise TransportError(f"address {reach.address!r} is longer than {PATH_BYTES_MAX} bytes")
     if len(reach.token) != TOKEN_BYTES:
         raise TransportError(f"token: {len(reach.token)} bytes, not {TOKEN_BYTES}")
 

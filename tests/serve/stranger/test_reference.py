@@ -1,8 +1,10 @@
-"""The KV of the reference model through strangers alone: a decode takes it from a real prefill, and a prefill hands it
-to a real decode, whose HiSparse answers as a single process does."""
+"""The KV of the reference model through strangers alone, as reference.md describes it: a decode takes it from a real
+prefill, and a prefill hands it to a real decode, whose HiSparse answers as a single process does."""
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
@@ -13,13 +15,14 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
-from pdtransfer_lab.models.factory import Generation, generate_many
+from pdtransfer_lab.models.factory import Generation, create, generate_many
 
 from pdtransfer.serve.engine_api import EngineConfig
 from pdtransfer.serve.settings.node import REFERENCE
 from pdtransfer.wire import Sampling
 from tests.serve.stranger import cast, shm
 from tests.serve.stranger.decode import Decode
+from tests.serve.stranger.messages import ROOT
 from tests.serve.stranger.peer import Fields
 from tests.serve.stranger.router import Router
 from tests.support.fleets import SLOTS, decode_config, prefill_config, prompts
@@ -29,8 +32,21 @@ OPTIONS = {"layers": "2", "top_k": "16", "index_share": "1"}
 OPTION = tuple(f"{name}={value}" for name, value in OPTIONS.items())
 TEXTS = prompts(20, 40, 130)
 TOKENS = 6
-# Kind, dtype and bytes of each plane of a layer, as reference.md has them.
-PLANES = {"kv": [("latent", "float32", 2_304)], "index": [("index", "float8_e4m3", 128), ("scale", "float32", 4)]}
+TEXT = (ROOT / "reference.md").read_text()
+# The cells of each line of the text's tables.
+CELLS = [[cell.strip(" `") for cell in line.strip("| ").split(" | ")] for line in TEXT.splitlines() if line[:1] == "|"]
+PLANES_OF_TEXT = [
+    (cells[0].replace("`", ""), *cells[1:5], int(cells[5]), int(cells[6].replace(",", "")))
+    for cells in CELLS
+    if len(cells) == 7 and cells[6][0].isdigit()
+]
+AUX_OF_TEXT = [cells[1].strip("`") for cells in CELLS if cells[0].isdigit()]
+FORMAT = re.findall(r'The format is "([^"]+)"', TEXT)[0]
+# Kind, dtype and bytes of each plane of a layer of reference-mla.
+PLANES = {
+    name: [(kind, dtype, size) for of, _, _, kind, dtype, _, size in PLANES_OF_TEXT if of.startswith(start)]
+    for name, start in (("kv", "kv of reference-mla"), ("index", "index"))
+}
 
 
 def expected(count: int) -> list[Generation]:
@@ -57,11 +73,12 @@ def component(name: str, memory: str, base: int) -> tuple[Fields, int]:
 
 
 class Copied:
-    """The KV and the aux of each prompt, as they have landed once."""
+    """The KV of each prompt, as it has landed once, and the aux that the text says of its `first` token."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: list[Generation]) -> None:
+        self.first = {tuple(text.encode()): single for text, single in zip(TEXTS, first, strict=True)}
         self.rows: dict[tuple, bytes] = {}
-        self.made: dict[tuple, bytes] = {}
+        self.logprobs = b""  # of the next aux
 
     def generate(self, ids: list[int], read: Callable[..., bytes], aux: bytes, count: int) -> list[int]:
         """Keeps what has landed. The answer is the token that prefill has picked."""
@@ -70,14 +87,19 @@ class Copied:
                 for layer in range(2):
                     for index in range(len(ids)):
                         self.rows[tuple(ids), name, kind, layer, index] = read(name, kind, layer, index)
-        self.made[tuple(ids)] = aux
-        return [msgpack.unpackb(aux)[2]]
+        assert aux == self.aux(ids)
+        return [self.first[tuple(ids)].tokens[0]]
 
     def row(self, ids: list[int], name: str, plane: Fields, at: int) -> bytes:
         return self.rows[tuple(ids), name, plane["kind"], plane["layer"], at]
 
     def aux(self, ids: list[int]) -> bytes:
-        return self.made[tuple(ids)]
+        single = self.first[tuple(ids)]
+        fields = {
+            "format": FORMAT, "prompt_tokens": len(ids), "id": single.tokens[0], "logits_digest": single.logits_digest,
+            "logprobs": self.logprobs, "rows_digest": b"",
+        }  # fmt: skip
+        return msgpack.packb([fields[name] for name in AUX_OF_TEXT])
 
     def digest(self, ids: list[int]) -> bytes:
         """As decode's End names what it holds, when no row has been generated yet."""
@@ -111,7 +133,8 @@ def taking(copied: Copied, weights: bytes) -> Decode:
 def test_kv_of_the_reference_model_goes_through_strangers_and_comes_out_as_it_was(
     tmp_path: Path, directory: Path
 ) -> None:
-    copied, first, whole = Copied(), expected(1), expected(TOKENS)
+    first, whole = expected(1), expected(TOKENS)
+    copied = Copied(first)
     sparse = {"hot_tokens": 48, "device_slots": 98, "dense_slots": 1_024, "enable_hisparse": True}
     configs = (
         prefill_config(model=REFERENCE, engine_option=OPTION),
@@ -143,3 +166,28 @@ def test_kv_of_the_reference_model_goes_through_strangers_and_comes_out_as_it_wa
                     end = router.complete(text.encode(), TOKENS, enable_hisparse=kind).ends["decode"]
                     names = ("tokens_digest", "logits_digest", "kv_digest")
                     assert [end[name] for name in names] == [getattr(single, name) for name in names]
+            copied.logprobs = struct.pack("<f", -0.5)
+            sampling = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": True}
+            room = router.complete(TEXTS[0].encode(), TOKENS, enable_hisparse=True, sampling=sampling)
+            assert room.tokens == [*whole[0].tokens]
+
+
+@pytest.mark.parametrize("attention", ["mla", "gqa"])
+def test_the_text_has_the_components_of_the_reference_engine(attention: str) -> None:
+    layers = range(int(re.findall(r"Of L layers \((\d+),", TEXT)[0]))
+    groups = layers[:: int(re.findall(r"the first of each `?index_share`? \((\d+)\)", TEXT)[0])]
+    config = EngineConfig(
+        role="prefill", slots=SLOTS, page_size=64, host_layout="layer_first",
+        options={"attention": attention, "top_k": "16"},
+    )  # fmt: skip
+    description = create(config).description
+    assert (description.model, len(description.weights)) == (f"reference-{attention}", 16)
+    of_text = [plane for plane in PLANES_OF_TEXT if plane[0].startswith((f"kv of {description.model}", "index"))]
+    assert {(each[0].split(",")[0].split(" ")[0], each[1], *each[3:]) for each in of_text} == {
+        (component.name, component.memory, plane.kind, plane.dtype, plane.head_count, plane.head_bytes)
+        for component in description.components
+        for plane in component.layout.planes
+    }
+    for component, of in zip(description.components, (layers, groups), strict=True):
+        assert {plane.layer for plane in component.layout.planes} == {*of}, component.name
+    assert description.components[1].layout.page_size == int(re.findall(r"`index` has pages of (\d+)", TEXT)[0])

@@ -7,21 +7,23 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from ....limits import TOKENS_MAX
+from ....limits import TOKENS_MAX, TOP_LOGPROBS_MAX
 from ....wire import Sampling
 from ...sampling import DIGEST_BYTES, Picked
 from .facts import ModelFacts
+
+_LOGPROBS_BYTES_MAX = 4 + 8 * TOP_LOGPROBS_MAX
 
 
 class FirstToken(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A room's aux, a msgpack array of these fields."""
 
-    format: Annotated[str, Meta(max_length=32)]
-    prompt_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
-    id: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    logits_digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES)]  # empty without digests
-    logprobs: bytes  # of the first token, packed; empty unless they are asked for
-    rows_digest: Annotated[bytes, Meta(max_length=1_024)]  # of the prompt's rows, for a model that compares them
+    format: Annotated[str, Meta(max_length=32)]  # the engine's own, such as "reference/1"
+    prompt_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]  # the length of Begin's prompt
+    id: Annotated[int, Meta(ge=0, lt=1 << 32)]  # the first generated token, index 0 of Tokens
+    logits_digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES)]  # of its logits; empty of an engine without digests
+    logprobs: Annotated[bytes, Meta(max_length=_LOGPROBS_BYTES_MAX)]  # of it, as in Tokens; empty unless asked for
+    rows_digest: Annotated[bytes, Meta(max_length=1_024)]  # of the prompt's rows; empty of an engine that compares none
 
     def picked(self, sampling: Sampling) -> Picked:
         """The first token. Raises ValueError for logprobs other than the request asks for."""

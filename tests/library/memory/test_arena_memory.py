@@ -9,11 +9,13 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pdtransfer.errors import TransportError, WorldError
+from pdtransfer.kernels import registered
 from pdtransfer.memory import arena_memory, available_memory
 from pdtransfer.memory import mapping as mappings
 from pdtransfer.memory.arena_memory import ArenaMemory
@@ -121,10 +123,10 @@ def test_a_staging_buffer_that_no_writer_needs_takes_no_memory_until_one_does(mo
 
 def test_memory_that_runs_out_on_the_way_ends_the_prefault(arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mappings, "CHUNK_BYTES", MIB)
-    figures = iter([100 * MIB, 100 * MIB, MIB // 2])
+    figures = iter([100 * MIB, 3 * MIB, 2 * MIB - 1])  # as much as is needed, then a byte less
     left = (available_memory.AvailableMemory("a cgroup", each) for each in figures)
     monkeypatch.setattr(arena_memory, "available_memory", lambda: next(left))
-    with pytest.raises(WorldError, match=f"{2 * MIB} bytes.*a cgroup is {MIB // 2} bytes"):
+    with pytest.raises(WorldError, match=f"{2 * MIB} bytes.*a cgroup is {2 * MIB - 1} bytes"):
         arena.prefault()
     assert arena.bytes_ready == 2 * MIB
 
@@ -164,8 +166,8 @@ def cgroup_v1(root: Path) -> str:
 
 def cgroup_v2_seen_from_inside(root: Path) -> str:
     (root / "memory.max").write_text(f"{400 * MIB}\n")
-    (root / "memory.current").write_text(f"{350 * MIB}\n")
-    (root / "memory.stat").write_text(f"inactive_file {20 * MIB}\n")
+    (root / "memory.current").write_text(f"{330 * MIB}\n")
+    (root / "memory.stat").write_text("anon 1\n")
     return "0::/not/visible/here\n"
 
 
@@ -192,6 +194,26 @@ def test_huge_pages_that_are_not_there_are_named_with_the_command_that_mends_it(
     auto = ArenaMemory.create(7 * MIB, huge_pages="auto")
     assert not auto.huge
     auto.close()
+
+
+def test_pages_that_others_have_reserved_are_not_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(available_memory, "_HUGE_PAGES", tmp_path)
+    assert available_memory.huge_pages_free() == 0, "a kernel without them"
+    for name, count in (("free_hugepages", 5), ("resv_hugepages", 2)):
+        (tmp_path / name).write_text(f"{count}\n")
+    assert available_memory.huge_pages_free() == 3
+
+
+@pytest.mark.parametrize(("huge_pages", "staging_bytes", "asked"), [("never", 0, 0), ("auto", 0, 1), ("auto", MIB, 1)])
+def test_huge_pages_are_asked_for_where_they_may_be(
+    monkeypatch: pytest.MonkeyPatch, huge_pages: Any, staging_bytes: int, asked: int
+) -> None:
+    advised: list[object] = []
+    monkeypatch.setattr(arena_memory, "advise_huge", advised.append)
+    monkeypatch.setattr(arena_memory, "huge_pages_free", lambda: 0 if not staging_bytes else 100)
+    made = ArenaMemory.create(MIB, huge_pages=huge_pages, staging_bytes=staging_bytes)
+    assert (len(advised), made.huge) == (asked, False)
+    made.close()
 
 
 def test_huge_pages_that_somebody_else_took_first_fall_back_when_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +246,40 @@ def test_close_gives_back_memory_and_descriptors() -> None:
     for each in (made, received, made, received):
         each.close()
     assert opened_files() == before
+
+
+class Registered(list[tuple[int, int]]):
+    """A GPU's registered ranges."""
+
+    refuses = False
+
+    def host_register(self, address: int, byte_count: int) -> int:
+        self.append((address, byte_count))
+        return address
+
+    def host_unregister(self, address: int) -> None:
+        if self.refuses:
+            raise WorldError("refused")
+        self[:] = [(start, size) for start, size in self if start != address]
+
+
+def test_a_gpu_reaches_what_is_ready_and_nothing_once_it_is_closed(
+    arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mappings, "CHUNK_BYTES", MIB)
+    monkeypatch.setattr(registered, "CHUNK_BYTES", 2 * MIB)
+    gpu, ready = Registered(), list[int]()
+    arena.gpu = gpu
+    assert arena.prefault(ready.append)
+    assert ready == [2 * MIB, 4 * MIB]
+    assert gpu == [(arena.mapping.address + first, 2 * MIB) for first in (0, 2 * MIB)]
+    gpu.refuses = True
+    with pytest.raises(WorldError, match="2 chunks of host memory stay registered"):
+        arena.close()
+    arena.mapping.view[0] = 1  # and stay mapped
+    gpu.refuses = False
+    arena.close()
+    assert gpu == []
 
 
 def test_close_refuses_while_a_view_lives(arena: ArenaMemory) -> None:

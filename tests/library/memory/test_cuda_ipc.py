@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ import sys
 import numpy as np
 from pdtransfer.memory.cuda_ipc import Handle, Opened
 opened = Opened(Handle.unpack(bytes.fromhex(sys.argv[1])))
-assert opened.device is None
+assert (opened.device, opened.same_gpu) == (None, False)
 words = np.ctypeslib.as_array((__import__("ctypes").c_uint8 * opened.byte_count).from_address(opened.address))
 print(int(words[:100].sum()))
 words[100] = 77
@@ -63,11 +64,12 @@ def test_an_arena_that_a_node_serves_is_exported_to_nobody() -> None:
 
 def test_memory_that_is_no_more_is_not_opened() -> None:
     arena = ArenaMemory.create(1 << 20, huge_pages="never")
-    handle = arena.export()
+    handle, descriptors = arena.export(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransportError, match="is another file now"):
         cuda_ipc.Opened(msgspec.structs.replace(handle, inode=handle.inode + 1))
     with pytest.raises(TransportError, match="exported memory: /proc/"):
         cuda_ipc.Opened(msgspec.structs.replace(handle, descriptor=1 << 20))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     arena.close()
 
 
@@ -118,8 +120,11 @@ def test_memory_of_a_card_that_is_not_seen_here_is_opened_for_one_that_is(monkey
     assert not opened.same_gpu
     opened.close()
     Seen.uuid = handle.gpu
-    own = cuda_ipc.Opened(handle, on=0)
+    own, again = cuda_ipc.Opened(handle, on=0), cuda_ipc.Opened(msgspec.structs.replace(handle, byte_count=3_840), on=0)
     assert own.same_gpu
+    with pytest.raises(TransportError, match=r"bytes 256\+3841 of an allocation of 4096"):
+        cuda_ipc.Opened(msgspec.structs.replace(handle, byte_count=3_841), on=0)
     own.close()
-    del log[2:]
-    assert log == [("open", b"h" * 64), ("close", 1 << 20)]
+    assert log.count(("close", 1 << 20)) == 1, "the driver has a handle open once, for all that use it"
+    again.close()
+    assert log == [("open", b"h" * 64), ("close", 1 << 20)] * 2

@@ -93,8 +93,9 @@ def test_a_request_of_many_answers_takes_them_from_a_full_second_and_the_next_wa
         use.widen(10, 0.0)
     assert key.tokens == -8.0
     for now in (1.0, 4.4):
-        with pytest.raises(RefusedRequestError), key.use(now):
+        with pytest.raises(RefusedRequestError) as refused, key.use(now):
             pass
+        assert now + refused.value.retry_ms / 1e3 == pytest.approx(4.5, abs=2e-3)
     with key.use(4.6) as use, pytest.raises(RefusedRequestError) as refused:
         use.widen(2, 4.6)
     assert key.tokens == pytest.approx(1.2), "what is refused takes nothing"

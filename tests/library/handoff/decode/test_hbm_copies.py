@@ -329,21 +329,27 @@ def test_a_room_that_nobody_copies_up_fails_at_its_deadline_and_keeps_its_slots(
     assert end.free[2] == DENSE_SLOTS - PIECE
 
 
-def test_rows_are_read_back_before_they_are_copied_and_wrong_ones_are_copied_nowhere() -> None:
-    for right in (True, False):
-        end = ApartEnd(verify=True)
-        end.registers()
-        begun = end.granted(1, tokens=PIECE)
-        assert not begun.verify, "it has no rows"
-        (grant,) = sent(end.land(begun), Grant)
-        effects = end.land(grant, checksum=CHECKSUM)
-        assert of(effects, Verify)
-        assert of(effects, Lift) == []
-        effects = end.verified(grant, 7 if right else 8)
-        assert len(of(effects, Lift)) == right
-        assert len(of(effects, RoomFailed)) != right
-        if right:
-            assert of(end.lifted(of(effects, Lift)[0]), RoomReady)
+@pytest.mark.parametrize(("checksum", "given_up"), [(7, False), (8, False), (7, True)])
+def test_rows_are_read_back_before_they_are_copied_and_wrong_or_unwanted_ones_are_copied_nowhere(
+    checksum: int, given_up: bool
+) -> None:
+    end = ApartEnd(verify=True)
+    end.registers()
+    begun = end.granted(1, tokens=PIECE)
+    assert not begun.verify, "it has no rows"
+    (grant,) = sent(end.land(begun), Grant)
+    effects = end.land(grant, checksum=CHECKSUM)
+    assert of(effects, Verify)
+    assert of(effects, Lift) == []
+    if given_up:
+        end.core.abort(1, end.now)
+        assert end.free[2] == DENSE_SLOTS - PIECE, "they are still read"
+    effects = end.verified(grant, checksum)
+    assert len(of(effects, RoomFailed)) == (checksum != 7)
+    if lifts := of(effects, Lift):
+        assert of(end.lifted(lifts[0]), RoomReady)
+    assert len(lifts) == (checksum == 7 and not given_up)
+    assert end.free[2] == DENSE_SLOTS - (PIECE if lifts else 0)
 
 
 def test_slots_of_the_buffer_wait_for_a_writer_that_has_not_mapped_them() -> None:

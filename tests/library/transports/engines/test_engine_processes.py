@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -297,10 +298,19 @@ async def test_a_session_has_as_many_engines_as_both_sides_take(library: Library
         assert (it.memory.mapping.array[: LARGE * it.target.layout.row_bytes] == 7).all()
 
 
-@pytest.mark.parametrize("address", ["80;", "1,,2", "0", ",1", "1,", "/tmp/socket", "999999", "2\u0661000"])
-def test_what_is_no_further_port_is_refused_before_anything_is_dialled(address: str) -> None:
-    with pytest.raises(TransportError, match="further ports"):
-        targets_of(replace(REACH, transport="mooncake", host="10.0.0.1:21000", address=address))
+@pytest.mark.parametrize(
+    ("field", "texts"),
+    [
+        ("address", ["80;", "1,,2", "0", ",1", "1,", "80\n", "/tmp/socket", "999999", "2\u0661000"]),
+        ("host", ["", "h", ":1", "h:", "h:0", "h:1;", "h:1\n", "h:999999", "-h:1", "h h:1", "h/x:1", "\u0661:1"]),
+    ],
+)
+def test_what_is_no_host_or_further_port_is_refused_before_anything_is_dialled(field: str, texts: list[str]) -> None:
+    reach = replace(REACH, transport="mooncake", host="10.0.0.1:21000", address="")
+    for text in texts:
+        with pytest.raises(TransportError, match=re.escape(f"{field} {text!r}")):
+            targets_of(replace(reach, **{field: text}))
+    assert targets_of(replace(reach, host="h.x:65535", address="1")) == ("h.x:65535", "h.x:1")
 
 
 @on_loop
@@ -457,6 +467,7 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
         os.kill(it.theirs(1), signal.SIGCONT)
         for wrong in (
             {"base": reach.base + (1 << 30)},
+            {"base": reach.base + 1},  # memory that is there
             {"host": f"{host}:{int(port) + 5_000}"},
             {"host": "/etc/passwd"},
         ):

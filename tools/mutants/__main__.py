@@ -18,7 +18,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,6 +98,7 @@ class Clone:
         names = {
             "PYTHONPATH": f"{self.path}:{self.path / 'lab'}",
             "PYTHONHASHSEED": "0",
+            "PYTHONDONTWRITEBYTECODE": "",  # the package is compiled once a clone
             "TMPDIR": str(self.path.parent),
         }
         names |= {REPORT: str(report), NEAREST: nearest, LEFT_OUT: json.dumps(left_out)}
@@ -132,29 +133,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def chosen(options: argparse.Namespace) -> Iterable[tuple[str, Mutant]]:
+def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Mutant]]:
     """Each set's mutants with the lowest hashes: a change of one function moves no choice elsewhere."""
-    named = [place.partition(":")[::2] for place in options.places]
-    for name, each in _SETS["sets"].items():
-        if options.set and name not in options.set:
-            continue
-        found: list[Mutant] = []
-        for path in (path for code in each["code"] for path in sorted(_python(_ROOT / code))):
-            file = str(path.relative_to(_ROOT))
-            wanted = [function for place, function in named if Path(file).is_relative_to(place.rstrip("/"))]
-            if wanted or not named:
-                found += [
-                    mutant
-                    for mutant in mutants(file, path.read_text())
-                    if not named or any(mutant.name.startswith(f"{file} {function}") for function in wanted)
-                ]
+    sets = _SETS["sets"]
+    drawn: dict[str, list[Mutant]] = {name: [] for name in options.set or sets}
+    for place in options.places or [code for name in drawn for code in sets[name]["code"]]:
+        path, _, function = place.partition(":")
+        for file in sorted(_ROOT.joinpath(path).rglob("*.py")) or [_ROOT / path]:
+            found = mutants(str(file.relative_to(_ROOT)), file.read_text())
+            of = (name for name in drawn if any(file.is_relative_to(_ROOT / code) for code in sets[name]["code"]))
+            drawn.setdefault(next(of, "other"), []).extend(
+                each for each in found if each.name.split()[1].startswith(function)
+            )
+    for name, found in drawn.items():
         found.sort(key=lambda mutant: blake2b(f"{options.seed} {mutant.name}".encode()).digest())
-        count = options.sample or (len(found) if named else each["count"])
+        count = options.sample or (len(found) if options.places else sets[name]["count"])
         yield from ((name, mutant) for mutant in found[:count])
-
-
-def _python(path: Path) -> Iterable[Path]:
-    return path.rglob("*.py") if path.is_dir() else [path]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -178,6 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     options = parser.parse_args(arguments)
     wanted = list(chosen(options))
+    if not options.tests and any(name == "other" for name, _ in wanted):
+        parser.error("places: some are in no set of sets.toml, and need --tests")
     if options.list:
         print(*(mutant.name for _, mutant in wanted), sep="\n")
         return 0

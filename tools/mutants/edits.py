@@ -17,6 +17,7 @@ _SWAPPED = {"fullmatch": "match", "min": "max", "max": "min", "any": "all", "all
 _LEAVES = (ast.Raise, ast.Return, ast.Continue, ast.Break)
 _UNTOUCHED = {"__repr__", "__str__"}  # texts for people
 _UNTOUCHED_FIELDS = {"annotation", "returns", "decorator_list", "bases"}
+_UNTOUCHED_KEYWORDS = {"strict", "frozen", "kw_only", "slots", "eq", "repr", "compare"}  # as assertions are
 _SHOWN = 40  # characters before what changes, and half of those behind
 
 
@@ -77,12 +78,11 @@ class _Tree:
         for node in _children(parent):
             inner = function
             match node:
-                case (
-                    ast.Raise()
-                    | ast.Assert()
-                    | ast.JoinedStr()
-                    | ast.Call(func=ast.Attribute(value=ast.Name(id="log")))
-                ):
+                case ast.keyword(arg=name) if name in _UNTOUCHED_KEYWORDS:
+                    continue
+                case ast.Raise() | ast.Assert() | ast.JoinedStr():
+                    continue
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="log"))):
                     continue
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                     if name in _UNTOUCHED:
@@ -119,7 +119,7 @@ class _Tree:
                 yield node, self._turned(node, [(left, right)])
             case ast.Constant(value=bool() as value):
                 yield node, str(not value)
-            case ast.Constant(value=int() as value) if value < 2 or not isinstance(parent, ast.AnnAssign):
+            case ast.Constant(value=int() as value) if not _is_tuned(parent, value):
                 yield node, str(value + 1)
             case ast.Attribute(ctx=ast.Load(), attr=name) if name.endswith("_max") and not isinstance(parent, ast.Call):
                 yield node, f"({text(node)} - 1)"
@@ -133,8 +133,11 @@ class _Tree:
     def _statement(self, node: ast.AST, function: str) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         text = self.text
         match node:
-            case ast.AugAssign(target=target, value=value, op=ast.Add() | ast.Sub()) if not _is_sequence(value):
-                yield node, self._turned(node, [(target, value)])
+            case ast.AugAssign(target=target, value=value, op=op):
+                if isinstance(op, ast.Add | ast.Sub) and not _is_sequence(value):
+                    yield node, self._turned(node, [(target, value)])
+                if isinstance(target, ast.Attribute):
+                    yield node, "pass"
             case ast.Expr(value=ast.Call() | ast.Await(value=ast.Call()) as call) if not text(call).startswith("log."):
                 yield node, "pass"
             case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"))]) if not function.endswith("__init__"):
@@ -183,6 +186,12 @@ def _children(parent: ast.AST) -> Iterator[ast.AST]:
         if name not in _UNTOUCHED_FIELDS:
             children = cast("list[object]", value) if isinstance(value, list) else [value]
             yield from (child for child in children if isinstance(child, ast.AST))
+
+
+def _is_tuned(parent: ast.AST, value: int) -> bool:
+    """Whether this number is a size that somebody chose, and not a limit that something has."""
+    shifted = isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.LShift)
+    return shifted or (isinstance(parent, ast.AnnAssign) and value > 1)
 
 
 def _is_sequence(*nodes: ast.expr) -> bool:

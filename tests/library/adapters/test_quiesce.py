@@ -54,3 +54,11 @@ def test_the_time_comes_back_while_the_engine_runs() -> None:
         assert client.now - before == waited_s
         client.now += 10.0 if room == 0 else 1_000.0
     quiescence.wait([])
+
+
+def test_what_a_step_leaves_of_the_time_is_the_next_ones() -> None:
+    client = Client(drains_s=12.0)
+    quiescence = Quiescence(client, lambda: client.now)
+    for room, until in enumerate((112.0, 124.0, 130.0, 130.0)):
+        quiescence.wait([(room, "r")])
+        assert client.now == until

@@ -182,6 +182,33 @@ def test_a_stage_has_the_fact_of_all_stages_about_states(stages: int, monkeypatc
     assert manager._states_fact == ({"states": "whole:1x24"} if stages == 2 else {})
 
 
+@pytest.mark.parametrize("cp_rank", [0, 1])
+def test_of_ranks_that_share_a_context_the_first_sends_alone(cp_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = with_stand_ins("backend", monkeypatch)
+    manager, started = object.__new__(backend.Manager), list[str]()
+    manager.attn_cp_rank, manager._learn_ranks = cp_rank, lambda: started.append("ranks")
+    manager._start_prefill = lambda: started.append("node")
+    monkeypatch.setattr(
+        backend.dialect.KVManager, "register_to_bootstrap", lambda _: started.append("registered"), raising=False
+    )
+    manager.register_to_bootstrap()
+    assert (manager.enable_all_cp_ranks_for_transfer, manager.is_dummy_cp_rank) == (False, cp_rank > 0)
+    assert started == ["ranks", "node", "registered"]
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("state", [KVPoll.Bootstrapping, KVPoll.Failed])
+def test_a_request_that_has_failed_before_it_begins_opens_no_room(
+    takes: bool, state: KVPoll, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, begun = with_stand_ins("backend", monkeypatch), list[int]()
+    manager = SimpleNamespace(
+        takes=lambda _: takes, request_status={ROOM: state}, sending=SimpleNamespace(begin=begun.append)
+    )
+    backend.Sender(manager, "host:1", ROOM)
+    assert begun == ([ROOM] if takes and state is KVPoll.Bootstrapping else [])
+
+
 @pytest.mark.parametrize("knows", [True, False], ids=["knows prefill", "does not know prefill"])
 def test_a_request_that_fails_at_one_stage_before_it_has_pages_fails_at_prefill_at_once(
     knows: bool, monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,20 @@ def test_caches_that_cannot_cross_are_refused_with_those_that_can(
         dialect.groups_of(groups("FullAttentionSpec", spec))
 
 
+def test_a_refusal_has_each_fact_by_the_name_that_users_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialect = dialect_of(monkeypatch)
+    monkeypatch.setattr(dialect.vllm, "__version__", "0.32.0", raising=False)
+    monkeypatch.setattr(dialect, "facts_of_model", lambda *_: {"model": {"head_dim": 8}, "cache": "fp8"})
+    facts = {"model": "a digest", "groups": [(16, None, 0), (32, 128, 0), (16, 128, 0)], "scales": 2}
+    shown = {
+        "head_dim": "8", "kv_dtype": "fp8", "scales": "2", "block_size": "16/32", "window": "None/128",
+        "attention_chunk": "0", "rows": "tokens", "engine": "vLLM 0.32.0",
+    }  # fmt: skip
+    assert dialect.shown_facts(None, {}, facts, "tokens") == shown
+    shown["attention_backend"] = "A/B"
+    assert dialect.shown_facts(None, {}, facts | {"attention": ["A", "B"]}, "tokens") == shown
+
+
 @pytest.mark.parametrize(
     ("extra", "text"),
     [

@@ -713,3 +713,8 @@ def test_prompts_that_decode_computes_itself_are_counted_and_a_tenth_of_them_is_
     data = side.take_figures()
     assert data is not None
     assert (data["computed"], data["refusals"]) == (5, {"block_size=32": 3}), "a peer's words are not label"
+
+
+def test_a_fact_that_is_a_label_is_no_longer_than_a_label() -> None:
+    facts = {"layers": "x" * 500, "dtype": "y"}
+    assert worker.differing("layers: d has 'x', p 'z'", facts) == ["layers=" + "x" * (worker.FACT_LENGTH_MAX - 7)]

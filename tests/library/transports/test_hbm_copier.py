@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from pdtransfer.kernels import kv_copy
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports import hbm_copier
+from pdtransfer.transports.copier import CANCELLED
 from tests.support import kernels_host
 from tests.support.gpu_on_host import GpuOnHost
 from tests.support.layout_tensors import Pool as Tensors
@@ -61,6 +63,45 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
 
     asyncio.run(run())
     return texts
+
+
+@pytest.mark.parametrize("by", ["cancel", "close"])
+def test_a_copy_that_is_stopped_ends_after_its_piece_and_is_reported(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source, target), texts, begun, goes_on = pools(), list[str](), Event(), Event()
+    right = wanted(source, target, SLOTS[:5], SLOTS[:5])
+
+    def slow_copy(*copied: Any) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        kv_copy.kv_copy(*copied)
+
+    monkeypatch.setattr(hbm_copier, "PIECE_BYTES", 5 * source.layout.row_bytes)
+    monkeypatch.setattr(hbm_copier, "kv_copy", slow_copy)
+    memory = Hbm(
+        base=0, byte_count=len(target.memory), address=target.memory.ctypes.data, device=None, handle=b"",
+        free=lambda: None,
+    )  # fmt: skip
+    arena: Any = SimpleNamespace(mapping=SimpleNamespace(address=source.memory.ctypes.data, registered=None))
+
+    async def run() -> None:
+        up = hbm_copier.HbmCopier(arena, memory, lambda _, text: texts.append(text))
+        rows = ComponentRows(Component("kv", "hbm", 1, Span(), source.layout), 0, EXTENTS)
+        up.lift(Lift(1, 2, 3, (LiftedRows(rows, rows),)))
+        await until(begun.is_set)
+        up.cancel(1, 3)  # there is no such grant
+        if by == "cancel":
+            up.cancel(1, 2)
+        closing = asyncio.create_task(up.close() if by == "close" else until(lambda: texts))
+        await asyncio.sleep(0.05)
+        assert not closing.done(), "a row is being written"
+        goes_on.set()
+        await closing
+        await until(lambda: texts)
+        await up.close()
+        assert (up.moved_bytes, texts) == (5 * source.layout.row_bytes, [CANCELLED])
+
+    asyncio.run(run())
+    assert np.array_equal(target.memory, right)
 
 
 def pools() -> tuple[Tensors, Tensors]:

@@ -101,6 +101,7 @@ def test_a_landed_without_a_checksum_fails_the_room_and_returns_its_slots(checks
     assert sent(effects, Released)
     assert decode.free == ALL_FREE
     assert decode.core.idle
+    assert decode.core.post_landing.mismatched == 1
 
 
 def test_rows_that_cannot_be_read_fail_the_room() -> None:

@@ -93,7 +93,8 @@ def test_no_body_of_any_shape_is_read_on_the_loop_beyond_some_kilobytes(read_her
                 assert len(body) > HTTP_BODY_BYTES_MAX * 0.9
                 with pytest.raises(RefusedRequestError) as refused:
                     await its.read(reading, body, nothing)
-                assert (refused.value.param, refused.value.status) == (field, 400), (name, refused.value)
+                outer = refused.value.param and refused.value.param.partition("[")[0]
+                assert (outer, refused.value.status) == (field, 400), (name, refused.value)
             assert not read_here
             await its.read(COMPLETION, b'{"prompt": "a"}', nothing)
             assert read_here == [15]

@@ -7,8 +7,13 @@ import json
 import threading
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import openai
 import pytest
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
+from openai.types.chat.chat_completion_message import FunctionCall
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.daemons.answer_text import AnswerText
@@ -44,6 +49,55 @@ def test_a_chat_is_one_prompt_and_its_answer_has_a_message() -> None:
             assert [each.logprob for each in choice.logprobs.content[0].top_logprobs] == [-1.0, -2.0]
             assert answer.usage.total_tokens == len(prompt) + 4
             assert content["pdtransfer"]["decode"] == "d0"
+
+    run_on_loop(case)
+
+
+CALL = ChatCompletionMessageFunctionToolCall(
+    id="c1", type="function", function=Function(name="weather", arguments='{"city": "Bern"}')
+)
+SENT_BACK: list[tuple[Any, str]] = [  # a message as OpenAI's client has it, and its line of the prompt
+    ({"role": "developer", "content": "d", "name": "n"}, "developer: d"),
+    ({"role": "system", "content": [{"type": "text", "text": "s"}]}, "system: s"),
+    ({"role": "user", "content": [{"type": "text", "text": "u"}, {"type": "text", "text": "v"}]}, "user: uv"),
+    ({"role": "user", "content": ""}, "user: "),
+    (ChatCompletionMessage(role="assistant", content="a"), "assistant: a"),
+    (ChatCompletionMessage(role="assistant", content="a").model_dump(), "assistant: a"),
+    (ChatCompletionMessage(role="assistant", content=None, refusal="no"), "assistant: no"),
+    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "assistant: no"),
+    (
+        ChatCompletionMessage(role="assistant", content=None, tool_calls=[CALL]),
+        'assistant: [{"id":"c1","type":"function","function":{"name":"weather","arguments":{"city":"Bern"}}}]',
+    ),
+    (
+        ChatCompletionMessage(role="assistant", content="", tool_calls=[CALL]).model_dump(),
+        'assistant: [{"id":"c1","type":"function","function":{"name":"weather","arguments":{"city":"Bern"}}}]',
+    ),
+    (
+        ChatCompletionMessage(role="assistant", function_call=FunctionCall(name="f", arguments="{")),
+        'assistant: [{"type":"function","function":{"name":"f","arguments":"{"}}]',
+    ),
+    ({"role": "tool", "tool_call_id": "c1", "content": "sun"}, "tool: sun"),
+    ({"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sun"}]}, "tool: sun"),
+    ({"role": "function", "name": "f", "content": None}, "tool: "),
+]
+
+
+def test_openais_client_sends_back_whatever_a_chat_is_made_of() -> None:
+    async def case() -> None:
+        async with site() as router, openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="-") as client:
+            for sent in [SENT_BACK, *([message] for message in SENT_BACK)]:
+                answer = await client.chat.completions.create(
+                    model="m", messages=[message for message, _ in sent], max_tokens=1
+                )
+                assert answer.choices[0].finish_reason == "length"
+                prompt = bytes(unpack_ids("", router.decode[0].begun[-1].prompt).tolist()).decode()
+                assert prompt == "".join(f"{line}\n" for _, line in sent) + "assistant: "
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": "x"}, ChatCompletionMessage(role="assistant")]
+                )
+            assert refused.value.param == "messages[1].content"
 
     run_on_loop(case)
 
@@ -166,7 +220,7 @@ def test_rooms_of_one_request_count_one_by_one() -> None:
     async def case() -> None:
         async with site(limits=replace(LIMITS, rooms_max=3)) as it:
             status, content, _ = await it.post(prompt="a", n=4)
-            assert (status, content["error"]["code"]) == (429, "full")
+            assert (status, content["error"]["param"]) == (400, "n")
             assert not it.decode[0].begun
             assert (await it.post(prompt="a", n=3))[0] == 200
             it.router.open_requests.prompts_bytes = it.router._config.limits.prompts_bytes_max - 20

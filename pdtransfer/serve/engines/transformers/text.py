@@ -105,7 +105,7 @@ class CheckpointText:
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return np.array(encoded.ids, np.int64)
 
-    def render(self, messages: Sequence[dict[str, str]], *, reply: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]], *, reply: bool) -> str:
         if self._template is None:
             raise ValueError("this model has no chat template")
         try:

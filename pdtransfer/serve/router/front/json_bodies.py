@@ -12,7 +12,7 @@ from msgspec import Raw
 from ....errors import LocalProtocolError
 
 _NAMED_BYTES_MAX = 1 << 20  # of a body in which the field with half a character is looked for
-_PATH = re.compile(r"^(.*) - at `\$\.?([^`\[]*)[^`]*`$", re.DOTALL)
+_PATH = re.compile(r"^(.*) - at `\$\.?([^`]*?)(?:\[\.\.\.\][^`]*)?`$", re.DOTALL)  # a dict's keys are not in it
 _MISSING = re.compile(r"^Object missing required field `(\w+)`")
 Parsed = TypeVar("Parsed")
 
@@ -48,7 +48,8 @@ def decoded_field(name: str, decoder: msgspec.json.Decoder[Parsed], value: Raw) 
     try:
         return decoder.decode(value)
     except msgspec.ValidationError as error:
-        raise RefusedRequestError(name, _bad_request(str(error)).text) from None
+        within = _bad_request(str(error))
+        raise RefusedRequestError(joined_path(name, within.param or ""), within.text) from None
     except msgspec.DecodeError as error:
         raise RefusedRequestError(name, str(error)) from None
     except RecursionError:
@@ -77,7 +78,11 @@ def _bad_request(text: str) -> RefusedRequestError:
     """Splits msgspec's message into field and text."""
     match = _PATH.match(text)
     text, path = (match[1], match[2]) if match is not None else (text, "")
-    missing = _MISSING.match(text)
-    if missing is not None:
-        return RefusedRequestError(path or missing[1], f"{missing[1]}: missing" if path else "missing")
+    if (missing := _MISSING.match(text)) is not None:
+        return RefusedRequestError(joined_path(path, missing[1]), "missing")
     return RefusedRequestError(path or None, text)
+
+
+def joined_path(field: str, within: str) -> str:
+    """The name of a field within another one: messages[2].content."""
+    return f"{field}.{within}" if field and within and not within.startswith("[") else field + within

@@ -5,11 +5,12 @@ torch: a checkpoint's module is imported by name, and only then.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,9 +50,10 @@ class TextCodec(Protocol):
         """The ids of a text, int64 (tokens,), with the tokens that begin or end every sequence where `special`."""
         ...
 
-    def render(self, messages: Sequence[dict[str, str]], *, reply: bool) -> str:
-        """A chat as one text, of messages with `role` and `content`. `reply`: it ends where the assistant begins.
-        Raises ValueError for a chat that the template refuses."""
+    def render(self, messages: Sequence[Mapping[str, object]], *, reply: bool) -> str:
+        """A chat as one text, of messages with `role` and `content`, and what they have of `name`, `tool_calls` and
+        `tool_call_id`. `reply`: it ends where the assistant begins. Raises ValueError for a chat that the template
+        refuses."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -74,8 +76,12 @@ class BytesText:
     def encode(self, text: str, *, special: bool) -> NDArray[np.int64]:  # noqa: ARG002 -- there are no such tokens
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
-    def render(self, messages: Sequence[dict[str, str]], *, reply: bool) -> str:
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+    def render(self, messages: Sequence[Mapping[str, object]], *, reply: bool) -> str:
+        calls = [msgspec.json.encode(message["tool_calls"]) if "tool_calls" in message else b"" for message in messages]
+        lines = [
+            f"{message['role']}: {message['content']}{call.decode()}\n"
+            for message, call in zip(messages, calls, strict=True)
+        ]
         return "".join(lines) + ("assistant: " if reply else "")
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -484,7 +484,7 @@ async def test_a_request_counts_as_its_choices() -> None:
     async with server_site(of=SamplingSglang, limits=replace(LIMITS, rooms_max=5)) as site:
         assert (await site.post(**asked("/v1/completions", "a")))[0] == 200
         status, answer, _ = await site.post(**asked("/v1/completions", ["a", "b"]))
-        assert (status, answer["error"]["code"]) == (429, "full")
+        assert (status, answer["error"]["param"]) == (400, "n")
         for count in (1, 4):
             read = relayed({"prompt": "a", "n": count}, engine="sglang")
             client = ClientRequest(node="r", path="/v1/completions", request_id="r")

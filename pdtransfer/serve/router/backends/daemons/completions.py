@@ -107,23 +107,73 @@ class ReadBody(Struct, kw_only=True):
     parts: list[bytes] = []
 
 
-class ContentPart(Struct):
-    """A part of a message; only text is supported."""
+class TextPart(Struct, tag_field="type", tag="text"):
+    """A part of a message; of other kinds only refusals are supported."""
 
-    type: Literal["text"]
     text: str
 
 
-class ChatMessage(Struct):
-    """One message. What it has beside its content is not shown to the model."""
+class RefusalPart(Struct, tag_field="type", tag="refusal"):
+    """A part of an assistant's message, which is a text as well."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=MESSAGES_MAX)]
-    tool_calls: Raw = Raw(b"null")
+    refusal: str
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return self.refusal
+
+
+class FunctionCall(Struct):
+    """A function that the assistant has called."""
+
+    name: str
+    arguments: str
+
+    def for_template(self) -> dict[str, object]:
+        """As templates read a call: the arguments as an object, where their text is one."""
+        try:
+            arguments = msgspec.json.decode(self.arguments)
+        except (msgspec.DecodeError, RecursionError):  # as a model wrote it
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class ToolCall(Struct):
+    """A call with the id that a tool's message answers to."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatMessage(Struct):
+    """One message. What it has beside these fields is not shown to the model."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[TextPart | RefusalPart], Meta(max_length=MESSAGES_MAX)] | None = None
+    refusal: str | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MESSAGES_MAX)] | None = None
+    function_call: FunctionCall | None = None
+    audio: Raw = Raw(b"null")
+
+    def for_template(self, field: str) -> dict[str, object]:
+        """As templates read it; the older `function` is a tool. Raises RefusedRequestError; `field` is its name."""
+        if not _is_neutral(self.audio, _EMPTY):
+            raise RefusedRequestError(f"{field}.audio", "is not supported")
+        calls = [{"id": call.id, "type": "function", "function": call.function.for_template()}
+                 for call in self.tool_calls or ()]  # fmt: skip
+        if self.function_call is not None:
+            calls.append({"type": "function", "function": self.function_call.for_template()})
+        if self.content is None and not (calls or self.refusal or self.role == "function"):
+            raise RefusedRequestError(f"{field}.content", "missing: a text, or a list of parts of type text")
+        parts = self.content if isinstance(self.content, list) else ()
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        role = "tool" if self.role == "function" else self.role
+        message: dict[str, object] = {"role": role, "content": text or self.refusal or ""}
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None}
+        return message | {name: value for name, value in more.items() if value is not None}
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -276,10 +326,8 @@ def chat_ids(
     text: TextCodec, messages: Sequence[ChatMessage], *, reply: bool | None, special: bool | None
 ) -> NDArray[np.int64]:
     """The ids of a chat; templates write their own special tokens. Raises RefusedRequestError."""
-    if not all(_is_neutral(message.tool_calls, _EMPTY) for message in messages):
-        raise RefusedRequestError("messages", "tool_calls are not supported")
+    plain = [message.for_template(f"messages[{index}]") for index, message in enumerate(messages)]
     try:
-        plain = [{"role": message.role, "content": message.text} for message in messages]
         return text.encode(text.render(plain, reply=reply is not False), special=bool(special))
     except ValueError as error:
         raise RefusedRequestError("messages", str(error)) from None
@@ -305,8 +353,12 @@ def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list
         if len(items) > CHOICES_MAX:
             raise RefusedRequestError("prompt", f"{len(items)} prompts, at most {CHOICES_MAX}")
     packed = [
-        _packed("prompt", text.encode(item, special=special) if isinstance(item, str) else item, text) for item in items
-    ]
+        _packed(
+            "prompt" if shape is None else f"prompt[{index}]",
+            text.encode(item, special=special) if isinstance(item, str) else item, text,
+        )
+        for index, item in enumerate(items)
+    ]  # fmt: skip
     if not fields.echo:
         return packed, []
     echoes = [(item if isinstance(item, str) else text.decode(item)).encode() for item in items]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-from pdtransfer.layout.layout import Component
 
 from .models import PAGE_SIZE, components
 from .ranks import RankPair
@@ -17,7 +14,6 @@ from .report import Figures, Line
 
 ROOM_BYTES_MAX = 64 << 10  # of the rooms whose rate is measured
 _POOL_PAGES = 64  # 36 MiB of the reference model's KV: more than the caches next to a core
-PairT = TypeVar("PairT", bound=RankPair)
 
 RATE = (
     Line("expect to READY, p50", "{ready_us_p50:.0f} us", "{tokens} tokens, {room_bytes:,} bytes, one at a time"),
@@ -45,21 +41,18 @@ def measure(*, tokens: int = 16, rooms: int = 2_000, concurrency: int = 64, roun
     message about it is sent, to READY in decode's; `ready` from decode's `expect`, so that it contains Grant and copy.
     Each figure is the median over rounds of the round's own percentile, ratio or rate; `_min` and `_max` are extremes.
     """
-    return measure_on(
-        RankPair, lambda _, __, own: own(), tokens=tokens, rooms=rooms, concurrency=concurrency, rounds=rounds
-    )
+    return measure_around(lambda _, __, own: own(), tokens=tokens, rooms=rooms, concurrency=concurrency, rounds=rounds)
 
 
-def measure_on(
-    make: Callable[[Component, Component], PairT],
-    around: Callable[[PairT, int, Callable[[], dict[str, float]]], dict[str, float]],
+def measure_around(
+    around: Callable[[RankPair, int, Callable[[], dict[str, float]]], dict[str, float]],
     *,
     tokens: int,
     rooms: int,
     concurrency: int,
     rounds: int,
 ) -> Figures:
-    """As `measure`, on ranks that `make` returns; `around` runs each round, and adds figures of its own to it."""
+    """As `measure`; `around` runs each round, and adds figures of its own to it."""
     count = max(1, rooms // rounds)
     source, target = components("mla", source_slots=_POOL_PAGES * PAGE_SIZE, target_slots=2 * tokens * concurrency)
     row_bytes = source.layout.row_bytes
@@ -73,7 +66,7 @@ def measure_on(
         "rounds": rounds,
     }
     taken: dict[str, list[float]] = {}
-    with make(source, target) as ranks:
+    with RankPair(source, target) as ranks:
 
         def own() -> dict[str, float]:
             hand_off = ranks.hand_off(count, tokens=tokens)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .faulty_ranks import FaultyRankPair
-from .handoff import RATE, measure_on, percentiles
+from .handoff import RATE, measure_around, percentiles
+from .ranks import RankPair
 from .report import Figures, Line
 
 LINES = (
@@ -29,12 +29,10 @@ def measure(*, tokens: int = 16, rooms: int = 2_000, concurrency: int = 64, roun
     between the same two processes, as many as there are rooms one at a time: `raw` ones drained by the loops that the
     nodes run on, then `blocking` ones with blocking sockets. Ratios are of one round's medians.
     """
-    return measure_on(
-        FaultyRankPair, _beside_echoes, tokens=tokens, rooms=rooms, concurrency=concurrency, rounds=rounds
-    )
+    return measure_around(_beside_echoes, tokens=tokens, rooms=rooms, concurrency=concurrency, rounds=rounds)
 
 
-def _beside_echoes(ranks: FaultyRankPair, count: int, own: Callable[[], dict[str, float]]) -> dict[str, float]:
+def _beside_echoes(ranks: RankPair, count: int, own: Callable[[], dict[str, float]]) -> dict[str, float]:
     raw = percentiles("raw", ranks.echo(count, blocking=False))
     blocking = percentiles("blocking", ranks.echo(count, blocking=True))
     figures = own()

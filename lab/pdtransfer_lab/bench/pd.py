@@ -23,7 +23,7 @@ from pdtransfer.serve.tracing.spans import TimedSpan
 from pdtransfer.serve.tracing.ttft import Split, split_of
 
 from ..models import AttentionKind
-from .pd_rank import DecodeSide, PrefillSide, Prompt, Report, Roof, Way
+from .pd_rank import DecodeSide, PrefillSide, Prompt, Report, Way
 from .processes import Processes, answer
 from .report import about, print_tables
 
@@ -251,8 +251,8 @@ class Pair(Processes):
         self._rooms += 1
         order = Prompt(self._rooms, tokens, way, steps, check, self._hisparse)
         asked_s = time.monotonic()
-        self._prefill.send(order)
-        self._decode.send(order)
+        self._prefill.send(("answer_prompt", order))
+        self._decode.send(("answer_prompt", order))
         prefill: Report = _answer(self._prefill)
         decode: Report = _answer(self._decode)
         spans = tuple(span for span in (*prefill.spans, *decode.spans) if span.room in (0, order.room))
@@ -263,7 +263,7 @@ class Pair(Processes):
 
     def roof(self, byte_counts: Sequence[int], *, repeats: int = 5) -> list[float]:
         """Seconds that each number of bytes takes at least, each the median of several."""
-        self._prefill.send(Roof(tuple(byte_counts), repeats))
+        self._prefill.send(("roof", tuple(byte_counts), repeats))
         return _answer(self._prefill)
 
 

@@ -85,14 +85,6 @@ class Prompt(NamedTuple):
     hisparse: bool = False
 
 
-class Roof(NamedTuple):
-    """The seconds that one copy of this many bytes takes, which no write can beat: by the card's copy engine, from the
-    pool into registered memory, or without a card by memcpy into shared memory."""
-
-    byte_counts: tuple[int, ...]
-    repeats: int
-
-
 Sums: TypeAlias = dict[tuple[str, int, str, int], int]
 """CRC of a prompt's rows in their order, by component, layer, kind and first head."""
 
@@ -141,7 +133,8 @@ def _gather_from_gpu(address: int, where: list[int], slots: Int64s, layout: Layo
 
 
 def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) -> list[float]:
-    """As in Roof, from the pool at `source`: the median for each of `byte_counts`."""
+    """The median seconds that one copy of each of `byte_counts` takes, which no write can beat: by the card's copy
+    engine, from the pool at `source` into registered memory, or without a card by memcpy into shared memory."""
     with ExitStack() as stack:
         if on is None:
             arena = ArenaMemory.create(max(byte_counts))
@@ -252,19 +245,17 @@ class PrefillSide(_Side):
         self._threads[how] = self._port, self._engine.report
         engine_thread.start(work, self._died)
 
-    def perform(self, order: object) -> None:
-        match order:
-            case Prompt(room, tokens, way):
-                self._prompt, self._cells, self._opened_s = order, [], time.monotonic()
-                if way != "none":
-                    self.node.open(room, tokens=tokens, time_left_s=ROOM_S)
-                if way != "alone":
-                    self._run("end" if way == "none" else way)
-                    self._port.to_engine(Compute(request_of(order)))
-            case Roof():
-                self._pipe.send(roof(self._on_card, self._address, order.byte_counts, order.repeats))
-            case _:
-                raise AssertionError(order)
+    def answer_prompt(self, prompt: Prompt) -> None:
+        """Reports once the prompt's rows have drained."""
+        self._prompt, self._cells, self._opened_s = prompt, [], time.monotonic()
+        if prompt.way != "none":
+            self.node.open(prompt.room, tokens=prompt.tokens, time_left_s=ROOM_S)
+        if prompt.way != "alone":
+            self._run("end" if prompt.way == "none" else prompt.way)
+            self._port.to_engine(Compute(request_of(prompt)))
+
+    def roof(self, byte_counts: Sequence[int], repeats: int) -> None:
+        self._pipe.send(roof(self._on_card, self._address, byte_counts, repeats))
 
     def _on_outcomes(self, outcomes: list[PrefillOutcome]) -> None:
         for outcome in outcomes:
@@ -355,15 +346,15 @@ class DecodeSide(_Side):
         self._port.to_engine(Quit())
         await self.node.close()
 
-    def perform(self, order: object) -> None:
-        assert isinstance(order, Prompt)
-        self._prompt, self._expected_s = order, time.monotonic()
-        if order.way == "none":
+    def answer_prompt(self, prompt: Prompt) -> None:
+        """Reports once its steps have ended."""
+        self._prompt, self._expected_s = prompt, time.monotonic()
+        if prompt.way == "none":
             self._report()
             return
         request = RoomRequest(
-            room=order.room, tokens=order.tokens, sources=(self._endpoint,), time_left_s=ROOM_S, growth=order.steps + 1,
-            enable_hisparse=order.hisparse,
+            room=prompt.room, tokens=prompt.tokens, sources=(self._endpoint,), time_left_s=ROOM_S,
+            growth=prompt.steps + 1, enable_hisparse=prompt.hisparse,
         )  # fmt: skip
         self.node.expect(request)
 

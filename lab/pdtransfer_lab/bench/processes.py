@@ -6,7 +6,6 @@ import asyncio
 import logging
 import multiprocessing
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -78,8 +77,9 @@ class Processes:
         return ours
 
 
-class PipeProcess(ABC):
-    """What one of them is: a loop, and orders from a pipe. It ends when its pipe does."""
+class PipeProcess:
+    """What one of them is: a loop, and orders from a pipe: the name of a method, and its arguments. It ends when its
+    pipe does."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._loop, self._over = pipe, asyncio.get_running_loop(), asyncio.Event()
@@ -92,10 +92,6 @@ class PipeProcess(ABC):
         await self._over.wait()
         self._loop.remove_reader(self._pipe.fileno())
 
-    @abstractmethod
-    def perform(self, order: object) -> None:
-        """Executes an order, and answers now or when it is done."""
-
     def fail(self, text: str) -> None:
         """What was ordered cannot end as it should."""
         if not self._over.is_set():
@@ -104,11 +100,11 @@ class PipeProcess(ABC):
 
     def _receive(self) -> None:
         try:
-            order = self._pipe.recv()
+            name, *arguments = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             self._over.set()
             return
-        self.perform(order)
+        getattr(self, name)(*arguments)
 
     def _broke(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A call on the loop raised something: the bench would wait for nothing."""

@@ -1,4 +1,4 @@
-"""Prefill and decode ranks in two processes, driven from a benchmark."""
+"""Prefill and decode ranks in two processes, or three, driven from a benchmark: batches, faults, bare round trips."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from pdtransfer.bus.keys import AllowList, KeyPair, generate_pair
 from pdtransfer.client.settings import NodeSettings
 from pdtransfer.layout.layout import Component
+from pdtransfer.limits import Limits
 
 from .processes import Processes, answer
-from .rank import DecodeProcess, Fragment, Memcpy, PrefillProcess, Rank, RoomBatch
+from .rank import DecodeProcess, PrefillProcess, RoomBatch
 
 _ANSWER_SECONDS = 120.0
-rank_answer = partial(answer, who="a rank", within_s=_ANSWER_SECONDS)
+_rank_answer = partial(answer, who="a rank", within_s=_ANSWER_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,61 +50,109 @@ class RankPair(Processes):
         *,
         copy_threads: int = 2,
         transport: str = "auto",
-        prefill: Sequence[NodeSettings] = (),
-        decode: Sequence[NodeSettings] = (),
-        kinds: tuple[type[Rank], type[Rank]] = (PrefillProcess, DecodeProcess),
-        options: Sequence[object] = (),
+        prefill_nodes: int = 1,
+        decode_nodes: int = 1,
+        bystander: bool = False,
+        keys: bool = False,
+        guest: KeyPair | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        """`prefill` and `decode` are the nodes, by default one each; `kinds` are those of the processes, and
-        `options` decode's further arguments."""
+        """Any number of nodes on either side, with these limits. A `bystander` is one more prefill process, for rooms
+        that stall. With `keys` nodes use CURVE, and `guest` is one more key that prefill lets in."""
         super().__init__()
-        self._next_room = 1
-        prefill = prefill or (node_settings("prefill-0"),)
-        self._prefill = self._start(kinds[0], source, copy_threads, prefill, transport)
-        bound = rank_answer(self._prefill)
-        self.endpoints: list[str] = [
-            address if settings.keys is None else f"{settings.keys.public}@{address}"
-            for address, settings in zip(bound, prefill, strict=True)
+        self._next_room, self._echoing = 1, False
+        names = [
+            *(f"prefill-{number}" for number in range(prefill_nodes)),
+            *(f"decode-{number}" for number in range(decode_nodes)),
         ]
-        decode = decode or (node_settings("decode-0"),)
-        self._decode = self._start(kinds[1], target, self.endpoints, decode, transport, *options)
+        pairs = [generate_pair() if keys else None for _ in names]
+        public = {pair.public: name for name, pair in zip((*names, "guest"), (*pairs, guest), strict=True) if pair}
+        nodes = [
+            NodeSettings(
+                node=name, model="bench", weights=b"", limits=limits or Limits(), keys=pair,
+                allowed=AllowList(public) if keys else None,
+            )
+            for name, pair in zip(names, pairs, strict=True)
+        ]  # fmt: skip
+        self._prefill = self._start(PrefillProcess, source, copy_threads, nodes[:prefill_nodes], transport)
+        self.endpoints: list[str] = [
+            address if pair is None else f"{pair.public}@{address}"
+            for address, pair in zip(_rank_answer(self._prefill), pairs[:prefill_nodes], strict=True)
+        ]
+        self._decode = self._start(DecodeProcess, target, self.endpoints, nodes[prefill_nodes:], transport)
+        if bystander:
+            node = NodeSettings(node="bystander", model="bench", weights=b"")
+            self._bystander = self._start(PrefillProcess, source, 1, (node,), "auto")
+            (self._stalling,) = _rank_answer(self._bystander)
 
-    def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1) -> Stamps:
-        """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time."""
-        batch = self._batch(rooms, tokens, at_once)
-        return self._stamps(batch, batch)
+    @property
+    def prefill_pid(self) -> int:
+        """The process of all prefill nodes."""
+        return self._processes[0].pid or 0
+
+    @property
+    def decode_pid(self) -> int:
+        """The process of all decode nodes."""
+        return self._processes[1].pid or 0
+
+    @property
+    def bystander_pid(self) -> int:
+        """The process of the bystander."""
+        return self._processes[2].pid or 0
+
+    def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1, shared: int = -1) -> Stamps:
+        """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time, of prompts that share their
+        first `shared` tokens; -1: decode keeps none."""
+        return self._stamps(RoomBatch(self._next_room, rooms, tokens, at_once, shared=shared))
+
+    def abort(self, after_s: Sequence[float], *, tokens: int) -> NDArray[np.int64]:
+        """Expects rooms, one at a time, and aborts each after this time; nanoseconds from there until its slots are
+        free, for those that were not READY before."""
+        stamps = self._stamps(RoomBatch(self._next_room, len(after_s), tokens, 1, tuple(after_s)))
+        return (stamps.ready - stamps.expected)[stamps.expected > 0]
+
+    def stall(self, rooms: int, *, tokens: int) -> None:
+        """Has the bystander hold this many grants, and write nothing."""
+        self._bystander.send(("stall", rooms, tokens))
+        self._decode.send(("stall", rooms, tokens, self._stalling))
+        _rank_answer(self._bystander)
 
     def memcpy(self, byte_count: int) -> int:
         """Nanoseconds of one memcpy in the prefill process, from the pool into shared memory."""
-        self._prefill.send(Memcpy(byte_count))
-        return rank_answer(self._prefill)
+        self._prefill.send(("memcpy", byte_count))
+        return _rank_answer(self._prefill)
 
     def fragment(self, run: int = 1) -> int:
         """From here on half of the arena is free, in runs of `run` slots; returns how many the longest one has."""
-        self._decode.send(Fragment(run))
-        return rank_answer(self._decode)
+        self._decode.send(("fragment", run))
+        return _rank_answer(self._decode)
 
-    def _batch(self, rooms: int, tokens: int, at_once: int) -> RoomBatch:
-        first, self._next_room = self._next_room, self._next_room + rooms
-        return RoomBatch(first, rooms, tokens, at_once)
+    def echo(self, trips: int, *, blocking: bool) -> NDArray[np.int64]:
+        """Nanoseconds of `trips` bare ROUTER/DEALER round trips between the two processes, one after the other.
 
-    def _stamps(self, prefill: object, decode: object, *, then: object = None) -> Stamps:
-        """Of a batch that these orders begin; prefill gets the order `then` once decode has ended."""
-        self._prefill.send(prefill)
-        self._decode.send(decode)
-        expected, ready, decode_cpu_ns = rank_answer(self._decode)
-        if then is not None:
-            self._prefill.send(then)
-        written, prefill_cpu_ns = rank_answer(self._prefill)
+        The sockets are blocking ones, or drained by the same two loops that the nodes run on, as their buses are.
+        """
+        if not self._echoing:
+            self._prefill.send(("listen",))
+            self._decode.send(("connect", _rank_answer(self._prefill)))
+            self._echoing = True
+        if blocking:
+            self._prefill.send(("echo", trips))
+            _rank_answer(self._prefill)
+        self._decode.send(("echo", trips, blocking))
+        trips_ns = _rank_answer(self._decode)
+        if blocking:
+            _rank_answer(self._prefill)
+        return trips_ns
+
+    def _stamps(self, batch: RoomBatch) -> Stamps:
+        self._next_room += batch.rooms
+        self._prefill.send(("move", batch))
+        self._decode.send(("move", batch))
+        expected, ready, decode_cpu_ns = _rank_answer(self._decode)
+        if batch.after_s:
+            self._prefill.send(("give_up",))
+        written, prefill_cpu_ns = _rank_answer(self._prefill)
         return Stamps(
-            expected=expected,
-            written=written,
-            ready=ready,
-            prefill_cpu_ns=prefill_cpu_ns,
-            decode_cpu_ns=decode_cpu_ns,
+            expected=expected, written=written, ready=ready, prefill_cpu_ns=prefill_cpu_ns, decode_cpu_ns=decode_cpu_ns
         )
-
-
-def node_settings(name: str) -> NodeSettings:
-    """Of a node without keys."""
-    return NodeSettings(node=name, model="bench", weights=b"")

@@ -50,9 +50,8 @@ def test_as_many_rooms_are_under_way_as_were_asked_for(ranks: RankPair) -> None:
 class Sender(PipeProcess):
     """Answers as many bytes as it is asked for."""
 
-    def perform(self, order: object) -> None:
-        assert isinstance(order, int)
-        self._pipe.send(bytes(order))
+    def send(self, byte_count: int) -> None:
+        self._pipe.send(bytes(byte_count))
 
 
 class OneSender(Processes):
@@ -63,7 +62,7 @@ class OneSender(Processes):
 
 def test_an_answer_may_be_larger_than_the_pipe() -> None:
     with OneSender() as one:
-        one.pipe.send(8 << 20)
+        one.pipe.send(("send", 8 << 20))
         assert len(answer(one.pipe, who="it", within_s=60)) == 8 << 20
 
 
@@ -82,6 +81,32 @@ def test_a_fragmented_arena_has_single_slots() -> None:
 
 def test_a_memcpy_is_timed(ranks: RankPair) -> None:
     assert ranks.memcpy(1 << 20) > 0
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_echoes_are_timed_one_by_one(ranks: RankPair, blocking: bool) -> None:
+    for trips in (1, 5):
+        trips_ns = ranks.echo(trips, blocking=blocking)
+        assert trips_ns.shape == (trips,)
+        assert (trips_ns > 0).all()
+    assert (ranks.hand_off(1, tokens=1).ready > 0).all()  # the nodes have their loops again
+
+
+def test_rooms_go_to_all_nodes_of_either_side() -> None:
+    source, target = models.components("mla", source_slots=64, target_slots=64)
+    with RankPair(source, target, prefill_nodes=3, keys=True) as ranks:
+        assert len(set(ranks.endpoints)) == 3
+        assert (ranks.hand_off(6, tokens=4, at_once=6).ready > 0).all()
+    with RankPair(source, target, decode_nodes=3) as ranks:
+        # As many as all arenas together hold: one alone could not have them.
+        assert (ranks.hand_off(6, tokens=32, at_once=6).ready > 0).all()
+
+
+def test_aborted_rooms_give_their_slots_back_and_those_that_were_ready_are_not_timed(ranks: RankPair) -> None:
+    taken = ranks.abort([0.0, 0.0, 600.0], tokens=16)
+    assert len(taken) == 2
+    assert (taken > 0).all()
+    assert (ranks.hand_off(4, tokens=16).ready > 0).all()
 
 
 @pytest.mark.parametrize(("model", "row_bytes"), [("deepseek", 61 * 1_152), ("gqa", 4 * 2 * 4 * 64 * 4)])

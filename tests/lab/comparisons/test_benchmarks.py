@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from pdtransfer_lab.bench import bus, models
+from pdtransfer_lab.bench import bus
 from pdtransfer_lab.bench import handoff_beside_zmq as handoff
-from pdtransfer_lab.bench.faulty_ranks import FaultyRankPair
 from pdtransfer_lab.bench.fleets import attacks, faults, idle, load, plan, prefix, siege
 from pdtransfer_lab.commands.comparisons import bench as app
 
@@ -20,22 +18,6 @@ from pdtransfer.serve.commands.cli import main
 from tests.support.bench_output import printed, sizes
 
 ROW_BYTES = 4 * 576 * 4  # of a token in the reference model's MLA: layers, elements, float32
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[FaultyRankPair]:
-    source, target = models.components("mla", source_slots=256, target_slots=64)
-    with FaultyRankPair(source, target) as ranks:
-        yield ranks
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_echoes_are_timed_one_by_one(ranks: FaultyRankPair, blocking: bool) -> None:
-    for trips in (1, 5):
-        trips_ns = ranks.echo(trips, blocking=blocking)
-        assert trips_ns.shape == (trips,)
-        assert (trips_ns > 0).all()
-    assert (ranks.hand_off(1, tokens=1).ready > 0).all()  # the nodes have their loops again
 
 
 def test_prefix_sets_rooms_with_the_cache_beside_rooms_without(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,16 +93,6 @@ def test_load_meets_crowds_on_either_side_and_watches_idle_ones_and_memory(
     assert "1 decode, 100 prefill" in printed(load.LINES, figures, plan.measure, capsys)
 
 
-def test_rooms_go_to_all_nodes_of_either_side() -> None:
-    source, target = models.components("mla", source_slots=64, target_slots=64)
-    with FaultyRankPair(source, target, prefill_nodes=3, keys=True) as ranks:
-        assert len(set(ranks.endpoints)) == 3
-        assert (ranks.hand_off(6, tokens=4, at_once=6).ready > 0).all()
-    with FaultyRankPair(source, target, decode_nodes=3) as ranks:
-        # As many as all arenas together hold: one alone could not have them.
-        assert (ranks.hand_off(6, tokens=32, at_once=6).ready > 0).all()
-
-
 @pytest.mark.full
 def test_siege_sets_each_attack_beside_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     figures = siege.measure(rooms=20, rounds=1, connections=30)
@@ -139,13 +111,6 @@ def test_faults_time_aborts_and_a_healthy_peer_beside_a_frozen_one(
     assert 0 < float(figures["abort_us_p50"]) <= float(figures["abort_us_p99"])
     assert figures["frozen_p99_ratio"] == float(figures["frozen_us_p99"]) / float(figures["quiet_us_p99"])
     assert "beside a frozen peer" in printed(faults.LINES, figures, plan.measure, capsys)
-
-
-def test_aborted_rooms_give_their_slots_back_and_those_that_were_ready_are_not_timed(ranks: FaultyRankPair) -> None:
-    taken = ranks.abort([0.0, 0.0, 600.0], tokens=16)
-    assert len(taken) == 2
-    assert (taken > 0).all()
-    assert (ranks.hand_off(4, tokens=16).ready > 0).all()
 
 
 def test_memory_is_what_the_kernel_reports_of_the_process() -> None:

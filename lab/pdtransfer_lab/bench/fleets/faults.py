@@ -11,8 +11,8 @@ import numpy as np
 
 from pdtransfer.limits import Limits
 
-from ..faulty_ranks import FaultyRankPair
 from ..models import PAGE_SIZE, components
+from ..ranks import RankPair
 from ..report import Figures, Line
 
 _ABORT_TOKENS = 4_096  # some tens of milliseconds of copying: there is time to interfere
@@ -50,7 +50,7 @@ def measure(*, rooms: int = 1_000, aborts: int = 1_000, rounds: int = 5) -> Figu
 
 def _aborts(count: int) -> Figures:
     source, target = components("deepseek", source_slots=2 * _ABORT_TOKENS + PAGE_SIZE, target_slots=2 * _ABORT_TOKENS)
-    with FaultyRankPair(source, target) as ranks:
+    with RankPair(source, target) as ranks:
         ranks.hand_off(3, tokens=_ABORT_TOKENS)
         stamps = ranks.hand_off(5, tokens=_ABORT_TOKENS)
         whole_s = float(np.median(stamps.ready - stamps.expected)) / 1e9
@@ -65,7 +65,7 @@ def _frozen(rooms: int, rounds: int) -> Figures:
     source, target = components("mla", source_slots=64 * PAGE_SIZE, target_slots=(_STALLED + 8) * _TOKENS)
     quiet, beside = list[float](), list[float]()
     limits = Limits(silence_ms=2_000)  # the longer default would only make each round longer
-    with FaultyRankPair(source, target, bystander=True, limits=limits) as ranks:
+    with RankPair(source, target, bystander=True, limits=limits) as ranks:
         _us(ranks, rooms)
         for _ in range(rounds):
             quiet.append(float(np.percentile(_us(ranks, rooms), 99)))
@@ -90,6 +90,6 @@ def _frozen(rooms: int, rounds: int) -> Figures:
     }
 
 
-def _us(ranks: FaultyRankPair, rooms: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _us(ranks: RankPair, rooms: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     stamps = ranks.hand_off(rooms, tokens=_TOKENS)
     return (stamps.ready - stamps.expected) / 1e3

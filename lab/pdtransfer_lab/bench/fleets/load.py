@@ -9,9 +9,9 @@ import numpy as np
 
 from pdtransfer.limits import Limits
 
-from ..faulty_ranks import FaultyRankPair
 from ..handoff import ROOM_BYTES_MAX
 from ..models import PAGE_SIZE, components
+from ..ranks import RankPair
 from ..report import Figures, Line
 from .idle import cpu_seconds, memory_of
 
@@ -77,19 +77,19 @@ def measure(
         return figures | _memory(ranks, memory_rooms, concurrency)
 
 
-def _meeting(side: str, peers: int, concurrency: int) -> FaultyRankPair:
+def _meeting(side: str, peers: int, concurrency: int) -> RankPair:
     arenas = peers if side == "decode" else 1
     rooms = max(16, 2 * concurrency // arenas)  # that each arena holds
     source, target = components("mla", source_slots=_POOL_PAGES * PAGE_SIZE, target_slots=_TOKENS * rooms)
     assert _TOKENS * source.layout.row_bytes <= ROOM_BYTES_MAX
     prefill, decode = (1, peers) if side == "decode" else (peers, 1)
     limits = Limits(silence_ms=20_000)  # a crowd on one loop is slow where others want the processors
-    return FaultyRankPair(
+    return RankPair(
         source, target, copy_threads=1, prefill_nodes=prefill, decode_nodes=decode, limits=limits
     )  # fmt: skip
 
 
-def _rate(ranks: FaultyRankPair, rooms: int, concurrency: int) -> Figures:
+def _rate(ranks: RankPair, rooms: int, concurrency: int) -> Figures:
     count, taken = min(max(1, rooms // _ROUNDS), _BATCH_ROOMS), list[Figures]()
     for _ in range(_ROUNDS):
         stamps = ranks.hand_off(count, tokens=_TOKENS, at_once=concurrency)
@@ -106,7 +106,7 @@ def _rate(ranks: FaultyRankPair, rooms: int, concurrency: int) -> Figures:
     return {name: median(float(figures[name]) for figures in taken) for name in taken[0]}
 
 
-def _idle(ranks: FaultyRankPair, side: str, seconds: int) -> Figures:
+def _idle(ranks: RankPair, side: str, seconds: int) -> Figures:
     """Of the one, and of the crowd's process."""
     time.sleep(_SETTLE_SECONDS)
     pids = (ranks.prefill_pid, ranks.decode_pid) if side == "decode" else (ranks.decode_pid, ranks.prefill_pid)
@@ -117,7 +117,7 @@ def _idle(ranks: FaultyRankPair, side: str, seconds: int) -> Figures:
     return {"idle_percent": idle, "idle_crowd_percent": crowd}
 
 
-def _memory(ranks: FaultyRankPair, rooms: int, concurrency: int) -> Figures:
+def _memory(ranks: RankPair, rooms: int, concurrency: int) -> Figures:
     step = max(1, rooms // _MEMORY_POINTS)
     points: list[tuple[float, float]] = []
     for _ in range(_MEMORY_POINTS):

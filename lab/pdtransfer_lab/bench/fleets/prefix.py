@@ -8,8 +8,8 @@ import numpy as np
 
 from pdtransfer.limits import Limits
 
-from ..faulty_ranks import FaultyRankPair
 from ..models import components
+from ..ranks import RankPair
 from ..report import Figures, Line
 
 # One room's arena: each new prompt has to evict the one before, and rooms write the same slots with the cache and
@@ -51,14 +51,14 @@ def measure(*, tokens: int = 80, rooms: int = 500, rounds: int = 10) -> Figures:
     source, target = components("mla", source_slots=_POOL_ROOMS * tokens, target_slots=_ARENA_ROOMS * tokens)
     shared = max(0, tokens - 1) // block * block
     taken: dict[str, list[float]] = {}
-    with FaultyRankPair(source, target) as ranks:
+    with RankPair(source, target) as ranks:
         for shared_blocks in (-1, 0, shared):
-            ranks.hand_off_prompts(_WARM_ROOMS, tokens=tokens, shared=shared_blocks)
+            ranks.hand_off(_WARM_ROOMS, tokens=tokens, shared=shared_blocks)
         for _ in range(rounds):
             ready: dict[str, float] = {}
             handed: dict[str, float] = {}
             for name, shared_blocks in (("off", -1), ("own", 0), ("shared", shared)):
-                stamps = ranks.hand_off_prompts(count, tokens=tokens, shared=shared_blocks)
+                stamps = ranks.hand_off(count, tokens=tokens, shared=shared_blocks)
                 handed[name] = float(np.median(stamps.ready - stamps.written)) / 1e3
                 ready[name] = float(np.median(stamps.ready - stamps.expected)) / 1e3
                 taken.setdefault(f"{name}_handoff_us", []).append(handed[name])

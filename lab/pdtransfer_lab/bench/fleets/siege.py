@@ -13,9 +13,9 @@ import numpy as np
 from pdtransfer.bus.keys import generate_pair
 from pdtransfer.errors import WorldError
 
-from ..faulty_ranks import FaultyRankPair
 from ..models import PAGE_SIZE, components
 from ..processes import begun
+from ..ranks import RankPair
 from ..report import Figures, Line
 from .attacks import ATTACKS, Target, run
 
@@ -55,7 +55,7 @@ def measure(*, rooms: int = 500, rounds: int = 5, connections: int = 10_000) -> 
     guest = generate_pair()
     source, target = components("mla", source_slots=64 * PAGE_SIZE, target_slots=4 * _TOKENS)
     figures: Figures = {"rooms": rooms, "rounds": rounds, "connections": connections}
-    with FaultyRankPair(source, target, keys=True, guest=guest) as ranks:
+    with RankPair(source, target, keys=True, guest=guest) as ranks:
         target_of_attack = Target(endpoint=ranks.endpoints[0], guest=guest, component=target, connections=connections)
         _hand_off(ranks, rooms)
         for name in ATTACKS:
@@ -85,7 +85,7 @@ class _Batch(NamedTuple):
     cpu_us: float
 
 
-def _hand_off(ranks: FaultyRankPair, rooms: int) -> _Batch:
+def _hand_off(ranks: RankPair, rooms: int) -> _Batch:
     stamps = ranks.hand_off(rooms, tokens=_TOKENS)
     return _Batch(float(np.percentile(stamps.ready - stamps.expected, 99)) / 1e3, stamps.prefill_cpu_ns / 1e3)
 

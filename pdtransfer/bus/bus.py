@@ -200,8 +200,8 @@ class Bus:
         return unreachable is not None
 
     def send(self, peer: str, message: Message) -> bool:
-        """Sends a message; returns whether it was queued. Messages to one peer stay in order, but for one that goes by
-        ZMQ: it may be received after what goes by a line later. Never blocks or raises.
+        """Sends a message; returns whether it was queued. Messages to one peer stay in order on its line and by ZMQ:
+        one by ZMQ may be received after a later one by the line. Never blocks or raises.
 
         Returns False where the peer is not connected or does not read. A Hello to a dialled peer is stored, and opens
         every later connection.

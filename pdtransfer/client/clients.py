@@ -48,9 +48,7 @@ from .settings import NodeSettings
 from .thread_queues import ThreadQueues
 
 STATES_MAX = 65_536  # ended rooms whose state is kept
-ASKED_MAX = (
-    16_384  # events that wait for `poll`, beyond which no RoomAsked is added: peers make these, as many as they like
-)
+ASKED_MAX = 16_384  # events that wait for `poll`; a RoomAsked beyond it is dropped: peers decide how many come
 Node = TypeVar("Node", DecodeNode, PrefillNode)
 PolledEvent = TypeVar("PolledEvent")
 

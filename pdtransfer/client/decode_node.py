@@ -139,8 +139,8 @@ class DecodeNode:
         self._run(self.core.dial(source, now))
 
     def introduce(self, sources: Sequence[str]) -> None:
-        """As `dial`, of ranks that rooms may name, as long as there is room for them. A rank that may not be dialled is
-        skipped: a room that names it fails with the reason."""
+        """Opens sessions ahead of time with ranks that rooms may name, up to AHEAD_MAX peers. One that may not be
+        dialled is skipped: a room that names it fails with the reason."""
         for source in sources:
             if self.core.may_dial_ahead(source, self._clock.now()):
                 with suppress(ConfigError, WorldError):
@@ -248,7 +248,7 @@ class DecodeNode:
             self._quarantined(node, transport, time.monotonic() - since_s)
 
     def _never_quiet(self, room: int, error: Exception) -> None:
-        log.critical("room %016x keeps its slots, since its event cannot be queried: %s", room, error)
+        log.critical("room %016x: its CUDA event failed, its slots stay leased until this node ends: %s", room, error)
 
     def _release(self, room: int, keys: Sequence[bytes]) -> None:
         try:

@@ -397,8 +397,8 @@ def granule_of(pairing: Pairing, page_size: int) -> int:
 
 
 def lanes_of(pairs: Int64s, *, far: bool) -> int:
-    """Lanes for one row, a power of two. `far`: across the bus, where one access of theirs is a line, or the widest row
-    if that is less; within the GPU few lanes have much each, so that many rows are under way."""
+    """Lanes for one row, a power of two. `far`: over PCIe, where the lanes together access one line of the bus at a
+    time, or the widest row if that is shorter. Within the GPU each lane copies more: more rows are in flight."""
     widest = pairs[pairs[:, 6].argmax()]
     byte_count = int(widest[6])
     if not far:

@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 
 def place() -> str:
-    """Where this process is: an arena can be handed to a process with the same text. Identity.place."""
+    """Identity.place: an arena can be handed to a process of an equal place."""
     return f"{host()} {os.readlink('/proc/self/ns/mnt')} {os.geteuid()}"
 
 
 def taken(transport: str, *, loopback: bool = False) -> tuple[str, ...]:
-    """The transports that a node takes, in the order of the registry. Auto leaves out what is taken by name alone, and
-    opens no port to other hosts on `loopback`. Raises TransportError where the one that is named cannot be used."""
+    """The transports that a node takes, in the order of the registry. `auto` skips those that must be named, and on
+    `loopback` those that open ports to other hosts. Raises TransportError where the named one cannot be used."""
     if transport == "auto":
         chosen = [name for name in TRANSPORTS if not TRANSPORTS[name].by_name_alone]
         wide = [name for name in chosen if loopback and TRANSPORTS[name].listens_everywhere]
@@ -71,7 +71,7 @@ async def on_loopback(endpoint: str) -> bool:
 
 
 def choose_near(ours: tuple[str, ...], host: str, theirs: Identity) -> tuple[str, str]:
-    """As `choose`, for auto and a prefill that was dialled on loopback: takes nothing that listens beyond it."""
+    """As `choose`, for auto and a peer on loopback: never a transport that listens on other interfaces."""
     near = tuple(name for name in ours if not TRANSPORTS[name].listens_everywhere)
     different = _different(host, theirs)
     common = [name for name in near if name in theirs.transports]
@@ -200,8 +200,8 @@ class PrefillTransports:
         wake_hint: WakeHint = lambda _: None,
     ) -> None:
         """`wrote` gets the end of each write, `spans` each launch of a GPU. `lost` is called for a session that can
-        write no more, and is to be fenced; `broken` for a room whose event cannot be queried any more, whoever has
-        asked it: its writes are held back until they are cancelled, or have failed; `wake_hint` as in WakeHint."""
+        write no more, and is to be fenced; `broken` for a room whose CUDA event failed: its writes stay held back until
+        they are cancelled or have failed; `wake_hint` as in WakeHint."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
         gpu = self._gpu = None if options.device is None else WriterGpu(options.device, spans)

@@ -12,7 +12,7 @@ from typing import TypeGuard
 
 from .sources import DEFINITIONS, Source
 
-# In what a process shows to people: errors, log lines, help texts.
+# In what a process shows to people: errors, log lines, help texts, answers.
 PHRASES_SHOWN = {
     "is none of": "must be one of A, B",
     "is no message": "is not a message from X to Y",
@@ -58,13 +58,11 @@ LOCALS = {
 }  # fmt: skip
 # How many may be left in each part of the tree. Lower it as they go.
 LOCALS_MAX = {"pdtransfer": 40, "lab": 60, "tests": 2_200}
-LOGS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
-TEXTS_OF_HELP = {"help", "description", "epilog"}
 _PART = re.compile(r"[A-Z]?[a-z]+")
 
 
 def phrases_shown(files: Iterable[Source]) -> Iterator[str]:
-    """No text of an error, a log line or a help text has a phrase of either list."""
+    """No string has a phrase of either list."""
     for source in files:
         for line, text in _shown(source):
             yield from _complaints(source, line, text, PHRASES | PHRASES_SHOWN, "a text for people")
@@ -121,22 +119,11 @@ def _complaints(source: Source, line: int, text: str, listed: dict[str, str], wh
 
 
 def _shown(source: Source) -> Iterator[tuple[int, str]]:
-    shown: list[ast.AST] = [node.exc for node in source.nodes(ast.Raise) if node.exc is not None]
-    for call in source.nodes(ast.Call):
-        if isinstance(call.func, ast.Attribute) and call.func.attr in LOGS:
-            shown += call.args
-        shown += [keyword.value for keyword in call.keywords if keyword.arg in TEXTS_OF_HELP]
-    # A text that is too long for its line stands in a variable of its own.
-    shown += [assigned.value for assigned in source.nodes(ast.Assign) if _is_text(assigned)]
-    for whole in shown:
-        for node in ast.walk(whole):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.lineno, node.value
-
-
-def _is_text(assigned: ast.Assign) -> bool:
-    target = assigned.targets[0]
-    return isinstance(target, ast.Name) and target.id in ("text", "detail", "reason")
+    """Every string but those that stand alone, such as docstrings: a text reaches people by any way."""
+    alone = {id(node.value) for node in source.nodes(ast.Expr)}
+    for node in source.nodes(ast.Constant):
+        if isinstance(node.value, str) and id(node) not in alone:
+            yield node.lineno, node.value
 
 
 def _docstrings(source: Source) -> Iterator[tuple[int, str]]:

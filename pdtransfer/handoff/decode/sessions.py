@@ -374,8 +374,8 @@ class DecodeSessions:
             self.unnamed.pop(leader, room.id)
 
     def _on_group(self, leader: str, now: float) -> None:
-        """The peer has named its group, perhaps another than its earlier process: a room that waits for ranks of that
-        one would wait for its deadline."""
+        """The leader's group may have changed after a restart: rooms that wait for its old ranks fail now, and not at
+        their deadline."""
         for room in self.window_slots.rooms.at(leader):
             if leader in room.leaders and self.prefill_peers.sources_of(room.leaders, now) not in (None, room.sources):
                 self._fail(room, Cause.PEER_RESTARTED, f"{leader} leads another group of ranks now", now)

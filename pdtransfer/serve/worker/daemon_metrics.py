@@ -126,7 +126,7 @@ class DecodeMetrics(Collector):
         if hot is not None:
             yield from _hot(hot)
         moved = self._node.lifted_bytes + (hot.admission_bytes if hot is not None else 0)
-        text = "Written by the copies between landing and the first step: preloaded, and copied up from DRAM"
+        text = "Bytes copied to the device between landing and the first step: HiSparse's preload, and rows from DRAM"
         yield CounterMetricFamily("pdtransfer_admission_bytes", text, moved)
         yield from _bus(self._node.bus)
 

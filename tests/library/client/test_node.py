@@ -586,7 +586,7 @@ async def test_a_release_whose_event_breaks_keeps_the_slots_and_reports_it(caplo
         assert 1 in it.decode.core.rooms
         assert (
             "CRITICAL",
-            "room 0000000000000001 keeps its slots, since its event cannot be queried: no such stream",
+            "room 0000000000000001: its CUDA event failed, its slots stay leased until this node ends: no such stream",
         ) in [(record.levelname, record.getMessage()) for record in caplog.records]
 
 

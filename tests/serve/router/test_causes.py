@@ -33,7 +33,7 @@ def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready
     assert whys(bench) == dict.fromkeys((P, D), "d0 cannot use p0: it refused the key of this node")
     refused = bench.submit()
     assert isinstance(refused, Refusal)
-    assert "can work together; the router's /health says why" in refused.detail
+    assert "can work together; the router's /health has the reason" in refused.detail
     bench.receive(D, LOAD)
     assert list(bench.routing.workers.models()) == ["m"]
     assert whys(bench) == {P: "", D: ""}

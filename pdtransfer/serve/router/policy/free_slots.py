@@ -20,11 +20,11 @@ def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], mod
     """Explains why the ready workers make no pair."""
     for role, models in (("prefill", prefills), ("decode", decodes)):
         if not models:
-            return f"no {role} worker is ready; the router's /health says why"
+            return f"no {role} worker is ready; the router's /health has the reason"
     prefill_models, decode_models = (", ".join(sorted(map(model_text, models))) for models in (prefills, decodes))
     of_model = "of one model" if model is None else f"of model {model!r}"
     if any(model is None or key[0] == model for key in set(prefills) & set(decodes)):
-        return f"no prefill and decode workers {of_model} can work together; the router's /health says why"
+        return f"no prefill and decode workers {of_model} can work together; the router's /health has the reason"
     return (
         f"no prefill and decode workers {of_model} are ready: prefill has {prefill_models}, decode has {decode_models}"
     )

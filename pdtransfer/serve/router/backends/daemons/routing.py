@@ -411,8 +411,8 @@ class Routing:
     def _retry(
         self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float
     ) -> tuple[CompletionRequest, WorkerPair] | None:
-        """Returns the request and pair for a retry, or None. Never retries a refusing pair or a full worker; retries
-        densely what every worker capable of HiSparse refused."""
+        """Returns the request and pair for a retry, or None. Never retries a pair that refused, or a full worker. A
+        HiSparse request that every worker refused is retried without HiSparse."""
         if cause in FINAL_CAUSES or self._closed:
             return None
         asked, so_far = room.request, room.so_far

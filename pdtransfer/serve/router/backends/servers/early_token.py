@@ -46,7 +46,7 @@ class _StreamOptions(Struct, frozen=True):
 
 
 class _Asked(Struct, frozen=True):
-    """The fields of a body that decide."""
+    """Request fields that decide whether a stream may begin with prefill's token."""
 
     stream: bool | None = False
     temperature: float | None = None

@@ -28,7 +28,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from .edits import Mutant, mutants
-from .plugin import LEFT_OUT, NEAREST, REPORT
+from .plugin import ALONE, LEFT_OUT, NEAREST, REPORT
 
 _ROOT = Path(__file__).parents[2]
 _SETS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("sets.toml").read_text())
@@ -49,6 +49,8 @@ class Clone:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.path, self._options = folder / "tree", options
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=_ROOT, check=True, capture_output=True, text=True)  # noqa: S603
         for name in listed.stdout.split("\0"):
@@ -101,15 +103,18 @@ class Clone:
             "PYTHONDONTWRITEBYTECODE": "",  # the package is compiled once a clone
             "TMPDIR": str(self.path.parent),
         }
-        names |= {REPORT: str(report), NEAREST: nearest, LEFT_OUT: json.dumps(left_out)}
+        alone = "1" if self._options.near else ""
+        names |= {REPORT: str(report), NEAREST: nearest, ALONE: alone, LEFT_OUT: json.dumps(left_out)}
         command = [sys.executable, "-m", "pytest", *tests, "-n0", "-q", "--tb=short", "-pno:cacheprovider"]
         command += ["-ptools.mutants.plugin", f"--timeout={self._options.test_seconds}", *(["-x"] if stops else [])]
         process = subprocess.Popen(  # noqa: S603
             command, cwd=self.path, env=os.environ | names, start_new_session=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        late = False
+        self._process, late = process, False
         try:
+            if self._stopped:
+                raise KeyboardInterrupt
             process.wait(self._options.seconds if stops else None)
         except subprocess.TimeoutExpired:
             late = True
@@ -125,6 +130,12 @@ class Clone:
         by_assert = "AssertionError" in why and why.startswith(f"{self.path}/pdtransfer/")
         status = "by time" if "Timeout" in why or why == "no end" else "by assert" if by_assert else "killed"
         return Outcome(status if failed else "lived", failed)
+
+    def stop(self) -> None:
+        """From another thread: ends the tests, and begins no others."""
+        self._stopped = True
+        if self._process is not None:
+            _end(self._process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -165,6 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="clones that run beside each other")
     parser.add_argument("--seconds", type=int, default=240, help="the longest run of tests for a mutant")
     parser.add_argument("--test-seconds", type=int, default=30, help="the longest test")
+    parser.add_argument("--near", action="store_true", help="only test files that name the mutant's module: a glance")
     parser.add_argument("--matrix", action="store_true", help="run every test, not only until one fails")
     parser.add_argument("--out", type=Path, default=_ROOT / "build" / "mutants.json")
     parser.add_argument("--resume", action="store_true", help="keep what the report has")
@@ -182,6 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = json.loads(options.out.read_text())
         lived = {name for name, kept in report.items() if options.again and kept["status"] == "lived"}
         wanted = [(name, mutant) for name, mutant in wanted if mutant.name not in report or mutant.name in lived]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _run(wanted, report, options)
     _print(report)
     return 0
@@ -190,9 +203,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="m") as folder, ThreadPoolExecutor(options.jobs) as threads:
+        made = [Clone(Path(folder) / str(number), options) for number in range(options.jobs)]
         clones: SimpleQueue[Clone] = SimpleQueue()
-        for number in range(options.jobs):
-            clones.put(Clone(Path(folder) / str(number), options))
+        for clone in made:
+            clones.put(clone)
 
         def meet(place: tuple[str, Mutant]) -> tuple[str, str, dict[str, object]]:
             name, mutant = place
@@ -206,10 +220,16 @@ def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], op
             finally:
                 clones.put(clone)
 
-        for name, mutant, outcome in threads.map(meet, wanted):
-            report[mutant] = {"set": name, **outcome}
-            _write(report, options.out)
-            print(f"{outcome['status']:<10} {outcome['seconds']:>5} s  {mutant}", flush=True)
+        try:
+            for name, mutant, outcome in threads.map(meet, wanted):
+                report[mutant] = {"set": name, **outcome}
+                _write(report, options.out)
+                print(f"{outcome['status']:<10} {outcome['seconds']:>5} s  {mutant}", flush=True)
+        except KeyboardInterrupt:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for clone in made:
+                clone.stop()
+            raise
         killers = sorted({next(iter(report[mutant.name]["tests"]), "") for _, mutant in wanted} - {""})
         red = clones.get().run(killers, "", [], stops=False).failed if killers else {}
         for each in report.values():

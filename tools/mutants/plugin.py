@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-REPORT, NEAREST, LEFT_OUT = "MUTANTS_REPORT", "MUTANTS_NEAREST", "MUTANTS_LEFT_OUT"
+REPORT, NEAREST, ALONE, LEFT_OUT = "MUTANTS_REPORT", "MUTANTS_NEAREST", "MUTANTS_ALONE", "MUTANTS_LEFT_OUT"
 
 
 def pytest_configure() -> None:
@@ -20,10 +20,12 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that name the mutant's module come first, and whole files stay together."""
+    """Files that name the mutant's module come first, or alone, and whole files stay together."""
     nearest, left_out = os.environ.get(NEAREST, ""), json.loads(os.environ.get(LEFT_OUT, "[]"))
     near = {path: nearest in path.read_text() for path in {item.path for item in items}}
-    items[:] = sorted((item for item in items if item.nodeid not in left_out), key=lambda item: not near[item.path])
+    alone = bool(nearest and os.environ.get(ALONE) and any(near.values()))
+    wanted = [item for item in items if item.nodeid not in left_out and (near[item.path] or not alone)]
+    items[:] = sorted(wanted, key=lambda item: not near[item.path])
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

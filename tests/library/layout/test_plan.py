@@ -90,7 +90,8 @@ def test_every_layout_copies_into_every_other(copy: Any, data: Any) -> None:
 @pytest.mark.parametrize("model", [mha(head_bytes=256), mla()], ids=["mha", "mla"])
 def test_pages_of_64_land_in_single_tokens(model: Model, source_name: str, target_name: str) -> None:
     source = Pool(name=source_name, model=model, page_size=64, slots=256, base=64)
-    target = Pool(name=target_name, model=model, page_size=1, slots=200)
+    wide = len(model.heads) * model.parts[0][2]  # a layer's row: bytes and offsets must not be mistaken for another
+    target = Pool(name=target_name, model=model, page_size=1, slots=200, base=wide)
     source.fill(5000 + np.arange(source.slots))
     source_slots, target_slots = expand_pages([3, 1], 64, 100), np.arange(90, 190)
     planned = plan(pair(source.layout, target.layout), source_slots, target_slots)

@@ -121,6 +121,18 @@ def test_a_shape_is_captured_when_it_has_come_often_enough_and_no_sooner_once_it
     assert [captures.get(shape) for shape in "abc"] == [None, 7, 9]
 
 
+def test_a_shape_that_others_have_pushed_out_is_counted_anew() -> None:
+    captures: Captures[int] = Captures(2, worth=3)
+    for others, due in ((15, True), (16, False)):  # 16 are remembered
+        captures.due("rare")
+        for shape in range(others - 1):
+            captures.due(shape)
+        captures.due("rare")
+        for shape in range(others):
+            captures.due((others, shape))
+        assert captures.due("rare") == due
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_capture_in_which_something_is_raised_ends_and_reports_what(cuda: Played, *, breaks: bool) -> None:
     def run(_: object, __: object, number: int) -> None:

@@ -109,12 +109,12 @@ def pools() -> tuple[Tensors, Tensors]:
     return first, second
 
 
-@pytest.mark.parametrize("rows", [1, 5, len(SLOTS)])
+@pytest.mark.parametrize("rows", [0.5, 1, 5, len(SLOTS)])
 def test_rows_are_there_once_it_is_reported_and_the_thread_has_asked_for_that(
-    here: GpuOnHost, rows: int, monkeypatch: pytest.MonkeyPatch
+    here: GpuOnHost, rows: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = pools()
-    monkeypatch.setattr(hbm_copier, "PIECE_BYTES", rows * source.layout.row_bytes)
+    monkeypatch.setattr(hbm_copier, "PIECE_BYTES", int(rows * source.layout.row_bytes))
     right = wanted(source, target, SLOTS, SLOTS)
     assert lifted(source, target) == [""]
     assert np.array_equal(target.memory, right)

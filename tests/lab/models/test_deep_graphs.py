@@ -18,7 +18,7 @@ from pdtransfer_lab.models.attention import EveryKey, RowBatch, Tiles
 from pdtransfer_lab.models.deep_graphs import Graphs
 from torch import Tensor
 
-from pdtransfer.hisparse.capture import Captures, captured
+from pdtransfer.hisparse.capture import Captures, Replayed, captured
 
 
 class Played:
@@ -27,6 +27,7 @@ class Played:
     def __init__(self) -> None:
         self.capturing, self.fired, self.breaks = 0, True, False
         self.graphs: list[weakref.ref[Any]] = []
+        self.replays = 0
         cuda = self
 
         class Graph:
@@ -43,7 +44,7 @@ class Played:
                     raise RuntimeError("the capture is invalid")
 
             def replay(self) -> None:
-                pass
+                cuda.replays += 1
 
         class Event:
             def record(self) -> None:
@@ -54,8 +55,11 @@ class Played:
 
         self.CUDAGraph, self.Event = Graph, Event
 
-    def Stream(self) -> Any:
+    def Stream(self, _: object = None) -> Any:
         return SimpleNamespace(wait_stream=lambda _: None)
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing > 0
 
     current_stream = Stream
 
@@ -119,6 +123,24 @@ def test_a_shape_is_captured_when_it_has_come_often_enough_and_no_sooner_once_it
                 made.append((turn, shape))
     assert made == [(2, "a"), (2, "b"), (2, "c"), (5, "a"), (7, "b"), (9, "c")]
     assert [captures.get(shape) for shape in "abc"] == [None, 7, 9]
+
+
+def test_work_is_replayed_on_a_gpu_and_done_again_elsewhere(cuda: Played) -> None:
+    done: list[bool] = []
+
+    def work() -> int:
+        done.append(cuda.capturing > 0)
+        return len(done)
+
+    here = Replayed(work, torch.device("cpu"))
+    assert [here(), here(), cuda.replays] == [1, 2, 0]
+    done.clear()
+    there = Replayed(work, torch.device("cuda", 0))
+    assert done == [False, True], "what it uses is loaded before the capture"
+    assert [there(), there(), cuda.replays] == [2, 2, 2]
+    with captured():
+        assert there() == 3
+    assert cuda.replays == 2
 
 
 def test_a_shape_that_others_have_pushed_out_is_counted_anew() -> None:

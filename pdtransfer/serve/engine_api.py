@@ -82,9 +82,8 @@ class EngineConfig:
 
     def context_tokens(self, model: int) -> int:
         """Tokens of a prompt and its answer at most, with a model of `model` positions. Decode has a slot for each of
-        them, prefill for the prompt's alone."""
-        slots = max(self.slots, 0 if self.hisparse is None else self.hisparse.dense_slots)
-        return model if self.role == "prefill" else min(model, slots)
+        them. So has prefill, though the answer alone needs none there: a resumed answer is part of a prompt."""
+        return min(model, max(self.slots, 0 if self.hisparse is None else self.hisparse.dense_slots))
 
 
 HBM_ALIGNMENT = 64 << 10  # alignment of HBM components in an arena: the largest page of any host

@@ -38,6 +38,7 @@ from pdtransfer.wire import (
     Sampling,
     Tokens,
     TokensAcked,
+    Unusable,
     Welcome,
     pack_ids,
 )
@@ -348,6 +349,32 @@ def test_a_model_is_as_long_as_the_longest_pair_that_serves_it() -> None:
         bench.welcome(peer, 11, weights=b"other", context_tokens=800)
         bench.receive(peer, LOAD)
     assert bench.routing.workers.models() == {"m": 800}, "of other weights under that name"
+
+
+def test_a_model_is_no_longer_than_what_two_that_can_work_together_take() -> None:
+    bench = Bench(prefill=(P, P2), decode=(D, D2))
+    for peer, tokens in {P: 900, P2: 500, D: 400, D2: 600}.items():
+        bench.welcome(peer, 1, context_tokens=tokens)
+        bench.receive(peer, LOAD)
+    assert bench.routing.workers.models() == {"m": 600}
+    bench.wait(60)  # P has been there for long enough that D2 should have met it
+    bench.receive(D2, replace_load(unusable=(Unusable(P, "facts"),)))
+    assert bench.routing.workers.models() == {"m": 500}, "of P2 and D2"
+
+
+def test_a_request_goes_to_the_pair_that_takes_it_whatever_others_have_free() -> None:
+    bench = Bench(prefill=(P, P2), decode=(D, D2))
+    for incarnation, (peer, tokens) in enumerate({P: 100, P2: 500, D: 100, D2: 500}.items(), 2):
+        bench.welcome(peer, incarnation, context_tokens=tokens)
+        bench.receive(peer, replace_load(slots_free=500 if tokens == 500 else 10_000))
+    for _ in range(3):
+        bench.submit(length=400)
+        assert (len(bench.sent(Begin, P2)), len(bench.sent(Begin, D2))) == (1, 1)
+    refused = bench.submit(length=600)
+    assert (refused.cause, "only 500" in refused.detail) == (Cause.PEER_LOST, True)
+    bench.receive(D2, replace_load(rooms_queued=10_000))
+    refused = bench.submit(length=400)
+    assert (refused.cause, refused.detail) == (Cause.FULL, "every worker is full"), "the one that takes it is"
 
 
 def test_hisparse_goes_to_a_decode_that_supports_it() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeAlias, TypeVar
 
 from ....handoff.tables import Word
 
 Role: TypeAlias = Literal["prefill", "decode"]
+Member = TypeVar("Member")
 
 
 class Departure(Word):
@@ -15,3 +17,22 @@ class Departure(Word):
     STAYS = ""
     DRAINS = "drained by an operator"
     LEAVES = "removed by an operator; its rooms run to their end"
+
+
+def longest_request(
+    prefills: Iterable[Member],
+    decodes: Iterable[Member],
+    tokens: Callable[[Member], int],
+    obstacle: Callable[[Member, Member], str] = lambda *_: "",
+) -> int:
+    """The tokens of a prompt and its answer that some pair takes, 0 where there is no pair: of each pair the fewer of
+    the two. `obstacle` says why two cannot work together, if so."""
+    longest, by_length = 0, sorted(decodes, key=tokens, reverse=True)
+    for prefill in sorted(prefills, key=tokens, reverse=True):
+        for decode in by_length:
+            both = min(tokens(prefill), tokens(decode))
+            if both <= longest:
+                break
+            if not obstacle(prefill, decode):
+                longest = both
+    return longest

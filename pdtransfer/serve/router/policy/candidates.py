@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ....wire import Identity
-from ..fleet.roles import Role
+from ..fleet.roles import Role, longest_request
 from ..fleet.worker import Model, Worker, obstacle
 from .ranking import Ranking
 
@@ -95,8 +95,7 @@ class CandidatesByModel:
             self._served = {}
             for model in sorted(candidates):
                 sides = candidates[model].of("prefill"), candidates[model].of("decode")
-                if any(not obstacle(prefill, decode) for prefill in sides[0] for decode in sides[1]):
-                    longest = min(max(worker.context_tokens for worker in side) for side in sides)
+                if longest := longest_request(*sides, lambda worker: worker.context_tokens, obstacle):
                     self._served[model[0]] = max(self._served.get(model[0], 0), longest)
         return self._served
 

@@ -50,8 +50,11 @@ class FreeSlots:
         best: WorkerPair | None = None
         waits_ms: list[float] = []
 
+        def takes(worker: Worker) -> bool:
+            return worker.context_tokens >= request.tokens
+
         def accepts(worker: Worker) -> bool:
-            return worker.full_ms(now, self._limits, enable_hisparse=enable_hisparse) == 0
+            return takes(worker) and worker.full_ms(now, self._limits, enable_hisparse=enable_hisparse) == 0
 
         for key, among in self._candidates.all().items():
             decodes = among.sparse if enable_hisparse else among.decode
@@ -60,7 +63,7 @@ class FreeSlots:
             keys = self._keys(key, request, decodes)
             pair = self._best_pair(among.prefill, decodes, keys, request.tokens, avoid, accepts)
             if pair is None:
-                wait_ms = self._wait_ms(among.prefill, decodes, now, enable_hisparse=enable_hisparse)
+                wait_ms = self._wait_ms(among.prefill, decodes, takes, now, enable_hisparse=enable_hisparse)
                 if wait_ms is not None:
                     waits_ms.append(wait_ms)
                 continue
@@ -71,6 +74,11 @@ class FreeSlots:
             return self._staying(best, request) or best
         if waits_ms:
             return NoPair("every worker is full", int(min(waits_ms)) + 1)
+        longest = max(
+            (tokens for name, tokens in self._candidates.served().items() if model in (None, name)), default=0
+        )
+        if 0 < longest < request.tokens:
+            return NoPair(f"no pair of workers takes {request.tokens} tokens, only {longest}", None)
         return NoPair(
             _no_pair_reason(self._candidates.groups("prefill"), self._candidates.groups("decode"), model), None
         )
@@ -122,11 +130,16 @@ class FreeSlots:
         return Pair(best[1], decode, keys)
 
     def _wait_ms(
-        self, prefills: Ranking[Worker], decodes: Ranking[Worker], now: float, *, enable_hisparse: bool
-    ) -> float | None:
-        """When some pair of these may accept a room; None where no two of them can work together."""
-        both = prefills.items()
-        able = [worker for worker in decodes.items() if any(not obstacle(prefill, worker) for prefill in both)]
+        self, prefills: Ranking[Worker], decodes: Ranking[Worker], takes: Callable[[Worker], bool], now: float, *,
+        enable_hisparse: bool,
+    ) -> float | None:  # fmt: skip
+        """When some pair of these may accept a room; None where no two of them can work together, and take it."""
+        both = [worker for worker in prefills.items() if takes(worker)]
+        able = [
+            worker
+            for worker in decodes.items()
+            if takes(worker) and any(not obstacle(prefill, worker) for prefill in both)
+        ]
         if not able:
             return None
         sides = [

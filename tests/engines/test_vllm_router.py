@@ -69,6 +69,7 @@ def site(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> 
             stack.enter_context(
                 vllm_server(
                     model, folder / f"{name}.log", "--enable-prefix-caching", "--reasoning-parser", "deepseek_r1",
+                    "--enable-prompt-tokens-details",
                     transfer=transfer("kv_both", bind=f"tcp://127.0.0.1:{free_port()}", time_left_s=180.0),
                 )
             )
@@ -93,6 +94,31 @@ def test_an_answer_reports_the_bytes_that_crossed(site: Site, front: HttpProcess
     settles(lambda: site.b.metric("vllm:pdtransfer_bytes_total", direction="received"), reported["kv_bytes"])
     assert reported["kv_lost"] is False
     assert answer["choices"] == site.b.post(COMPLETIONS, body)["choices"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, COMPLETION), (CHATS, CHAT)])
+def test_cached_tokens_are_those_of_the_prompt(
+    site: Site, front: HttpProcess, path: str, body: dict[str, Any], stream: bool, n: int
+) -> None:
+    """vLLM's decode counts all KV that it has received as cached, but for the last token's."""
+
+    def details(server: HttpProcess, asked: dict[str, Any]) -> Any:
+        if not stream:
+            return server.post(path, asked)["usage"]["prompt_tokens_details"]
+        return stream_of(server.url, path, asked | {"stream_options": {"include_usage": True}})[-1]["usage"][
+            "prompt_tokens_details"
+        ]
+
+    sampled = {"n": n} | ({"temperature": 1, "seed": 5} if n > 1 else {})
+    asked = site.salted(body | sampled | {"max_tokens": 4})
+    assert details(front, asked)["cached_tokens"] == 0
+    cached = site.salted(body | sampled | {"max_tokens": 4})
+    site.a.post(path, cached | {"n": 1})
+    expected = details(site.a, cached | {"n": 1, "temperature": 0})
+    assert expected["cached_tokens"] > 0
+    assert details(front, cached) == expected
 
 
 def letters(site: Site) -> list[int]:

@@ -78,6 +78,7 @@ class FakeVllm:
     counted: str = ""  # its metrics
     reports_kv: bool = False  # decode's answers say whether their KV was received
     lost: bool = False  # and say that it was not
+    figures: dict[str, Any] = field(default_factory=dict[str, Any])  # usage and metrics of its answers
     given_up: list[str] = field(default_factory=list)  # transfers that it was asked to give up
     given_up_ranks: list[int] = field(default_factory=list)
     sent: int = 0  # bytes of streams
@@ -167,10 +168,10 @@ class FakeVllm:
         if streams and self.role == "prefill" and seen.kv:
             for event in first_token_events(seen.body, self.first_token, self.logprobs, self.text_field):
                 await self._event(response, json.dumps(event))
-            await self._event(response, "[DONE]")
+            await self._end(response, seen)
             return response
         if streams:
-            return await self._stream(request, response, self.text_field if "messages" in seen.body else "text")
+            return await self._stream(request, response, seen)
         if self.role == "prefill":
             await self.more.wait()
         return self._whole(seen)
@@ -187,6 +188,7 @@ class FakeVllm:
 
     def _whole(self, seen: Seen) -> web.Response:
         answer = {"id": "cmpl-1", "choices": [{"text": "".join(self.pieces)}], "server": self.engine_of(seen)}
+        answer |= self.figures
         if self.connector and seen.kv.get("do_remote_decode"):
             answer["kv_transfer_params"] = {
                 "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine_of(seen),
@@ -198,7 +200,8 @@ class FakeVllm:
             answer["kv_transfer_params"] = {"kv_bytes": 0 if self.lost else 4_096, "kv_lost": self.lost}
         return web.json_response(answer, headers={"X-Vllm": "yes"})
 
-    async def _stream(self, request: web.Request, response: web.StreamResponse, text_field: str) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, response: web.StreamResponse, seen: Seen) -> web.StreamResponse:
+        text_field = self.text_field if "messages" in seen.body else "text"
         if self.first_error:
             text = json.dumps({"error": {"message": "KV is lost", "code": self.first_error}})
             for piece in (f"data: {text[:9]}", f"{text[9:]}\n", "\n"):
@@ -217,9 +220,14 @@ class FakeVllm:
                         return response
                 choice = {"text": piece} if text_field == "text" else {"delta": {text_field: piece}}
                 await self._event(response, json.dumps({"choices": [choice], "server": self.engine}))
-        await self._event(response, "[DONE]")
+        await self._end(response, seen)
         await response.write_eof()
         return response
+
+    async def _end(self, response: web.StreamResponse, seen: Seen) -> None:
+        if (seen.body.get("stream_options") or {}).get("include_usage") and self.figures:
+            await self._event(response, json.dumps({"choices": [], **self.figures}))
+        await self._event(response, "[DONE]")
 
     async def _event(self, response: web.StreamResponse, text: str) -> None:
         event = f"data: {text}\n\n".encode()

@@ -74,6 +74,11 @@ class Dialect(Protocol):
         """Returns a request's answer, made of the whole answers of both. Raises RemoteProtocolError."""
         ...
 
+    def prompt_figures(self, prefill: bytes) -> dict[bytes, bytes] | None:
+        """Returns what prefill's answer tells of the prompt, in place of decode's figures (hand_offs.py); None where
+        decode's are right."""
+        ...
+
     def answers_early(self, request: ServerRequest) -> bool:
         """Whether prefill may answer with a stream of the first token, which decode's stream will begin with too
         (early_token.py), before decode has the KV."""

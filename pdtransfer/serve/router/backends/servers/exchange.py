@@ -20,7 +20,7 @@ from ...front.backend import WholeAnswer
 from ...front.client_request import ClientRequest
 from .dialect import Dialect, ServerOrder
 from .early_token import EARLY_KINDS_MAX, EVENT_END, EarlyToken, kind_of
-from .hand_offs import ANSWER_TAIL_BYTES, received_of
+from .hand_offs import ANSWER_TAIL_BYTES, has_prompt_figures, received_of, with_prompt_figures
 from .kept_answers import KeptAnswers
 from .server_metrics import ServerMetrics
 from .server_pool import ServerPair
@@ -81,6 +81,8 @@ class Exchange:
         self._head = b""  # of decode's stream, to be compared
         self._joins = pair.prefill is not None and dialect.joins(request)
         self._computed = b""  # prefill's answer, where it has a part of the whole one
+        self._reported = None if pair.prefill is None else dialect.prompt_figures(b"")
+        self._behind = b""  # what may be the begin of a figure of the prompt
         self._kept, self._kept_here = kept or KeptAnswers(), Counter[str]()
         self.status, self.headers, self.length, self.events = 0, dict[str, str](), None, False
 
@@ -140,11 +142,26 @@ class Exchange:
         if (shown := self._early) is not None and shown is self.shown:
             self._early = None
             return shown.events
-        piece = await (self._read() if self.shown is None or self.shown.repeated else self._read_behind(self.shown))
-        self._tail = (self._tail + piece[-ANSWER_TAIL_BYTES:])[-ANSWER_TAIL_BYTES:]
-        if self._compares is not None and len(self._head) < HEAD_BYTES_MAX:
-            self._head += piece
-        return piece
+        while True:
+            piece = await (self._read() if self.shown is None or self.shown.repeated else self._read_behind(self.shown))
+            self._tail = (self._tail + piece[-ANSWER_TAIL_BYTES:])[-ANSWER_TAIL_BYTES:]
+            if self._compares is not None and len(self._head) < HEAD_BYTES_MAX:
+                self._head += piece
+            new = await self._corrected(self._behind + piece)
+            whole = self._reported is None or not piece or new.endswith(EVENT_END)
+            end = len(new) if whole else max(0, len(new) - ANSWER_TAIL_BYTES)
+            self._behind, new = new[end:], new[:end]
+            if new or not piece:
+                return new
+
+    async def _corrected(self, piece: bytes) -> bytes:
+        """What decode has counted of the hand-off becomes what prefill tells of the prompt, whose answer is due: decode
+        has the KV."""
+        if self._reported is None or not has_prompt_figures(piece):
+            return piece
+        if self._prefill is not None:
+            await asyncio.wait((self._prefill,))
+        return with_prompt_figures(piece, self._reported)
 
     async def _read(self) -> bytes:
         """The next bytes of decode's answer, empty at its end. Raises AttemptFailedError."""
@@ -342,6 +359,7 @@ class Exchange:
             if failed.again and failed.blamed:
                 server.identity = None  # else the request was wrong, and others need not wait to meet it again
             raise
+        self._reported = self._dialect.prompt_figures(answer.body)
         if early:
             self._early = EarlyToken.of(answer.body)
             return None
@@ -373,7 +391,8 @@ class Exchange:
             except BaseException:
                 response.close()
                 raise
-        self._response, self.status, self.length = response, response.status, response.content_length
+        self._response, self.status = response, response.status
+        self.length = response.content_length if self._reported is None else None
         self.headers = end_to_end(response.headers)
         if self.status == 200:
             server.known.answered(self._request.keys)

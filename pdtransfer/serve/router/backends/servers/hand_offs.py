@@ -1,4 +1,4 @@
-"""What a vLLM decode server reports of its hand-offs: in its metrics, and in an answer that is not streamed.
+"""What a vLLM decode server reports of its hand-offs: in its metrics, and in its answers.
 
 A server that computes the prompts which prefill should have sent answers its clients all the same, only later. No I/O.
 """
@@ -30,6 +30,16 @@ _LINE = re.compile(
 _LABEL = re.compile(rb'\b(end|direction|fact)="((?:[^"\\]|\\.)*)"')
 _ESCAPES = {rb"\n": b"\n", rb"\"": b'"', rb"\\": b"\\"}
 _PARAMS = re.compile(rb'"kv_transfer_params":\s*(\{[^{}]*\})')
+# Objects of an answer, of ANSWER_TAIL_BYTES at most, and figures in them that decode has of the hand-off: KV that it
+# received counts as cached, and the prompt's queue and computation lie before its own. A text cannot pass for these.
+_OF_PROMPT = re.compile(
+    rb'"(?:prompt_tokens_details|metrics)":\s{0,8}\{[^{}]{0,256}(?:\{[^{}]{0,512}\}[^{}]{0,256}){0,2}\}'
+)
+_FIGURE = re.compile(
+    rb'"(cached_tokens|created_cache_tokens|time_to_first_token_ms|queue_time_ms|tokens_per_second)":'
+    rb"\s{0,8}([0-9.eE+-]+|null)"
+)
+_CACHED = re.compile(rb'"remote_prefill_cached_tokens":\s{0,8}(\d+)')
 
 
 def hand_offs_of(metrics: bytes) -> HandOffs | None:
@@ -89,6 +99,28 @@ def received_of(tail: bytes) -> Received | None:
         return parse(matches[-1], _RECEIVED) if matches and b'"kv_lost"' in matches[-1] else None
     except RemoteProtocolError:
         return None
+
+
+def has_prompt_figures(piece: bytes) -> bool:
+    """Whether a piece of decode's answer has figures that are prefill's to tell."""
+    return _OF_PROMPT.search(piece) is not None
+
+
+def prompt_figures(answer: bytes) -> dict[bytes, bytes]:
+    """What prefill's answer tells of the prompt, in JSON by name. vLLM's connectors return the cached tokens too."""
+    reported = dict(_FIGURE.findall(b"".join(_OF_PROMPT.findall(answer))))
+    reported.pop(b"tokens_per_second", None)  # of its one token
+    cached = _CACHED.search(answer)
+    return reported if cached is None else reported | {b"cached_tokens": cached[1]}
+
+
+def with_prompt_figures(piece: bytes, reported: Mapping[bytes, bytes]) -> bytes:
+    """A piece of decode's answer with prefill's figures of the prompt, null for what prefill has not reported."""
+
+    def figure(match: re.Match[bytes]) -> bytes:
+        return b'"%s":%s' % (match[1], reported.get(match[1], b"null"))
+
+    return _OF_PROMPT.sub(lambda match: _FIGURE.sub(figure, match[0]), piece)
 
 
 class ComputedHandOffs:

@@ -101,6 +101,10 @@ class SglangDialect:
         """Decode's, with the logprobs of the prompt."""
         return prompt_logprobs.joined(prefill, decode)
 
+    def prompt_figures(self, prefill: bytes) -> None:
+        """Prefill sends its own to decode, with the KV."""
+        del prefill
+
     def answers_early(self, request: ServerRequest) -> bool:
         """A prefill server answers only when decode has the KV."""
         del request

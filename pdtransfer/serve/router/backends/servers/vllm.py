@@ -16,6 +16,7 @@ from ...fleet.roles import Role
 from ...fleet.server import ServerIdentity
 from .dialect import FALSE, ONE, Port, ServerOrder, Text
 from .early_token import may_come_early, scored
+from .hand_offs import prompt_figures
 from .server_request import CHAT, COMPLETIONS, Fields, ServerRequest, choices_of
 
 Size = Annotated[int, Meta(ge=1, le=0xFFFF)]
@@ -92,6 +93,10 @@ class VllmDialect:
         del prefill
         return decode
 
+    def prompt_figures(self, prefill: bytes) -> dict[bytes, bytes]:
+        """Both are asked at once, so decode cannot have prefill's."""
+        return prompt_figures(prefill)
+
     def answers_early(self, request: ServerRequest) -> bool:
         """A prefill server answers when the prompt is computed; its KV follows."""
         return may_come_early(request)
@@ -105,7 +110,8 @@ class VllmDialect:
         counts = {name: ONE for name in ("max_completion_tokens",) if name in fields}
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(transfer)}
         one_token = {"max_tokens": ONE, "n": ONE, "stream": FALSE, "kv_transfer_params": params}
-        streamed = {"stream": True} | scored(request) if early else {}
+        options = {name: value for name, value in request.fields.items() if name == "stream_options"}  # for its usage
+        streamed = {"stream": True} | scored(request) | options if early else {}
         return msgspec.json.encode(fields | counts | one_token | streamed)
 
     def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from aiohttp import web
 
@@ -20,6 +20,7 @@ class FakeSglang(FakeVllm):
     port: int = 8998
     info_requests: int = 0
     key: str = ""
+    shown: dict[str, Any] = field(default_factory=dict[str, Any])  # what the plugin adds to a rank's state
 
     def routes(self, app: web.Application) -> None:
         app.add_routes([web.get("/server_info", self._info), web.post("/abort_request", self._abort)])
@@ -35,6 +36,7 @@ class FakeSglang(FakeVllm):
         mode = self.role if self.connector else "null"
         return web.json_response(
             {"disaggregation_mode": mode, "disaggregation_bootstrap_port": self.port, "version": "0.5.23"}
+            | ({"internal_states": [{"pdtransfer": self.shown}]} if self.shown else {})
         )
 
     async def hand_over(self, seen: Seen) -> None:

@@ -23,10 +23,10 @@ def longest_request(
     prefills: Iterable[Member],
     decodes: Iterable[Member],
     tokens: Callable[[Member], int],
-    obstacle: Callable[[Member, Member], str] = lambda *_: "",
+    obstacle: Callable[[Member, Member], str],
 ) -> int:
     """The tokens of a prompt and its answer that some pair takes, 0 where there is no pair: of each pair the fewer of
-    the two. `obstacle` says why two cannot work together, if so."""
+    the two. `obstacle` gives the reason why two cannot work together, if so."""
     longest, by_length = 0, sorted(decodes, key=tokens, reverse=True)
     for prefill in sorted(prefills, key=tokens, reverse=True):
         for decode in by_length:

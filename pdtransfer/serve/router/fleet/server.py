@@ -24,6 +24,17 @@ class HandOffs:
     refusals: tuple[str, ...] = ()  # its facts, name=value, in which prefill engines differ
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Requests that a decode server has no memory for now, of all ranks together, and what they wait for."""
+
+    requests: int = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests wait for its memory: {self.why}"
+
+
 @dataclass(slots=True, eq=False)
 class Server:
     """One server, or one data parallel rank of it: an engine with a cache of its own behind the same URL. `why` is the
@@ -37,6 +48,8 @@ class Server:
     identity: ServerIdentity | None = None  # of a prefill server, by what it last reported
     departure: Departure = Departure.STAYS
     hand_offs: HandOffs | None = None  # of a decode server, by its metrics
+    waiting: Waiting | None = None  # of a decode server, by what it last reported
+    waits_seen: int = 0  # times in a row that some request waited
     unfinished: int = 0  # answers of requests that it has not answered in full
     sent: int = 0  # requests since the start
     computing: int = 0  # tokens of prompts that a decode server computes itself, up to its first tokens

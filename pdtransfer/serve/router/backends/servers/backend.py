@@ -11,7 +11,7 @@ from .....errors import Cause
 from .....limits import Limits
 from ....settings.router import RouterConfig
 from ...fleet.roles import Departure, Role
-from ...fleet.server import Server
+from ...fleet.server import Server, Waiting
 from ...fleet.status import WorkerStatus
 from ...front.backend import AnswerFailedError, BackendState, Paths, WholeAnswer
 from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
@@ -103,7 +103,7 @@ class Servers:
 
     async def _poll(self, server: Server) -> None:
         loop, share, asked = asyncio.get_running_loop(), ComputedHandOffs(), float("-inf")
-        path = self._dialect.metrics_path
+        path = self._dialect.ranks_path
         while not self.pool.left(server):
             try:
                 why = await self.upstream.probe(server)
@@ -111,9 +111,10 @@ class Servers:
                     metrics = await self.upstream.metrics(server, path)
                     self.pool.resize(server, 1 if metrics is None else self._dialect.ranks(metrics))
                 self._report(server, why)
-                if path is not None and server.role == "decode" and not why and loop.time() - asked >= METRICS_S:
-                    asked, metrics = loop.time(), await self.upstream.metrics(server, path)
+                if server.role == "decode" and not why and loop.time() - asked >= METRICS_S:
+                    asked, metrics = loop.time(), await self.upstream.metrics(server, self._dialect.metrics_path)
                     server.hand_offs = None if metrics is None else hand_offs_of(metrics)
+                    self._wait(server, None if metrics is None else self._dialect.waiting(metrics))
                     if server.hand_offs is not None and (text := share.take(server.hand_offs)) is not None:
                         log.warning("decode %s: %s", server.url, text)
             except Exception as error:  # it is asked for as long as it is here
@@ -127,6 +128,15 @@ class Servers:
             await asyncio.sleep(self._limits.ping_ms / 1e3)
         del self._polls[server]
         log.info("%s %s was removed: its last request has ended", server.role, server.url)
+
+    def _wait(self, decode: Server, waiting: Waiting | None) -> None:
+        """Notes which requests wait for a server's memory. A wait that is seen twice is logged, and its end."""
+        before, count = decode.waits_seen, 0 if waiting is None else waiting.requests
+        decode.waiting, decode.waits_seen = waiting, before + 1 if count else 0
+        if decode.waits_seen == 2:
+            log.warning("decode %s: %s", decode.url, waiting)
+        elif before > 1 and not count:
+            log.info("decode %s: no request waits for its memory any more", decode.url)
 
     def _report(self, server: Server, why: str) -> None:
         """Notes the health of a server, of all its ranks."""
@@ -164,6 +174,7 @@ class Servers:
                 "why": server.why_not or None,
                 "unfinished": server.unfinished,
                 "identity": server.identity,
+                "waiting": None if server.waiting is None else asdict(server.waiting),
                 "hand_offs": None if server.hand_offs is None else asdict(server.hand_offs),
                 "differs": []
                 if server.hand_offs is None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from msgspec import Meta, Raw
 
 from ...fleet.roles import Role
-from ...fleet.server import ServerIdentity
+from ...fleet.server import ServerIdentity, Waiting
 from .server_request import Fields, ServerRequest
 
 ONE = Raw(b"1")
@@ -19,86 +19,83 @@ Text = Annotated[str, Meta(max_length=256)]
 Port = Annotated[int, Meta(ge=1, le=0xFFFF)]
 
 
-class Dialect(Protocol):
-    """How one engine's servers are spoken to. `transfer` are 16 random bytes, the same for both sides of an attempt."""
+class Dialect:
+    """How one engine's servers are spoken to; what it has nothing of stands here. `transfer` are 16 random bytes, the
+    same for both sides of an attempt."""
 
-    @property
-    def paths(self) -> Mapping[str, tuple[str, ...]]:
-        """Where requests are posted, and the fields there of which each may be a list of prompts."""
-        ...
+    # Where requests are posted, and the fields there of which each may be a list of prompts.
+    paths: Mapping[str, tuple[str, ...]]
+    # Fields that name whose KV a request gets: the router sets them, and drops a client's.
+    reserved: frozenset[str]
+    # Where a prefill server reports its identity; None where each of its answers does.
+    info_path: str | None = None
+    # Where a server names its data parallel ranks (`ranks`), if it does.
+    ranks_path: str | None = None
+    # Where decode counts its hand-offs (hand_offs.py), and the requests that wait for its memory.
+    metrics_path: str
+    # Whether prefill answers only once decode has the KV, so that its silence may be decode's.
+    prefill_waits = False
 
-    @property
-    def reserved(self) -> frozenset[str]:
-        """Fields that name whose KV a request gets: the router sets them, and drops a client's."""
-        ...
+    def waiting(self, metrics: bytes) -> Waiting | None:
+        """Which requests wait for a decode server's memory; None where it does not say."""
+        raise NotImplementedError
 
-    @property
-    def info_path(self) -> str | None:
-        """Where a prefill server reports its identity; None where each of its answers does."""
-        ...
-
-    @property
-    def metrics_path(self) -> str | None:
-        """Where a server names its data parallel ranks (`ranks`) and decode counts its hand-offs (hand_offs.py); None
-        where it does neither."""
-        ...
-
-    def ranks(self, metrics: bytes) -> int:
+    def ranks(self, metrics: bytes) -> int:  # noqa: ARG002
         """How many engines a server has by its metrics, each of which RANK_HEADER may name."""
-        ...
+        return 1
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
         """Returns the identity of the prefill server at `url` by what it answered, None where it hands nothing over.
         Raises RemoteProtocolError for an answer that is not this engine's."""
-        ...
+        raise NotImplementedError
 
     def choices(self, path: str, fields: Fields, prompts: int) -> int:
         """How many answers each prompt gets on this path. Raises RefusedRequestError for what these servers cannot hand
         over."""
-        ...
+        raise NotImplementedError
 
-    def apart(self, request: ServerRequest) -> Callable[[int], ServerRequest] | None:
+    def apart(self, request: ServerRequest) -> Callable[[int], ServerRequest] | None:  # noqa: ARG002
         """Returns what makes the request for choice i, where the servers get one for each choice; None where they get
         the request whole."""
-        ...
+        return None
 
-    def named_by_client(self, request: ServerRequest) -> bool:
+    def named_by_client(self, request: ServerRequest) -> bool:  # noqa: ARG002
         """Whether servers know the request by a name of the client's own, by which it may be aborted."""
-        ...
+        return False
 
-    def joins(self, request: ServerRequest) -> bool:
+    def joins(self, request: ServerRequest) -> bool:  # noqa: ARG002
         """Whether prefill's answer has a part of a request's answer, which is not a stream then."""
-        ...
+        return False
 
     def joined(self, prefill: bytes, decode: bytes) -> bytes:
         """Returns a request's answer, made of the whole answers of both. Raises RemoteProtocolError."""
-        ...
+        raise NotImplementedError
 
-    def prompt_figures(self, prefill: bytes) -> dict[bytes, bytes] | None:
-        """Returns what prefill's answer tells of the prompt, in place of decode's figures (hand_offs.py); None where
+    def prompt_figures(self, prefill: bytes) -> dict[bytes, bytes] | None:  # noqa: ARG002
+        """Returns what prefill's answer reports of the prompt, in place of decode's figures (hand_offs.py); None where
         decode's are right."""
-        ...
+        return None
 
-    def answers_early(self, request: ServerRequest) -> bool:
+    def answers_early(self, request: ServerRequest) -> bool:  # noqa: ARG002
         """Whether prefill may answer with a stream of the first token, which decode's stream will begin with too
         (early_token.py), before decode has the KV."""
-        ...
+        return False
 
     def prefill_body(
         self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None, *, early: bool = False
     ) -> bytes:
         """Returns the body for a prefill server. Its answer is not streamed, and nobody reads it, unless it is to
         answer `early`."""
-        ...
+        raise NotImplementedError
 
     def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
         """Returns the body for a decode server; without an identity it computes the prompt itself."""
-        ...
+        raise NotImplementedError
 
     def given_up(self, role: Role, request: ServerRequest, transfer: bytes) -> ServerOrder | None:
         """Returns the order that informs a server of this role that nobody waits for an attempt any more, which closing
         its connection may do late or not at all; None where there is nothing to send."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import logging
 import re
 import secrets
 from collections import Counter
+from contextlib import suppress
 from typing import Annotated, Any
 
 import aiohttp
@@ -355,10 +356,12 @@ class Exchange:
                 if early and not failed.again:  # It may refuse what an early answer needs: the next one is not early.
                     failed.again, failed.blamed = True, ()
                 raise failed
-        except AttemptFailedError as failed:
-            if failed.again and failed.blamed:
+        except AttemptFailedError as error:
+            late = error.cause is Cause.DEADLINE and self._dialect.prefill_waits
+            failed = await self._not_taken(server) if late else error
+            if failed.again and server in failed.blamed:
                 server.identity = None  # else the request was wrong, and others need not wait to meet it again
-            raise
+            raise failed from None
         self._reported = self._dialect.prompt_figures(answer.body)
         if early:
             self._early = EarlyToken.of(answer.body)
@@ -371,6 +374,19 @@ class Exchange:
         if identity is not None:
             server.identity = identity
         return identity
+
+    async def _not_taken(self, prefill: Server) -> AttemptFailedError:
+        """The failure where prefill waited for decode to take its KV: decode is asked whether it has the memory."""
+        decode, limits = self.pair.decode, self._upstream.limits
+        waiting = decode.waiting
+        with suppress(AttemptFailedError):
+            path, headers = self._dialect.metrics_path, self._request.headers
+            answer = await self._upstream.get(decode, path, headers, wait_ms=limits.silence_ms)
+            waiting = self._dialect.waiting(answer.body) or waiting
+        text = f"{decode.name}: has not taken the KV from {prefill.name} within {limits.room_deadline_ms} ms"
+        if waiting is None or not waiting.requests:
+            return AttemptFailedError(f"{text}; either may be late", Cause.DEADLINE, (prefill, decode))
+        return AttemptFailedError(f"{text}: {waiting}", Cause.DEADLINE, (decode,))
 
     async def _post_decode(self, identity: ServerIdentity | None) -> None:
         """Posts decode's part, and waits for the first bytes of its answer. Raises AttemptFailedError."""

@@ -61,12 +61,18 @@ class ServerMetrics(Collector):
                 ("kv_bytes", "Bytes of KV that it has received"),
             )
         )
+        waiting = GaugeMetricFamily(
+            "pdtransfer_server_waiting_requests", "Requests that a decode server has no memory for, by its own count",
+            labels=["url"],
+        )  # fmt: skip
         for server in self._pool.decode:
             if (hand_offs := server.hand_offs) is not None:
                 received.add_metric([server.url], hand_offs.received)
                 computed.add_metric([server.url], hand_offs.computed)
                 kv_bytes.add_metric([server.url], hand_offs.kv_bytes)
-        yield from (received, computed, kv_bytes)
+            if server.waiting is not None:
+                waiting.add_metric([server.url], server.waiting.requests)
+        yield from (received, computed, kv_bytes, waiting)
         labels = ["url", "role"]
         usable = GaugeMetricFamily("pdtransfer_server_usable", "1 if the server is healthy", labels=labels)
         unfinished = GaugeMetricFamily("pdtransfer_server_requests", "Requests that it has not answered", labels=labels)

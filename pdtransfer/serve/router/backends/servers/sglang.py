@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
+from .....errors import RemoteProtocolError
+from .....limits import PEERS_MAX, TEXT_LENGTH_MAX
 from .....schema import parse
 from ...fleet.roles import Role
-from ...fleet.server import ServerIdentity
+from ...fleet.server import ServerIdentity, Waiting
 from ...front.json_bodies import RefusedRequestError, decoded_field
 from . import prompt_logprobs
-from .dialect import FALSE, ONE, Port, ServerOrder, Text
+from .dialect import FALSE, ONE, Dialect, Port, ServerOrder, Text
 from .server_request import CHAT, COMPLETIONS, GENERATE, Fields, ServerRequest, choices_of
 
 
@@ -25,6 +27,24 @@ class _SglangInfo(Struct, frozen=True):
     disaggregation_bootstrap_port: Port
 
 
+class _Waiting(Struct, frozen=True):
+    requests: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
+    why: Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)] = ""
+
+
+class _PluginState(Struct, frozen=True):
+    waiting: _Waiting | None = None
+
+
+class _RankState(Struct, frozen=True):
+    pdtransfer: _PluginState | None = None
+
+
+class _SglangStates(Struct, frozen=True):
+    internal_states: Annotated[list[_RankState], Meta(max_length=PEERS_MAX)] = []
+
+
+_SGLANG_STATES = msgspec.json.Decoder(_SglangStates)
 _SGLANG_INFO = msgspec.json.Decoder(_SglangInfo)
 _NULL = Raw(b"null")
 
@@ -37,11 +57,11 @@ SERVER_CHOICES_MAX = 128  # requests that one with `n` becomes: as many choices 
 SAMPLING_BYTES_MAX = 256 << 10  # of sampling parameters that are written for each of several choices
 
 
-class SglangDialect:
+class SglangDialect(Dialect):
     """SGLang's servers: `bootstrap_host`, `bootstrap_port` and `bootstrap_room`, the same on both sides.
 
     The room of the i-th of batched prompts is `bootstrap_room` + i. The first token is prefill's, so prefill gets all
-    that a token depends on.
+    that a token depends on, and sends its own figures of the prompt to decode. SGLang chooses its ranks by the room.
     """
 
     paths: Mapping[str, tuple[str, ...]] = {
@@ -54,12 +74,18 @@ class SglangDialect:
         "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank",
     })  # fmt: skip
     info_path = "/server_info"
-    metrics_path = None
+    metrics_path = "/server_info"
+    prefill_waits = True
 
-    def ranks(self, metrics: bytes) -> int:
-        """SGLang chooses its ranks itself, by the room."""
-        del metrics
-        return 1
+    def waiting(self, metrics: bytes) -> Waiting | None:
+        """By what the plugin adds for each rank."""
+        try:
+            states = parse(metrics, _SGLANG_STATES).internal_states
+        except RemoteProtocolError:
+            return None
+        waits = [state.pdtransfer.waiting for state in states if state.pdtransfer and state.pdtransfer.waiting]
+        whys = [wait.why for wait in waits if wait.why]
+        return Waiting(sum(wait.requests for wait in waits), whys[0] if whys else "") if waits else None
 
     def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
         """The bootstrap server runs beside the prefill server, on a port of its own."""
@@ -100,15 +126,6 @@ class SglangDialect:
     def joined(self, prefill: bytes, decode: bytes) -> bytes:
         """Decode's, with the logprobs of the prompt."""
         return prompt_logprobs.joined(prefill, decode)
-
-    def prompt_figures(self, prefill: bytes) -> None:
-        """Prefill sends its own to decode, with the KV."""
-        del prefill
-
-    def answers_early(self, request: ServerRequest) -> bool:
-        """A prefill server answers only when decode has the KV."""
-        del request
-        return False
 
     def prefill_body(
         self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None, *, early: bool = False

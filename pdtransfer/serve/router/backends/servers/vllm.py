@@ -13,8 +13,8 @@ from msgspec.structs import asdict
 from .....limits import FACTS_MAX, PEERS_MAX, TEXT_LENGTH_MAX
 from .....schema import parse
 from ...fleet.roles import Role
-from ...fleet.server import ServerIdentity
-from .dialect import FALSE, ONE, Port, ServerOrder, Text
+from ...fleet.server import ServerIdentity, Waiting
+from .dialect import FALSE, ONE, Dialect, Port, ServerOrder, Text
 from .early_token import may_come_early, scored
 from .hand_offs import prompt_figures
 from .server_request import CHAT, COMPLETIONS, Fields, ServerRequest, choices_of
@@ -44,18 +44,25 @@ class _VllmAnswer(Struct, frozen=True):
 
 # Of each engine behind this HTTP server; with vLLM's external load balancing that is one.
 _ENGINE = re.compile(rb'^vllm:num_requests_running\{[^\n]*\bengine="(\d{1,6})"', re.MULTILINE)
+_WAITING = re.compile(
+    rb'^vllm:num_requests_waiting_by_reason\{[^\n]*\breason="capacity"[^\n]*\} (\d{1,9}(?:\.\d{1,9})?)$', re.MULTILINE
+)
 _VLLM_ANSWER = msgspec.json.Decoder(_VllmAnswer)
 _VLLM_NOT_FOR_DECODE = ("facts", "first_token")  # of an identity
 _VLLM_NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one token that is not streamed
 
 
-class VllmDialect:
+class VllmDialect(Dialect):
     """vLLM's servers with a KV connector: `kv_transfer_params`, which a prefill server's connector also returns."""
 
     paths: Mapping[str, tuple[str, ...]] = {COMPLETIONS: ("prompt", "prompt_embeds"), CHAT: ()}
     reserved = frozenset({"kv_transfer_params"})
-    info_path = None
-    metrics_path = "/metrics"
+    ranks_path = metrics_path = "/metrics"
+
+    def waiting(self, metrics: bytes) -> Waiting | None:
+        """By vLLM's reason, which older versions do not give."""
+        counts = _WAITING.findall(metrics)
+        return Waiting(int(sum(map(float, counts))), "blocks or places of vLLM's scheduler") if counts else None
 
     def ranks(self, metrics: bytes) -> int:
         """By the label that each engine's metrics have. vLLM numbers the ranks of the header in their order."""
@@ -73,25 +80,6 @@ class VllmDialect:
         """As OpenAI's API has it."""
         del path, prompts
         return choices_of(fields)
-
-    def apart(self, request: ServerRequest) -> None:
-        """All choices of a prompt begin from the same KV."""
-        del request
-
-    def named_by_client(self, request: ServerRequest) -> bool:
-        """vLLM's name of a request is of X-Request-Id."""
-        del request
-        return False
-
-    def joins(self, request: ServerRequest) -> bool:
-        """Decode has all of an answer."""
-        del request
-        return False
-
-    def joined(self, prefill: bytes, decode: bytes) -> bytes:
-        """Decode's."""
-        del prefill
-        return decode
 
     def prompt_figures(self, prefill: bytes) -> dict[bytes, bytes]:
         """Both are asked at once, so decode cannot have prefill's."""

@@ -82,7 +82,7 @@ def test_a_metric_has_its_type_and_labels(title: str, metric: str, kind: str, la
 def test_every_metric_that_the_code_names_has_a_row() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     modules = [
-        "worker/daemon_metrics", "worker/worker_times", "process/process_metrics", "router/front/router_metrics",
+        "worker/daemon_metrics", "worker/worker_times", "process/process_metrics", "router/front/status",
         "router/backends/daemons/routing_metrics", "router/backends/servers/server_metrics",
     ]  # fmt: skip
     sources = (ROOT / "pdtransfer" / "serve" / f"{module}.py" for module in modules)

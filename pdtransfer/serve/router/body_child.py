@@ -20,7 +20,7 @@ import msgspec
 from ...errors import ConfigError
 from .backends.daemons.completions import ReadCompletion, ReadText
 from .backends.servers.dialects import ReadRelayed
-from .front.body_frames import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED
+from .front.body_readers import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED
 from .front.json_bodies import RefusedRequestError
 from .front.text import TextCodec, load_text
 

@@ -19,7 +19,7 @@ from ..process.signals import StopSignal, reload_on_hangup
 from ..settings.router import RouterConfig
 from ..tracing.ended_request import EndedRequests
 from .front.router import Router
-from .front.router_metrics import RouterMetrics
+from .front.status import RouterMetrics
 
 if TYPE_CHECKING:
     from .fleet.fleet_changes import FleetChanges

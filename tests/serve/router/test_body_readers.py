@@ -19,8 +19,7 @@ from pdtransfer.serve.router.backends.daemons.completions import ReadCompletion,
 from pdtransfer.serve.router.backends.servers.backend import Servers
 from pdtransfer.serve.router.backends.servers.dialects import ReadRelayed
 from pdtransfer.serve.router.front import body_readers
-from pdtransfer.serve.router.front.body_frames import BodyReading
-from pdtransfer.serve.router.front.body_readers import BodyReaders, ReadingProcess
+from pdtransfer.serve.router.front.body_readers import BodyReaders, BodyReading, ReadingProcess
 from pdtransfer.serve.router.front.json_bodies import RefusedRequestError
 from pdtransfer.serve.router.front.text import BytesText
 from pdtransfer.wire import unpack_ids

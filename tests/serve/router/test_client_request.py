@@ -117,7 +117,7 @@ def test_a_room_that_is_tried_again_has_a_record_of_its_own() -> None:
     [
         ({"max_tokens": 0}, 400, Cause.REFUSED, "max_tokens: Expected `int` >= 1"),
         ({"model": "other"}, 404, Cause.REFUSED, "model: 'other' is not served: m"),
-        ({"prompt": ["a"] * 3, "n": 3}, 429, Cause.FULL, "too many answers are still being read"),
+        ({"prompt": ["a"] * 3, "n": 3}, 400, Cause.REFUSED, "n: 9 answers, this router takes at most 8 at once"),
     ],
 )
 def test_a_request_that_gets_no_room_is_recorded_with_its_reason(

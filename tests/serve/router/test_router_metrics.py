@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 
 from pdtransfer.limits import METRICS_LABELS_MAX
 from pdtransfer.serve.router.backends.daemons.routing_metrics import ModelMetrics, RoutingMetrics
-from pdtransfer.serve.router.front.router_metrics import NO_MODEL, RouterMetrics
+from pdtransfer.serve.router.front.status import NO_MODEL, RouterMetrics
 
 
 def test_no_series_of_a_model_loses_its_place_to_another() -> None:

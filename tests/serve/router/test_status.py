@@ -20,8 +20,7 @@ from pdtransfer.serve.router.backends.daemons.worker_status import worker_status
 from pdtransfer.serve.router.fleet.figure_window import SAMPLES_MAX, FigureWindow
 from pdtransfer.serve.router.fleet.status import FleetStatus, TotalsStatus
 from pdtransfer.serve.router.fleet.worker import Worker
-from pdtransfer.serve.router.front.recent_requests import FAILURES_MAX, RATE_S, RecentRequests
-from pdtransfer.serve.router.front.status_http import SHARED_S
+from pdtransfer.serve.router.front.status import FAILURES_MAX, RATE_S, SHARED_S, RecentRequests
 from pdtransfer.serve.tracing.ended_request import EndedRequest
 from pdtransfer.wire import Goodbye, Load, Pong, Tally, Welcome, WorkerFigures
 from tests.serve.router.router_site import site

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...settings.router import RouterConfig
-from .membership import Membership, log_once, unchanged
-from .site import WorkerSite
+from .membership import Membership, WorkerSite, log_once, unchanged
 
 if TYPE_CHECKING:
     from .admin import AdminApi

@@ -6,14 +6,39 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 from ....errors import ConfigError, PDTransferError, WorldError
 from ....limits import WORKERS_MAX
 from ....wire import split_key
 from ...settings.router import RouterConfig
 from .roles import Role
-from .site import WorkerSite
+from .status import WorkerStatus
+
+
+class WorkerSite(Protocol):
+    """A router that takes workers in and lets them go. Addresses are as in --prefill and --decode."""
+
+    def roles(self) -> dict[str, Role]:
+        """The workers that are here, by address."""
+        ...
+
+    def add_worker(self, role: Role, address: str) -> None:
+        """Takes a worker in, or keeps one that was drained or removed. Raises ConfigError and WorldError."""
+        ...
+
+    def drain_worker(self, address: str) -> None:
+        """Gives a worker nothing new."""
+        ...
+
+    def remove_worker(self, address: str) -> None:
+        """Gives a worker nothing new, and forgets it once all of it has ended."""
+        ...
+
+    def workers_status(self) -> list[WorkerStatus]:
+        """What is known of each worker."""
+        ...
+
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ....errors import Cause, WorldError
-from ..fleet.site import WorkerSite
-from .body_frames import BodyReading, Read
+from ..fleet.membership import WorkerSite
+from .body_readers import BodyReading, Read
 from .client_request import ClientRequest
 from .text import TextCodec
 

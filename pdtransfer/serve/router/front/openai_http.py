@@ -16,8 +16,7 @@ from ....errors import Cause
 from ....limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
 from ...settings.router import RouterConfig
 from .backend import JSON, AnswerFailedError, WholeAnswer
-from .body_frames import BodyReading, Read
-from .body_readers import BodyReaders
+from .body_readers import BodyReaders, BodyReading, Read
 from .client_request import REQUEST_ID, ClientRequest
 from .json_bodies import RefusedRequestError
 from .key_limits import KeyUse, check_answers

@@ -23,9 +23,7 @@ from .client_guard import ClientGuard
 from .client_request import ClientRequest
 from .json_bodies import RefusedRequestError
 from .openai_http import OpenRequests, accept, error, failure, openai_errors, refusal, stamp, written
-from .recent_requests import RecentRequests
-from .router_metrics import RouterMetrics
-from .status_http import StatusPages
+from .status import RecentRequests, RouterMetrics, StatusPages
 
 EVENT_END = b"\n\n"
 

@@ -26,7 +26,7 @@ from pdtransfer.serve.router.backends.servers.upstream import AttemptFailedError
 from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
 from pdtransfer.serve.router.fleet.server import Server
 from pdtransfer.serve.router.front.client_request import ClientRequest
-from pdtransfer.serve.router.front.router_metrics import RouterMetrics
+from pdtransfer.serve.router.front.status import RouterMetrics
 from pdtransfer.serve.router.policy.placement import Pair
 from tests.serve.router.servers.relayed import relayed
 from tests.support.vllm_servers import LIMITS, server_site

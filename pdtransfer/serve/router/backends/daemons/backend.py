@@ -30,7 +30,7 @@ from ...fleet.worker import model_text
 from ...front.backend import BackendState, Paths, WholeAnswer
 from ...front.client_request import ClientRequest
 from ...front.json_bodies import RefusedRequestError
-from ...front.router_metrics import RouterMetrics
+from ...front.status import RouterMetrics
 from ...front.text import load_text
 from .answer_text import AnswerText, TextPiece
 from .answering import AnswerEvents, Choice, GrowingAnswer, failed_answer

@@ -31,7 +31,7 @@ from .....limits import (
     TOP_LOGPROBS_MAX,
 )
 from .....wire import Sampling, pack_biases, pack_ids
-from ...front.body_frames import WrittenAnswer
+from ...front.body_readers import WrittenAnswer
 from ...front.json_bodies import RefusedRequestError, decoded, decoded_field
 from ...front.text import TextCodec
 from .router_rooms import CompletionRequest

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from .....bus import Bus
 from .....limits import METRICS_LABELS_MAX
-from ...front.router_metrics import RouterMetrics
+from ...front.status import RouterMetrics
 from .routing import Routing
 
 TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)

@@ -15,7 +15,7 @@ from ...fleet.server import Server, Waiting
 from ...fleet.status import WorkerStatus
 from ...front.backend import AnswerFailedError, BackendState, Paths, WholeAnswer
 from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
-from ...front.router_metrics import RouterMetrics
+from ...front.status import RouterMetrics
 from ...front.text import BytesText
 from ...policy.placement import NoPair
 from .attempts import Attempts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ...front.router_metrics import NO_MODEL, RouterMetrics
+from ...front.status import NO_MODEL, RouterMetrics
 from .server_pool import ServerPool
 
 

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
@@ -24,7 +25,7 @@ from ...memory.cuda_ipc import Handle
 from ...wire import Reach
 from ..base import Ready, Wrote
 from ..component_match import Planes, lines_for, paired
-from ..copier import CANCELLED
+from ..copier import CANCELLED, attempt
 from ..gpu_launcher import WriterGpu
 from ..options import WriterOptions
 from ..turns import Turns
@@ -271,19 +272,21 @@ class EngineWriter:
             text = f"session {order.session:#x} is not mapped" if mapped is None or mapped.leaving else mapped.broken
             self._loop.call_soon(self._wrote, order, Outcome.FAILED, text, 0)
             return
-        cut = mapped.cut(order.component, order.layers)
-        # For a checksum this process has to read the rows, so it gathers them as well.
-        straight = mapped.straight and not order.verify and cut.long(order.source_slots, order.target_slots)
-        job = RingJob(
-            order=order,
-            cut=cut,
-            straight=straight,
-            theirs=mapped.components[order.component],
-            lines=lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None,
-        )
+        job, text = attempt(lambda: self._job(mapped, order))
+        if job is None:
+            self._loop.call_soon(self._wrote, order, Outcome.FAILED, text, 0)
+            return
         mapped.jobs.setdefault(order.grant, set()).add(job)
         mapped.turns.add(order.grant, job)
         self._advance(mapped)
+
+    def _job(self, mapped: EngineSession, order: Write) -> RingJob:
+        cut = mapped.cut(order.component, order.layers)
+        # For a checksum this process has to read the rows, so it gathers them as well.
+        straight = mapped.straight and not order.verify and cut.long(order.source_slots, order.target_slots)
+        lines = lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None
+        theirs = mapped.components[order.component]
+        return RingJob(order=order, cut=cut, straight=straight, theirs=theirs, lines=lines)
 
     def _advance(self, mapped: EngineSession) -> None:
         """Gives the free slots of the ring to grants, in turn."""
@@ -291,14 +294,21 @@ class EngineWriter:
         while ring.free and (queue := mapped.turns.take(mapped.may_take)) is not None:
             job = queue.items[0]
             mapped.turns.put_back(queue)
-            piece = next(job.pieces)
-            slot = ring.free.pop()
-            mapped.held[job.order.grant] = mapped.held.get(job.order.grant, 0) + 1
-            mapped.busy += 1
-            gather = Gather(job=job, piece=piece, slot=slot, ring=ring)
-            job.gathering[self._gatherer.add(gather)] = gather
-            if job.cut.last(piece, len(job.order.source_slots)):
-                self._exhaust(mapped, job)
+            _, text = attempt(partial(self._gather, mapped, job))
+            if text:
+                self._fail(mapped, job, text)
+                self._loop.call_soon(self._settle, mapped, job)
+
+    def _gather(self, mapped: EngineSession, job: RingJob) -> None:
+        """Gathers its next piece into the last free slot. What this raises leaves the slot free."""
+        piece, free, grant = next(job.pieces), mapped.ring.free, job.order.grant
+        gather = Gather(job=job, piece=piece, slot=free[-1], ring=mapped.ring)
+        job.gathering[self._gatherer.add(gather)] = gather
+        free.pop()
+        mapped.held[grant] = mapped.held.get(grant, 0) + 1
+        mapped.busy += 1
+        if job.cut.last(piece, len(job.order.source_slots)):
+            self._exhaust(mapped, job)
 
     def _exhaust(self, mapped: EngineSession, job: RingJob) -> None:
         """Ends the turns of a job whose pieces are all taken, or that is to end."""
@@ -331,7 +341,14 @@ class EngineWriter:
     def _send(self, mapped: EngineSession, job: RingJob, gather: Gather) -> None:
         assert mapped.process is not None
         base = mapped.base(job.order.component)
-        table, count = mapped.ring.write_table(gather.slot, gather.runs, base, straight=job.straight)
+        written, text = attempt(
+            lambda: mapped.ring.write_table(gather.slot, gather.runs, base, straight=job.straight)
+        )
+        if written is None:
+            mapped.release(gather.slot, job.order.grant)
+            self._fail(mapped, job, text)
+            return
+        table, count = written
         if not mapped.batches:
             mapped.last_reply = self._loop.time()
             if mapped.watch is None:

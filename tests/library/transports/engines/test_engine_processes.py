@@ -37,7 +37,7 @@ from pdtransfer.transports.engines import settings as engine_settings
 from pdtransfer.transports.engines.arena import EngineArena
 from pdtransfer.transports.engines.gather import CopyGatherer
 from pdtransfer.transports.engines.library import Library
-from pdtransfer.transports.engines.ring import SLOT_BYTES, SLOTS, SendRing
+from pdtransfer.transports.engines.ring import SLOT_BYTES, SLOTS, Cut, SendRing
 from pdtransfer.transports.engines.writer import targets_of
 from pdtransfer.transports.mooncake import MooncakeLibrary
 from pdtransfer.transports.mooncake.settings import why_not
@@ -200,6 +200,30 @@ async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_other
         assert it.ended[2][0] is Outcome.LANDED
         assert not sessions_of(it.writer)[SESSION].held
         assert len(sessions_of(it.writer)[SESSION].ring.free) == 16
+
+
+@pytest.mark.parametrize("broken", ["long", "pieces", "gather", "runs"])
+@on_loop
+async def test_a_write_that_cannot_be_planned_fails_alone(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether that shows when it comes, when a piece is taken, in a copy thread, or when a piece is sent."""
+
+    def breaks(*_: object, **__: object) -> Any:
+        raise MemoryError("no place for the plan")
+
+    async with both() as it:
+        await it.map()
+        session = sessions_of(it.writer)[SESSION]
+        with monkeypatch.context() as patch:
+            session.straight = broken == "long"  # is only asked for a pool that the process can read
+            patch.setattr(*{"runs": (SendRing, "write_table")}.get(broken, (Cut, broken)), breaks)
+            it.write(1, 0, LARGE)
+            await until(lambda: it.ended)
+        session.straight = False
+        assert it.ended == {1: (Outcome.FAILED, "MemoryError: no place for the plan")}
+        it.write(2, LARGE, LARGE + SMALL)
+        await until(lambda: len(it.ended) == 2)
+        assert it.ended[2] == (Outcome.LANDED, "")
+        assert (session.jobs, session.held, len(session.ring.free)) == ({}, {}, 16)
 
 
 @pytest.mark.parametrize(("run", "straight"), [(16, True), (8, True), (4, False), (1, False)])

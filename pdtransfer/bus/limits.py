@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class BusLimits:
     """Resource limits of a bus and of each peer."""
 
-    dials_max: int = 256  # dialled endpoints: each costs four descriptors, of which the process must have enough
+    dials_max: int = 256  # dialled endpoints: each costs five descriptors, of which the process must have enough
     named_max: int = 1_024  # connections that have sent a Hello
     same_max: int = 8  # connections of one process, which may know this node by several addresses
     unnamed_max: int = 1_024  # connections that have not: at the limit the oldest is removed

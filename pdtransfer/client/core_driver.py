@@ -73,15 +73,18 @@ class Ticker:
 
     def _fire(self) -> None:
         self._armed = None
-        self._receive()
-        self._tick()
-        if self._armed is None:
-            self._clock.due = None
-        self.arm()
+        try:
+            self._receive()
+            self._tick()
+        finally:  # what raises ends this tick alone
+            if self._armed is None:
+                self._clock.due = None
+            self.arm()
 
 
 class EffectRunner(Generic[Effect]):
-    """Carries out effects one after the other, also those that are added while one is carried out."""
+    """Carries out effects one after the other, also those that are added while one is carried out. An effect that
+    raises costs none of the others: they are carried out in the loop's next turn, and the ticker is armed."""
 
     def __init__(self, perform: Callable[[Effect], None], ticker: Ticker) -> None:
         self._perform, self.ticker = perform, ticker
@@ -98,4 +101,6 @@ class EffectRunner(Generic[Effect]):
                 self._perform(self._effects.popleft())
         finally:
             self._busy = False
-        self.ticker.arm()
+            if self._effects:
+                asyncio.get_running_loop().call_soon(self, ())
+            self.ticker.arm()

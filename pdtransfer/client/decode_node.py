@@ -116,14 +116,15 @@ class DecodeNode:
         self._arena, self._backs_late = arena, arena.needed < arena.byte_count  # its staging buffer
         self._backing: asyncio.Task[None] | None = None  # of the buffer, from the first writer on that needs it
         self._closing = False
-        self._verifier = Verifier(arena.mapping.address, self._verified) if verify else None
-        self._lifter = HbmCopier(arena, arena.hbm, self._lifted) if arena.hbm is not None else None
         self.bus = settings.bus(self.receive, self._report_gone)
         ticker = Ticker(
             core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock, self.bus.read_lines
         )
         self._run: EffectRunner[DecodeEffect] = EffectRunner(self._perform, ticker)
         self._events = EventQueue(self._never_quiet)
+        # Last, since their threads would outlive a node that cannot be made.
+        self._verifier = Verifier(arena.mapping.address, self._verified) if verify else None
+        self._lifter = HbmCopier(arena, arena.hbm, self._lifted) if arena.hbm is not None else None
 
     @staticmethod
     def _landing(components: Sequence[Component], arena: ArenaMemory) -> tuple[Component, ...] | None:
@@ -147,13 +148,16 @@ class DecodeNode:
                     self.dial(source)
 
     def expect(self, request: RoomRequest) -> None:
-        """As DecodeSessions.expect; an invalid request and a source that cannot be dialled fail the room."""
+        """As DecodeSessions.expect; an invalid request and a source that cannot be dialled fail the room. Raises
+        LocalProtocolError for a room that is under way."""
         now = self._clock.now()
         try:
             for source in request.sources:
                 self.bus.dial(self.core.prefill_peers.resolve(source, now), "prefill")
             effects = self.core.expect(request, now)
         except (LocalProtocolError, WorldError) as error:  # WorldError: this node can dial no more, others may
+            if request.room in self.core.rooms:
+                raise  # RoomFailed and RoomDrained would be wrong for the room that has this id.
             cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
             self._on_event(RoomFailed(request.room, cause, str(error)))
             if request.chosen is not None:

@@ -68,8 +68,8 @@ class PrefillNode:
         handed_off: PeerTimed | None = None,
         condemned: Callable[[], None] = lambda: None,
     ) -> None:
-        """`handed_off` gets the time from each grant's last byte written, or its room's finish if that is later, to
-        decode's acknowledgement: a round trip, which is measurable between any two hosts."""
+        """`handed_off` gets the time from each grant's Landed, which follows its last byte written or its room's finish
+        at once, to decode's acknowledgement: a round trip, which is measurable between any two hosts."""
         self._on_event, self._others, self._spans, self._handed_off = on_event, others, spans, handed_off
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock.among_peers(settings.limits.ping_ms)
         self.transport = PrefillTransports(
@@ -217,10 +217,10 @@ class PrefillNode:
     def _perform(self, effect: PrefillEffect) -> None:
         match effect:
             case Send():  # without sub-patterns, which cost as much as the call
-                self.bus.send(effect.peer, effect.message)
                 if type(effect.message) is Landed and self._handed_off is not None:
                     landed = effect.message  # perhaps once more
-                    self._landed_ns.setdefault(landed.session, {}).setdefault(landed.grant, self.stamp_ns)
+                    self._landed_ns.setdefault(landed.session, {}).setdefault(landed.grant, time.monotonic_ns())
+                self.bus.send(effect.peer, effect.message)
             case Write():
                 self._started_ns[effect.session, effect.write] = time.monotonic_ns()
                 self.transport.write(effect)

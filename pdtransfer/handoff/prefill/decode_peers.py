@@ -299,8 +299,7 @@ class DecodePeers:
     def _end(self, session: WriterSession) -> None:
         session.state = step(WRITER, session.state, WriterEvent.QUIET)
         del self.sessions[session.id]
-        if session.components:
-            self._out(Unmap(session.id))
+        self._out(Unmap(session.id))
 
 
 def _check_hbm(component: Component, reach: Reach) -> None:

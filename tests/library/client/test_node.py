@@ -27,7 +27,7 @@ from pdtransfer.client.decode_node import DecodeNode
 from pdtransfer.client.prefill_node import PrefillNode
 from pdtransfer.client.settings import Others
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.decode.room_request import RoomRequest, chosen_rows
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.handoff.states import DecodeRoom
@@ -41,6 +41,7 @@ from pdtransfer.transports.shm.entering import EnteredArena
 from pdtransfer.wire import (
     Begin,
     Goodbye,
+    Grant,
     Granted,
     Hello,
     Landed,
@@ -50,6 +51,7 @@ from pdtransfer.wire import (
     Register,
     Registered,
     Reject,
+    Released,
     Sampling,
     Welcome,
     decode,
@@ -199,10 +201,15 @@ class Performed:
 
     def __init__(self) -> None:
         self.done: list[int] = []
-        self.ticker = Ticker(lambda: None, lambda: None, LoopClock(SLACK_S))
+        self.due: float | None = None  # of the next tick
+        self.ticks = 0
+        self.ticker = Ticker(lambda: self.due, self._tick, LoopClock(SLACK_S))
         self.perform: EffectRunner[int] = EffectRunner(self._perform, self.ticker)
         self.makes: dict[int, list[int]] = {}
         self.unended: list[int] = []
+
+    def _tick(self) -> None:
+        self.due, self.ticks = None, self.ticks + 1
 
     def _perform(self, effect: int) -> None:
         if effect < 0:
@@ -229,6 +236,34 @@ async def test_an_effect_that_breaks_costs_none_of_the_others() -> None:
         performed.perform([1, -1, 2])
     performed.perform([3])
     assert performed.done == [1, 2, 3]
+
+
+@on_loop
+async def test_after_an_effect_that_breaks_the_others_are_carried_out_and_the_next_tick_comes_by_itself() -> None:
+    """Else a node with silent peers would ping, repeat and expire nothing any more."""
+    performed, loop = Performed(), asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, __: None)
+    performed.due = loop.time() + 0.01
+    with pytest.raises(RuntimeError):
+        performed.perform([-1, 1, -1, 2])
+    assert performed.done == []
+    await until(lambda: performed.done == [1, 2])
+    await until(lambda: performed.ticks == 1)
+
+
+@on_loop
+async def test_a_tick_that_breaks_is_not_the_last() -> None:
+    ticks, loop = list[float](), asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, __: None)
+
+    def tick() -> None:
+        ticks.append(loop.time())
+        raise RuntimeError("of this tick alone")
+
+    ticker = Ticker(lambda: loop.time() + 0.001, tick, LoopClock(SLACK_S))
+    ticker.arm()
+    await until(lambda: len(ticks) > 2)
+    ticker.stop()
 
 
 # Events
@@ -392,7 +427,7 @@ TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=
 class Nodes:
     """A prefill and a decode node on this very loop, and what they tell."""
 
-    def __init__(self, arena: ArenaMemory, directory: Path | None, limits: Limits) -> None:
+    def __init__(self, arena: ArenaMemory, directory: Path | None, limits: Limits, **more: Any) -> None:
         SOURCE.fill(np.arange(SOURCE.slots))
         self.events_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
         self.events_d: list[RoomReady | RoomFailed] = []
@@ -402,7 +437,7 @@ class Nodes:
         )  # fmt: skip
         self.decode = DecodeNode(
             settings("d", limits), [component(TARGET)], arena, self.events_d.append,
-            options=ArenaOptions(socket_directory=directory),
+            options=ArenaOptions(socket_directory=directory), **more,
         )  # fmt: skip
         self.endpoint = ""
 
@@ -423,10 +458,10 @@ class Nodes:
 
 
 @asynccontextmanager
-async def nodes(directory: Path | None = None, limits: Limits = LIMITS) -> AsyncIterator[Nodes]:
+async def nodes(directory: Path | None = None, limits: Limits = LIMITS, **more: Any) -> AsyncIterator[Nodes]:
     arena = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
     arena.mapping.array[:] = CANARY
-    made = Nodes(arena, directory, limits)
+    made = Nodes(arena, directory, limits, **more)
     made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
     try:
         yield made
@@ -570,6 +605,43 @@ async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained() -
         with pytest.raises(LocalProtocolError, match="open already"):
             it.prefill.open(1, tokens=10, time_left_s=20)
         assert it.events_p == []
+
+
+@on_loop
+async def test_a_label_that_is_expected_again_leaves_its_room_alone() -> None:
+    """Its slots may still be written: RoomFailed and RoomDrained would be wrong for it."""
+    async with nodes(engine_slots=True) as it:
+        rows = chosen_rows([component(TARGET)], {"kv": np.arange(10)}, tokens=10)
+        it.expect(1, chosen=rows)
+        with pytest.raises(LocalProtocolError, match="expected already"):
+            it.expect(1, chosen=rows)
+        assert it.events_d == []
+        it.send(1)
+        await until(lambda: len(it.events_d) == 2)
+        assert [type(event) for event in it.events_d] == [RoomReady, RoomDrained]
+
+
+@on_loop
+async def test_a_hand_off_takes_the_time_of_its_own_grant_and_an_ended_session_leaves_nothing() -> None:
+    took = list[float]()
+    async with nodes() as it, stranger(it.endpoint) as other:
+        it.prefill._handed_off = lambda _, __, seconds: took.append(seconds)
+        reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
+        await other.send(Hello(1, 1, replace_identity(it, node="other")), Register(5, (), reach))
+        await other.receive(Registered)
+        it.send(1)
+        it.prefill.stamp_ns -= 3_600 * 10**9  # of the finish: this grant comes an hour after it
+        for number in (1, 2):  # the second one is never acknowledged
+            await other.send(Grant(5, number, number, 10, 0, (), True, 60_000))
+        await other.receive(Landed)
+        await other.send(Released(5, 1))
+        await until(lambda: took)
+        assert 0 <= took[0] < 3_600
+        it.send(2)
+        await until(lambda: it.prefill._landed_ns)
+        await other.send(Goodbye(77, "shutdown"))
+        await until(lambda: not it.prefill.core.sessions)
+        assert it.prefill._landed_ns == {}
 
 
 @on_loop

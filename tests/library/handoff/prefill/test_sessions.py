@@ -607,7 +607,7 @@ def test_a_session_without_components_is_up_at_once_maps_nothing_and_lands_when_
     assert sent(effects, Landed) == [Landed(S, 1, 0, b"")]
     assert of(effects, RoomLanded) == [RoomLanded(1, 0)]
     end.released(1)
-    assert end.receive(Goodbye(1, "shutdown")) == [], "nothing to unmap"
+    assert end.receive(Goodbye(1, "shutdown")) == [Unmap(S)], "the node forgets what it keeps of it"
     assert end.core.sessions == {}
 
 

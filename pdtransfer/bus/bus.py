@@ -104,7 +104,9 @@ class Bus:
         """Listens on tcp://host:port; returns the bound endpoint. Raises as `reserve`."""
         from .listening import reserve
 
-        return self.listen(await reserve(endpoint, keyed=self._keys is not None, insecure=self._insecure))
+        listener = await reserve(endpoint, keyed=self._keys is not None, insecure=self._insecure)
+        with listener:  # closed, unless ZMQ has taken its descriptor
+            return self.listen(listener)
 
     def listen(self, listener: socket.socket) -> str:
         """Takes over a socket that `reserve` returned; returns its endpoint."""

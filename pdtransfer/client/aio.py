@@ -102,9 +102,13 @@ class _AsyncClient(Generic[Client, Handle]):
         self.rooms: dict[int, Handle] = {}  # not ended
 
     async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self.client.start)
-        self._fd = self.client.fileno()
-        asyncio.get_running_loop().add_reader(self._fd, self._poll)
+        try:
+            await asyncio.to_thread(self.client.start)
+            self._fd = self.client.fileno()
+            asyncio.get_running_loop().add_reader(self._fd, self._poll)
+        except BaseException:  # also while `start` runs on: it is waited for
+            await asyncio.to_thread(self.client.close)
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -16,11 +16,10 @@ from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from ..bus.keys import AllowList
-from ..errors import LocalProtocolError, PDTransferError
+from ..bus.keys import AllowList, Endpoint
+from ..errors import LocalProtocolError, WorldError
 from ..handoff.component_variants import NO_STAND_INS, StandIns
 from ..handoff.decode.room_request import RoomRequest, chosen_rows
 from ..handoff.effects import (
@@ -41,7 +40,8 @@ from ..memory.arena_memory import ArenaMemory
 from ..threads import cpus_of, run_loop, run_on
 from ..transports.device_events import Event
 from ..transports.options import ArenaOptions, WriterOptions
-from ..wire import Member, pack_ids
+from ..wire import Member
+from .arguments import checked, integer, label, listed, octets, queryable, seconds, span, text, texts, token_ids
 from .decode_node import DecodeNode
 from .prefill_node import PrefillNode
 from .settings import NodeSettings
@@ -72,6 +72,7 @@ class _Client(Generic[Node, PolledEvent]):
         self._has_keys = settings.keys is not None
         self._start_node, self._cpus = start, settings.cpus
         self._thread = threading.Thread(target=self._run, name="pdtransfer", daemon=True)
+        self._beginning = threading.Lock()  # of `start` or `close`, whichever is first
         self._stop: Future[Callable[[], object]] = Future()  # what ends the node, once it runs
         self._running: Node | None = None
         self._states: dict[int, KVPoll] = {}
@@ -92,10 +93,23 @@ class _Client(Generic[Node, PolledEvent]):
 
         While another thread runs Python code, the new one waits for up to sys.getswitchinterval(). An engine that wants
         faster hand-offs shortens that itself. Raises ConfigError for settings that can never work, and WorldError for
-        what fails now, such as a port that is taken.
+        what fails now, such as a port that is taken; then the client is closed. Raises LocalProtocolError for a client
+        that was started or closed before.
         """
-        self._thread.start()
-        self._stop.result()
+        with self._beginning:
+            if self._closed or self._thread.ident is not None:
+                raise LocalProtocolError("start: this client was started or closed already; make another one")
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self._closed = True
+                self._port.close()
+                raise WorldError(f"start: {error}") from None
+        try:
+            self._stop.result()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Fails every room under way, sends the peers Goodbye and ends the thread; idempotent, and blocks until then.
@@ -103,7 +117,8 @@ class _Client(Generic[Node, PolledEvent]):
         It may be called while the interpreter exits. `poll` still returns the last events. From now on no page of a
         pool is read. Peers may write into an arena until they have received the goodbye.
         """
-        self._closed = True
+        with self._beginning:
+            self._closed = True
         if self._thread.is_alive():
             if self._stop.exception() is None:
                 self._stop.result()()
@@ -118,6 +133,7 @@ class _Client(Generic[Node, PolledEvent]):
         """
         if not self._has_keys:
             raise LocalProtocolError("allowed: a client without keys has no allow-list")
+        checked("allowed", allowed, AllowList, "an AllowList")
         self._port.to_loop(lambda: self._node.allow(allowed))
 
     def fileno(self) -> int:
@@ -129,7 +145,10 @@ class _Client(Generic[Node, PolledEvent]):
 
         Raises KeyError for a room that was never begun, and for all but the last STATES_MAX rooms that have ended.
         """
-        return self._states[room]
+        try:
+            return self._states[room]
+        except TypeError:  # it cannot be the key of a dict
+            raise KeyError(room) from None
 
     def quiesce(self, room: int, timeout_s: float) -> bool:
         """Gives a room up and blocks until it is drained, so that its memory may be reused; False after `timeout_s`.
@@ -142,10 +161,12 @@ class _Client(Generic[Node, PolledEvent]):
             raise LocalProtocolError("room: this client leases the slots itself, and reports no RoomDrained")
         if self.state(room) in (KVPoll.SUCCESS, KVPoll.FAILED) and room in self._ended:
             return True
+        timeout_s = seconds("timeout_s", timeout_s)
         self._port.to_loop(lambda: self._node.abort(room))
         return self._port.wait_for(lambda event: isinstance(event, RoomDrained) and event.room == room, timeout_s)
 
-    def _begin(self, room: int, tokens: int | None) -> None:
+    def _check_begins(self, room: int, tokens: int | None) -> None:
+        """Raises LocalProtocolError for a room that may not begin."""
         if self._closed:
             raise LocalProtocolError(f"room: {room:016x} comes too late, this client is closed")
         if room in self._states:  # The peer remembers it, too: what is still on its way must not find another room.
@@ -153,7 +174,6 @@ class _Client(Generic[Node, PolledEvent]):
             raise LocalProtocolError(text)
         if tokens is not None and not 1 <= tokens <= TOKENS_MAX:
             raise LocalProtocolError(f"tokens: {tokens}, from 1 to {TOKENS_MAX} are possible")
-        self._states[room] = KVPoll.BOOTSTRAPPING
 
     def _end(self, room: int) -> None:
         """The room has ended; its state is kept for a while."""
@@ -230,7 +250,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             try:
                 await node.prepare()
                 self.endpoint = await node.bus.bind(bind)
-            except PDTransferError:
+            except BaseException:
                 await node.close()
                 raise
             return node
@@ -251,13 +271,15 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         """
         if self._group_is_known:
             raise LocalProtocolError("group: it is set already; NodeSettings(group=None) leaves it to set_group")
-        names, endpoints = [member.node for member in members], [member.endpoint for member in members[1:]]
+        members = tuple([checked("group", member, Member, "a Member") for member in listed("group", members)])
+        names = [checked("group: node", member.node, str, "a text") for member in members]
+        endpoints = texts("group: endpoints", [member.endpoint for member in members[1:]])
         if names[:1] != [self._node_name] or len(names) > PEERS_MAX:
             raise LocalProtocolError(f"group: {names[:8]} are not 1..{PEERS_MAX} ranks with {self._node_name!r} first")
         if not all(endpoints) or len(set(names)) < len(names) or len(set(endpoints)) < len(endpoints):
-            raise LocalProtocolError(f"group: {endpoints} of {names[1:]} are not one endpoint each")
+            raise LocalProtocolError(f"group: {list(endpoints)} of {names[1:]} are not one endpoint each")
         self._group_is_known = True
-        self._port.to_loop(lambda: self._node.set_group(tuple(members)))
+        self._port.to_loop(lambda: self._node.set_group(members))
 
     def open(
         self,
@@ -277,7 +299,11 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         Raises LocalProtocolError for a room number that was used before, and for a count of tokens that is out of
         bounds.
         """
-        self._begin(room, tokens)
+        room, tokens = label(room), None if tokens is None else integer("tokens", tokens)
+        grants, time_left_s = None if grants is None else integer("grants", grants), seconds("time_left_s", time_left_s)
+        peers = None if peers is None else texts("peers", peers)
+        self._check_begins(room, tokens)
+        self._states[room] = KVPoll.BOOTSTRAPPING
         self._port.to_loop(
             lambda: self._node.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers),
         )
@@ -300,11 +326,12 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         must not be freed, before RoomDrained. A cell without `after` waits for the event of the cell pushed before it.
         Raises LocalProtocolError for an unknown component and for pages that do not cover the rows.
         """
-        pool = self._components.get(component)
+        room, rows, after = label(room), span("rows", rows), queryable("after", after)
+        pool = self._components.get(checked("component", component, str, "a text"))
         if pool is None:
             raise LocalProtocolError(f"component: {component!r} must be one of {sorted(self._components)}")
-        slots = slots_of_rows(pages, pool.layout.page_size, rows, skip=skip)
-        cell = Cell(component, rows[0], layers or pool.layout.layer_range, slots)
+        slots = slots_of_rows(pages, pool.layout.page_size, rows, skip=integer("skip", skip))
+        cell = Cell(component, rows[0], span("layers", layers or pool.layout.layer_range), slots)
         self._port.to_loop(lambda: self._node.push(room, cell, after=after))
 
     def finish(self, room: int, *, aux: bytes = b"", after: Event | None = None) -> None:
@@ -313,6 +340,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         `aux` is at most 64 KiB that decode needs to continue, such as the first token. RoomLanded follows, then
         RoomDrained.
         """
+        room, aux, after = label(room), octets("aux", aux), queryable("after", after)
         if self._states.get(room) in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT):
             self._states[room] = KVPoll.TRANSFERRING
         self._port.to_loop(lambda: self._node.finish(room, aux=aux, after=after))
@@ -320,6 +348,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
     def abort(self, room: int, detail: str = "") -> None:
         """Gives the room up, also one that was never opened; `detail` is the reason for decode. RoomFailed follows for
         an open one, then RoomDrained: only then may its pages be reused."""
+        room, detail = label(room), text("detail", detail)
         self._port.to_loop(lambda: self._node.abort(room, detail=detail))
 
     def poll(self) -> list[PrefillEvent]:
@@ -397,8 +426,11 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         super().__init__(start, settings, drains=engine_slots)
 
     def dial(self, source: str) -> None:
-        """Opens the session with the prefill rank at `source`, [KEY@]tcp://host:port, ahead of its first room."""
-        self._port.to_loop(lambda: self._node.dial(source))
+        """Opens the session with the prefill rank at `source`, [KEY@]tcp://host:port, ahead of its first room, as long
+        as there is room for it. A rank that may not be dialled is skipped: a room that names it fails with the reason.
+        Raises ConfigError for a malformed endpoint."""
+        Endpoint.parse(checked("source", source, str, "a text"))
+        self._port.to_loop(lambda: self._node.introduce((source,)))
 
     def expect(
         self,
@@ -437,6 +469,10 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         prompt that is not `tokens` u32 ids, and slots that are missing, repeated or outside the arena. Slots of a room
         that has not drained fail this room.
         """
+        room, tokens, growth = label(room), integer("tokens", tokens), integer("growth", growth)
+        prefix, time_left_s = integer("prefix", prefix), seconds("time_left_s", time_left_s)
+        sources, salt = texts("sources", sources), octets("salt", salt)
+        self._check_begins(room, tokens)
         if (slots is not None) is not self.engine_slots:
             wanted = "needs slots" if self.engine_slots else "takes no slots"
             raise LocalProtocolError(f"slots: a client made with engine_slots={self.engine_slots} {wanted}")
@@ -446,12 +482,13 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 raise LocalProtocolError(
                     "slots: with slots of the engine's choice neither a prompt nor growth is possible"
                 )
+            checked("slots", slots, Mapping, "a mapping")
             chosen = chosen_rows(
                 self._components, slots, tokens=tokens, prefix=prefix, enable_hisparse=enable_hisparse,
                 open_ended=self._open_ended,
             )  # fmt: skip
-        keys = () if prompt is None else self._node.core.cache.keys(_token_ids(prompt, tokens), salt)
-        self._begin(room, tokens)
+        keys = () if prompt is None else self._node.core.cache.keys(token_ids(prompt, tokens), salt)
+        self._states[room] = KVPoll.BOOTSTRAPPING
         request = RoomRequest(
             room=room, tokens=tokens, sources=sources, time_left_s=time_left_s, growth=growth, prefix=prefix, keys=keys,
             enable_hisparse=enable_hisparse, chosen=chosen, whole_group=whole_group,
@@ -462,11 +499,13 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         """Informs the prefill ranks at `sources` that this client will not expect a room that they may have open: it
         fails there, also if it is opened later. `detail` is the reason. No event follows. A room that is expected is
         left alone: `abort` gives it up."""
+        room, sources, detail = label(room), texts("sources", sources), text("detail", detail)
         self._port.to_loop(lambda: self._node.withdraw(room, sources, detail))
 
     def release(self, room: int, *, after: Event | None = None) -> None:
         """Returns the slots of a room that is ready, once `after` has fired: the engine must not touch them afterwards.
         Idempotent."""
+        room, after = label(room), queryable("after", after)
         if self._states.get(room) is KVPoll.SUCCESS:
             self._end(room)
         self._port.to_loop(lambda: self._node.release(room, after=after))
@@ -477,6 +516,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
 
         If RoomReady was already on its way, the room has to be released like any other.
         """
+        room, detail = label(room), text("detail", detail)
         self._port.to_loop(lambda: self._node.abort(room, detail=detail))
 
     @property
@@ -498,13 +538,3 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 case RoomDrained(room):
                     self._end(room)
         return events
-
-
-def _token_ids(prompt: ArrayLike, tokens: int) -> bytes:
-    """The token ids as bytes on the wire. Raises LocalProtocolError for anything but `tokens` u32 ids."""
-    ids = np.asarray(prompt)
-    if ids.shape != (tokens,) or ids.dtype.kind not in "iu":
-        raise LocalProtocolError(f"prompt: {ids.dtype} of shape {ids.shape}, not integers ({tokens},)")
-    if int(ids.min()) < 0 or int(ids.max()) > 0xFFFF_FFFF:
-        raise LocalProtocolError(f"prompt: ids from {ids.min()} to {ids.max()}, they are u32")
-    return pack_ids(ids)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import LocalProtocolError
 
 Int64s = NDArray[np.int64]
 
@@ -34,6 +36,18 @@ def table_of(rows: list[tuple[int, ...]]) -> Int64s:
         value, bounds = rows[plane][column], f"{_LOW[column]}..{_HIGH[column]}"
         raise ValueError(f"planes[{plane}].{COLUMNS[column]}: {value!r} is not an integer of {bounds}")
     return read_only(table)
+
+
+def integers(field: str, values: ArrayLike, count: int | None = None) -> NDArray[np.integer[Any]]:
+    """The values, integers (count,) or of any count, as an array. Raises LocalProtocolError that names the field."""
+    try:
+        array = np.asarray(values)
+    except Exception as error:  # noqa: BLE001 (whatever library they are of)
+        raise LocalProtocolError(f"{field}: {error}") from None
+    if array.ndim != 1 or count not in (None, len(array)) or (array.size and array.dtype.kind not in "iu"):
+        expected = "n" if count is None else count
+        raise LocalProtocolError(f"{field}: {array.dtype} of shape {array.shape}, not integers ({expected},)")
+    return array
 
 
 def distinct(values: Int64s) -> Int64s:

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from ..errors import LocalProtocolError
 from ..limits import COMPONENTS_MAX, NAME_LENGTH_MAX, PLANES_MAX
 from . import geometry
-from .geometry import BYTES_MAX, COLUMNS, ROW_BYTES_MAX, Int64s, bounds_of, first_true
+from .geometry import BYTES_MAX, COLUMNS, ROW_BYTES_MAX, Int64s, bounds_of, first_true, integers
 
 Count16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 Count32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
@@ -310,9 +310,7 @@ def expand_pages(pages: ArrayLike, page_size: int, tokens: int) -> Int64s:
     Raises LocalProtocolError unless (n - 1) * page_size < tokens <= n * page_size (a silent clip would hide a page size
     that is not the pool's), and for a negative count of tokens, a negative page, or one whose slots leave int64.
     """
-    indices = np.asarray(pages)
-    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
-        raise LocalProtocolError(f"pages: {indices.dtype} of shape {indices.shape}, not integers (n,)")
+    indices = integers("pages", pages)
     if page_size < 1 or page_size & (page_size - 1):
         raise LocalProtocolError(f"page_size: {page_size} is not a power of two")
     if tokens < 0 or not (len(indices) - 1) * page_size < tokens <= len(indices) * page_size:
@@ -338,7 +336,7 @@ def slots_of_rows(pages: ArrayLike, page_size: int, rows: tuple[int, int], *, sk
     if not 0 <= skip < page_size:
         raise LocalProtocolError(f"skip: {skip} is not within a page of {page_size}")
     needed = -(-(skip + end) // page_size)
-    return expand_pages(np.asarray(pages)[:needed], page_size, skip + end)[skip + first :]
+    return expand_pages(integers("pages", pages)[:needed], page_size, skip + end)[skip + first :]
 
 
 def check_slots(slots: Int64s, limit: int, field: str) -> None:

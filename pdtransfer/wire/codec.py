@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import msgpack
 import msgspec
@@ -202,7 +202,7 @@ def unpack_extents(field: str, data: bytes) -> NDArray[np.int64]:
     return extents
 
 
-def pack_ids(ids: NDArray[np.int64] | list[int]) -> bytes:
+def pack_ids(ids: NDArray[np.integer[Any]] | list[int]) -> bytes:
     """Encodes token ids as little-endian u32."""
     array = np.asarray(ids, dtype=np.int64)
     assert not array.size or (array.min() >= 0 and array.max() <= 0xFFFF_FFFF), "a token id beyond u32"

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...errors import ArenaFullError, Cause, LocalProtocolError
+from ...layout.geometry import integers
 from ...layout.layout import Component, check_slots
 from ...limits import TOKENS_MAX
 from ..admission import Admission, Demand
@@ -126,11 +127,7 @@ def chosen_rows(
             continue
         if component.name not in slots:
             raise LocalProtocolError(f"slots: missing for {label!r}, which has {rows} rows")
-        indices = np.asarray(slots[component.name])
-        if indices.shape != (rows,) or indices.dtype.kind not in "iu":
-            shape = f"{indices.dtype} of shape {indices.shape}"
-            raise LocalProtocolError(f"slots: {shape} for {label!r}, not integers ({rows},)")
-        indices = indices[first:].astype(np.int64)
+        indices = integers(f"slots of {label!r}", slots[component.name], rows)[first:].astype(np.int64)
         absent = _absent(indices)
         landing = indices[absent:]
         if component.name in open_ended:

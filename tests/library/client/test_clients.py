@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pdtransfer.bus import bus as bus_module
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.client import clients as client_module
+from pdtransfer.client import decode_node
 from pdtransfer.client.aio import AsyncDecode, AsyncPrefill
 from pdtransfer.client.clients import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
@@ -876,9 +878,62 @@ def test_a_client_that_cannot_start_reports_why_and_gives_everything_back() -> N
         client = PrefillClient(settings("p"), [component(pool)], bind=f"tcp://127.0.0.1:{port}")
         with pytest.raises(WorldError, match="in use"):
             client.start()
-        client.close()
+        with pytest.raises(LocalProtocolError, match="make another one"):
+            client.start()
     wait_for(lambda: open_files() <= before, "every descriptor is closed")
     assert set(threading.enumerate()) <= threads  # one of an earlier test may have ended meanwhile
+
+
+@pytest.mark.parametrize(
+    ("side", "where", "step"),
+    [
+        ("prefill", bus_module, "open_socket"),
+        ("decode", decode_node, "DecodeSessions"),
+        ("decode", decode_node, "EventQueue"),
+        ("decode", threading.Thread, "start"),
+    ],
+)
+def test_whatever_step_of_a_start_fails_nothing_is_left(
+    side: str, where: object, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object, **__: object) -> Any:
+        raise RuntimeError("no more of these")
+
+    with client_pair(decode_options={"verify": True}):
+        pass  # what the first one loads stays
+    before, threads = open_files(), set(threading.enumerate())
+    with client_pair(start=False, decode_options={"verify": True}) as pair, monkeypatch.context() as patch:
+        patch.setattr(where, step, breaks)
+        with pytest.raises((RuntimeError, WorldError), match="no more of these"), getattr(pair, side):
+            pytest.fail("it has started")
+        (pair.decode if side == "prefill" else pair.prefill).close()  # which was not started
+    del pair  # and with it the error, whose frames have what was opened
+    wait_for(lambda: open_files() <= before, "every descriptor is closed", seconds=10)
+    assert set(threading.enumerate()) <= threads
+
+
+@on_loop
+async def test_a_context_that_is_left_while_it_is_entered_leaves_no_client_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on, bind = threading.Event(), threading.Event(), client_module.PrefillNode.prepare
+
+    async def slowly(node: Any) -> None:
+        begun.set()
+        await asyncio.to_thread(go_on.wait)
+        await bind(node)
+
+    monkeypatch.setattr(client_module.PrefillNode, "prepare", slowly)
+    with client_pair(start=False) as pair:
+        entering = asyncio.ensure_future(AsyncPrefill(pair.prefill).__aenter__())
+        await asyncio.to_thread(begun.wait)
+        entering.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        assert pair.prefill.fileno() == -1
+        with pytest.raises(LocalProtocolError, match="closed"):
+            pair.prefill.open(1, tokens=1)
 
 
 def test_a_client_that_was_never_started_closes() -> None:

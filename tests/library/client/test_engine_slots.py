@@ -171,8 +171,8 @@ def test_a_component_of_which_no_row_crosses_needs_no_slots() -> None:
     [
         ({"slots": None}, "slots: a client made with engine_slots=True needs slots"),
         ({"slots": {}}, "slots: missing for 'kv', which has 40 rows"),
-        ({"slots": {"kv": np.arange(39)}}, "slots: int64 of shape (39,) for 'kv', not integers (40,)"),
-        ({"slots": {"kv": np.arange(40.0)}}, "slots: float64 of shape (40,) for 'kv', not integers (40,)"),
+        ({"slots": {"kv": np.arange(39)}}, "slots of 'kv': int64 of shape (39,), not integers (40,)"),
+        ({"slots": {"kv": np.arange(40.0)}}, "slots of 'kv': float64 of shape (40,), not integers (40,)"),
         ({"slots": {"kv": np.arange(40), "k": []}}, "slots: ['k'] are not among the components ['kv']"),
         ({"slots": {"kv": np.arange(217, 257)}}, "slots of 'kv': slot 256 is outside 0..255"),
         ({"slots": {"kv": [0, -1, *range(2, 40)]}}, "slots of 'kv': slot -1 is outside 0..255"),

@@ -18,6 +18,7 @@ from typing import Generic, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
+from ..bounds import checked, integer, label, listed, seconds, span
 from ..bus.keys import AllowList, Endpoint
 from ..errors import LocalProtocolError, WorldError
 from ..handoff.component_variants import NO_STAND_INS, StandIns
@@ -34,14 +35,14 @@ from ..handoff.effects import (
 )
 from ..handoff.prefill.cells import Cell
 from ..handoff.sharing import Replicas
+from ..layout.geometry import integers
 from ..layout.layout import Component, slots_of_rows
 from ..limits import PEERS_MAX, TOKENS_MAX
 from ..memory.arena_memory import ArenaMemory
 from ..threads import cpus_of, run_loop, run_on
 from ..transports.device_events import Event
 from ..transports.options import ArenaOptions, WriterOptions
-from ..wire import Member
-from .arguments import checked, integer, label, listed, octets, queryable, seconds, span, text, texts, token_ids
+from ..wire import Member, pack_ids
 from .decode_node import DecodeNode
 from .prefill_node import PrefillNode
 from .settings import NodeSettings
@@ -133,7 +134,7 @@ class _Client(Generic[Node, PolledEvent]):
         """
         if not self._has_keys:
             raise LocalProtocolError("allowed: a client without keys has no allow-list")
-        checked("allowed", allowed, AllowList, "an AllowList")
+        checked("allowed", allowed, AllowList)
         self._port.to_loop(lambda: self._node.allow(allowed))
 
     def fileno(self) -> int:
@@ -271,13 +272,15 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         """
         if self._group_is_known:
             raise LocalProtocolError("group: it is set already; NodeSettings(group=None) leaves it to set_group")
-        members = tuple([checked("group", member, Member, "a Member") for member in listed("group", members)])
-        names = [checked("group: node", member.node, str, "a text") for member in members]
-        endpoints = texts("group: endpoints", [member.endpoint for member in members[1:]])
-        if names[:1] != [self._node_name] or len(names) > PEERS_MAX:
-            raise LocalProtocolError(f"group: {names[:8]} are not 1..{PEERS_MAX} ranks with {self._node_name!r} first")
+        members = listed("group", members, Member)
+        names = listed("group: node", [member.node for member in members], str)
+        endpoints = listed("group: endpoint", [member.endpoint for member in members[1:]], str)
+        if names[:1] != (self._node_name,) or len(names) > PEERS_MAX:
+            raise LocalProtocolError(
+                f"group: {list(names[:8])} are not 1..{PEERS_MAX} ranks with {self._node_name!r} first"
+            )
         if not all(endpoints) or len(set(names)) < len(names) or len(set(endpoints)) < len(endpoints):
-            raise LocalProtocolError(f"group: {list(endpoints)} of {names[1:]} are not one endpoint each")
+            raise LocalProtocolError(f"group: {list(endpoints)} of {list(names[1:])} are not one endpoint each")
         self._group_is_known = True
         self._port.to_loop(lambda: self._node.set_group(members))
 
@@ -301,7 +304,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         """
         room, tokens = label(room), None if tokens is None else integer("tokens", tokens)
         grants, time_left_s = None if grants is None else integer("grants", grants), seconds("time_left_s", time_left_s)
-        peers = None if peers is None else texts("peers", peers)
+        peers = None if peers is None else listed("peers", peers, str)
         self._check_begins(room, tokens)
         self._states[room] = KVPoll.BOOTSTRAPPING
         self._port.to_loop(
@@ -326,8 +329,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         must not be freed, before RoomDrained. A cell without `after` waits for the event of the cell pushed before it.
         Raises LocalProtocolError for an unknown component and for pages that do not cover the rows.
         """
-        room, rows, after = label(room), span("rows", rows), queryable("after", after)
-        pool = self._components.get(checked("component", component, str, "a text"))
+        room, rows, after = label(room), span("rows", rows), _event(after)
+        pool = self._components.get(checked("component", component, str))
         if pool is None:
             raise LocalProtocolError(f"component: {component!r} must be one of {sorted(self._components)}")
         slots = slots_of_rows(pages, pool.layout.page_size, rows, skip=integer("skip", skip))
@@ -340,7 +343,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         `aux` is at most 64 KiB that decode needs to continue, such as the first token. RoomLanded follows, then
         RoomDrained.
         """
-        room, aux, after = label(room), octets("aux", aux), queryable("after", after)
+        room, aux, after = label(room), _octets("aux", aux), _event(after)
         if self._states.get(room) in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT):
             self._states[room] = KVPoll.TRANSFERRING
         self._port.to_loop(lambda: self._node.finish(room, aux=aux, after=after))
@@ -348,7 +351,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
     def abort(self, room: int, detail: str = "") -> None:
         """Gives the room up, also one that was never opened; `detail` is the reason for decode. RoomFailed follows for
         an open one, then RoomDrained: only then may its pages be reused."""
-        room, detail = label(room), text("detail", detail)
+        room, detail = label(room), _text("detail", detail)
         self._port.to_loop(lambda: self._node.abort(room, detail=detail))
 
     def poll(self) -> list[PrefillEvent]:
@@ -429,7 +432,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         """Opens the session with the prefill rank at `source`, [KEY@]tcp://host:port, ahead of its first room, as long
         as there is room for it. A rank that may not be dialled is skipped: a room that names it fails with the reason.
         Raises ConfigError for a malformed endpoint."""
-        Endpoint.parse(checked("source", source, str, "a text"))
+        Endpoint.parse(checked("source", source, str))
         self._port.to_loop(lambda: self._node.introduce((source,)))
 
     def expect(
@@ -471,7 +474,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         """
         room, tokens, growth = label(room), integer("tokens", tokens), integer("growth", growth)
         prefix, time_left_s = integer("prefix", prefix), seconds("time_left_s", time_left_s)
-        sources, salt = texts("sources", sources), octets("salt", salt)
+        sources, salt = listed("sources", sources, str), _octets("salt", salt)
         self._check_begins(room, tokens)
         if (slots is not None) is not self.engine_slots:
             wanted = "needs slots" if self.engine_slots else "takes no slots"
@@ -482,12 +485,12 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 raise LocalProtocolError(
                     "slots: with slots of the engine's choice neither a prompt nor growth is possible"
                 )
-            checked("slots", slots, Mapping, "a mapping")
+            checked("slots", slots, Mapping)
             chosen = chosen_rows(
                 self._components, slots, tokens=tokens, prefix=prefix, enable_hisparse=enable_hisparse,
                 open_ended=self._open_ended,
             )  # fmt: skip
-        keys = () if prompt is None else self._node.core.cache.keys(token_ids(prompt, tokens), salt)
+        keys = () if prompt is None else self._node.core.cache.keys(_token_ids(prompt, tokens), salt)
         self._states[room] = KVPoll.BOOTSTRAPPING
         request = RoomRequest(
             room=room, tokens=tokens, sources=sources, time_left_s=time_left_s, growth=growth, prefix=prefix, keys=keys,
@@ -499,13 +502,13 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         """Informs the prefill ranks at `sources` that this client will not expect a room that they may have open: it
         fails there, also if it is opened later. `detail` is the reason. No event follows. A room that is expected is
         left alone: `abort` gives it up."""
-        room, sources, detail = label(room), texts("sources", sources), text("detail", detail)
+        room, sources, detail = label(room), listed("sources", sources, str), _text("detail", detail)
         self._port.to_loop(lambda: self._node.withdraw(room, sources, detail))
 
     def release(self, room: int, *, after: Event | None = None) -> None:
         """Returns the slots of a room that is ready, once `after` has fired: the engine must not touch them afterwards.
         Idempotent."""
-        room, after = label(room), queryable("after", after)
+        room, after = label(room), _event(after)
         if self._states.get(room) is KVPoll.SUCCESS:
             self._end(room)
         self._port.to_loop(lambda: self._node.release(room, after=after))
@@ -516,7 +519,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
 
         If RoomReady was already on its way, the room has to be released like any other.
         """
-        room, detail = label(room), text("detail", detail)
+        room, detail = label(room), _text("detail", detail)
         self._port.to_loop(lambda: self._node.abort(room, detail=detail))
 
     @property
@@ -538,3 +541,27 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 case RoomDrained(room):
                     self._end(room)
         return events
+
+
+def _token_ids(prompt: ArrayLike, tokens: int) -> bytes:
+    """The token ids, `tokens` u32, as bytes on the wire."""
+    ids = integers("prompt", prompt, tokens)
+    if int(ids.min()) < 0 or int(ids.max()) > 0xFFFF_FFFF:
+        raise LocalProtocolError(f"prompt: ids from {ids.min()} to {ids.max()}, they are u32")
+    return pack_ids(ids)
+
+
+def _text(name: str, value: str) -> str:
+    """A text for people; what UTF-8 does not have in it is replaced."""
+    return checked(name, value, str).encode(errors="replace").decode()
+
+
+def _octets(name: str, value: bytes) -> bytes:
+    """Bytes, copied where the caller may change them."""
+    return bytes(value if isinstance(value, bytearray | memoryview) else checked(name, value, bytes))
+
+
+def _event(after: Event | None) -> Event | None:
+    if after is not None and not callable(getattr(after, "query", None)):
+        raise LocalProtocolError(f"after: {after!r:.64} has no query()")
+    return after

@@ -133,19 +133,15 @@ class DecodeNode:
             return None
         return staged(components, base=arena.staging_base, byte_count=arena.staging_bytes)
 
-    def dial(self, source: str) -> None:
-        """Opens a session with a prefill rank ahead of its first room. Raises as Bus.dial."""
-        now = self._clock.now()
-        self.bus.dial(self.core.prefill_peers.resolve(source, now), "prefill")
-        self._run(self.core.dial(source, now))
-
     def introduce(self, sources: Sequence[str]) -> None:
         """Opens sessions ahead of time with ranks that rooms may name, up to AHEAD_MAX peers. One that may not be
         dialled is skipped: a room that names it fails with the reason."""
         for source in sources:
-            if self.core.may_dial_ahead(source, self._clock.now()):
+            now = self._clock.now()
+            if self.core.may_dial_ahead(source, now):
                 with suppress(ConfigError, WorldError):
-                    self.dial(source)
+                    self.bus.dial(self.core.prefill_peers.resolve(source, now), "prefill")
+                    self._run(self.core.dial(source, now))
 
     def expect(self, request: RoomRequest) -> None:
         """As DecodeSessions.expect; an invalid request and a source that cannot be dialled fail the room. Raises

@@ -341,9 +341,7 @@ class EngineWriter:
     def _send(self, mapped: EngineSession, job: RingJob, gather: Gather) -> None:
         assert mapped.process is not None
         base = mapped.base(job.order.component)
-        written, text = attempt(
-            lambda: mapped.ring.write_table(gather.slot, gather.runs, base, straight=job.straight)
-        )
+        written, text = attempt(lambda: mapped.ring.write_table(gather.slot, gather.runs, base, straight=job.straight))
         if written is None:
             mapped.release(gather.slot, job.order.grant)
             self._fail(mapped, job, text)

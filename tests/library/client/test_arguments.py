@@ -67,14 +67,14 @@ RIGHT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with client_pair(prefill_settings={"group": None}) as made:
-        yield made
+    with client_pair(prefill_settings={"group": None}) as pair:
+        yield pair
 
 
 def method(client: PrefillClient | DecodeClient, name: str, **wrong: Any) -> Any:
     """The call, with one wrong argument and every other one that it must have right."""
     call = getattr(client, name)
-    needed = [each.name for each in inspect.signature(call).parameters.values() if each.default is each.empty]
+    needed = [of.name for of in inspect.signature(call).parameters.values() if of.default is of.empty]
     return call(**{name: RIGHT.get(name) for name in needed} | wrong)
 
 
@@ -83,8 +83,8 @@ def test_an_argument_that_cannot_be_is_refused_and_disturbs_no_other_room(call: 
     side, _, name = call.partition(".")
     client = getattr(pair, side)
     errors: list[Any] = []
-    for each in (pair.prefill, pair.decode):
-        node_of(each).bus._loop.set_exception_handler(lambda _, context: errors.append(context))
+    for end in (pair.prefill, pair.decode):
+        node_of(end).bus._loop.set_exception_handler(lambda _, context: errors.append(context))
     for argument, values in WRONG[call].items():
         for value in values:
             with pytest.raises(LocalProtocolError):

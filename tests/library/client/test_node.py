@@ -474,7 +474,7 @@ async def nodes(directory: Path | None = None, limits: Limits = LIMITS, **more: 
 @on_loop
 async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> None:
     async with nodes() as it:
-        it.decode.dial(it.endpoint)
+        it.decode.introduce((it.endpoint,))
         await until(lambda: it.prefill.core.sessions and next(iter(it.prefill.core.sessions.values())).granting)
         sessions = it.decode.core.prefill_peers.sessions
         await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
@@ -503,7 +503,7 @@ async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_en
 @on_loop
 async def test_a_session_whose_line_has_ended_goes_on_by_zmq() -> None:
     async with nodes() as it:
-        it.decode.dial(it.endpoint)
+        it.decode.introduce((it.endpoint,))
         await until(lambda: lines_of(it.decode.bus))
         for session in list(lines_of(it.decode.bus)):
             it.decode.bus.detach(session)
@@ -563,7 +563,7 @@ async def test_a_room_lands_while_the_rest_of_its_arena_is_yet_to_be_entered(mon
     monkeypatch.setattr(entering, "STEP_BYTES", 4_096)
     monkeypatch.setattr(entering, "PIECE_BYTES", 4_096)
     async with nodes() as it:
-        it.decode.dial(it.endpoint)
+        it.decode.introduce((it.endpoint,))
         sessions = it.decode.core.prefill_peers.sessions
         await until(lambda: [session.bytes_ready for session in sessions.values()] == [TARGET.layout.end])
         it.expect(1)
@@ -610,38 +610,38 @@ async def test_open_of_a_label_whose_pages_are_still_read_reports_no_drained() -
 @on_loop
 async def test_a_label_that_is_expected_again_leaves_its_room_alone() -> None:
     """Its slots may still be written: RoomFailed and RoomDrained would be wrong for it."""
-    async with nodes(engine_slots=True) as it:
+    async with nodes(engine_slots=True) as pair:
         rows = chosen_rows([component(TARGET)], {"kv": np.arange(10)}, tokens=10)
-        it.expect(1, chosen=rows)
+        pair.expect(1, chosen=rows)
         with pytest.raises(LocalProtocolError, match="expected already"):
-            it.expect(1, chosen=rows)
-        assert it.events_d == []
-        it.send(1)
-        await until(lambda: len(it.events_d) == 2)
-        assert [type(event) for event in it.events_d] == [RoomReady, RoomDrained]
+            pair.expect(1, chosen=rows)
+        assert pair.events_d == []
+        pair.send(1)
+        await until(lambda: len(pair.events_d) == 2)
+        assert [type(event) for event in pair.events_d] == [RoomReady, RoomDrained]
 
 
 @on_loop
 async def test_a_hand_off_takes_the_time_of_its_own_grant_and_an_ended_session_leaves_nothing() -> None:
     took = list[float]()
-    async with nodes() as it, stranger(it.endpoint) as other:
-        it.prefill._handed_off = lambda _, __, seconds: took.append(seconds)
+    async with nodes() as pair, stranger(pair.endpoint) as other:
+        pair.prefill._handed_off = lambda _, __, seconds: took.append(seconds)
         reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
-        await other.send(Hello(1, 1, replace_identity(it, node="other")), Register(5, (), reach))
+        await other.send(Hello(1, 1, replace_identity(pair, node="other")), Register(5, (), reach))
         await other.receive(Registered)
-        it.send(1)
-        it.prefill.stamp_ns -= 3_600 * 10**9  # of the finish: this grant comes an hour after it
+        pair.send(1)
+        pair.prefill.stamp_ns -= 3_600 * 10**9  # of the finish: this grant comes an hour after it
         for number in (1, 2):  # the second one is never acknowledged
             await other.send(Grant(5, number, number, 10, 0, (), True, 60_000))
         await other.receive(Landed)
         await other.send(Released(5, 1))
         await until(lambda: took)
         assert 0 <= took[0] < 3_600
-        it.send(2)
-        await until(lambda: it.prefill._landed_ns)
+        pair.send(2)
+        await until(lambda: pair.prefill._landed_ns)
         await other.send(Goodbye(77, "shutdown"))
-        await until(lambda: not it.prefill.core.sessions)
-        assert it.prefill._landed_ns == {}
+        await until(lambda: not pair.prefill.core.sessions)
+        assert pair.prefill._landed_ns == {}
 
 
 @on_loop

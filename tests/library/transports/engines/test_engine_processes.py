@@ -210,19 +210,19 @@ async def test_a_write_that_cannot_be_planned_fails_alone(broken: str, monkeypat
     def breaks(*_: object, **__: object) -> Any:
         raise MemoryError("no place for the plan")
 
-    async with both() as it:
-        await it.map()
-        session = sessions_of(it.writer)[SESSION]
+    async with both() as pair:
+        await pair.map()
+        session = sessions_of(pair.writer)[SESSION]
         with monkeypatch.context() as patch:
             session.straight = broken == "long"  # is only asked for a pool that the process can read
             patch.setattr(*{"runs": (SendRing, "write_table")}.get(broken, (Cut, broken)), breaks)
-            it.write(1, 0, LARGE)
-            await until(lambda: it.ended)
+            pair.write(1, 0, LARGE)
+            await until(lambda: pair.ended)
         session.straight = False
-        assert it.ended == {1: (Outcome.FAILED, "MemoryError: no place for the plan")}
-        it.write(2, LARGE, LARGE + SMALL)
-        await until(lambda: len(it.ended) == 2)
-        assert it.ended[2] == (Outcome.LANDED, "")
+        assert pair.ended == {1: (Outcome.FAILED, "MemoryError: no place for the plan")}
+        pair.write(2, LARGE, LARGE + SMALL)
+        await until(lambda: len(pair.ended) == 2)
+        assert pair.ended[2] == (Outcome.LANDED, "")
         assert (session.jobs, session.held, len(session.ring.free)) == ({}, {}, 16)
 
 

@@ -102,7 +102,7 @@ mutants: $(VENV)/.stamp
 # What a user sizes a host with, then what measures and attacks the parts.
 bench: $(VENV)/.stamp
 	@for part in copy transfer hisparse; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
-	@for part in plan prefix bus handoff idle load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
+	@for part in handoff load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
 
 # Wheel and sdist of both distributions in dist/, checked to be the same wherever they are built, installed and tried.
 dist: $(VENV)/.stamp

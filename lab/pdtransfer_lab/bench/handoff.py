@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
 
 import numpy as np
@@ -29,9 +28,25 @@ LINES = (
     Line("hand-off, last cell written to READY, p50", "{handoff_us_p50:.0f} us", "p99 {handoff_us_p99:.0f} us"),
     *RATE,
 )
+BESIDE_ZMQ = (
+    Line(
+        "hand-off, last cell written to READY, p50",
+        "{handoff_us_p50:.0f} us",
+        "{handoff_to_raw_p50:.1f} x ZMQ's round trip on such loops, {raw_us_p50:.0f} us; aim: 4",
+    ),
+    Line(
+        "",
+        "",
+        "{handoff_to_blocking_p50:.1f} x ZMQ's round trip with blocking sockets, {blocking_us_p50:.0f} us",
+    ),
+    Line("the same, p99", "{handoff_us_p99:.0f} us", "{raw_us_p99:.0f} and {blocking_us_p99:.0f} us"),
+    *RATE,
+)
 
 
-def measure(*, tokens: int = 16, rooms: int = 2_000, concurrency: int = 64, rounds: int = 10) -> Figures:
+def measure(
+    *, tokens: int = 16, rooms: int = 2_000, concurrency: int = 64, rounds: int = 10, beside_zmq: bool = False
+) -> Figures:
     """Hand-offs of the reference model's KV over shm, between a node in one process and a node in another.
 
     In each round take turns: rooms of `tokens` tokens, one at a time, as many as make `rooms` in all rounds; then
@@ -40,19 +55,11 @@ def measure(*, tokens: int = 16, rooms: int = 2_000, concurrency: int = 64, roun
     A hand-off lasts from the stamp in prefill's process right behind the copy of the room's only cell, before any
     message about it is sent, to READY in decode's; `ready` from decode's `expect`, so that it contains Grant and copy.
     Each figure is the median over rounds of the round's own percentile, ratio or rate; `_min` and `_max` are extremes.
+
+    With `beside_zmq` each round begins with bare ROUTER/DEALER round trips of a Grant's bytes between the same two
+    processes, as many as there are rooms one at a time: `raw` ones drained by the loops that the nodes run on, then
+    `blocking` ones with blocking sockets. Ratios are of one round's medians.
     """
-    return measure_around(lambda _, __, own: own(), tokens=tokens, rooms=rooms, concurrency=concurrency, rounds=rounds)
-
-
-def measure_around(
-    around: Callable[[RankPair, int, Callable[[], dict[str, float]]], dict[str, float]],
-    *,
-    tokens: int,
-    rooms: int,
-    concurrency: int,
-    rounds: int,
-) -> Figures:
-    """As `measure`; `around` runs each round, and adds figures of its own to it."""
     count = max(1, rooms // rounds)
     source, target = components("mla", source_slots=_POOL_PAGES * PAGE_SIZE, target_slots=2 * tokens * concurrency)
     row_bytes = source.layout.row_bytes
@@ -67,29 +74,36 @@ def measure_around(
     }
     taken: dict[str, list[float]] = {}
     with RankPair(source, target) as ranks:
-
-        def own() -> dict[str, float]:
+        ranks.hand_off(concurrency, tokens=rate_tokens, at_once=concurrency)
+        ranks.hand_off(count, tokens=tokens)
+        for _ in range(rounds):
+            round_figures = _echoes(ranks, count) if beside_zmq else {}
             hand_off = ranks.hand_off(count, tokens=tokens)
             many = ranks.hand_off(rooms, tokens=rate_tokens, at_once=concurrency)
-            return {
-                **percentiles("handoff", hand_off.ready - hand_off.written),
-                **percentiles("ready", hand_off.ready - hand_off.expected),
+            round_figures |= {
+                **_percentiles("handoff", hand_off.ready - hand_off.written),
+                **_percentiles("ready", hand_off.ready - hand_off.expected),
                 "handoffs_s": rooms / many.seconds,
                 "prefill_cpu_us": many.prefill_cpu_ns / rooms / 1e3,
                 "decode_cpu_us": many.decode_cpu_ns / rooms / 1e3,
             }
-
-        ranks.hand_off(concurrency, tokens=rate_tokens, at_once=concurrency)
-        ranks.hand_off(count, tokens=tokens)
-        for _ in range(rounds):
-            for name, value in around(ranks, count, own).items():
+            for name in ("raw", "blocking") if beside_zmq else ():
+                round_figures[f"handoff_to_{name}_p50"] = (
+                    round_figures["handoff_us_p50"] / round_figures[f"{name}_us_p50"]
+                )
+            for name, value in round_figures.items():
                 taken.setdefault(name, []).append(value)
     for name, values in taken.items():
         figures |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
     return figures
 
 
-def percentiles(name: str, nanoseconds: NDArray[np.int64]) -> dict[str, float]:
+def _echoes(ranks: RankPair, count: int) -> dict[str, float]:
+    raw, blocking = ranks.echo(count, blocking=False), ranks.echo(count, blocking=True)
+    return _percentiles("raw", raw) | _percentiles("blocking", blocking)
+
+
+def _percentiles(name: str, nanoseconds: NDArray[np.int64]) -> dict[str, float]:
     """p50 and p99 in microseconds."""
     p50, p99 = np.percentile(nanoseconds, (50, 99)) / 1e3
     return {f"{name}_us_p50": float(p50), f"{name}_us_p99": float(p99)}

@@ -57,8 +57,7 @@ _STALLED = 1 << 48  # rooms from here on are stalled ones: they hold a grant, an
 class RoomBatch(NamedTuple):
     """Rooms first .. first + rooms - 1 of `tokens` tokens each, `at_once` of them under way.
 
-    The i-th one is aborted by decode `after_s[i]` seconds after it was expected; prefill then opens all at once. The
-    first `shared` tokens of all prompts are the same, and decode publishes and looks up prefixes; -1: it does neither.
+    The i-th one is aborted by decode `after_s[i]` seconds after it was expected; prefill then opens all at once.
     """
 
     first: int
@@ -66,7 +65,6 @@ class RoomBatch(NamedTuple):
     tokens: int
     at_once: int
     after_s: tuple[float, ...] = ()
-    shared: int = -1
 
 
 class _Rank(PipeProcess):
@@ -314,9 +312,7 @@ class DecodeProcess(_Rank):
     def _start(self, room: int) -> None:
         index, source = room - self._batch.first, self._endpoints[room % len(self._endpoints)]
         self._expected[index] = time.monotonic_ns()
-        request = RoomRequest(
-            room=room, tokens=self._batch.tokens, sources=(source,), time_left_s=_ROOM_SECONDS, keys=self._keys_of(room)
-        )
+        request = RoomRequest(room=room, tokens=self._batch.tokens, sources=(source,), time_left_s=_ROOM_SECONDS)
         self._node_of(room).expect(request)
         if not self._batch.after_s:
             return
@@ -324,14 +320,6 @@ class DecodeProcess(_Rank):
             self._to_abort = self._loop.call_later(after_s, self._abort, room)
         else:
             self._abort(room)  # before any message is read by which the room could be READY
-
-    def _keys_of(self, room: int) -> tuple[bytes, ...]:
-        """Prefix keys of the room's prompt."""
-        if self._batch.shared < 0:
-            return ()
-        prompt = np.arange(self._batch.tokens, dtype="<u4")
-        prompt[self._batch.shared :] += room * self._batch.tokens
-        return self._node_of(room).core.cache.keys(prompt.tobytes(), b"")
 
     def _node_of(self, room: int) -> DecodeNode:
         """The node whose turn it is."""

@@ -100,10 +100,9 @@ class RankPair(Processes):
         """The process of the bystander."""
         return self._processes[2].pid or 0
 
-    def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1, shared: int = -1) -> Stamps:
-        """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time, of prompts that share their
-        first `shared` tokens; -1: decode keeps none."""
-        return self._stamps(RoomBatch(self._next_room, rooms, tokens, at_once, shared=shared))
+    def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1) -> Stamps:
+        """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time."""
+        return self._stamps(RoomBatch(self._next_room, rooms, tokens, at_once))
 
     def abort(self, after_s: Sequence[float], *, tokens: int) -> NDArray[np.int64]:
         """Expects rooms, one at a time, and aborts each after this time; nanoseconds from there until its slots are

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
@@ -55,14 +54,11 @@ def bench_handoff(
     json: Json = False,
 ) -> int:
     """Small rooms between two processes: latency, hand-offs a second, and the CPU that each takes."""
-    from ..bench import handoff, handoff_beside_zmq
+    from ..bench import handoff
     from ..bench.report import show
 
-    if beside is not None:
-        figures = handoff_beside_zmq.measure(tokens=tokens, rooms=rooms, concurrency=concurrency)
-        return show(figures, handoff_beside_zmq.LINES, handoff_beside_zmq.measure, json=json)
-    figures = handoff.measure(tokens=tokens, rooms=rooms, concurrency=concurrency)
-    return show(figures, handoff.LINES, handoff.measure, json=json)
+    figures = handoff.measure(tokens=tokens, rooms=rooms, concurrency=concurrency, beside_zmq=beside is not None)
+    return show(figures, handoff.LINES if beside is None else handoff.BESIDE_ZMQ, handoff.measure, json=json)
 
 
 @bench.command(name="copy")
@@ -124,7 +120,6 @@ def bench_pd(
     hisparse: Annotated[bool, Parameter(help="Decode from the arena, with the hot tokens on the card.")] = False,
     prefill_device: Annotated[str, Parameter(help="Where prefill computes; by default the first card, if any.")] = "",
     decode_device: Annotated[str, Parameter(help="Where decode does; by default the second card, if any.")] = "",
-    report: Annotated[Path | None, Parameter(help="Writes report.html and its pictures into this directory.")] = None,
     goals: Annotated[
         bool, Parameter(help="Hold it against the project's goals; with two cards, both at once as well.")
     ] = False,
@@ -133,10 +128,8 @@ def bench_pd(
     """Prompts from a prefill on one card to a decode on another, a model of real dimensions: what the time to the first
     token goes into, and how much of the transfer is hidden behind the computing. Without a card both compute a tiny
     model on the CPU, which shows that all of it works, and nothing about speed."""
-    from ..bench import pd, pd_report
+    from ..bench import pd
 
-    if report is not None:
-        pd_report.require_matplotlib()
     result = pd.measure(
         tokens=tokens, attentions=attention, rounds=rounds, chunk_tokens=chunk_tokens, engine_option=engine_option,
         hisparse=hisparse, on=(prefill_device, decode_device), progress=progress,
@@ -149,9 +142,6 @@ def bench_pd(
             progress("both cards at once")
             both = both_cards.measure((0, 1))
         return pd_goals.show(result, both, json=json)
-    if report is not None:
-        for path in pd_report.write_report(result, report):
-            progress(f"written: {path}")
     return pd.show(result, json=json)
 
 

@@ -125,48 +125,6 @@ def checkpoints(
 
 
 @bench.command(group=COMPARISONS)
-def plan(
-    *,
-    tokens: Annotated[int, counted("Tokens of one room.")] = 131_072,
-    planes: Annotated[int, counted("Planes that each token has.")] = 61,
-    json: Json = False,
-) -> int:
-    """The planner: slots and two layouts to slot runs, pages in a row and rows scattered."""
-    from ..bench.fleets import plan as part
-
-    return show(part.measure(tokens=tokens, layers=planes), part.LINES, part.measure, json=json)
-
-
-@bench.command(group=COMPARISONS)
-def prefix(
-    *,
-    tokens: Annotated[int, counted("Tokens of one room.")] = 80,
-    rooms: Annotated[int, counted("Rooms to move, each way.")] = 500,
-    json: Json = False,
-) -> int:
-    """What the prefix cache costs rooms that share nothing, and what it spares those that do."""
-    from ..bench.fleets import prefix as part
-
-    return show(part.measure(tokens=tokens, rooms=rooms), part.LINES, part.measure, json=json)
-
-
-@bench.command(group=COMPARISONS)
-def bus(*, rounds: Annotated[int, counted("Messages to send.")] = 20_000, json: Json = False) -> int:
-    """Messages between two processes: round trip, and echoes a second."""
-    from ..bench import bus as part
-
-    return show(part.measure(messages=max(1, rounds // 5), rounds=5), part.LINES, part.measure, json=json)
-
-
-@bench.command(group=COMPARISONS)
-def idle(*, seconds: Annotated[int, counted("How long to watch.")] = 10, json: Json = False) -> int:
-    """What an idle daemon costs in CPU and memory."""
-    from ..bench.fleets import idle as part
-
-    return show(part.measure(seconds=seconds), part.LINES, part.measure, json=json)
-
-
-@bench.command(group=COMPARISONS)
 def load(
     *,
     rooms: Annotated[int, counted("Rooms against each number of peers.")] = 6_000,
@@ -254,41 +212,6 @@ def storms(
     else:
         part.show(outcomes)
     return int(part.failed(outcomes))
-
-
-@bench.command(group=COMPARISONS)
-def fleet_check(
-    trace: Annotated[Path, Parameter(help="Mooncake's JSON lines or BurstGPT's CSV.")],
-    /,
-    *,
-    requests: Annotated[int, counted("Requests of the trace.")] = 300,
-    speed: Annotated[float, Parameter(help="How many times as fast they come.")] = 1.0,
-    scale: Annotated[float, Parameter(help="Factor for their lengths.")] = 0.05,
-    prefill: Annotated[int, counted("Prefill workers.")] = 2,
-    decode: Annotated[int, counted("Decode workers.")] = 2,
-    engine: Annotated[str, Parameter(help="Of the daemons; by default one that only takes its time.")] = "",
-    model: Annotated[str, Parameter(help="A checkpoint's directory, instead of an engine.")] = "",
-    engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),
-    chunk_tokens: Annotated[int, counted("Tokens that prefill computes at a time.")] = 256,
-    slots: Annotated[int, counted("Slots of each pool and arena.")] = 16_384,
-    json: Json = False,
-) -> int:
-    """The fleet model beside a real fleet of this host, with rates measured in the same run."""
-    from json import dumps
-
-    from ..bench.fleets import fleet_check as part
-    from ..bench.report import about
-
-    workers = part.CheckedFleet(
-        prefill=prefill, decode=decode, model=model, engine=engine or part.ENGINE, options=engine_option,
-        chunk_tokens=chunk_tokens, slots=slots,
-    )  # fmt: skip
-    result = part.measure(trace, workers=workers, requests=requests, speed=speed, scale=scale, progress=progress)
-    if json:
-        print(dumps(result | about(part.measure)))
-    else:
-        part.show(result)
-    return 0
 
 
 @bench.command(group=COMPARISONS)

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import msgspec
 import numpy as np
 import pytest
-from pdtransfer_lab.bench import pd, pd_rank, pd_report
+from pdtransfer_lab.bench import pd, pd_rank
 from pdtransfer_lab.bench.pd import Pair, Run
 from pdtransfer_lab.bench.pd_rank import Prompt, Way
 
@@ -21,7 +19,6 @@ from pdtransfer.layout.layout import Layout
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.serve.commands import cli
 from pdtransfer.serve.tracing.spans import TimedSpan
-from pdtransfer.serve.tracing.trace import read
 
 LAYERS, CHUNK = 3, 16
 OPTIONS = (f"layers={LAYERS}", "width=64", "mlp_width=64", "heads=2", "kv_heads=2")
@@ -176,69 +173,6 @@ def test_a_person_reads_a_row_for_each_prompt_and_for_rows_alone(
     assert "prefill on cpu, decode on cpu; ms, medians of 1" in out
     for words in (["gqa", "24", "auto"], ["gqa", "24", "none"], ["gqa", "16"]):
         assert any(line.split()[: len(words)] == words for line in out.splitlines()), words
-
-
-@pytest.mark.full
-def test_report_is_a_page_with_charts_beside_it_and_the_spans(result: pd.Result, tmp_path: Path) -> None:
-    page, *charts, spans = pd_report.write_report(result, tmp_path / "made" / "here")
-    text = page.read_text()
-    assert not re.search(r"https?:|@import|url\(", text)
-    names = {"throughput", "splits-gqa", "timeline-gqa-24-auto", "timeline-gqa-24-end"}
-    assert {path.name for path in charts} == {f"{name}.{suffix}" for name in names for suffix in ("svg", "png")}
-    assert set(re.findall(r'src="(.*?)"', text)) == {f"{name}.svg" for name in names}
-    for path in charts:
-        if path.suffix == ".png":
-            assert path.read_bytes().startswith(b"\x89PNG")
-            continue
-        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-        assert path.stat().st_size < 500_000
-    kept = read(spans).spans
-    assert {span.process for span in kept} == {"prefill", "decode"}
-    assert len(kept) == sum(len(run.spans) for run in result.series[0].points[0].shown.values())
-
-
-@pytest.mark.full
-def test_a_timeline_has_every_layer_and_write_of_its_prompt(runs: dict[Way, Run]) -> None:
-    run = runs["layers"]
-    whole, end = pd_report.timeline(run, "title").axes
-    drawn = [  # in ms since the prompt was sent
-        (box.x0, box.x1) for bars in whole.collections for box in (path.get_extents() for path in bars.get_paths())
-    ]
-    for span in (*run.of("prefill", "compute", "push"), *run.of("decode", "step")):
-        began, ended = 1e3 * (span.begin_s - run.asked_s), 1e3 * (span.end_s - run.asked_s)
-        assert any(box == pytest.approx((began, ended), abs=1e-3) for box in drawn), span
-    (from_ms, to_ms), end_ms = end.get_xlim(), whole.get_xlim()[1]
-    pushed_ms = 1e3 * (max(span.end_s for span in run.of("prefill", "push")) - run.asked_s)
-    assert whole.get_xlim()[0] == 0 <= from_ms < pushed_ms <= to_ms <= end_ms  # it begins later unless the tail is long
-    assert "READY" in {text.get_text() for text in whole.texts}
-
-
-@pytest.mark.full
-def test_a_request_that_swaps_in_is_drawn_with_its_first_step() -> None:
-    result = pd.measure(
-        tokens=(80,), attentions=("mla",), rounds=1, engine_option=OPTIONS, hisparse=True, on=("cpu", "cpu")
-    )  # longer than what the device holds
-    run = result.series[0].points[0].shown["auto"]
-    place, *swaps = run.of("decode", "swap-in")
-    assert place.name == "place 80 tokens"
-    steps = run.of("decode", "step")
-    assert swaps
-    assert all(any(step.begin_s <= span.begin_s and span.end_s <= step.end_s for step in steps) for span in swaps)
-    *_, first_step = pd_report.timeline(run, "title").axes
-    assert first_step.get_title(loc="left") == "Decode's first step, drawn larger"
-    assert first_step.get_xlim() == pytest.approx(
-        [1e3 * (at - run.asked_s) for at in (steps[0].begin_s, steps[0].end_s)]
-    )
-
-
-def test_without_matplotlib_a_report_is_refused_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pd, "measure", lambda **_: pytest.fail("measured"))
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["bench", "pd", f"--report={tmp_path / 'made'}"]) == 1
-    assert "pip install './lab[report]'" in capsys.readouterr().err
-    assert not (tmp_path / "made").exists()
 
 
 def test_the_command_has_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

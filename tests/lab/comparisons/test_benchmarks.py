@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pdtransfer_lab.bench import bus
-from pdtransfer_lab.bench import handoff_beside_zmq as handoff
-from pdtransfer_lab.bench.fleets import attacks, faults, idle, load, plan, prefix, siege
+from pdtransfer_lab.bench import handoff
+from pdtransfer_lab.bench.fleets import attacks, faults, load, siege
 from pdtransfer_lab.commands.comparisons import bench as app
 
 from pdtransfer.serve.commands.cli import main
@@ -20,17 +19,8 @@ from tests.support.bench_output import printed, sizes
 ROW_BYTES = 4 * 576 * 4  # of a token in the reference model's MLA: layers, elements, float32
 
 
-def test_prefix_sets_rooms_with_the_cache_beside_rooms_without(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = prefix.measure(tokens=130, rooms=8, rounds=2)
-    assert (figures["rest_tokens"], figures["saved_share"]) == (2, 128 / 130)
-    for name in ("off", "own", "shared"):
-        assert 0 < float(figures[f"{name}_handoff_us"]) < float(figures[f"{name}_ready_us"])
-        assert float(figures[f"{name}_cpu_us"]) > 0
-    assert "98% of" in printed(prefix.LINES, figures, plan.measure, capsys)
-
-
 def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = handoff.measure(tokens=16, rooms=20, concurrency=4, rounds=2)
+    figures = handoff.measure(tokens=16, rooms=20, concurrency=4, rounds=2, beside_zmq=True)
     assert figures["room_bytes"] == 16 * ROW_BYTES
     assert figures["rate_room_bytes"] == 7 * ROW_BYTES <= 64 << 10
     assert 0 < float(figures["handoff_us_p50"]) < float(figures["ready_us_p50"])
@@ -45,36 +35,7 @@ def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFix
         )
         > 0
     )
-    assert "ZMQ's round trip" in printed(handoff.LINES, figures, plan.measure, capsys)
-
-
-def test_plan_prints_what_it_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = plan.measure(tokens=1_000, layers=3, page_size=16, repeats=1)
-    assert figures["bytes"] == 1_000 * 3 * 1_152
-    assert 1 < int(figures["runs_contiguous"]) <= 63
-    assert min(sizes(figures, "_ms")) > 0
-    assert "1000 tokens x 3 planes" in printed(plan.LINES, figures, plan.measure, capsys)
-
-
-def test_bus_is_set_beside_bare_sockets(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = bus.measure(rounds=1, messages=20)
-    assert min(sizes(figures, "_us_p50") + sizes(figures, "_echoes_s")) > 0
-    assert figures["bus_to_raw_p50"] == float(figures["bus_us_p50"]) / float(figures["raw_us_p50"])
-    assert "bus with keys" in printed(bus.LINES, figures, plan.measure, capsys)
-
-
-@pytest.mark.slow
-def test_idle_watches_both_daemons_alone_and_with_a_session(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(idle, "_SETTLE_SECONDS", 0.0)
-    figures = idle.measure(seconds=1)
-    for name in ("prefill_alone", "decode_alone", "prefill_session", "decode_session"):
-        private, pss, rss = (float(figures[f"{name}_{size}_mib"]) for size in ("private", "pss", "rss"))
-        assert 0 < private <= pss <= rss
-    assert all(0 <= percent < 100 for percent in sizes(figures, "_cpu_percent"))
-    assert len(sizes(figures, "_cpu_percent")) == 4
-    assert "decode, with a session" in printed(idle.LINES, figures, plan.measure, capsys)
+    assert "ZMQ's round trip" in printed(handoff.BESIDE_ZMQ, figures, load.measure, capsys)
 
 
 @pytest.mark.full
@@ -90,7 +51,7 @@ def test_load_meets_crowds_on_either_side_and_watches_idle_ones_and_memory(
         points = [float(figures[f"{side}_memory_mib_{number}"]) for number in range(1, 9)]
         assert figures[f"{side}_memory_growth_mib"] == points[-1] - points[0]
     assert figures["memory_rooms"] == 80
-    assert "1 decode, 100 prefill" in printed(load.LINES, figures, plan.measure, capsys)
+    assert "1 decode, 100 prefill" in printed(load.LINES, figures, load.measure, capsys)
 
 
 @pytest.mark.full
@@ -99,7 +60,7 @@ def test_siege_sets_each_attack_beside_quiet(capsys: pytest.CaptureFixture[str])
     for name in attacks.ATTACKS:
         assert figures[f"{name}_count"] > 0, name
         assert figures[f"{name}_p99_ratio"] == figures[f"{name}_us_p99"] / figures[f"{name}_quiet_us_p99"]
-    assert "junk connections" in printed(siege.LINES, figures, plan.measure, capsys)
+    assert "junk connections" in printed(siege.LINES, figures, load.measure, capsys)
 
 
 def test_faults_time_aborts_and_a_healthy_peer_beside_a_frozen_one(
@@ -110,15 +71,15 @@ def test_faults_time_aborts_and_a_healthy_peer_beside_a_frozen_one(
     assert 0 < int(figures["aborts"]) <= 10
     assert 0 < float(figures["abort_us_p50"]) <= float(figures["abort_us_p99"])
     assert figures["frozen_p99_ratio"] == float(figures["frozen_us_p99"]) / float(figures["quiet_us_p99"])
-    assert "beside a frozen peer" in printed(faults.LINES, figures, plan.measure, capsys)
+    assert "beside a frozen peer" in printed(faults.LINES, figures, load.measure, capsys)
 
 
 def test_memory_is_what_the_kernel_reports_of_the_process() -> None:
-    before = idle.memory_of(os.getpid())
+    before = load.private_bytes(os.getpid())
     held = np.ones(64 << 20, np.uint8)
-    after = idle.memory_of(os.getpid())
-    assert after.rss >= after.pss >= after.private >= len(held)
-    assert after.private - before.private > len(held) // 2
+    after = load.private_bytes(os.getpid())
+    assert after >= len(held)
+    assert after - before > len(held) // 2
 
 
 # Pages of figures
@@ -127,21 +88,22 @@ def test_memory_is_what_the_kernel_reports_of_the_process() -> None:
 def test_a_page_of_figures_has_its_table_host_date_method_and_commit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app(["plan", "--tokens=1000", "--planes=2", "--json"]) == 0
+    assert app(["copy", "--tokens=64", "--json"]) == 0
     results = tmp_path / "results"
     results.write_text(capsys.readouterr().out)
     figures = json.loads(results.read_text())
-    assert figures["bytes"] == 1_000 * 2 * 1_152
+    assert figures["bytes"] == 64 * 61 * 1_152
     assert app(["figures", str(results), f"--directory={tmp_path / 'made'}"]) == 0
-    written = tmp_path / "made" / "plan.md"
+    written = tmp_path / "made" / "copy.md"
     assert capsys.readouterr().out == f"{written}\n"
     page = written.read_text()
     for name in ("host", "date", "commit", "method", "title"):
         assert figures[name] in page, name
-    assert f"| pages into one extent | {figures['contiguous_ms']:.2f} ms | 1000 tokens x 2 planes; aim: 1 |" in page
+    beside = "4,497,408 bytes; what follows are shares of it"
+    assert f"| one memcpy | {figures['memcpy_gb_s']:.1f} GB/s | {beside} |" in page
 
 
-@pytest.mark.parametrize("text", ["x", "{}", "[1]", '{"part": "plan"}'])
+@pytest.mark.parametrize("text", ["x", "{}", "[1]", '{"part": "copy"}'])
 def test_what_no_benchmark_has_printed_makes_no_page(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,11 +117,8 @@ def test_what_no_benchmark_has_printed_makes_no_page(
 # Commands
 
 PARTS = {  # what each is called with by default
-    "handoff --beside=zmq": {"tokens": 16, "rooms": 2_000, "concurrency": 64},
-    "plan": {"tokens": 131_072, "layers": 61},
-    "prefix": {"tokens": 80, "rooms": 500},
-    "bus": {"messages": 4_000, "rounds": 5},
-    "idle": {"seconds": 10},
+    "handoff": {"tokens": 16, "rooms": 2_000, "concurrency": 64, "beside_zmq": False},
+    "handoff --beside=zmq": {"tokens": 16, "rooms": 2_000, "concurrency": 64, "beside_zmq": True},
     "load": {"rooms": 6_000, "memory_rooms": 200_000, "idle_seconds": 20, "concurrency": 64},
     "siege": {"rooms": 500, "rounds": 5, "connections": 10_000},
     "faults": {"rooms": 1_000, "aborts": 1_000, "rounds": 5},
@@ -171,11 +130,11 @@ def test_each_part_has_a_command(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[dict[str, object]] = []
-    module = {"handoff --beside=zmq": "handoff_beside_zmq"}.get(name, name)
-    folder = "fleets." if module in ("plan", "prefix", "idle", "load", "siege", "faults") else ""
-    part = importlib.import_module(f"pdtransfer_lab.bench.{folder}{module}")
+    folder = "fleets." if name in ("load", "siege", "faults") else ""
+    part = importlib.import_module(f"pdtransfer_lab.bench.{folder}{name.split(maxsplit=1)[0]}")
     monkeypatch.setattr(part, "measure", lambda **given: seen.append(given) or {})
-    monkeypatch.setattr(part, "LINES", ())
+    for lines in ("LINES", "BESIDE_ZMQ"):
+        monkeypatch.setattr(part, lines, (), raising=False)
     assert app([*name.split(), "--json"]) == 0
     assert seen == [PARTS[name]]
     assert {"host", "date", "method", "commit", "tables"} <= set(json.loads(capsys.readouterr().out))

@@ -29,7 +29,7 @@ from pdtransfer.serve.worker.group.meeting import rank_configs
 
 BENCHES = {  # of each part its flags that count, and what the part is called with by default
     "transfer": {"tokens": 4_096, "rooms": 32, "model": "deepseek"},
-    "handoff": {"tokens": 16, "rooms": 2_000, "concurrency": 64},
+    "handoff": {"tokens": 16, "rooms": 2_000, "concurrency": 64, "beside_zmq": False},
     "copy": {"tokens": 4_096},
     "hisparse": {},
     "pd": {

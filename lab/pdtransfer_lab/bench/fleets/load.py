@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -13,7 +15,6 @@ from ..handoff import ROOM_BYTES_MAX
 from ..models import PAGE_SIZE, components
 from ..ranks import RankPair
 from ..report import Figures, Line
-from .idle import cpu_seconds, memory_of
 
 CROWD = (1, 10, 100)
 _SIDES = ("decode", "prefill")  # which of the two is many
@@ -123,7 +124,7 @@ def _memory(ranks: RankPair, rooms: int, concurrency: int) -> Figures:
     for _ in range(_MEMORY_POINTS):
         for done in range(0, step, _BATCH_ROOMS):
             ranks.hand_off(min(_BATCH_ROOMS, step - done), tokens=_TOKENS, at_once=concurrency)
-        prefill, decode = (memory_of(pid).private / _MIB for pid in (ranks.prefill_pid, ranks.decode_pid))
+        prefill, decode = (private_bytes(pid) / _MIB for pid in (ranks.prefill_pid, ranks.decode_pid))
         points.append((prefill, decode))
     figures: Figures = {"memory_rooms": step * _MEMORY_POINTS, "memory_first": step}
     for index, role in enumerate(("prefill", "decode")):
@@ -135,3 +136,16 @@ def _memory(ranks: RankPair, rooms: int, concurrency: int) -> Figures:
 
 def _named(name: str, figures: Figures) -> Figures:
     return {f"{name}_{key}": value for key, value in figures.items()}
+
+
+def private_bytes(pid: int) -> int:
+    """A process's memory that no other shares, as the kernel reports it."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far, all its threads, in ticks of 10 ms."""
+    # Behind the command's name, which may hold anything, the 12th and 13th fields are user and system ticks.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -56,7 +56,7 @@ _from(
     "demo_command",
     demo="Starts everything on this host, sends prompts, and checks each answer against a single process.",
 )
-_from("worker_commands", workers="Lists, adds, drains and removes the workers of a running router.")
+_from("workers", workers="Lists, adds, drains and removes the workers of a running router.")
 
 
 @app.command

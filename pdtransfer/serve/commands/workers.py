@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
+from cyclopts import App, Parameter
 from rich.console import Console
 
 from ...errors import ConfigError, WorldError
 from ..process.logs import printable
 from ..router.fleet.admin import read_token
 from ..router.fleet.status import WorkerStatus
+from .flags import Json
 from .http_client import HttpClient
 from .top_view import worker_lines
 
@@ -27,56 +31,101 @@ class _Refused(msgspec.Struct, frozen=True):
     error: str
 
 
-class AdminClient:
-    """Calls one router's admin API."""
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AdminFlags:
+    """Which router, and how it is asked."""
 
-    def __init__(self, url: str, token: Path) -> None:
-        """Raises ConfigError for what is not a URL, or a token that cannot be read."""
-        self._router = HttpClient("admin", url, read_token(token).decode())
-
-    def list(self) -> list[WorkerStatus]:
-        """Returns the workers. Raises as `change`."""
-        return self._ask("GET", "", None)
-
-    def change(self, action: str, worker: str, role: str | None = None) -> list[WorkerStatus]:
-        """Adds (`action` is empty), drains or removes; returns the workers. Raises WorldError for a router that
-        does not answer, ConfigError for a change that it refuses."""
-        return self._ask("POST", action, {"worker": worker} | ({} if role is None else {"role": role}))
-
-    def _ask(self, method: str, action: str, change: dict[str, str] | None) -> list[WorkerStatus]:
-        body = None if change is None else dumps(change).encode()
-        status, answer = self._router.request(method, "/workers" + action, body)
-        try:
-            if status == 200:
-                return msgspec.json.decode(answer, type=_Listed).workers
-            reason = msgspec.json.decode(answer, type=_Refused).error
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise WorldError(
-                f"{self._router.url}/workers answers {status}: this is not the admin API of a router"
-            ) from None
-        kind = ConfigError if status in (400, 401) else WorldError
-        raise kind(printable(reason))
+    admin_token: Annotated[Path, Parameter(help="The file of the router's --admin-token.")]
+    admin: Annotated[str, Parameter(help="The URL of the router's --admin.")] = "http://127.0.0.1:8001"
+    json: Json = False
 
 
-def run(url: str, token: Path, action: str = "", worker: str = "", *, role: str | None, wait: bool, json: bool) -> int:
-    """One command; `action` is empty to list, or to add where there is a worker. Returns the exit status."""
-    client = AdminClient(url, token)
-    workers = client.change(action, worker, role) if worker else client.list()
-    while wait and _busy(workers, worker):
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DepartureFlags(AdminFlags):
+    """The same, of a worker that is to get no more rooms."""
+
+    wait: Annotated[bool, Parameter(help="Return once the worker's rooms of this router have ended.")] = False
+
+
+Named = Annotated[str, Parameter(help="Its endpoint, or its node's name.")]
+
+workers = App(name="workers", help="Lists, adds, drains and removes the workers of a running router.")
+
+
+@workers.command(name="list")
+def list_workers(*, flags: AdminFlags) -> int:
+    """Lists the workers."""
+    return _show(_ask(_client(flags)), flags)
+
+
+@workers.command
+def add(
+    role: Annotated[Literal["prefill", "decode"], Parameter(help="What it does.")],
+    endpoint: Annotated[str, Parameter(help="As for the router's --prefill and --decode.")],
+    /,
+    *,
+    flags: AdminFlags,
+) -> int:
+    """Adds a worker, or takes a drained one in again."""
+    return _show(_ask(_client(flags), "", {"worker": endpoint, "role": role}), flags)
+
+
+@workers.command
+def drain(worker: Named, /, *, flags: DepartureFlags) -> int:
+    """Gives a worker no new rooms; those under way run to their end."""
+    return _depart("/drain", worker, flags)
+
+
+@workers.command
+def remove(worker: Named, /, *, flags: DepartureFlags) -> int:
+    """Drains a worker, and forgets it once its rooms have ended."""
+    return _depart("/remove", worker, flags)
+
+
+def _depart(how: str, worker: str, flags: DepartureFlags) -> int:
+    router = _client(flags)
+    listed = _ask(router, how, {"worker": worker})
+    while flags.wait and _busy(listed, worker):
         time.sleep(POLL_S)
-        workers = client.list()
-    if json:
-        print(msgspec.json.encode({"workers": workers}).decode())
+        listed = _ask(router)
+    return _show(listed, flags)
+
+
+def _client(flags: AdminFlags) -> HttpClient:
+    """Raises ConfigError for what is not a URL, or a token that cannot be read."""
+    return HttpClient("admin", flags.admin, read_token(flags.admin_token).decode())
+
+
+def _ask(router: HttpClient, action: str = "", change: dict[str, str] | None = None) -> list[WorkerStatus]:
+    """The workers after the change, if there is one. Raises WorldError for a router that does not answer, ConfigError
+    for a change that it refuses."""
+    body = None if change is None else dumps(change).encode()
+    status, answer = router.request("GET" if body is None else "POST", "/workers" + action, body)
+    try:
+        if status == 200:
+            return msgspec.json.decode(answer, type=_Listed).workers
+        reason = msgspec.json.decode(answer, type=_Refused).error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise WorldError(f"{router.url}/workers answers {status}: this is not the admin API of a router") from None
+    kind = ConfigError if status in (400, 401) else WorldError
+    raise kind(printable(reason))
+
+
+def _show(listed: list[WorkerStatus], flags: AdminFlags) -> int:
+    if flags.json:
+        print(msgspec.json.encode({"workers": listed}).decode())
         return 0
     console = Console(highlight=False, markup=False, emoji=False)
-    for line in worker_lines(workers, console.width, ascii_only=console.options.ascii_only):
+    for line in worker_lines(listed, console.width, ascii_only=console.options.ascii_only):
         console.print(line, overflow="ellipsis", no_wrap=True)
     return 0
 
 
-def _busy(workers: list[WorkerStatus], name: str) -> bool:
+def _busy(listed: list[WorkerStatus], name: str) -> bool:
     """Whether the worker has rooms of this router, or is about to be forgotten."""
     address = name.rpartition("@")[2]
     return any(
-        (status.rooms_here or status.leaves) and name in (status.node, address, status.address) for status in workers
+        (status.rooms_here or status.leaves) and name in (status.node, address, status.address) for status in listed
     )

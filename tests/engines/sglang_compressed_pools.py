@@ -28,7 +28,7 @@ from tests.engines.sglang_pools import Engine, hand_over
 RATIOS = [0, 4, 128, 4, 128, 4]
 WINDOW, PAGES, WINDOW_PAGES, REQUESTS = 128, 12, 6, 5
 LENGTHS = (1, 3, 4, 5, 127, 128, 129, 300, 255, 256, 257, 512, 1023)
-HEADS = HeadCounts(True, Heads(1, Ranks()), 1, Heads(1, Ranks()), 1)
+HEADS = HeadCounts(True, Heads(1, Ranks()), Heads(1, Ranks()))
 
 
 class CompressedEngine(Engine):

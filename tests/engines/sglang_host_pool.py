@@ -60,7 +60,7 @@ def main() -> None:
     assert all(memory.has_beside(view.data_ptr()) for view in views), "the host pool is not in the arena"
 
     heads = Heads(HEADS, Ranks())
-    model = HeadCounts(False, heads, HEADS, heads, HEADS)
+    model = HeadCounts(False, heads, heads)
     landing = memory.target(extent)
     described = pools(args, model, landing.locate, kv=kv_buffers(args), states=())
     of_host = Buffers(

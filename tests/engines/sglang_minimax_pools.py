@@ -39,7 +39,7 @@ class MiniMaxEngine(Engine):
     def __init__(self, seed: int, page_size: int, requests: int, *, dense: list[int], nvfp4: bool) -> None:
         dtype = "uint8" if nvfp4 else "bfloat16"
         heads = Heads(HEADS, Ranks())
-        self.model = HeadCounts(False, heads, HEADS, heads, HEADS, dtype)
+        self.model = HeadCounts(False, heads, heads, dtype)
         self.sparse = [layer for layer in range(LAYERS) if layer not in dense]
         super().__init__(seed, page_size, requests, lambda: (pool_of(page_size, dense, self.sparse, nvfp4=nvfp4), None))
 

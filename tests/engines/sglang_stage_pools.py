@@ -50,7 +50,7 @@ def args_of(full: list[int], linear: list[int]) -> tuple[Any, Any]:
 def layers_of(args: Any) -> dict[str, list[int]]:
     """The layers of each component."""
     heads, kv, states = Heads(HEADS, Ranks()), kv_buffers(args), state_buffers(args)
-    base, model = extent_of([kv, *states], None).first, HeadCounts(False, heads, HEADS, heads, HEADS, "float32")
+    base, model = extent_of([kv, *states], None).first, HeadCounts(False, heads, heads, "float32")
     described = pools(args, model, lambda _: (base, "dram"), kv=kv, states=states)
     return {part.name: sorted({plane.layer for plane in part.component.layout.planes}) for part in described.parts}
 

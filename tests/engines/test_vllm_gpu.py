@@ -551,7 +551,7 @@ def test_states_are_refused_by_older_versions(checkpoints: Checkpoints, tmp_path
         pytest.skip("this version of vLLM has what states need")
     with engines(checkpoints, tmp_path, family, enable_prefix_caching=False, max_model_len=1_024) as started:
         decode = started.decode()
-        with pytest.raises(RuntimeError, match="MambaSpec cannot cross yet"):
+        with pytest.raises(RuntimeError, match="MambaSpec is not supported"):
             decode.ready()
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of an engine share a model's KV heads."""
+"""How the ranks of an engine share the KV heads of a layer: a drafter may have other heads than its model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from ...wire import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The KV heads of a model, and this rank's part of them."""
+    """The KV heads of a layer, all ranks together, and this rank's part of them."""
 
     total: int
     ranks: Ranks
+    size: int = 0  # numbers of a head; 0 if not known
+
+    @property
+    def count(self) -> int:
+        """How many of them this rank has."""
+        return max(1, self.total // self.ranks.tp_size)
+
+    def of_layer(self, count: int, size: int = 0) -> Heads:
+        """Those of a layer that has `count` heads of this `size` on this rank. The number that a configuration has
+        decides alone where each rank has one head: several may have the same."""
+        return Heads(count * self.ranks.tp_size // self._replicas(count), self.ranks, size)
 
     def first(self, count: int) -> int:
         """The number of this rank's first head, of `count` in a layer."""

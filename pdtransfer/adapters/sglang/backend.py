@@ -62,11 +62,6 @@ log = logging.getLogger(f"sglang.srt.{__name__}")
 _DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
 
 
-def _draft_config(server_args: Any, path: str, revision: str | None) -> dict[str, Any]:
-    config = ModelConfig.from_server_args(server_args, model_path=path, model_revision=revision, is_draft_model=True)
-    return config.hf_config.to_dict()
-
-
 class Manager(dialect.KVManager):
     """One rank: its client, and the requests that it sends or receives."""
 
@@ -83,7 +78,8 @@ class Manager(dialect.KVManager):
         self._decode: ReceivingSide | None = None
         self.refusals = Refusals()
         self._model_config = ModelConfig.from_server_args(server_args)
-        self._speculation = speculation(server_args, partial(_draft_config, server_args))
+        self._draft_config: Any = None
+        self._speculation = speculation(server_args, partial(self._learn_drafter, server_args))
         drop_empty_states(args)
         super().__init__(args, mode, server_args, is_mla_backend)
         if self.system_dp_size > 1 and self.attn_dp_size == 1:
@@ -112,10 +108,16 @@ class Manager(dialect.KVManager):
     def _learn_ranks(self) -> None:
         dialect.check_context_parallelism(self)
         if self.pp_size > 1 and any(str(kind.value) != LINEAR for kind in self.kv_args.state_types):
-            raise ConfigError("pp_size: states without layer numbers cannot cross from or to several stages")
+            raise ConfigError("pp_size: states without layer numbers are not supported with several stages")
         self._ranks = Ranks(self.attn_tp_rank, self.attn_tp_size, self.pp_rank, self.pp_size)
         sections = conv_sections(self._model_config.hf_text_config)
         self._states_fact = states_fact(self.kv_args, self.attn_tp_size, sections, self._of_all_stages)
+
+    def _learn_drafter(self, server_args: Any, path: str, revision: str | None) -> dict[str, Any]:
+        self._draft_config = ModelConfig.from_server_args(
+            server_args, model_path=path, model_revision=revision, is_draft_model=True
+        )
+        return self._draft_config.hf_config.to_dict()
 
     def _of_all_stages(self, texts: list[str]) -> list[list[str]]:
         """What each pipeline stage has called this with; all of them do."""
@@ -125,12 +127,15 @@ class Manager(dialect.KVManager):
         config, ranks = self._model_config, self._ranks
         latent = self.is_mla_backend or self.is_hybrid_mla_backend
         total = 1 if latent else config.get_total_num_kv_heads()
-        window = getattr(config.hf_text_config, "swa_num_key_value_heads", None) or total
+        window = 1 if latent else config.get_swa_num_kv_heads(1)
+        latent_drafter, drafter = False, None
+        if (draft := self._draft_config) is not None:
+            latent_drafter = draft.attention_arch.name == "MLA"
+            drafter = Heads(1, ranks) if latent_drafter else Heads(draft.get_num_kv_heads(1), ranks, draft.head_dim)
         dtype = self._cache_dtype if self._cache_dtype in DTYPE_BYTES else OPAQUE
         return HeadCounts(
-            latent, Heads(total, ranks), config.get_num_kv_heads(ranks.tp_size),
-            Heads(window, ranks), config.get_swa_num_kv_heads(ranks.tp_size), dtype,
-            conv_sections(config.hf_text_config),
+            latent, Heads(total, ranks), Heads(window, ranks), dtype, conv_sections(config.hf_text_config), drafter,
+            latent_drafter,
         )  # fmt: skip
 
     def _pools(self, locate: Locate) -> KVPools:
@@ -139,7 +144,7 @@ class Manager(dialect.KVManager):
         if with_hisparse and self._is_compressed:
             raise ConfigError("enable_hisparse: SGLang hands DeepSeek V4's KV to it with its Mooncake backend alone")
         if with_hisparse and MINIMAX_INDEX in {str(kind.value) for kind in args.state_types}:
-            raise ConfigError("enable_hisparse: MiniMax's sparse KV cannot cross with it yet")
+            raise ConfigError("enable_hisparse: MiniMax's sparse KV is not supported with it")
         return pools(args, self._model(), locate, kv=kv_buffers(args), states=state_buffers(args))
 
     def _memory(self) -> tuple[CacheMemory, Extent]:

@@ -17,7 +17,7 @@ from ...errors import LocalProtocolError
 from ..kit.failures_in_a_row import FailuresInARow
 from .changes import Change
 from .labels import Uses
-from .pools import KV, CachePart, KVPools
+from .pools import CachePart, KVPools
 
 Indices = NDArray[np.integer]
 
@@ -69,7 +69,7 @@ class ReceivingSide:
         room = self._uses.room(bootstrap_room)
         tokens = prefix + len(pages) * self._pools.page_size
         try:
-            slots = {} if self._pools.kv is None else {KV: self._rows(self._pools.kv, tokens, pages)}
+            slots = {part.name: self._rows(part, tokens, pages) for part in self._pools.kv}
             slots |= {
                 part.name: self._rows(part, tokens, np.empty(0, np.int64) if indices is None else indices)
                 for part, indices in zip(self._pools.states, states, strict=True)

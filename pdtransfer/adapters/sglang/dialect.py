@@ -6,7 +6,7 @@ version."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from enum import Enum
@@ -48,7 +48,7 @@ KVTransferDestination: Any = getattr(base, "KVTransferDestination", _Destination
 
 def check_features(server_args: Any) -> None:
     """Raises ConfigError for what this version cannot hand over, though 0.5.23 can."""
-    if server_args.speculative_algorithm and "num_draft_entries" not in base.KVArgs.__annotations__:
+    if drafter_with_kv(server_args) and "num_draft_entries" not in base.KVArgs.__annotations__:
         _refuse("speculative_algorithm", "the buffers of a draft model", "0.5.20")
     if server_args.pp_size > 1 and server_args.disaggregation_mode == "decode" and not DECODES_IN_STAGES:
         _refuse("pp_size", "to each stage of a decode engine how a request has ended", "0.5.23")
@@ -80,6 +80,26 @@ def draft_scope(worker: Any, server_args: Any) -> AbstractContextManager[object]
     return draft_tp_context(layout)
 
 
+def draft_runners(worker: Any, server_args: Any) -> Sequence[Any]:
+    """The runners of the draft models whose caches SGLang allocates after the model's: none for drafts without KV."""
+    if not (drafter := drafter_with_kv(server_args)):
+        return ()
+    return _required(worker, "_draft_model_runners", f"speculative_algorithm: {drafter}")()
+
+
+def first_layer(pool: Any) -> int:
+    """The number of the first layer of a pipeline stage, whose KV pool this is."""
+    return _required(pool, "start_layer", "pp_size")
+
+
+def _required(owner: Any, name: str, option: str) -> Any:
+    """What this module knows by a name of SGLang's own. Raises ConfigError where it has another name."""
+    if not hasattr(owner, name):
+        version = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue]
+        raise ConfigError(f"{option}: {type(owner).__name__} of SGLang {version} has no {name}: leave out this option")
+    return getattr(owner, name)
+
+
 def buffer_infos(pool: Any) -> Any:
     """Addresses, lengths and item lengths of a pool's buffers that cross."""
     return getattr(utils, "get_kv_transfer_buf_infos", lambda pool: pool.get_contiguous_buf_infos())(pool)
@@ -102,7 +122,7 @@ def check_context_parallelism(manager: Any) -> None:
     }
     for option, (part, is_spread) in spread.items():
         if is_spread:
-            raise ConfigError(f"{option}: a cache whose {part} are spread over ranks cannot cross yet")
+            raise ConfigError(f"{option}: a cache whose {part} are spread over ranks is not supported")
     if manager.attn_cp_size > 1 and manager.disaggregation_mode.value == "decode":
         raise ConfigError("attn_cp_size: SGLang's decode engines receive on one rank of context parallelism")
 

@@ -36,5 +36,5 @@ def check_drafter(server_args: Any, *, on_host: bool) -> None:
     if on_host and server_args.disaggregation_mode == "decode" and (drafter := drafter_with_kv(server_args)):
         raise ConfigError(
             f"disaggregation_decode_host_receive_threshold: the KV of a drafter ({drafter}) "
-            "cannot land in host memory yet. Leave out this option, or speculative_algorithm on both engines"
+            "cannot land in host memory. Leave out this option, or speculative_algorithm on both engines"
         )

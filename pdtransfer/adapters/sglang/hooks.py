@@ -74,7 +74,7 @@ def _init_memory_pools(original: Any, scheduler: Any) -> Any:
         dialect.check_features(scheduler.server_args)
         check_drafter(scheduler.server_args, on_host=dialect.receives_on_host(get_disagg()))
         worker = getattr(scheduler, "draft_worker", None)
-        process.draft_runners = getattr(worker, "_draft_model_runners", tuple)()
+        process.draft_runners = dialect.draft_runners(worker, scheduler.server_args)
         process.draft_scope = partial(dialect.draft_scope, worker, scheduler.server_args)
     return original(scheduler)
 
@@ -113,7 +113,7 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
     else:
         result = original(configurator, **given)
     if get_parallel().pp_size > 1:
-        process.first_layer = getattr(result.token_to_kv_pool, "start_layer", 0)  # prefill does not ask for it
+        process.first_layer = dialect.first_layer(result.token_to_kv_pool)  # prefill does not ask for it
     if _receives_on_host():
         pool = result.token_to_kv_pool
         infos = [dialect.buffer_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]

@@ -17,9 +17,10 @@ as a second state. In NVFP4 a page of any of these buffers holds values apart fr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import gcd
 from typing import Any, Literal
 
 import numpy as np
@@ -41,6 +42,8 @@ Locate = Callable[[int], tuple[int, Memory]]
 """What a buffer at an address counts its base from, and the memory that it is in."""
 
 KV = "kv"  # the component of what every token has
+DRAFT_KV = "kv_draft"  # likewise, of a drafter whose heads are not its model's
+OF_KV = KV, DRAFT_KV
 
 OPAQUE = "uint8"  # bytes that only SGLang understands
 DRAFT_LAYER = 0x8000  # the first layer of a draft model, whose buffers follow the model's own
@@ -77,15 +80,16 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class HeadCounts:
-    """What a model's configuration has about its KV: one latent a token, or heads, those of sliding windows too."""
+    """What a model's configuration has about its KV: one latent a token, or heads, those of sliding windows too; and
+    that of its drafter, whose layers may have others."""
 
     latent: bool
     heads: Heads
-    head_count: int  # of this rank
     window_heads: Heads
-    window_head_count: int
     dtype: str = OPAQUE  # of the KV cache, a key of DTYPE_BYTES
     conv_sections: Sections | None = None  # of its convolutions
+    drafter: Heads | None = None  # None: as the model's
+    latent_drafter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +115,8 @@ class CachePart:
 
 @dataclass(frozen=True, slots=True)
 class KVPools:
-    """The components: first the KV cache, unless no layer of a pipeline stage has any, then the states in SGLang's
-    order."""
+    """The components: first the KV cache, unless no layer of a pipeline stage has any, and that of a drafter with other
+    heads; then the states in SGLang's order."""
 
     parts: tuple[CachePart, ...]
     replicas: dict[str, tuple[int, int]]
@@ -124,14 +128,14 @@ class KVPools:
         return tuple(part.component for part in self.parts)
 
     @property
-    def kv(self) -> CachePart | None:
+    def kv(self) -> tuple[CachePart, ...]:
         """The KV cache."""
-        return self.parts[0] if self.parts[0].name == KV else None
+        return tuple(part for part in self.parts if part.name in OF_KV)
 
     @property
     def states(self) -> tuple[CachePart, ...]:
         """All parts but the KV cache."""
-        return self.parts if self.kv is None else self.parts[1:]
+        return self.parts[len(self.kv) :]
 
 
 def kv_buffers(args: Any) -> Buffers:
@@ -176,65 +180,98 @@ def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: 
     `args` are SGLang's KVArgs. Raises ConfigError, with the reason, for a cache that cannot cross.
     """
     _check(args, states)
-    page_size = int(args.page_size)
     ranks = model.heads.ranks
     if ratios := _ratios(args):
         return _compressed_pools(args, ratios, ranks, locate, kv=kv, states=states)
-    parts: list[CachePart] = []
-    replicas: dict[str, tuple[int, int]] = {}
-
-    def add(name: str, rows: Rows, planes: list[Plane], slots: int, buffers: Buffers) -> None:
-        parts.append(_part(name, rows, planes, slots, {locate(address)[1] for address in buffers.addresses}, page_size))
-
-    def of_heads(name: str, buffers: Buffers, layers: Sequence[int], heads: Heads, count: int) -> list[Plane]:
-        kinds = ("latent",) if model.latent else ("k", "v")
-        count = 1 if model.latent else count
-        of_kind, rest = divmod(len(buffers.addresses), len(kinds))
-        if rest or not of_kind:
-            raise ConfigError(f"{name}: {len(buffers.addresses)} buffers are not {' and '.join(kinds)} of each layer")
-        replicas.setdefault(name, heads.replica(count))
-        number = DTYPE_BYTES[model.dtype]
-        return [
-            Plane(
-                layer=layers[index % of_kind], kind=kinds[index // of_kind], dtype=model.dtype,
-                head_start=heads.first(count) * size, head_count=count * size, base=address - locate(address)[0],
-                page_stride=row, row_stride=row, row_bytes=row,
-            )
-            for index, (address, item) in enumerate(zip(buffers.addresses, buffers.item_bytes, strict=True))
-            for row in [_whole(name, item, page_size)]
-            for size in [1 if model.latent or model.dtype == OPAQUE else row // count // number]
-        ]  # fmt: skip
-
+    builder = _Pools(model, locate, int(args.page_size))
     drafts = _draft_count(args)
-    layer_count = len(kv.addresses) - drafts
     first_layer = int(getattr(args, "prefill_start_layer", 0) or 0)
-    layers = list(getattr(args, "kv_layer_ids", None) or range(first_layer, first_layer + layer_count))
+    named = getattr(args, "kv_layer_ids", None)
+    layers = list(named or range(first_layer, first_layer + len(kv.addresses) - drafts))
     if has_rows_of_pages(args):
-        add(KV, "pages", _items(kv, _numbered(layers), ranks.tp_rank, locate), _slots(KV, kv, 1), kv)
+        builder.add(KV, "pages", _items(kv, _numbered(layers), ranks.tp_rank, locate), kv)
     elif kv.addresses or not states:
-        planes = of_heads(KV, kv.part(0, layer_count), layers, model.heads, model.head_count)
-        if drafts:
-            draft_layers, buffers = range(DRAFT_LAYER, DRAFT_LAYER + drafts), kv.part(layer_count, layer_count + drafts)
-            planes += of_heads(KV, buffers, draft_layers, model.heads, model.head_count)
-        add(KV, "tokens", planes, _slots(KV, kv, page_size), kv)
+        builder.add_kv(kv, layers, drafts)
 
     for index, (kind, buffers) in enumerate(zip(_kinds(args), states, strict=True)):
         named = args.state_layer_ids[index] if index < len(args.state_layer_ids) else None
         rows = _ROWS[kind]
         numbers = list(named or range(len(buffers.addresses)))
         if rows == "tokens":
-            planes = of_heads(kind, buffers, numbers, model.window_heads, model.window_head_count)
-            add(kind, rows, planes, _slots(kind, buffers, page_size), buffers)
+            planes = builder.planes_of(kind, buffers, numbers, model.window_heads, latent=model.latent)
+            builder.add(kind, rows, planes, buffers)
             continue
         replicated = kind in _REPLICATED
-        replicas[kind] = (ranks.tp_rank, ranks.tp_size) if replicated else (0, 1)
+        builder.replicas[kind] = (ranks.tp_rank, ranks.tp_size) if replicated else (0, 1)
         if kind == LINEAR:
             of_items = item_parts(args, index, ranks.tp_size, model.conv_sections)
             planes = _parts_of_items(buffers, _numbered(numbers), of_items, ranks.tp_rank, locate)
         else:
             planes = _items(buffers, _numbered(numbers), 0 if replicated else ranks.tp_rank, locate)
-        add(kind, rows, planes, _slots(kind, buffers, 1), buffers)
-    return KVPools(tuple(parts), replicas, page_size)
+        builder.add(kind, rows, planes, buffers)
+    return KVPools(tuple(builder.parts), builder.replicas, builder.page_size)
+
+
+class _Pools:
+    """Components of which the planes are made one after another."""
+
+    def __init__(self, model: HeadCounts, locate: Locate, page_size: int) -> None:
+        self._model, self._locate, self.page_size = model, locate, page_size
+        self.parts: list[CachePart] = []
+        self.replicas: dict[str, tuple[int, int]] = {}
+
+    def add(self, name: str, rows: Rows, planes: list[Plane], buffers: Buffers) -> None:
+        """A component of these buffers."""
+        memories: set[Memory] = {self._locate(address)[1] for address in buffers.addresses}
+        slots = _slots(name, buffers, self.page_size if rows == "tokens" else 1)
+        self.parts.append(_part(name, rows, planes, slots, memories, self.page_size))
+
+    def add_kv(self, kv: Buffers, layers: Sequence[int], drafts: int) -> None:
+        """The KV cache, whose last buffers are a drafter's: a component of its own if its heads are not the model's,
+        since what a rank holds of a component is one range of heads."""
+        model, layer_count = self._model, len(kv.addresses) - drafts
+        planes = self.planes_of(KV, kv.part(0, layer_count), layers, model.heads, latent=model.latent)
+        if drafts:
+            heads, latent = (model.drafter, model.latent_drafter) if model.drafter else (model.heads, model.latent)
+            of_drafter = kv.part(layer_count, len(kv.addresses))
+            numbers = range(DRAFT_LAYER, DRAFT_LAYER + drafts)
+            draft_planes = self.planes_of(DRAFT_KV, of_drafter, numbers, heads, latent=latent)
+            same_total = (heads.total, latent) == (model.heads.total, model.latent)
+            if not same_total or draft_planes[0].head_count != planes[0].head_count:
+                self.add(KV, "tokens", planes, kv.part(0, layer_count))
+                self.add(DRAFT_KV, "tokens", draft_planes, of_drafter)
+                return
+            del self.replicas[DRAFT_KV]
+            planes += draft_planes
+        self.add(KV, "tokens", planes, kv)
+
+    def planes_of(
+        self, name: str, buffers: Buffers, layers: Sequence[int], heads: Heads, *, latent: bool
+    ) -> list[Plane]:
+        """Those of layers with these heads, or of one latent."""
+        kinds, dtype = ("latent",) if latent else ("k", "v"), self._model.dtype
+        of_kind, rest = divmod(len(buffers.addresses), len(kinds))
+        if rest or not of_kind:
+            raise ConfigError(f"{name}: {len(buffers.addresses)} buffers are not {' and '.join(kinds)} of each layer")
+        count = heads.count
+        self.replicas[name] = heads.replica(count)
+        rows = [_whole(name, item, self.page_size) for item in buffers.item_bytes]
+        head_bytes = count * DTYPE_BYTES[dtype]
+        # Keys and values may have unequal numbers: what a rank holds is one range of heads all the same.
+        size = 1 if latent or dtype == OPAQUE else gcd(*(row // head_bytes for row in rows))
+        if heads.size and dtype != OPAQUE and rows[0] != heads.size * head_bytes:
+            raise ConfigError(
+                f"{name}: a token's keys have {rows[0]} bytes at this rank, expected {heads.size * head_bytes} for "
+                f"{count} heads of the drafter: SGLang shares its heads out among other ranks than the model's"
+            )
+        return [
+            Plane(
+                layer=layers[index % of_kind], kind=kinds[index // of_kind], dtype=dtype,
+                head_start=heads.first(count) * size, head_count=count * size,
+                base=address - self._locate(address)[0], page_stride=row, row_stride=row, row_bytes=row,
+            )
+            for index, (address, row) in enumerate(zip(buffers.addresses, rows, strict=True))
+        ]  # fmt: skip
 
 
 def _compressed_pools(
@@ -290,18 +327,19 @@ def _part(name: str, rows: Rows, planes: list[Plane], slots: int, memories: set[
 
 def _check(args: Any, states: Sequence[Buffers]) -> None:
     if (aux_bytes := sum(args.aux_item_lens)) > AUX_BYTES_MAX:
-        raise ConfigError(f"metadata of a request: {aux_bytes} bytes, at most {AUX_BYTES_MAX} can cross")
+        raise ConfigError(f"metadata of a request: {aux_bytes} bytes, must be at most {AUX_BYTES_MAX}")
     if 1 + len(states) > COMPONENTS_MAX:
-        raise ConfigError(f"KV cache: {len(states)} states, at most {COMPONENTS_MAX - 1} can cross")
+        raise ConfigError(f"KV cache: {len(states)} states, must be at most {COMPONENTS_MAX - 1}")
     compressed = bool(_ratios(args))
     rows = _COMPRESSED_ROWS if compressed else _ROWS
     kinds = _kinds(args)
     for kind in kinds:
         # SGLang lists the windows of a draft model of DeepSeek V4's as a second state.
         if kind not in rows or kinds.count(kind) > (2 if compressed and kind == WINDOW else 1):
-            raise ConfigError(f"state {kind}: cannot cross yet, one each of {', '.join(sorted(rows))} can")
-        if kind == WINDOW and not compressed and getattr(args, "swa_kv_cache_layout", None) != "nhd":
-            raise ConfigError(f"state swa: its layout is {args.swa_kv_cache_layout}, nhd can cross")
+            raise ConfigError(f"state {kind}: is not supported; must be one each of {', '.join(sorted(rows))}")
+        layout = getattr(args, "swa_kv_cache_layout", "nhd")  # before 0.5.22 there is no other
+        if kind == WINDOW and not compressed and layout != "nhd":
+            raise ConfigError(f"state swa: its layout is {layout}, must be nhd")
 
 
 def has_rows_of_pages(args: Any) -> bool:
@@ -320,7 +358,7 @@ def _ratios(args: Any) -> list[int]:
     """The tokens of a row, for each layer of DeepSeek V4; empty for other models."""
     ratios = [int(ratio) for ratio in getattr(args, "mla_compression_ratios", None) or ()]
     if unknown := sorted(set(ratios) - _RATIOS):
-        raise ConfigError(f"KV cache: compressed by {unknown}, which cannot cross yet; {sorted(_RATIOS)} can")
+        raise ConfigError(f"KV cache: compression by {_listed(unknown)} is not supported; must be {_listed(_RATIOS)}")
     return ratios
 
 
@@ -371,10 +409,14 @@ def _whole(name: str, item: int, page_size: int) -> int:
     return row
 
 
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
 def _slots(name: str, buffers: Buffers, page_size: int) -> int:
     counts = {
         count // item * page_size for count, item in zip(buffers.byte_counts, buffers.item_bytes, strict=True) if item
     }
     if len(counts) != 1:
-        raise ConfigError(f"{name}: its buffers hold {sorted(counts)} rows, not all the same number")
+        raise ConfigError(f"{name}: its buffers hold {_listed(counts)} rows, not all the same number")
     return counts.pop()

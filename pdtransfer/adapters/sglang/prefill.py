@@ -29,7 +29,7 @@ from ..kit.failures_in_a_row import FailuresInARow
 from ..kit.quiesce import Quiescence
 from .changes import Change
 from .labels import Meetings
-from .pools import KV, PAGE_SIZE_MAX, CachePart, KVPools
+from .pools import OF_KV, PAGE_SIZE_MAX, CachePart, KVPools
 
 Indices = NDArray[np.integer]
 
@@ -104,7 +104,7 @@ class SendingSide:
             return
         sent.pushed, last = True, aux is not None
         first = self.prefix(bootstrap_room) + first_page * self._page_size
-        if (kv := self._pools.kv) is not None:
+        for kv in self._pools.kv:
             self._push(sent, kv, first // kv.component.tokens_per_row, kv.slots(pages), after, last=last)
         if aux is None:
             return
@@ -173,7 +173,7 @@ class SendingSide:
             return
         if last and part.rows == "tokens" and 0 < rows - first - len(slots) < PAGE_SIZE_MAX:
             slots = np.append(slots, np.repeat(slots[-1:], rows - first - len(slots)))
-        if part.name != KV and part.rows == "tokens" and first > 0:
+        if part.name not in OF_KV and part.rows == "tokens" and first > 0:
             lead = min(first, PAGE_SIZE_MAX - 1)
             slots, first = np.append(np.repeat(slots[:1], lead), slots), first - lead
         unused = np.zeros(first, np.int64)

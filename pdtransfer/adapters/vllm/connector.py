@@ -28,12 +28,12 @@ from ...handoff.identity_check import shown
 from ...wire import Ranks
 from ..kit.cache_memory import CacheMemory, Extent
 from ..kit.first_line import first_line
-from ..kit.heads import Heads
 from ..kit.model_facts import model_name
 from ..kit.reachable import Reachable
 from . import dialect
 from .bootstrap import Bootstrap, name_of
 from .context_parallel import dcp_sizes_of, keep_blocks_whole
+from .drafter import layers_with_kv
 from .host_pool import host_pool_of, sparse_indices, tables_of
 from .kv_scales import check_cache_dtype
 from .orders import Orders
@@ -141,10 +141,6 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         extent = _extent_of(kv_caches)
         self._check_host_pool(kv_caches)
         self._on_card = extent.device is not None
-        heads = Heads(self._vllm_config.model_config.get_total_num_kv_heads(), ranks)
-        if self._vllm_config.model_config.use_mla:
-            heads = Heads(1, ranks)
-
         kv = dialect.kv_views(kv_caches, self._groups)
         states = dialect.states_of(self._kv_cache_config, self._groups)
         indices = sparse_indices(self._kv_cache_config)
@@ -154,8 +150,9 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
         def components(locate: Locate) -> Pools:
             one = partial(
-                pools, kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, locate=locate, heads=heads,
-                host_blocks=self._host_blocks, states=states, indices=indices,
+                pools, kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, locate=locate,
+                heads=dialect.heads_of(self._vllm_config, ranks), host_blocks=self._host_blocks, states=states,
+                totals=dialect.head_totals(self._vllm_config, self._kv_cache_config), indices=indices,
             )  # fmt: skip
             if rows != "auto":
                 return one(kinds=kinds)
@@ -168,7 +165,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         # What is sent is described from where writers map it, and what is received from where it lands.
         locate: Locate = target.locate if target is not None and not self._sends else lambda _: (base, "dram")
         if rows == "auto" and (why := _why_not(components, locate)):  # the tokens, or the blocks too, as raised below
-            log.info("blocks of another size cannot cross: %s", why)
+            log.info("blocks of another size are not supported: %s", why)
             rows, kinds = "blocks", None
         if rows == "tokens":
             facts, of_blocks = dialect.facts_of_model(self._vllm_config, kv), {}
@@ -395,7 +392,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Heads that lie apart, so that engines of other tensor parallel sizes can take theirs."""
-        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+        if vllm_config.model_config is None or all(layers.latent for layers in layers_with_kv(vllm_config)):
             return None
         return dialect.layout_name()
 

@@ -30,23 +30,22 @@ def dcp_sizes_of(parallel: Any, largest: int, *, receives: bool, pcp: bool) -> t
             "a vLLM before 0.32": not pcp,
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), ""):
-            raise ConfigError(f"--prefill-context-parallel-size {pcp_size}: cannot cross yet with {reason}")
+            raise ConfigError(f"--prefill-context-parallel-size {pcp_size}: is not supported with {reason}")
     if largest % size:
         raise ConfigError(f"dcp_size = {largest}: must be a multiple of --decode-context-parallel-size {size}")
     return size, largest
 
 
 def keep_blocks_whole(parallel: Any, specs: Iterable[Any], *, may_set: bool) -> None:
-    """Has each rank have whole blocks of a prompt: by default vLLM deals out single tokens. A worker calls it before
-    vLLM makes its block tables. `specs` are those of all KV cache groups. Raises ConfigError where it is impossible, as
+    """Sets cp_kv_cache_interleave_size to the block size: each rank gets whole blocks. A worker calls it before vLLM
+    makes its block tables. `specs` are those of all KV cache groups. Raises ConfigError where it is impossible, as
     without `may_set`: older versions need it as an option."""
     if getattr(parallel, "decode_context_parallel_size", 1) == 1:
         return
     sizes = {spec.block_size for spec in specs if getattr(spec, "dcp_sharded", True)}
     if len(sizes) > 1:
-        raise ConfigError(
-            f"--decode-context-parallel-size: blocks of {sorted(sizes)} tokens, of one size they can cross"
-        )
+        listed = ", ".join(map(str, sorted(sizes)))
+        raise ConfigError(f"--decode-context-parallel-size: blocks of {listed} tokens, must be of one size")
     [size] = sizes or {1}
     if (given := parallel.cp_kv_cache_interleave_size) != size and (given != 1 or not may_set):
         raise ConfigError(f"--cp-kv-cache-interleave-size {given}: must be {size}, the size of a block")

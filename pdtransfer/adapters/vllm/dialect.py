@@ -16,10 +16,11 @@ from vllm.logger import init_logger
 
 from ...errors import ConfigError
 from ...wire import Ranks
+from ..kit.heads import Heads
 from ..kit.model_facts import config_digest, dtype_name, model_facts, named_facts
 from ..kit.state_parts import StatePart, described
 from . import kv_scales, token_rows
-from .drafter import layers_with_kv, speculation
+from .drafter import is_of_drafter, layers_with_kv, speculation
 from .orders import KVGroup
 from .states import parts_of
 from .token_rows import Kinds
@@ -73,7 +74,8 @@ def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list
             continue
         facts = {(_kind(index, each), *_reach(each)) for each in inner}
         if len({fact[1:] for fact in facts}) > 1:
-            raise ConfigError(f"KV cache group {index}: its layers look back at {sorted(facts)} tokens")
+            windows = ", ".join(f"{window or chunk or 'all'} tokens ({name})" for name, window, chunk in sorted(facts))
+            raise ConfigError(f"KV cache group {index} mixes attention windows: {windows}")
         _, window, chunk = facts.pop()
         size, stripes = (1, 1) if window or chunk or not getattr(spec, "dcp_sharded", True) else dcp_sizes
         host = getattr(group, "host_resident", False)
@@ -85,8 +87,10 @@ def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list
 def _kind(index: int, spec: Any) -> str:
     name = type(spec).__name__
     if name not in _SPECS:
+        if name == _STATE:
+            raise ConfigError(f"KV cache group {index}: {name} needs vLLM 0.32, found {vllm.__version__}")
         known = (*_SPECS, _STATE) if FAILS_BY_REQUEST else _SPECS
-        raise ConfigError(f"KV cache group {index}: {name} cannot cross yet, one of {', '.join(known)} can")
+        raise ConfigError(f"KV cache group {index}: {name} is not supported; must be one of {', '.join(known)}")
     return name
 
 
@@ -97,6 +101,24 @@ def _reach(spec: Any) -> tuple[int, int]:
     if type(spec).__name__ == "ChunkedLocalAttentionSpec":
         return 0, spec.attention_chunk_size
     return 0, 0
+
+
+def heads_of(vllm_config: Any, ranks: Ranks) -> Heads:
+    """The KV heads of the model."""
+    model, *_ = layers_with_kv(vllm_config)
+    return Heads(1 if model.latent else model.heads, ranks, model.size)
+
+
+def head_totals(vllm_config: Any, kv_cache_config: Any) -> dict[str, int]:
+    """The KV heads of each layer, all ranks together, as the model's or its drafter's configuration has them."""
+    model, *drafters = layers_with_kv(vllm_config)
+    totals: dict[str, int] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+            layers = drafters[0] if drafters and is_of_drafter(name, model.count) else model
+            totals[name] = 1 if layers.latent or "MLA" in type(spec).__name__ else layers.heads
+    return totals
 
 
 def sizes_of(kv_cache_config: Any) -> list[int]:
@@ -125,7 +147,7 @@ def number_of(vllm_config: Any, ranks: Ranks) -> int:
 
 
 def facts_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
-    """All that makes two engines' tokens the same numbers."""
+    """The settings that must be equal for two engines to produce compatible KV."""
     model = vllm_config.model_config
     return {
         "config": config_digest(model.hf_config.to_dict()),
@@ -252,7 +274,7 @@ def rows_of(
     striped = any(group.stripes > 1 for group, _ in groups)
     if wanted == "tokens":
         if striped:
-            raise ConfigError('rows = "tokens": with decode context parallelism blocks alone can cross')
+            raise ConfigError('rows = "tokens": decode context parallelism needs rows = "blocks"')
         return wanted, kinds_of(vllm_config, views)
     on_cpu = all(view.device.type == "cpu" for view in views.values())
     whole = [group for group, _ in groups if not (group.state or group.window or group.chunk)]
@@ -261,7 +283,7 @@ def rows_of(
     try:
         kinds = kinds_of(vllm_config, views)
     except (ConfigError, RuntimeError, TypeError) as error:  # the latter two: of an attention backend that is not known
-        log.info("blocks of another size cannot cross: %s", error)
+        log.info("blocks of another size are not supported: %s", error)
         return "blocks", None
     if token_rows.too_many_planes(kinds.values(), layers_with_kv(vllm_config)):
         return "blocks", None

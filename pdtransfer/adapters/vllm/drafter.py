@@ -49,6 +49,13 @@ def layers_with_kv(vllm_config: Any) -> list[KVLayers]:
     ]
 
 
+def is_of_drafter(name: str, layer_count: int) -> bool:
+    """Whether vLLM gives this name to a layer of a drafter, whose model has this many layers: it counts on behind
+    them, or writes what the drafter is."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return not {"draft_model", "mtp"}.isdisjoint(name.split(".")) or (bool(numbers) and numbers[0] >= layer_count)
+
+
 def _drafts_with_kv(vllm_config: Any) -> bool:
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.method not in _WITHOUT_KV

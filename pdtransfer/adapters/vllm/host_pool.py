@@ -27,9 +27,7 @@ def host_pool_of(kv_cache_config: Any, *, sends: bool) -> tuple[int, int]:
     if kv_cache_config.hisparse_shared_host_pool:
         raise ConfigError("tensor_parallel_size: ranks share the host pool of HiSparse, which cannot be written yet")
     if len(kv_cache_config.transfer_groups) > 2:  # an engine without HiSparse numbers its groups otherwise
-        raise ConfigError(
-            "HiSparseConnector: KV beside that of sparse attention and its index cannot cross with it yet"
-        )
+        raise ConfigError("HiSparseConnector: HiSparse with other KV cache groups is not supported")
     (size,) = sizes
     # Whole pages, and one more, since they begin at one.
     return kv_cache_config.hisparse_host_num_blocks, (-(-size // _PAGE_BYTES) + 1) * _PAGE_BYTES

@@ -30,7 +30,7 @@ def check_cache_dtype(cache_config: Any) -> None:
             "them, and leave out this option"
         )
     if (name := str(cache_config.cache_dtype)) not in _DTYPES:
-        raise ConfigError(f"kv_cache_dtype: {name} cannot cross yet, one of {', '.join(_DTYPES)} can")
+        raise ConfigError(f"kv_cache_dtype: {name} is not supported; must be one of {', '.join(_DTYPES)}")
 
 
 def scales_fact(
@@ -48,7 +48,7 @@ def scales_fact(
     if all(value == 1.0 for values in numbers for value in values):
         return {}
     if tp_size > 1 and any(len(values) > 1 for values in numbers):
-        raise ConfigError("the checkpoint has a scale of each KV head: with tensor parallelism they cannot cross yet")
+        raise ConfigError("the checkpoint has a scale of each KV head: not supported with tensor parallelism")
     text = json.dumps(scales, sort_keys=True)
     return {"kv_scales": hashlib.sha256(text.encode()).hexdigest()[:16]}
 

@@ -30,6 +30,7 @@ from ...errors import ConfigError, LocalProtocolError
 from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from ...layout.layout_builders import Axis, strided_layout
 from ...limits import COMPONENTS_MAX
+from ...wire import Ranks
 from ..kit.heads import Heads
 from ..kit.state_parts import StatePart, state_planes
 from .orders import KVGroup
@@ -47,6 +48,7 @@ class BlockRows:
     group: int  # its index in the list of groups
     component: Component
     block_size: int  # tokens; 1 of a state, which is one row
+    layer_names: frozenset[str]
     parts: int = 1  # pages of a block, where rows are tokens
     stripe: int = 0
     stripes: int = 1
@@ -78,7 +80,7 @@ class BlockRows:
 @dataclass(frozen=True, slots=True)
 class Pools:
     """The components of a KV cache, and after which layer's name each (group, model layer) is complete. A group has one
-    component, or its stripes.
+    component for layers with equally many heads, or its stripes.
 
     Components that are `stand_ins` for one of the others, by name, follow those.
     """
@@ -111,11 +113,18 @@ class Pools:
     def or_tokens(self, tokens: Pools, fact: str) -> Pools:
         """The same blocks, which cross to peers with this `fact` of their blocks, and `tokens` of the same cache, which
         cross to others."""
-        [blocks], [by_token] = self.rows, tokens.rows
-        name = f"{blocks.component.name}-{fact}"
-        named = replace(blocks, component=msgspec.structs.replace(blocks.component, name=name))
-        replicas = {name: self.replicas[blocks.component.name]} | tokens.replicas
-        return replace(self, rows=(named, by_token), replicas=replicas, stand_ins={by_token.component.name: name})
+        named = [
+            replace(rows, component=msgspec.structs.replace(rows.component, name=f"{rows.component.name}-{fact}"))
+            for rows in self.rows
+        ]
+        replicas = {f"{name}-{fact}": replica for name, replica in self.replicas.items()} | tokens.replicas
+        stand_ins = {
+            of_tokens.component.name: of_blocks.component.name
+            for of_tokens in tokens.rows
+            for of_blocks in named
+            if of_tokens.layer_names <= of_blocks.layer_names
+        }
+        return replace(self, rows=(*named, *tokens.rows), replicas=replicas, stand_ins=stand_ins)
 
 
 def pools(
@@ -125,6 +134,7 @@ def pools(
     blocks: int,
     locate: Locate,
     heads: Heads,
+    totals: Mapping[str, int] | None = None,
     host_blocks: int = 0,
     kinds: Mapping[str, Mapping[str, Any]] | None = None,
     states: Mapping[str, Sequence[StatePart]] | None = None,
@@ -132,32 +142,41 @@ def pools(
 ) -> Pools:
     """Components of `groups`, each with the names of its layers. `locate` has what the planes of a cache at an address
     begin at offsets from, and its memory. The groups have `blocks`, or `host_blocks` in HiSparse's host pool.
-    The layers in `indices` are a component of their own: with HiSparse a sparse index is on the GPU, and what it
-    chooses from is not.
+    `heads` are the model's, and `totals` the numbers of heads of its layers and the drafter's, by name. Layers with
+    other heads are components of their own: what a rank holds of one is one range of heads. So are the layers in
+    `indices`: with HiSparse a sparse index is on the GPU, and what it chooses from is not.
 
     `views` are torch tensors, [blocks, heads, tokens, width], and of layers with `states` pages, [blocks, 1, 1, bytes].
     Layers that share another one's cache are left out. With `kinds`, which has token_rows.Kinds by the layers' names,
     rows are tokens. Raises ConfigError, with the layer's name, for a cache that cannot cross.
     """
+
+    def heads_of(name: str) -> Heads:
+        keys = kinds[name].get("k") if kinds and heads.size else None
+        of_config = replace(heads, total=(totals or {}).get(name, heads.total))
+        return of_config.of_layer(views[name].shape[1], heads.size if keys is None else keys.shape[3])
+
     parts = [
-        part for index, (group, names) in enumerate(groups) for part in _parts_of(index, group, names, views, indices)
+        part
+        for index, (group, names) in enumerate(groups)
+        for part in _parts_of(index, group, names, views, indices, heads, heads_of)
     ]
     component_count = sum(part.group.stripes // part.group.dcp_size for part in parts)
     if not 1 <= component_count <= COMPONENTS_MAX:
         raise ConfigError(f"KV cache groups: {component_count}, must be 1 to {COMPONENTS_MAX}")
     if len({part.name for part in parts}) < len(parts):
-        raise ConfigError(f"{INDEX}: layers of a sparse index are in several KV cache groups, of one they can cross")
+        raise ConfigError(f"{INDEX}: sparse index layers must be in one KV cache group")
     rows: list[BlockRows] = []
     replicas: dict[str, tuple[int, int]] = {}
     for part in parts:
         count = host_blocks if part.group.host else blocks
         base, memory = _place(part, locate)
-        planes = _planes(part, kinds, states or {}, blocks=count, base=base, heads=heads)
-        replica = _replica(part, count, heads)
-        component = part.name if kinds is None or len(parts) > 1 else KV
+        planes = _planes(part, kinds, states or {}, blocks=count, base=base)
+        replica = _replica(part, count)
+        component = part.name if kinds is None or len(groups) > 1 else part.name.replace(part.group.name, KV)
         try:
             whole = _rows_of(part, component, memory, planes, count, by_token=kinds is not None)
-            stripes = _stripes(whole, part.group, heads)
+            stripes = _stripes(whole, part.group, heads.ranks)
         except ValueError as error:
             raise ConfigError(f"{part.name}: {error}") from None
         rows += stripes
@@ -206,18 +225,26 @@ class _Part:
     name: str
     names: Sequence[str]
     layers: Sequence[_Layer]  # of these names
+    heads: Heads  # of each layer
 
 
 def _parts_of(
-    index: int, group: KVGroup, names: Sequence[str], views: Mapping[str, Any], indices: Collection[str]
-) -> list[_Part]:
-    """A group as a whole, or what its sparse index chooses from and that index."""
-    named = {
-        group.name: [name for name in names if name not in indices],
-        INDEX: [name for name in names if name in indices],
-    }
-    named = {name: of_part for name, of_part in named.items() if of_part} or {group.name: []}
-    return [_Part(index, group, name, of_part, list(_layers_of(views, of_part))) for name, of_part in named.items()]
+    index: int, group: KVGroup, names: Sequence[str], views: Mapping[str, Any], indices: Collection[str], model: Heads,
+    heads_of: Callable[[str], Heads],
+) -> list[_Part]:  # fmt: skip
+    """A group as a whole, or what its sparse index chooses from and that index. Layers whose heads are not the model's
+    are apart from these, by a name that is the same on all ranks, whatever their number."""
+    named: dict[tuple[str, Heads], list[str]] = {}
+    for name in sorted(names, key=lambda name: name in indices):
+        base = INDEX if name in indices else group.name
+        heads = heads_of(name) if name in views and not group.state else model
+        if heads != model:
+            base += f"-{heads.total}" + (f"x{heads.size}" if heads.size else "")
+        named.setdefault((base, heads), []).append(name)
+    parts = named.items() or [((group.name, model), list[str]())]
+    return [
+        _Part(index, group, name, of_part, list(_layers_of(views, of_part)), heads) for (name, heads), of_part in parts
+    ]
 
 
 def _layers_of(views: Mapping[str, Any], names: Sequence[str]) -> Iterator[_Layer]:
@@ -260,19 +287,18 @@ def _planes(
     *,
     blocks: int,
     base: int,
-    heads: Heads,
 ) -> list[Plane]:
     """One component's, whose layers have this many `blocks`: of states by their parts, else by block, or by token with
     `kinds`."""
     planes: list[Plane] = []
     for layer in part.layers:
         if part.group.state:
-            rank = 0 if part.group.replicated else heads.ranks.tp_rank
+            rank = 0 if part.group.replicated else part.heads.ranks.tp_rank
             planes += _state_planes(layer, states[layer.name], blocks=blocks, base=base, rank=rank)
         elif kinds is None:
-            planes += _block_planes(layer, blocks=blocks, base=base, heads=heads)
+            planes += _block_planes(layer, blocks=blocks, base=base, heads=part.heads)
         else:
-            planes += _token_planes(layer, kinds[layer.name], base=base, heads=heads)
+            planes += _token_planes(layer, kinds[layer.name], base=base, heads=part.heads)
     return planes
 
 
@@ -280,7 +306,7 @@ def _block_planes(layer: _Layer, *, blocks: int, base: int, heads: Heads) -> lis
     """One for each head, and for each part of a block where the backend's own blocks are smaller than vLLM's."""
     view, kind = layer.view, f"kv{layer.suffix}"
     if view.ndim != 4 or view.shape[0] % blocks:
-        shape = f"{tuple(view.shape)}, not [{blocks}, heads, tokens, width]"
+        shape = f"{list(view.shape)}, not [{blocks}, heads, tokens, width]"
         raise ConfigError(f"{layer.name}: a KV cache of shape {shape}")
     count = view.shape[1]
     first = heads.first(count)
@@ -309,7 +335,7 @@ def _state_planes(layer: _Layer, parts: Sequence[StatePart], *, blocks: int, bas
     """One for each part of a page, with the shares of the rank of this number as heads."""
     view, byte_count = layer.view, sum(part.shares * part.share_bytes for part in parts)
     if view.shape[0] != blocks or view[0].nbytes != byte_count or not view[0].is_contiguous():
-        shape = f"{tuple(view.shape)}, not {blocks} pages of {byte_count} bytes"
+        shape = f"{list(view.shape)}, not {blocks} pages of {byte_count} bytes"
         raise ConfigError(f"{layer.name}: states of shape {shape}")
     offset, stride = view.data_ptr() - base, view.stride(0) * view.element_size()
     return state_planes(parts, layer=layer.number, name=f"{{}}{layer.suffix}", base=offset, stride=stride, rank=rank)
@@ -336,16 +362,16 @@ def _token_planes(layer: _Layer, kinds: Mapping[str, Any], *, base: int, heads: 
     return planes
 
 
-def _replica(part: _Part, blocks: int, heads: Heads) -> tuple[int, int]:
+def _replica(part: _Part, blocks: int) -> tuple[int, int]:
     """This rank's number among those that have the same of these layers' KV, and how many there are."""
-    group = part.group
+    group, heads = part.group, part.heads
     if group.state:
         return (heads.ranks.tp_rank, heads.ranks.tp_size) if group.replicated else (0, 1)
     for layer in part.layers:
         _, replicas = heads.replica(layer.view.shape[1])
         if group.stripes > 1 and (layer.view.shape[0] != blocks or replicas % group.dcp_size):
             raise ConfigError(
-                f"{layer.name}: cannot cross with decode context parallelism: {layer.view.shape[0]} blocks of the "
+                f"{layer.name}: not supported with decode context parallelism: {layer.view.shape[0]} blocks of the "
                 f"attention backend for {blocks} of vLLM's, and {replicas} ranks with the same KV heads"
             )
     return heads.replica(part.layers[-1].view.shape[1], group.dcp_size)
@@ -363,22 +389,29 @@ def _rows_of(
         pages = block_size // page_size
     layout = Layout(tuple(planes), page_size, blocks * pages * page_size)
     span = Span("once" if group.state else "all")
-    return BlockRows(part.index, Component(component, memory, tokens_per_row, span, layout), block_size, pages)
+    described = Component(component, memory, tokens_per_row, span, layout)
+    return BlockRows(part.index, described, block_size, frozenset(part.names), pages)
 
 
 def _page_size(part: _Part) -> int:
     """The tokens of a page where rows are tokens."""
     group, page_sizes = part.group, {layer.view.shape[2] for layer in part.layers}
     page_size = min(page_sizes)
-    if group.window or group.chunk or page_sizes != {page_size} or group.block_size % page_size:
+    if group.window or group.chunk:
         raise ConfigError(
-            f"{group.name}: windows, and blocks of {group.block_size} tokens in pages of {sorted(page_sizes)}, cannot "
-            f'cross by tokens: set rows to "blocks", or --disable-hybrid-kv-cache-manager'
+            f"{group.name}: attention windows cannot be transferred token by token: set rows = "
+            '"blocks", or --disable-hybrid-kv-cache-manager'
+        )
+    if page_sizes != {page_size} or group.block_size % page_size:
+        sizes = ", ".join(map(str, sorted(page_sizes)))
+        raise ConfigError(
+            f"{group.name}: blocks of {group.block_size} tokens in pages of {sizes} cannot be transferred token by "
+            'token: set rows = "blocks"'
         )
     return page_size
 
 
-def _stripes(whole: BlockRows, group: KVGroup, heads: Heads) -> list[BlockRows]:
+def _stripes(whole: BlockRows, group: KVGroup, ranks: Ranks) -> list[BlockRows]:
     """The stripes of a group that this rank has."""
     component = whole.component
     if group.stripes == 1:
@@ -389,7 +422,7 @@ def _stripes(whole: BlockRows, group: KVGroup, heads: Heads) -> list[BlockRows]:
             whole, component=msgspec.structs.replace(striped, name=f"{component.name}.{stripe}"), stripe=stripe,
             stripes=group.stripes,
         )
-        for stripe in range(heads.ranks.tp_rank % group.dcp_size, group.stripes, group.dcp_size)
+        for stripe in range(ranks.tp_rank % group.dcp_size, group.stripes, group.dcp_size)
     ]  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class TransferMetrics(KVConnectorPromMetrics):
 
         self._rooms = counter("vllm:pdtransfer_rooms", "Hand-offs on one rank, by how they ended.", "end")
         self._failures = counter("vllm:pdtransfer_failures", "Hand-offs that failed, by their root cause.", "cause")
-        self._bytes = counter("vllm:pdtransfer_bytes", "Bytes of KV that crossed.", "direction")
+        self._bytes = counter("vllm:pdtransfer_bytes", "Bytes of KV that were transferred.", "direction")
         self._computed = counter(
             "vllm:pdtransfer_computed", "Requests whose hand-off failed, so that decode computed their prompt itself."
         )

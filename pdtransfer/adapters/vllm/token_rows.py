@@ -44,7 +44,7 @@ def kinds_of(name: str, layer: Any, view: torch.Tensor) -> Kinds:
         if fitting is None or (kinds is not None and not _same(kinds, fitting)):
             raise ConfigError(
                 f'{name}: {type(impl).__name__} packs the numbers of a token for this processor or this dtype '
-                f'({view.dtype}), so its KV cache cannot cross by tokens: set rows to "blocks"'
+                f'({view.dtype}), so its KV cache cannot be transferred by tokens: set rows to "blocks"'
             )  # fmt: skip
         kinds = fitting
     assert kinds is not None
@@ -62,8 +62,8 @@ def planes_of(kinds: Kinds, layers: KVLayers) -> int:
 
 def too_many_planes(kinds: Iterable[Kinds], models: Sequence[KVLayers]) -> bool:
     """Whether a model and its drafter are more planes together than a component may have. `kinds` are of some of their
-    layers. All stages of an engine decide alike: of a model alone the layer that makes most planes counts for all, and
-    with a drafter, which one stage alone has, the most that its numbers can be."""
+    layers. All pipeline stages must decide equally: they count the layer with the most planes for every layer. With a
+    drafter, which one stage alone has, they count the most planes that its numbers can make."""
     if len(models) > 1:
         return sum(layers.planes_max for layers in models) > PLANES_MAX
     counts = [sum(planes_of(layer_kinds, layers) for layers in models) for layer_kinds in kinds]

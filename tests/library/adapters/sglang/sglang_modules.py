@@ -92,12 +92,14 @@ class DisaggregationMode(Enum):
 
 
 class ModelConfig:
-    """Of a model of four KV heads."""
+    """Of a model of four KV heads, or of the drafter at a path, with as many as that says: MLA or a number."""
 
-    dtype, hf_text_config = "torch.float32", SimpleNamespace()
+    dtype, hf_text_config, head_dim = "torch.float32", SimpleNamespace(), 8
 
     def __init__(self, path: str = "") -> None:
         self.hf_config = SimpleNamespace(to_dict=lambda: {"model_type": path})
+        self.attention_arch = SimpleNamespace(name="MLA" if path == "MLA" else "MHA")
+        self.heads = int(path) if path.isdigit() else 4
 
     @classmethod
     def from_server_args(
@@ -107,10 +109,10 @@ class ModelConfig:
         return cls(model_path)
 
     def get_total_num_kv_heads(self) -> int:
-        return 4
+        return self.heads
 
     def get_num_kv_heads(self, tp_size: int) -> int:
-        return 4 // tp_size
+        return self.heads // tp_size
 
     get_swa_num_kv_heads = get_num_kv_heads
 

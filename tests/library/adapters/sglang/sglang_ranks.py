@@ -33,6 +33,7 @@ class Pool:
     requests."""
 
     conv_sections: tuple[int, ...] | None = None  # of the model
+    drafter_total: int | None = None  # KV heads of a drafter, if it has others than the model
 
     def __init__(self, raw: np.ndarray | None, page_size: int, heads: int, states: Sequence[str], latent: bool) -> None:
         kinds = 1 if latent else 2
@@ -146,8 +147,8 @@ class CompressedPool(Pool):
 
 def model_of(ranks: Ranks, latent: bool = False, total: int = HEADS) -> HeadCounts:
     """A model of this many KV heads, or of one latent."""
-    heads, count = Heads(1 if latent else total, ranks), max(1, total // ranks.tp_size)
-    return HeadCounts(latent, heads, count, heads, count)
+    heads = Heads(1 if latent else total, ranks)
+    return HeadCounts(latent, heads, heads)
 
 
 @dataclass
@@ -290,5 +291,7 @@ def placed(index: int, tp_size: int, stages: Sequence[type[Pool]], pool_type: ty
 
 def described_of(pool: Pool, ranks: Ranks, latent: bool, locate: Callable[[int], Any]) -> KVPools:
     """The components of a pool."""
-    args, model = pool.args, replace(model_of(ranks, latent), conv_sections=pool.conv_sections)
+    drafter = Heads(pool.drafter_total, ranks) if pool.drafter_total else None
+    model = replace(model_of(ranks, latent), conv_sections=pool.conv_sections, drafter=drafter, dtype="float32")
+    args = pool.args
     return pools(args, model, locate, kv=kv_buffers(args), states=state_buffers(args))

@@ -131,6 +131,22 @@ def test_what_a_version_lacks_is_refused_by_name(dialect: Any, given: dict[str, 
         dialect.check_features(ServerArgs(**given))
 
 
+def test_a_drafter_without_kv_needs_nothing_of_a_version(dialect: Any) -> None:
+    dialect.check_features(ServerArgs("NGRAM"))
+    assert dialect.draft_runners(None, ServerArgs("NGRAM")) == ()
+
+
+def test_names_of_sglangs_own_are_not_guessed(dialect: Any) -> None:
+    """A worker whose runners are not known would have its caches where no peer can write them, and a stage whose first
+    layer is not known would have another's layers."""
+    text = r"^speculative_algorithm: EAGLE: object of SGLang 0\.5\.17 has no _draft_model_runners: leave"
+    with pytest.raises(ConfigError, match=text):
+        dialect.draft_runners(object(), ServerArgs("EAGLE"))
+    with pytest.raises(ConfigError, match=r"^pp_size: object of SGLang 0\.5\.17 has no start_layer"):
+        dialect.first_layer(object())
+    assert dialect.first_layer(SimpleNamespace(start_layer=7)) == 7
+
+
 @pytest.mark.parametrize("never", [0.0, 1.0])
 def test_requests_land_on_the_host_above_a_threshold_that_is_set(
     dialect: Any, never: float, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +177,7 @@ def test_ranks_of_context_parallelism_that_have_the_same_may_send(monkeypatch: p
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ({"dcp_size": 2}, "dcp_size: a cache whose tokens are spread over ranks cannot cross yet"),
+        ({"dcp_size": 2}, "dcp_size: a cache whose tokens are spread over ranks is not supported"),
         ({"kv_shard_size": 2}, "enable_kv_cache_sharding: a cache whose pages are spread"),
         ({"enable_dsa_cache_layer_split": True}, "enable_dsa_cache_layer_split: a cache whose layers are"),
         ({"enable_cp_tp_group_sharing": True}, "enable_prefill_cp: a cache whose heads of its states are"),

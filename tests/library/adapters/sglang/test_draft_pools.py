@@ -149,7 +149,8 @@ def test_other_drafters_and_engines_start(
     dialect = hooks["modules"].dialect
     monkeypatch.setattr(dialect, "check_features", lambda _: None)
     monkeypatch.setattr(dialect, "receives_on_host", lambda _: on_host)
-    scheduler = SimpleNamespace(server_args=ServerArgs(drafter, disaggregation_mode=mode))
+    worker = SimpleNamespace(**worker_of(Configurator(1, is_draft_worker=True)))
+    scheduler = SimpleNamespace(server_args=ServerArgs(drafter, disaggregation_mode=mode), draft_worker=worker)
     assert hooks["init_memory_pools"](lambda _: "made", scheduler) == "made"
 
 

@@ -137,9 +137,17 @@ def test_several_items_of_a_layer_are_several_kinds() -> None:
     assert [(plane.layer, plane.kind) for plane in planes] == [(4, "item.whole"), (4, "item1.whole"), (6, "item.whole")]
 
 
+def test_windows_before_0_5_22_have_one_layout_without_a_name() -> None:
+    pool = a_pool(("swa",))
+    args = pool.args
+    del args.swa_kv_cache_layout
+    made = pools(args, model_of(Ranks()), lambda _: (0, "dram"), kv=kv_buffers(args), states=state_buffers(args))
+    assert [component.name for component in made.components] == ["kv", "swa"]
+
+
 def test_windows_may_have_other_heads() -> None:
     ranks = Ranks(1, 2)
-    model = replace(model_of(ranks), window_heads=Heads(8, ranks), window_head_count=4)
+    model = replace(model_of(ranks), window_heads=Heads(8, ranks))
     made = made_of(a_pool(("swa",)), model)
     assert [component.layout.planes[0].head_start for component in made.components] == [2, 4]
 
@@ -147,15 +155,15 @@ def test_windows_may_have_other_heads() -> None:
 @pytest.mark.parametrize(
     ("states", "changed", "text"),
     [
-        ((), {"aux_item_lens": [1 << 16, 64]}, "metadata of a request: 65600 bytes, at most 65536 can cross"),
+        ((), {"aux_item_lens": [1 << 16, 64]}, "metadata of a request: 65600 bytes, must be at most 65536"),
         (
             MINIMAX, {"state_types": ["minimax_index_k"] * 2},
-            "state minimax_index_k: cannot cross yet, one each of block_scale",
+            "state minimax_index_k: is not supported; must be one each of block_scale",
         ),
-        (("dsa",), {"state_types": ["dsa_tail"]}, "state dsa_tail: cannot cross yet, one each of block_scale"),
-        (("swa",), {"swa_kv_cache_layout": "hnd"}, "state swa: its layout is hnd, nhd can cross"),
+        (("dsa",), {"state_types": ["dsa_tail"]}, "state dsa_tail: is not supported; must be one each of block_scale"),
+        (("swa",), {"swa_kv_cache_layout": "hnd"}, "state swa: its layout is hnd, must be nhd"),
         ((), {"kv_item_lens": [128] * 5 + [127]}, "kv: an item of 127 bytes is not a page of 4 rows"),
-        ((), {"kv_data_lens": [4_096] * 6, "kv_item_lens": [128] * 5 + [256]}, r"its buffers hold \[64, 128\] rows"),
+        ((), {"kv_data_lens": [4_096] * 6, "kv_item_lens": [128] * 5 + [256]}, "its buffers hold 64, 128 rows"),
     ],
 )  # fmt: skip
 def test_what_cannot_cross_is_refused_with_the_reason(

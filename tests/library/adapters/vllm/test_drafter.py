@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.adapters.vllm.drafter import KVLayers, layers_with_kv, speculation
+from pdtransfer.adapters.vllm.drafter import KVLayers, is_of_drafter, layers_with_kv, speculation
 
 
 def model(layers: int, heads: int, size: int, *, mla: bool = False, **config: Any) -> SimpleNamespace:
@@ -57,3 +57,15 @@ def test_drafters_of_other_configurations_are_other_facts() -> None:
 @pytest.mark.parametrize(("mla", "planes"), [(False, 3 * 4 * (64 + 1)), (True, 3)], ids=["heads", "latent"])
 def test_the_most_planes_of_a_drafter_follow_from_its_configuration(mla: bool, planes: int) -> None:
     assert [layers.planes_max for layers in layers_with_kv(engine("mtp", model(3, 4, 64, mla=mla)))][1:] == [planes]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.31.self_attn.attn", False), ("model.layers.32.self_attn.attn", True),
+        ("language_model.model.layers.0.self_attn.attn", False), ("draft_model.model.layers.0.self_attn.attn", True),
+        ("mtp.layers.0.self_attn.attn", True), ("model.mtp.layers.0.attn", True), ("encoder", False),
+    ],
+)  # fmt: skip
+def test_the_layers_of_a_drafter_are_known_by_name(name: str, expected: bool) -> None:
+    assert is_of_drafter(name, 32) is expected

@@ -165,7 +165,7 @@ def test_layers_of_one_component_in_two_memories_are_refused() -> None:
 
 def test_an_index_in_several_groups_is_refused() -> None:
     views = views_of(INDICES, torch.zeros(BLOCKS, 2, 1, TOKENS, INDEX_WIDTH))
-    with pytest.raises(ConfigError, match="index: layers of a sparse index are in several KV cache groups"):
+    with pytest.raises(ConfigError, match="index: sparse index layers must be in one KV cache group"):
         described(
             views, [(KVGroup(index, TOKENS), [name]) for index, name in enumerate(INDICES)], lambda _: (0, "dram")
         )
@@ -223,7 +223,7 @@ def test_the_tensor_of_the_pool_has_whole_pages_and_room_to_begin_at_one() -> No
     [
         (config(), True, "KV cannot be sent from its host pool"),
         (config(shared=True), False, "ranks share the host pool of HiSparse"),
-        (config(count=3), False, "KV beside that of sparse attention and its index cannot cross"),
+        (config(count=3), False, "HiSparse with other KV cache groups is not supported"),
     ],
 )
 def test_pools_that_cannot_cross_are_refused_by_name(given: SimpleNamespace, sends: bool, text: str) -> None:

@@ -64,7 +64,7 @@ def test_stages_have_the_fact_of_all_layers() -> None:
 def test_scales_of_each_head_are_compared_on_one_rank_and_refused_on_several() -> None:
     of_heads = {"a": layer(0.25, 0.5)}
     assert fact(of_heads) != fact({"a": layer(0.25, 0.75)})
-    with pytest.raises(ConfigError, match="a scale of each KV head: with tensor parallelism they cannot cross yet"):
+    with pytest.raises(ConfigError, match="a scale of each KV head: not supported with tensor parallelism"):
         fact(of_heads, tp_size=2)
 
 
@@ -78,7 +78,9 @@ def test_caches_whose_scales_are_known_start(dtype: str) -> None:
     "dtype", ["int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant_k8v4"]
 )
 def test_other_quantized_caches_are_refused_by_name(dtype: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^kv_cache_dtype: {dtype} cannot cross yet, one of auto, .* can$"):
+    with pytest.raises(
+        ConfigError, match=rf"^kv_cache_dtype: {dtype} is not supported; must be one of auto, .*ds_mla$"
+    ):
         check_cache_dtype(SimpleNamespace(cache_dtype=dtype))
 
 

@@ -158,8 +158,8 @@ def test_two_caches_of_one_layer_are_complete_with_the_second() -> None:
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        (torch.zeros(8, 16, 32), "a: a KV cache of shape (8, 16, 32), not [8, heads, tokens, width]"),
-        (torch.zeros(7, 1, 16, 32), "a: a KV cache of shape (7, 1, 16, 32), not [8, heads, tokens, width]"),
+        (torch.zeros(8, 16, 32), "a: a KV cache of shape [8, 16, 32], not [8, heads, tokens, width]"),
+        (torch.zeros(7, 1, 16, 32), "a: a KV cache of shape [7, 1, 16, 32], not [8, heads, tokens, width]"),
         (torch.zeros(8, 1, 16, 64)[..., ::2], "a: views[0, 'kv'].strides"),
     ],
 )
@@ -262,7 +262,7 @@ def test_a_state_is_one_row_a_request_in_memory_that_it_shares_with_kv() -> None
     options: dict[str, Any] = {
         "blocks": BLOCKS,
         "locate": lambda _: (page.data_ptr(), "dram"),
-        "heads": Heads(4, Ranks(1, 2)),
+        "heads": Heads(8, Ranks(1, 2)),
     }
     made = pools(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
     states, rows = made.components

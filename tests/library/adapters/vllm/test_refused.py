@@ -74,7 +74,6 @@ def groups(*specs: str) -> Any:
         ({"KVConnectorTransferResults": object}, "CrossAttentionSpec", "MambaSpec"),
         ({"KVConnectorTransferResults": object}, "EncoderOnlyAttentionSpec", "MambaSpec"),
         ({}, "CrossAttentionSpec", "ChunkedLocalAttentionSpec"),
-        ({}, "MambaSpec", "ChunkedLocalAttentionSpec"),
     ],
 )
 def test_caches_that_cannot_cross_are_refused_with_those_that_can(
@@ -83,7 +82,7 @@ def test_caches_that_cannot_cross_are_refused_with_those_that_can(
     """Versions before 0.32 have no interface for states."""
     dialect = dialect_of(monkeypatch, **interface)
     assert [names for _, names in dialect.groups_of(groups("FullAttentionSpec"))] == [["layer0"]]
-    text = rf"^KV cache group 1: {spec} cannot cross yet, one of FullAttentionSpec, .*, {last} can$"
+    text = rf"^KV cache group 1: {spec} is not supported; must be one of FullAttentionSpec, .*, {last}$"
     with pytest.raises(ConfigError, match=text):
         dialect.groups_of(groups("FullAttentionSpec", spec))
 
@@ -100,6 +99,63 @@ def test_a_refusal_has_each_fact_by_the_name_that_users_know(monkeypatch: pytest
     assert dialect.shown_facts(None, {}, facts, "tokens") == shown
     shown["attention_backend"] = "A/B"
     assert dialect.shown_facts(None, {}, facts | {"attention": ["A", "B"]}, "tokens") == shown
+
+
+def test_states_are_refused_with_the_first_version_that_hands_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialect = dialect_of(monkeypatch)
+    dialect.vllm.__version__ = "0.31.1"
+    with pytest.raises(ConfigError, match=r"^KV cache group 0: MambaSpec needs vLLM 0\.32, found 0\.31\.1$"):
+        dialect.groups_of(groups("MambaSpec"))
+
+
+def test_layers_of_unlike_windows_in_one_group_are_refused_by_their_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialect = dialect_of(monkeypatch, KVConnectorTransferResults=object)
+    config = groups("FullAttentionSpec")
+    [group] = config.kv_cache_groups
+    group.kv_cache_spec = SimpleNamespace(
+        block_size=16,
+        kv_cache_specs={
+            "a": type("FullAttentionSpec", (), {})(), "b": type("SlidingWindowSpec", (), {"sliding_window": 64})()
+        },
+    )  # fmt: skip
+    text = (
+        r"^KV cache group 0 mixes attention windows: all tokens \(FullAttentionSpec\), 64 tokens \(SlidingWindowSpec\)$"
+    )
+    with pytest.raises(ConfigError, match=text):
+        dialect.groups_of(config)
+
+
+def drafted(*, mla: bool, drafter_mla: bool) -> Any:
+    """vLLM's configuration of a model of eight KV heads, or one latent, with an EAGLE drafter of four, or one."""
+
+    def model(layers: int, heads: int, mla: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            use_mla=mla, get_total_num_hidden_layers=lambda: layers, get_total_num_kv_heads=lambda: heads,
+            get_head_size=lambda: 64,
+        )  # fmt: skip
+
+    speculative = SimpleNamespace(method="eagle", draft_model_config=model(1, 4, drafter_mla))
+    return SimpleNamespace(model_config=model(2, 8, mla), speculative_config=speculative)
+
+
+@pytest.mark.parametrize(
+    ("mla", "drafter_mla", "expected"),
+    [(False, False, (8, 8, 4, 1)), (True, False, (1, 1, 4, 1)), (False, True, (8, 8, 1, 1))],
+)
+def test_each_layer_has_the_heads_of_its_own_model(
+    mla: bool, drafter_mla: bool, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialect = dialect_of(monkeypatch, KVConnectorTransferResults=object)
+    config = groups("FullAttentionSpec", "FullAttentionSpec", "FullAttentionSpec", "MLAAttentionSpec")
+    for index, group in enumerate(config.kv_cache_groups):
+        group.layer_names = [f"model.layers.{index}.attn"]
+    assert tuple(dialect.head_totals(drafted(mla=mla, drafter_mla=drafter_mla), config).values()) == expected
+
+
+def test_a_drafter_with_heads_needs_them_apart_whatever_its_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = connector_of(monkeypatch)
+    for mla, drafter_mla, expected in ((True, True, None), (True, False, "HND"), (False, True, "HND")):
+        assert connector.get_required_kvcache_layout(drafted(mla=mla, drafter_mla=drafter_mla)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,185 @@
+"""A drafter whose layers have other KV heads than its model's, and keys with other numbers than values: each rank of
+decode gets the heads that it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
+
+from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, pools
+from pdtransfer.errors import ConfigError
+from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
+from pdtransfer.wire import Ranks
+from tests.library.adapters.sglang.sglang_modules import DisaggregationMode, KVArgs, ServerArgs, with_stand_ins
+from tests.library.adapters.sglang.sglang_ranks import HEADS, SLOTS, Pool, slots_of, world
+
+SIZES = [(8, 4), (4, 8), (8, 2), (4, 2), (2, 4), (1, 8), (2, 1), (8, 8)]
+
+
+def drafted(total: int, tp_sizes: tuple[int, int], numbers: int = 8) -> type[Pool]:
+    """Pools with K and V of one layer of a drafter behind the model's, of `total` heads of this many numbers."""
+
+    class DraftPool(Pool):
+        drafter_total = total
+
+        def __init__(self, raw: Any, page_size: int, heads: int, states: Any, latent: bool, tp_size: int = 0) -> None:
+            count = max(1, total // (tp_size or HEADS // heads))
+            super().__init__(None, page_size, heads, states, latent)
+            own = len(self.raw)
+            shape = (2, 1, SLOTS, count, numbers)
+            byte_count = own + 4 * int(np.prod(shape))
+            raw = np.zeros(byte_count, np.uint8) if raw is None else raw[:byte_count]
+            super().__init__(raw[:own], page_size, heads, states, latent)
+            self.raw, self.arrays["draft"] = raw, raw[own:].view(np.float32).reshape(shape)
+
+        def _buffers(self, name: str) -> Buffers:
+            buffers = super()._buffers(name)
+            if name != "kv":
+                return buffers
+            draft = self.arrays["draft"][:, 0]
+            return Buffers(
+                [*buffers.addresses, *(kind.ctypes.data for kind in draft)],
+                [*buffers.byte_counts, *(kind.nbytes for kind in draft)],
+                [*buffers.item_bytes, *(kind[0].nbytes * self.page_size for kind in draft)],
+            )
+
+        @property
+        def args(self) -> Any:
+            args = super().args
+            args.num_draft_entries = 2
+            return args
+
+        def expected(self, tp_rank: int, tp_size: int) -> tuple[np.ndarray, np.ndarray]:
+            """The model's numbers and the drafter's, of this rank: each has its layer, kind, head and slot."""
+            return tuple(  # type: ignore[return-value]
+                np.stack([of_head + 1_000 * head for head in heads_of(all_heads, tp_rank, tp_size)], axis=3)
+                for all_heads, shape in (
+                    (1 if self.kv.shape[0] == 1 else HEADS, self.kv.shape), (total, self.arrays["draft"].shape)
+                )
+                for of_head in [np.arange(np.prod(shape) // shape[3], dtype=np.float32).reshape(*shape[:3], shape[4])]
+            )  # fmt: skip
+
+    return DraftPool
+
+
+def heads_of(total: int, tp_rank: int, tp_size: int) -> range:
+    first = tp_rank * total // tp_size
+    return range(first, first + max(1, total // tp_size))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "total", "latent"),
+    [(4, 2, 2, False), (2, 4, 2, False), (4, 4, 2, False), (1, 4, 2, False), (2, 1, 8, True), (4, 2, 2, True)],
+)
+def test_the_heads_of_a_drafter_land_at_the_ranks_that_have_them(
+    prefill: int, decode: int, total: int, latent: bool
+) -> None:
+    with world(
+        prefill_tp=prefill, decode_tp=decode, latent=latent, pool_type=drafted(total, (prefill, decode)), decode_page=8
+    ) as engines:
+        for tp_rank, rank in enumerate(engines.prefill):
+            rank.pool.kv[:], rank.pool.arrays["draft"][:] = rank.pool.expected(tp_rank, prefill)  # type: ignore[attr-defined]
+        engines.hand_over(7, source=[5, 1, 9, 2], target=[3, 1])
+        for tp_rank, rank in enumerate(engines.decode):
+            expected = rank.pool.expected(tp_rank, decode)  # type: ignore[attr-defined]
+            for landed, numbers in zip((rank.pool.kv, rank.pool.arrays["draft"]), expected, strict=True):
+                assert np.array_equal(landed[:, :, slots_of([3, 1], 8)], numbers[:, :, slots_of([5, 1, 9, 2], 4)])
+
+
+@pytest.mark.parametrize(("latent", "total", "numbers"), [(False, 4, 8), (False, 8, 4), (True, 8, 8), (True, 2, 8)])
+@pytest.mark.parametrize(("prefill", "decode"), SIZES)
+def test_each_head_of_a_drafter_has_one_sender(
+    prefill: int, decode: int, latent: bool, total: int, numbers: int
+) -> None:
+    """Eight heads of the model, or one latent."""
+
+    def described(tp_rank: int, tp_size: int) -> Any:
+        ranks = Ranks(tp_rank, tp_size)
+        heads = Heads(1 if latent else 8, ranks)
+        model = HeadCounts(latent, heads, heads, "float32", drafter=Heads(total, ranks, numbers))
+        of_model = [heads.count * 8 * 4] * (1 if latent else 2)
+        items = [*of_model, *[Heads(total, ranks).count * numbers * 4] * 2]
+        starts = np.cumsum([0, *[item * SLOTS for item in items]]).tolist()
+        pool = drafted(total, (1, 1))(None, 1, HEADS, (), latent)
+        buffers = Buffers(starts[:-1], [item * SLOTS for item in items], items)
+        args = pool.args
+        args.page_size = 1
+        return pools(args, model, lambda _: (0, "dram"), kv=buffers, states=[])
+
+    sources = [described(number, prefill) for number in range(prefill)]
+    claims = [
+        holds_of(source.components, Ranks(number, prefill), source.replicas) for number, source in enumerate(sources)
+    ]
+    for tp_rank in range(decode):
+        target = described(tp_rank, decode).components
+        assert [component.name for component in target] == ["kv", "kv_draft"]
+        shares = {str(number): share_of(target, holds, tp_rank) for number, holds in enumerate(claims)}
+        assert uncovered(target, shares) == ""
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SIZES)
+def test_keys_and_values_of_unequal_numbers_divide_between_ranks(prefill: int, decode: int) -> None:
+    def described(tp_rank: int, tp_size: int) -> Any:
+        ranks = Ranks(tp_rank, tp_size)
+        heads = Heads(8, ranks)
+        items = [heads.count * 12 * 4, heads.count * 8 * 4]
+        buffers = Buffers([0, SLOTS * items[0]], [item * SLOTS for item in items], items)
+        args = Pool(None, 1, HEADS, (), False).args
+        return pools(args, HeadCounts(False, heads, heads, "float32"), lambda _: (0, "dram"), kv=buffers, states=[])
+
+    sources = [described(number, prefill) for number in range(prefill)]
+    claims = [
+        holds_of(source.components, Ranks(number, prefill), source.replicas) for number, source in enumerate(sources)
+    ]
+    for tp_rank in range(decode):
+        target = described(tp_rank, decode).components
+        shares = {str(number): share_of(target, holds, tp_rank) for number, holds in enumerate(claims)}
+        assert uncovered(target, shares) == ""
+
+
+def test_a_drafter_whose_heads_other_ranks_share_is_refused() -> None:
+    """As with DP attention: half as many numbers as this rank's part of its heads."""
+    ranks = Ranks(0, 2)
+    pool = drafted(4, (1, 1))(None, 1, HEADS // 2, (), False, tp_size=4)
+    model = HeadCounts(False, Heads(HEADS, ranks), Heads(HEADS, ranks), "float32", drafter=Heads(4, ranks, 8))
+    args = pool.args
+    text = "^kv_draft: a token's keys have 32 bytes at this rank, expected 64 for 2 heads of the drafter: SGLang shares"
+    with pytest.raises(ConfigError, match=text):
+        pools(args, model, lambda _: (0, "dram"), kv=pool._buffers("kv"), states=[])
+
+
+@pytest.mark.parametrize(
+    ("drafter", "path", "expected"),
+    [
+        ("EAGLE", "2", (Heads(2, Ranks(), 8), False)), ("EAGLE", "MLA", (Heads(1, Ranks()), True)),
+        ("NGRAM", None, (None, False)),
+    ],
+)  # fmt: skip
+def test_a_drafters_heads_are_those_of_its_own_configuration(
+    drafter: str, path: str | None, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVArgs, "__annotations__", {"num_draft_entries": int})
+    backend = with_stand_ins("backend", monkeypatch, enable_hisparse=False, device="cpu")
+    models: list[HeadCounts] = []
+
+    def refused(args: Any, model: HeadCounts, *_: Any, **__: Any) -> Any:
+        models.append(model)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(backend, "pools", refused)
+    mode = DisaggregationMode.PREFILL
+    server_args = ServerArgs(
+        drafter, disaggregation_mode=mode.value, speculative_draft_model_path=path, model_path="model",
+        speculative_draft_model_revision=None,
+    )  # fmt: skip
+    manager = backend.Manager(Pool(None, 4, HEADS, (), latent=False).args, mode, server_args)
+    with pytest.raises(ConfigError, match="enough"):
+        manager.register_to_bootstrap()
+    [model] = models
+    assert (model.drafter, model.latent_drafter) == expected
+    assert (model.heads, model.window_heads) == (Heads(4, Ranks()), Heads(4, Ranks()))

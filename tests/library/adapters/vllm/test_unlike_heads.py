@@ -1,0 +1,192 @@
+"""A drafter whose layers have other KV heads than its model's: each rank of decode gets those that it has."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
+
+import torch
+
+from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions, room_id
+from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
+from pdtransfer.adapters.vllm.pools import Pools, pools
+from pdtransfer.adapters.vllm.worker import WorkerSide
+from pdtransfer.handoff.component_variants import used_with
+from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
+from pdtransfer.wire import Ranks
+from tests.support.client_pair import LIMITS
+from tests.support.waiting import wait_for
+
+BLOCKS, TOKENS, MODEL, PROMPT = 8, 4, 8, 12
+OPTIONS: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
+SOURCE, TARGET = [5, 1, 3], [2, 7, 4]
+TP_SIZES = [(8, 4), (4, 8), (8, 2), (4, 2), (2, 4), (1, 8), (2, 1), (8, 8)]
+
+
+class Rank:
+    """One rank's cache: a layer of a model of eight heads, or of one latent, and two of a drafter."""
+
+    def __init__(
+        self, raw: np.ndarray | None, ranks: Ranks, *, latent: bool, drafter: int, size: int, rows: str
+    ) -> None:
+        shapes = {"model.layers.0.attn": (1, 12) if latent else (MODEL, 8)}
+        shapes |= dict.fromkeys(("model.layers.1.attn", "draft_model.layers.0.attn"), (drafter, 2 * size))
+        self.views: dict[str, np.ndarray] = {}
+        self.heads: dict[str, range] = {}
+        end = 0
+        for name, (total, width) in shapes.items():
+            count = max(1, total // ranks.tp_size)
+            first = ranks.tp_rank * total // ranks.tp_size
+            self.heads[name] = range(first, first + count)
+            shape = (BLOCKS, count, TOKENS, width)
+            end, first_byte = end + 4 * int(np.prod(shape)), end
+            if raw is not None:
+                self.views[name] = raw[first_byte:end].view(np.float32).reshape(shape)
+        self.byte_count = end
+        if raw is None:
+            return
+        base = raw.ctypes.data
+        views = {name: torch.from_numpy(view) for name, view in self.views.items()}
+        kinds = {name: tokens_of(view, latent and name.startswith("model.layers.0")) for name, view in views.items()}
+        model = Heads(1 if latent else MODEL, ranks, 4)
+
+        def described(**more: Any) -> Pools:
+            return pools(
+                views, [(KVGroup(0, TOKENS), list(views))], blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=model,
+                totals=dict.fromkeys(list(views)[1:], drafter), **more,
+            )  # fmt: skip
+
+        match rows:
+            case "blocks":
+                self.pools = described()
+            case "tokens":
+                self.pools = described(kinds=kinds)
+            case fact:
+                self.pools = described().or_tokens(described(kinds=kinds), fact)
+
+    def fill(self) -> None:
+        """Each number has its layer, head, block, token and place."""
+        for index, (name, view) in enumerate(self.views.items()):
+            for place, head in enumerate(self.heads[name]):
+                view[:, place] = numbers(index, head, view.shape[3])
+
+    def has_landed(self) -> bool:
+        return all(
+            np.array_equal(view[TARGET, place], numbers(index, head, view.shape[3])[SOURCE])
+            for index, (name, view) in enumerate(self.views.items())
+            for place, head in enumerate(self.heads[name])
+        )
+
+
+def tokens_of(view: torch.Tensor, latent: bool) -> dict[str, torch.Tensor]:
+    by_token = view.transpose(1, 2)
+    size = view.shape[3] // 2
+    return {"latent": by_token} if latent else {"k": by_token[..., :size], "v": by_token[..., size:]}
+
+
+def numbers(layer: int, head: int, width: int) -> np.ndarray:
+    """(blocks, tokens, width)."""
+    of_head = np.arange(BLOCKS * TOKENS * width, dtype=np.float32).reshape(BLOCKS, TOKENS, width)
+    return of_head + 100_000 * layer + 10_000 * head
+
+
+def rank_of(tp_rank: int, tp_size: int, raw: np.ndarray | None = None, **model: Any) -> Rank:
+    if raw is None:
+        raw = np.zeros(Rank(None, Ranks(tp_rank, tp_size), **model).byte_count, np.uint8)
+    return Rank(raw, Ranks(tp_rank, tp_size), **model)
+
+
+@pytest.mark.parametrize("rows", ["blocks", "tokens", "auto"])
+@pytest.mark.parametrize(("latent", "drafter", "size"), [(False, 4, 4), (False, 8, 2), (True, 8, 4), (True, 2, 4)])
+@pytest.mark.parametrize(("prefill", "decode"), TP_SIZES)
+def test_each_head_of_a_drafter_has_one_sender(
+    prefill: int, decode: int, latent: bool, drafter: int, size: int, rows: str
+) -> None:
+    model: dict[str, Any] = {"latent": latent, "drafter": drafter, "size": size, "rows": rows}
+    sources = [rank_of(number, prefill, **model).pools for number in range(prefill)]
+    claims = [
+        holds_of(source.components, Ranks(number, prefill), source.replicas) for number, source in enumerate(sources)
+    ]
+    for tp_rank in range(decode):
+        pool = rank_of(tp_rank, decode, **model).pools
+        names = {claim.component for claim in claims[0]}
+        target = used_with(pool.components, names, pool.stand_ins)
+        shares = {str(number): share_of(target, holds, tp_rank) for number, holds in enumerate(claims)}
+        assert uncovered(target, shares) == ""
+
+
+@pytest.mark.parametrize("rows", ["blocks", "tokens", "auto", "auto, other blocks"])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "latent", "drafter"),
+    [(4, 2, False, 2), (2, 4, False, 2), (4, 4, False, 2), (2, 1, True, 8), (4, 2, True, 2), (1, 4, False, 2)],
+)
+def test_the_heads_of_a_drafter_land_at_the_ranks_that_have_them(
+    prefill: int, decode: int, latent: bool, drafter: int, rows: str
+) -> None:
+    model: dict[str, Any] = {"latent": latent, "drafter": drafter, "size": 4, "rows": rows}
+
+    with ExitStack() as stack:
+        endpoints: list[str] = []
+        sources: list[tuple[WorkerSide, Rank]] = []
+        for tp_rank in range(prefill):
+            rank = rank_of(tp_rank, prefill, **model)
+            rank.fill()
+            base = next(iter(rank.views.values())).ctypes.data
+            client = stack.enter_context(PrefillClient(
+                NodeSettings(node=f"p{tp_rank}", ranks=Ranks(tp_rank, prefill), **OPTIONS),
+                rank.pools.components, writer=WriterOptions(pool_address=base),
+                replicas=rank.pools.replicas,
+            ))  # fmt: skip
+            sources.append((WorkerSide(pools=rank.pools, prefill=client, decode=None, time_left_s=60), rank))
+            endpoints.append(client.endpoint)
+        targets: list[tuple[WorkerSide, Rank]] = []
+        for tp_rank in range(decode):
+            arena = ArenaMemory.create(1 << 16)
+            rank = rank_of(tp_rank, decode, np.frombuffer(arena.mapping.view, np.uint8), **model | {"rows": rows[:6]})
+            client = stack.enter_context(DecodeClient(
+                NodeSettings(node=f"d{tp_rank}", ranks=Ranks(tp_rank, decode), **OPTIONS),
+                rank.pools.components, arena, engine_slots=True, prefix_cache=False,
+                stand_ins=rank.pools.stand_ins, verify=True,
+            ))  # fmt: skip
+            targets.append((WorkerSide(pools=rank.pools, prefill=None, decode=client, time_left_s=60), rank))
+        for side, _ in targets:
+            side.begin(Orders(receives=[Receive("r", room_id("r"), tuple(endpoints), PROMPT, 0, (tuple(TARGET),))]))
+        for side, _ in sources:
+            side.begin(Orders(
+                opens=[Open("r", "r", PROMPT)], chunks=[Chunk("r", (Rows(0, 0, 3, tuple(SOURCE)),), last=True)]
+            ))  # fmt: skip
+            side.end(lambda: None)
+        waiting = dict(enumerate(targets))
+
+        def have_landed() -> bool:
+            for side, _ in sources:
+                side.results(())
+            for index, (side, _) in list(waiting.items()):
+                results = side.results(())
+                assert not results.failed
+                if results.received:
+                    del waiting[index]
+            return not waiting
+
+        wait_for(have_landed)
+        assert all(rank.has_landed() for _, rank in targets)
+
+
+def test_layers_of_which_a_rank_cannot_know_the_heads_are_other_components_at_other_sizes() -> None:
+    """One head at each rank, where the configuration has more: whether ranks share it is not known."""
+
+    def name(tp_size: int) -> str:
+        views = {"model.layers.0.attn": torch.zeros(BLOCKS, 1, TOKENS, 8)}
+        heads = Heads(MODEL, Ranks(1, tp_size))
+        [component] = pools(
+            views, [(KVGroup(0, TOKENS), list(views))], blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=heads
+        ).components
+        return component.name
+
+    assert [name(size) for size in (2, 4, 8)] == ["group0-2", "group0-4", "group0"]

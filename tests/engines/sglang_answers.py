@@ -20,8 +20,8 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
+from pdtransfer.adapters.kit.peers import Remembered  # noqa: E402
 from pdtransfer.adapters.sglang import backend, process  # noqa: E402
-from pdtransfer.adapters.sglang.peers import Refusals  # noqa: E402
 from tests.support.json_values import spoiled  # noqa: E402
 
 SERVER = {
@@ -67,7 +67,7 @@ class Manager(backend.Manager):
         self.attn_tp_size = self.attn_cp_size = self.dcp_size = self.pp_size = 1
         self.attn_cp_rank = self.pp_rank = 0
         self.enable_all_cp_ranks_for_transfer = self.enable_staging = self.defer_decode_allocation = False
-        self.refusals = Refusals()
+        self.refusals = Remembered[str, str](9)
         self.prefill_info_table, self.connection_pool, self.request_status = {}, {}, {}
         self.failure_records, self.heartbeat_failures, self.required_prefill_response_num_table = {}, {}, {}
         self.prefill_response_tracker: dict[int, set[int]] = {}

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.common import kv_to_page_indices
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.server_args import ServerArgs
 
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, HeadCounts
 from pdtransfer.wire import Ranks
 from tests.engines.sglang_pools import Engine, hand_over

@@ -13,12 +13,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from pdtransfer import DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.adapters.kit.cache_memory import CacheMemory
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.sglang import hooks, process
 from pdtransfer.adapters.sglang.decode import ReceivingSide
-from pdtransfer.adapters.sglang.labels import Uses
 from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, extent_of, kv_buffers, pools
 from pdtransfer.adapters.sglang.prefill import SendingSide
+from pdtransfer.adapters.sglang.rooms import Uses
 from pdtransfer.wire import Ranks
 from tests.engines.plugins import sglang_on_cpu
 from tests.support.waiting import wait_for

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.memory_pool import MiniMaxSparseKVPool
 from sglang.srt.mem_cache.minimax_m3_nvfp4_pool import MiniMaxM3Nvfp4KVPool
 from sglang.srt.server_args import ServerArgs
 
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.sglang.pools import HeadCounts
 from pdtransfer.wire import Ranks
 from tests.engines.sglang_pools import Engine, hand_over

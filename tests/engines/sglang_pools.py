@@ -25,9 +25,9 @@ from sglang.srt.mem_cache.common import kv_to_page_indices
 from pdtransfer import DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.adapters.kit.cache_memory import made_in_one_piece
 from pdtransfer.adapters.sglang.decode import ReceivingSide
-from pdtransfer.adapters.sglang.labels import Uses
 from pdtransfer.adapters.sglang.pools import HeadCounts, extent_of, kv_buffers, pools, state_buffers
 from pdtransfer.adapters.sglang.prefill import SendingSide
+from pdtransfer.adapters.sglang.rooms import Uses
 from tests.support.waiting import wait_for
 
 AUX = b"aux!"

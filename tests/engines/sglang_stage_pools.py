@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.utils import build_kv_layer_ids, get_kv_transfer_buf_infos, setup_state_kv_args
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
 
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.sglang.pools import HeadCounts, extent_of, kv_buffers, pools, state_buffers
 from pdtransfer.adapters.sglang.states import drop_empty_states
 from pdtransfer.wire import Ranks

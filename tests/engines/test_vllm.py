@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.adapters.kit.failures_in_a_row import FAILURES_MAX
+from pdtransfer.adapters.kit.ends import FAILURES_MAX
 from pdtransfer.adapters.vllm import figures
 from pdtransfer.bus.keys import generate
 from pdtransfer.handoff.identity_check import ShownIdentity

@@ -30,16 +30,13 @@ from ...handoff.identity_check import shown
 from ...layout.layout import DTYPE_BYTES
 from ...wire import Identity, Ranks
 from ..kit.cache_memory import CacheMemory, Extent
-from ..kit.first_line import first_line
-from ..kit.heads import Heads
-from ..kit.model_facts import dtype_name, model_facts, model_name, named_facts
-from ..kit.reachable import Reachable, RequestError
+from ..kit.facts import dtype_name, first_line, model_facts, model_name, named_facts
+from ..kit.kinds import Heads
+from ..kit.peers import Reachable, Remembered, RequestError
 from . import dialect, process
-from .changes import Change
 from .decode import ReceivingSide
-from .drafters import speculation
-from .labels import Uses
-from .peers import Refusals, check_room, rank_fields, sources_of
+from .options import ELSEWHERE, check_options, speculation
+from .peers import check_room, rank_fields, sources_of
 from .pools import (
     MINIMAX_INDEX,
     OPAQUE,
@@ -54,11 +51,12 @@ from .pools import (
     state_buffers,
 )
 from .prefill import SendingSide, Sent
-from .stages import ELSEWHERE, check_options
+from .rooms import Change, Uses
 from .states import LINEAR, conv_sections, drop_empty_states, states_fact
 
 log = logging.getLogger(f"sglang.srt.{__name__}")
 
+ADDRESSES_MAX = 1_024  # of servers whose faults are remembered
 _DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
 
 
@@ -76,7 +74,7 @@ class Manager(dialect.KVManager):
         self._settings = process.settings()
         self._prefill: SendingSide | None = None
         self._decode: ReceivingSide | None = None
-        self.refusals = Refusals()
+        self.refusals = Remembered[str, str](ADDRESSES_MAX)  # why prefill servers were refused, by their address
         self._model_config = ModelConfig.from_server_args(server_args)
         self._draft_config: Any = None
         self._speculation = speculation(server_args, partial(self._learn_drafter, server_args))
@@ -332,11 +330,11 @@ class Manager(dialect.KVManager):
         try:
             is_known = super().try_ensure_parallel_info(bootstrap_addr)
         except (AssertionError, RuntimeError, RequestError) as error:
-            self.refusals.add(bootstrap_addr, f"prefill at {bootstrap_addr} is refused: {error}")
-            log.error("%s", self.refusals.reason(bootstrap_addr))
+            self.refusals.keep(bootstrap_addr, f"prefill at {bootstrap_addr} is refused: {error}")
+            log.error("%s", self.refusals[bootstrap_addr])
             return False
         if is_known:
-            self.refusals.discard(bootstrap_addr)
+            self.refusals.pop(bootstrap_addr, None)
         return is_known
 
     def _resolve_rank_mapping(self, info: Any) -> None:
@@ -488,7 +486,7 @@ class Receiver(dialect.KVReceiver):
             self.ensure_abort_notified()
             return
         super().abort()
-        if reason := self.kv_mgr.refusals.reason(self.bootstrap_addr):
+        if reason := self.kv_mgr.refusals.get(self.bootstrap_addr):
             self.kv_mgr.record_failure(self.bootstrap_room, reason)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:

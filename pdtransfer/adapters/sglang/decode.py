@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 
 from ...client.api import Cause, DecodeClient, KVPoll, RoomDrained, RoomFailed, RoomReady
 from ...errors import LocalProtocolError
-from ..kit.failures_in_a_row import FailuresInARow
-from .changes import Change
-from .labels import Uses
+from ..kit.ends import FailuresInARow
 from .pools import CachePart, KVPools
+from .rooms import Change, Uses
 
 Indices = NDArray[np.integer]
 

@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from ...errors import ConfigError
-from .drafters import drafter_with_kv
+from .options import drafter_with_kv
 
 # Since 0.5.23 the common classes send, poll and fail by themselves, and all ranks of decode free the pages of a failed
 # request together, once nobody can write them.

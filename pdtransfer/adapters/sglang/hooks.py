@@ -19,12 +19,11 @@ from sglang.srt.server_args import add_disagg_transfer_backend_choices
 from torch.distributed import ReduceOp
 
 from ..kit.cache_memory import CacheMemory, made_in_one_piece
-from ..kit.reachable import RequestError
+from ..kit.peers import RequestError
 from . import dialect, process
-from .drafters import check_drafter
+from .options import Ended, check_drafter, ended_here, ended_so_far
 from .peers import NO_SERVER, dp_ranks, server_fields
 from .pools import Buffers, extent_of
-from .stages import Ended, ended_here, ended_so_far
 
 NAME = "pdtransfer"
 

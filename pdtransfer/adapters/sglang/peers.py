@@ -18,9 +18,8 @@ from ...errors import RemoteProtocolError
 from ...limits import PEERS_MAX
 from ...schema import convert
 from ...wire.ranks import SIZE_MAX
-from ..kit.reachable import Reachable, RequestError
+from ..kit.peers import Reachable, RequestError
 
-ADDRESSES_MAX = 1_024  # of servers whose faults are remembered
 _TEXT_LENGTH_MAX = 256
 _ROOM_MAX = 2**63 - 1
 
@@ -108,25 +107,3 @@ def sources_of(ranks: Sequence[dict[str, Any]], reachable: Reachable) -> list[st
         sources.append(f"{key}{separator}{address_of(host, rank['rank_port'])}")
         reachable.check(sources[-1])
     return sources
-
-
-class Refusals:
-    """Why prefill servers were refused, by the address of their bootstrap server."""
-
-    def __init__(self) -> None:
-        self._reasons: dict[str, str] = {}  # the oldest first
-
-    def add(self, address: str, reason: str) -> None:
-        """A server does not fit."""
-        self._reasons.pop(address, None)
-        self._reasons[address] = reason
-        if len(self._reasons) > ADDRESSES_MAX:
-            del self._reasons[next(iter(self._reasons))]
-
-    def discard(self, address: str) -> None:
-        """It fits now. Idempotent."""
-        self._reasons.pop(address, None)
-
-    def reason(self, address: str) -> str:
-        """Why a server was refused last; empty if it was not."""
-        return self._reasons.get(address, "")

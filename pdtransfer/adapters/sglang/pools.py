@@ -31,8 +31,7 @@ from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from ...limits import AUX_BYTES_MAX, COMPONENTS_MAX
 from ...wire import Ranks
 from ..kit.cache_memory import Extent, Target
-from ..kit.heads import Heads
-from ..kit.state_parts import StatePart, state_planes
+from ..kit.kinds import Heads, StatePart, state_planes
 from .states import LINEAR, Sections, item_parts
 
 Memory = Literal["dram", "hbm"]

@@ -25,11 +25,9 @@ from ...client.api import (
     RoomLanded,
     RoomLeased,
 )
-from ..kit.failures_in_a_row import FailuresInARow
-from ..kit.quiesce import Quiescence
-from .changes import Change
-from .labels import Meetings
+from ..kit.ends import FailuresInARow, Quiescence
 from .pools import OF_KV, PAGE_SIZE_MAX, CachePart, KVPools
+from .rooms import Change, Meetings
 
 Indices = NDArray[np.integer]
 

@@ -16,7 +16,7 @@ from itertools import chain
 from math import gcd
 from typing import Any
 
-from ..kit.state_parts import StatePart, described
+from ..kit.kinds import StatePart, described
 
 LINEAR = "mamba"  # SGLang's name for these states
 Sections = tuple[int, ...]  # the channels of each section of a convolution, of all ranks together

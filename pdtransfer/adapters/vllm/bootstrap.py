@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from ...bus.keys import Address, Endpoint
-from ..kit.reachable import RequestError
+from ..kit.peers import RequestError
 
 READ_S = 2.0  # that a client has for its request: one is answered after another
 _NAME = re.compile(r"(?P<engine_id>.+)@(?P<host>[^@/]+):(?P<port>\d{1,5})/(?P<tp>\d{1,4})x(?P<pp>\d{1,4})")

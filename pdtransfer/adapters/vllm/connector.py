@@ -27,14 +27,12 @@ from ...errors import ConfigError
 from ...handoff.identity_check import shown
 from ...wire import Ranks
 from ..kit.cache_memory import CacheMemory, Extent
-from ..kit.first_line import first_line
-from ..kit.model_facts import model_name
-from ..kit.reachable import Reachable
+from ..kit.facts import first_line, model_name
+from ..kit.peers import Reachable
 from . import dialect
 from .bootstrap import Bootstrap, name_of
-from .context_parallel import dcp_sizes_of, keep_blocks_whole
 from .drafter import layers_with_kv
-from .host_pool import host_pool_of, sparse_indices, tables_of
+from .kinds import dcp_sizes_of, host_pool_of, keep_blocks_whole, sparse_indices, tables_of
 from .kv_scales import check_cache_dtype
 from .orders import Orders
 from .pools import Locate, Pools, pools, range_of, with_heads

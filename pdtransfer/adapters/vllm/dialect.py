@@ -16,13 +16,12 @@ from vllm.logger import init_logger
 
 from ...errors import ConfigError
 from ...wire import Ranks
-from ..kit.heads import Heads
-from ..kit.model_facts import config_digest, dtype_name, model_facts, named_facts
-from ..kit.state_parts import StatePart, described
+from ..kit.facts import config_digest, dtype_name, model_facts, named_facts
+from ..kit.kinds import Heads, StatePart, described
 from . import kv_scales, token_rows
 from .drafter import is_of_drafter, layers_with_kv, speculation
+from .kinds import parts_of
 from .orders import KVGroup
-from .states import parts_of
 from .token_rows import Kinds
 
 log = init_logger(f"vllm.{__name__}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..kit.model_facts import config_digest
+from ..kit.facts import config_digest
 
 _WITHOUT_KV = {"ngram", "ngram_gpu", "suffix", "medusa"}  # methods of speculation
 

@@ -19,8 +19,7 @@ from ...errors import RemoteProtocolError
 from ...limits import PEERS_MAX
 from ...schema import convert
 from ...wire.ranks import SIZE_MAX, label, ranks_of
-from ..kit import bootstrap_rooms
-from ..kit.reachable import Reachable, RequestError
+from ..kit.peers import Reachable, RequestError, room_of
 from . import bootstrap
 
 TEXT_LENGTH_MAX = 256
@@ -81,7 +80,7 @@ class ReceiveFrom:
         """The room of the request of this engine."""
         if self.bootstrap_room is None:
             return room_id(self.label)
-        return bootstrap_rooms.room_of(self.bootstrap_room, room_id(request_id))
+        return room_of(self.bootstrap_room, room_id(request_id))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ other tensor-parallel sizes take their own.
 Where it is known how blocks hold their tokens, rows may be tokens: then block sizes, backends and engines may differ.
 A cache may be described by both. Its tokens then stand in for its blocks, with peers whose blocks are others.
 
-The states of linear attention and of convolutions are one row a request (states.py).
+The states of linear attention and of convolutions are one row a request (kinds.py).
 
 With decode context parallelism a group's blocks are shared out among several components, its stripes: component i of n
 has blocks i, i + n, i + 2 n and so on. Its rows are n blocks apart, and have the tokens of one block. All engines of a
@@ -31,8 +31,7 @@ from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from ...layout.layout_builders import Axis, strided_layout
 from ...limits import COMPONENTS_MAX
 from ...wire import Ranks
-from ..kit.heads import Heads
-from ..kit.state_parts import StatePart, state_planes
+from ..kit.kinds import Heads, StatePart, state_planes
 from .orders import KVGroup
 
 Memory = Literal["dram", "hbm"]

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from ...client.api import room_id
 from ...errors import ConfigError
-from ..kit.reachable import Reachable, RequestError
+from ..kit.peers import Reachable, Remembered, RequestError
 from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw, slots_of
 from .params import GiveUp, Identify, ReceiveFrom, SendTo, Wanted, answer, own_label, parse, shared_id
 
@@ -163,9 +163,9 @@ class SchedulerSide:
         self._kept: dict[str, list[Any]] = {}  # by request: blocks that vLLM frees before they are sent
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
-        self._sent: dict[str, str] = {}  # the first request of each transfer_id, oldest first
-        self._shared: dict[str, str] = {}  # that of each id which decode may know without an answer
-        self._received: dict[str, str] = {}  # that of each label
+        self._sent = Remembered[str, str](LABELS_MAX)  # the first request of each transfer_id, oldest first
+        self._shared = Remembered[str, str](LABELS_MAX)  # that of each id which decode may know without an answer
+        self._received = Remembered[str, str](LABELS_MAX)  # that of each label
         self._orders = Orders()
 
     def on_ranks(self, announced: Mapping[tuple[int, int], RankAnnouncement]) -> None:
@@ -469,9 +469,8 @@ def drop_last_tokens(request: Any, count: int) -> None:
     request.max_tokens = 1
 
 
-def _first(labels: dict[str, str], label: str, name: str) -> str:
+def _first(labels: Remembered[str, str], label: str, name: str) -> str:
     """The first request of a label, which is `name` if no other is remembered."""
-    first = labels.setdefault(label, name)
-    if len(labels) > LABELS_MAX:
-        del labels[next(iter(labels))]
-    return first
+    if label not in labels:
+        labels.keep(label, name)
+    return labels[label]

@@ -29,8 +29,7 @@ from ...client.api import (
     room_id,
 )
 from ...handoff.cell_sizes import is_full
-from ..kit.failures_in_a_row import FailuresInARow
-from ..kit.quiesce import Quiescence
+from ..kit.ends import FailuresInARow, Quiescence
 from . import figures
 from .orders import Chunk, Open, Orders, Receive, Refuse, Withdraw
 from .pools import BlockRows, Pools

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdtransfer import Cause
-from pdtransfer.adapters.kit.failures_in_a_row import WHAT_TO_DO, FailuresInARow
+from pdtransfer.adapters.kit.ends import WHAT_TO_DO, FailuresInARow
 from tests.library.adapters.warnings_in_a_row import in_a_row
 
 

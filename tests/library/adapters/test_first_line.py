@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from pdtransfer import NodeSettings, weights_digest
-from pdtransfer.adapters.kit.first_line import DIGITS, first_line
-from pdtransfer.adapters.kit.model_facts import config_digest, model_facts
+from pdtransfer.adapters.kit.facts import DIGITS, config_digest, first_line, model_facts
 from tests.support.document_commands import section, stated_lines
 
 FACTS = {

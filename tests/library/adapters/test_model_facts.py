@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 import torch
 
 from pdtransfer import weights_digest
-from pdtransfer.adapters.kit.model_facts import model_facts, model_name, named_facts
+from pdtransfer.adapters.kit.facts import model_facts, model_name, named_facts
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,

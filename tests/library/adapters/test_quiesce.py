@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pdtransfer.adapters.kit.quiesce import QUIESCE_S, Quiescence
+from pdtransfer.adapters.kit.ends import QUIESCE_S, Quiescence
 
 
 class Client:

@@ -12,12 +12,11 @@ import numpy as np
 
 from pdtransfer import ArenaMemory, DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.adapters.kit.cache_memory import CacheMemory
-from pdtransfer.adapters.kit.heads import Heads
-from pdtransfer.adapters.sglang.changes import Change
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.sglang.decode import ReceivingSide
-from pdtransfer.adapters.sglang.labels import Uses
 from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, KVPools, extent_of, kv_buffers, pools, state_buffers
 from pdtransfer.adapters.sglang.prefill import SendingSide, Sent
+from pdtransfer.adapters.sglang.rooms import Change, Uses
 from pdtransfer.adapters.sglang.states import drop_empty_states
 from pdtransfer.wire import Ranks
 from tests.support.client_pair import LIMITS

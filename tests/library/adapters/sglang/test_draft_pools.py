@@ -15,7 +15,7 @@ import torch
 
 from pdtransfer.adapters.kit.cache_memory import Extent
 from pdtransfer.adapters.sglang import process
-from pdtransfer.adapters.sglang.drafters import drafter_with_kv
+from pdtransfer.adapters.sglang.options import drafter_with_kv
 from pdtransfer.errors import ConfigError
 from tests.library.adapters.sglang.sglang_modules import ServerArgs, module, with_stand_ins
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.adapters.sglang.drafters import speculation
+from pdtransfer.adapters.sglang.options import speculation
 
 
 def engine(drafter: str | None, path: str | None = "head", revision: str | None = None) -> SimpleNamespace:

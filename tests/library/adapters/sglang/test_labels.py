@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pdtransfer.adapters.sglang.labels import Meetings, Uses
+from pdtransfer.adapters.sglang.rooms import Meetings, Uses
 
 
 def nobody(_: int) -> None:

@@ -21,11 +21,10 @@ from pdtransfer import (
     RoomLeased,
     RoomReady,
 )
-from pdtransfer.adapters.sglang.changes import Change
 from pdtransfer.adapters.sglang.decode import ReceivingSide
-from pdtransfer.adapters.sglang.labels import Uses
 from pdtransfer.adapters.sglang.pools import KVPools
 from pdtransfer.adapters.sglang.prefill import SendingSide
+from pdtransfer.adapters.sglang.rooms import Change, Uses
 from pdtransfer.wire import Ranks
 from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, Pool, described_of
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.adapters.kit.reachable import Reachable, RequestError
+from pdtransfer.adapters.kit.peers import Reachable, Remembered, RequestError
 from pdtransfer.adapters.sglang.peers import (
-    ADDRESSES_MAX,
-    Refusals,
     check_room,
     dp_ranks,
     rank_fields,
@@ -96,18 +94,8 @@ def test_more_ranks_than_a_room_can_have_are_refused() -> None:
         server_fields(SERVER | {"attn_tp_size": 64, "pp_size": 5})
 
 
-def test_why_a_server_was_refused_is_known_until_it_fits() -> None:
-    refusals = Refusals()
-    refusals.add("127.0.0.1:1", "one")
-    refusals.add("127.0.0.1:1", "two")
-    assert (refusals.reason("127.0.0.1:1"), refusals.reason("127.0.0.1:2")) == ("two", "")
-    refusals.discard("127.0.0.1:1")
-    refusals.discard("127.0.0.1:1")
-    assert refusals.reason("127.0.0.1:1") == ""
-
-
-def test_reasons_are_bounded() -> None:
-    refusals = Refusals()
-    for index in range(ADDRESSES_MAX + 1):
-        refusals.add(str(index), "why")
-    assert (refusals.reason("0"), refusals.reason("1"), refusals.reason(str(ADDRESSES_MAX))) == ("", "why", "why")
+def test_the_oldest_entries_are_forgotten() -> None:
+    table = Remembered[str, str](2)
+    for key, value in (("a", "one"), ("b", "one"), ("a", "two"), ("c", "one")):
+        table.keep(key, value)
+    assert dict(table) == {"a": "two", "c": "one"}

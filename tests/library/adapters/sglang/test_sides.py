@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer import Cause, KVPoll, RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased
-from pdtransfer.adapters.kit.bootstrap_rooms import room_of
+from pdtransfer.adapters.kit.peers import room_of
 from pdtransfer.adapters.sglang.prefill import SendingSide
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.wire import Ranks

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 from pdtransfer import KVPoll as HandOff
 from pdtransfer.adapters.sglang import process
-from pdtransfer.adapters.sglang.stages import ELSEWHERE, Ended, check_options, ended_here, ended_so_far
+from pdtransfer.adapters.sglang.options import ELSEWHERE, Ended, check_options, ended_here, ended_so_far
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import Ranks
 from tests.library.adapters.sglang.sglang_modules import ROOM, KVPoll, KVTransferError, ServerArgs, with_stand_ins

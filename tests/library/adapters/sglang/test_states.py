@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
 from pdtransfer import KVPoll
-from pdtransfer.adapters.kit.state_parts import StatePart
+from pdtransfer.adapters.kit.kinds import StatePart
 from pdtransfer.adapters.sglang.pools import Buffers
 from pdtransfer.adapters.sglang.states import Sections, conv_sections, item_parts, states_fact
 from tests.library.adapters.sglang.sglang_ranks import AUX, HEADS, REQUESTS, Pool, slots_of, stage_of, world

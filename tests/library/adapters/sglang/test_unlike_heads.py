@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: pip install '.[transformers]'")
 
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, pools
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.sharing import holds_of, share_of, uncovered

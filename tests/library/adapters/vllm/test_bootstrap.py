@@ -10,7 +10,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from pdtransfer.adapters.kit.reachable import Reachable, RequestError
+from pdtransfer.adapters.kit.peers import Reachable, RequestError
 from pdtransfer.adapters.vllm.bootstrap import Bootstrap, name_of, params_of
 from pdtransfer.adapters.vllm.params import ReceiveFrom, parse
 from pdtransfer.bus.keys import AllowList, generate_pair

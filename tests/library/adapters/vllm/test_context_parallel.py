@@ -19,9 +19,9 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 import torch
 
 from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions
-from pdtransfer.adapters.kit.heads import Heads
-from pdtransfer.adapters.kit.reachable import Reachable
-from pdtransfer.adapters.vllm.context_parallel import dcp_sizes_of, keep_blocks_whole
+from pdtransfer.adapters.kit.kinds import Heads
+from pdtransfer.adapters.kit.peers import Reachable
+from pdtransfer.adapters.vllm.kinds import dcp_sizes_of, keep_blocks_whole
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.scheduler import ScheduledStep, SchedulerSide

@@ -18,9 +18,9 @@ import torch
 
 from pdtransfer import DecodeClient, NodeSettings, PrefillClient, WriterOptions, room_id
 from pdtransfer.adapters.kit.cache_memory import CacheMemory, Extent
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm import worker
-from pdtransfer.adapters.vllm.host_pool import host_pool_of, sparse_indices, tables_of
+from pdtransfer.adapters.vllm.kinds import host_pool_of, sparse_indices, tables_of
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows, slots_of
 from pdtransfer.adapters.vllm.pools import INDEX, Pools, pools, range_of
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide

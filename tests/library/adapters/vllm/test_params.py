@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.adapters.kit.bootstrap_rooms import USE_BITS, tag_of
-from pdtransfer.adapters.kit.reachable import Reachable, RequestError
+from pdtransfer.adapters.kit.peers import USE_BITS, Reachable, RequestError, tag_of
 from pdtransfer.adapters.vllm.params import GiveUp, Identify, ReceiveFrom, SendTo, answer, parse, shared_id
 from pdtransfer.bus.keys import AllowList, generate_pair
 from tests.support.json_values import spoiled

@@ -12,11 +12,10 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer.adapters.kit.heads import Heads
-from pdtransfer.adapters.kit.state_parts import StatePart, described, state_planes
+from pdtransfer.adapters.kit.kinds import Heads, StatePart, described, state_planes
+from pdtransfer.adapters.vllm.kinds import parts_of
 from pdtransfer.adapters.vllm.orders import KVGroup
 from pdtransfer.adapters.vllm.pools import Pools, layer_number, pools, range_of, with_heads
-from pdtransfer.adapters.vllm.states import parts_of
 from pdtransfer.errors import ConfigError, LayoutMismatchError
 from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.layout.pairing import pair

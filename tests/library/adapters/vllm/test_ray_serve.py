@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pdtransfer.adapters.kit.reachable import Reachable
+from pdtransfer.adapters.kit.peers import Reachable
 from pdtransfer.adapters.vllm.params import ReceiveFrom, SendTo, parse
 from pdtransfer.adapters.vllm.settings import ConnectorSettings
 from pdtransfer.errors import ConfigError

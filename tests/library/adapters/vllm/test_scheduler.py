@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdtransfer import room_id
-from pdtransfer.adapters.kit.reachable import Reachable
+from pdtransfer.adapters.kit.peers import Reachable
 from pdtransfer.adapters.vllm import scheduler
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.params import ReceiveFrom, parse

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 import torch
 
 from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions, room_id
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm import figures
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools

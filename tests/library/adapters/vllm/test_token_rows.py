@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 
 import torch
 
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm.orders import KVGroup
 from pdtransfer.adapters.vllm.pools import Pools, pools, range_of
 from pdtransfer.adapters.vllm.token_rows import kinds_of

@@ -28,7 +28,7 @@ from pdtransfer import (
     WriterOptions,
     room_id,
 )
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm.drafter import KVLayers
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools

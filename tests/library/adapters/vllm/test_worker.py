@@ -28,11 +28,11 @@ from pdtransfer import (
     WriterOptions,
     room_id,
 )
-from pdtransfer.adapters.kit.heads import Heads
+from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm import figures, worker
+from pdtransfer.adapters.vllm.kinds import StatePart
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.pools import Pools, pools
-from pdtransfer.adapters.vllm.states import StatePart
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.handoff import cell_sizes
 from pdtransfer.memory.hbm import Hbm

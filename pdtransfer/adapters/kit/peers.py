@@ -1,8 +1,14 @@
-"""Which peers a decode engine may dial, where a request names them."""
+"""Which peers a decode engine may dial, where a request names them, and the rooms of a request that SGLang numbers.
+
+A room of ours is used once, and clients may use a bootstrap_room again: after a failure, or to have a prompt computed
+anew. So decode numbers the uses. Its room has the hash of the bootstrap_room in the upper bits, and the use in the
+lower ones. Prefill opens the room that decode asks for: it knows the request by the upper bits."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
+from typing import TypeVar
 
 from ...bus.keys import AllowList, Endpoint, is_literal, is_loopback
 from ...errors import ConfigError
@@ -44,3 +50,34 @@ class Reachable:
         if key is None:
             raise RequestError(f"remote_engine_id: {name!r} is not on this engine's list of peers")
         return f"{key}@"
+
+
+USE_BITS = 20
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def tag_of(bootstrap_room: int) -> int:
+    """The upper bits of the rooms of a bootstrap_room."""
+    return int.from_bytes(sha256(b"%d" % bootstrap_room).digest()[:8], "little") >> USE_BITS or 1  # no room is 0
+
+
+def room_of(bootstrap_room: int, use: int) -> int:
+    """A room of a bootstrap_room, by the lower bits of the number of its use."""
+    return tag_of(bootstrap_room) << USE_BITS | use % (1 << USE_BITS)
+
+
+class Remembered(dict[K, V]):
+    """Entries of which at most `count_max` are kept: the oldest one goes first."""
+
+    def __init__(self, count_max: int) -> None:
+        super().__init__()
+        self._count_max = count_max
+
+    def keep(self, key: K, value: V) -> None:
+        """The newest entry from now on."""
+        self.pop(key, None)
+        self[key] = value
+        if len(self) > self._count_max:
+            del self[next(iter(self))]

@@ -1,12 +1,15 @@
-"""SGLang's drafters: which of them have a KV cache, and what a decode engine cannot do with it."""
+"""What SGLang's options have a decode engine do with drafters and pipeline stages, and what it cannot do with them.
+
+SGLang's stages pass on, from the first to the last and then once more from the first, which requests have ended at all
+of them. They do not pass on how each has ended: one stage would go on with a request that another one has dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...errors import ConfigError
-from ..kit.model_facts import config_digest
+from ..kit.facts import config_digest
 
 _WITHOUT_KV = {"NGRAM", "FROZEN_KV_MTP", "UNO"}  # of their own
 # What SGLang writes into a model's configuration because of an engine's options.
@@ -38,3 +41,29 @@ def check_drafter(server_args: Any, *, on_host: bool) -> None:
             f"disaggregation_decode_host_receive_threshold: the KV of a drafter ({drafter}) "
             "cannot land in host memory. Leave out this option, or speculative_algorithm on both engines"
         )
+
+
+Ended = Mapping[str, str]
+"""Requests that have ended, and why each has failed; empty for one that has landed."""
+
+ELSEWHERE = "it failed at another rank of its decode engine"
+
+
+def check_options(server_args: Any) -> None:
+    """Raises ConfigError for what loads a request at one stage of a decode engine when the others do not know it."""
+    if server_args.pp_size > 1 and server_args.disaggregation_mode == "decode":
+        for option in ("enable_hierarchical_cache", "enable_hisparse"):
+            if getattr(server_args, option):
+                raise ConfigError(f"{option}: stages of a decode engine do not agree yet when a request is loaded")
+
+
+def ended_here(requests: Iterable[tuple[str, bool, bool, str]]) -> Ended:
+    """Of the requests of one stage: by its id, whether each has ended at all ranks of the stage, whether it has failed
+    at one of them, and why at this one, where it is known."""
+    return {rid: (reason or ELSEWHERE) if failed else "" for rid, ended, failed, reason in requests if ended}
+
+
+def ended_so_far(before: Ended, here: Ended) -> Ended:
+    """The requests that have ended at the stages before this one and at this one; the first stage that has a reason
+    gives it."""
+    return {rid: reason or here[rid] for rid, reason in before.items() if rid in here}

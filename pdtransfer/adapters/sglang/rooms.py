@@ -1,17 +1,26 @@
-"""Both sides of the rooms in `bootstrap_rooms`: decode numbers the uses of each bootstrap_room, and prefill meets the
-rooms that decode asks for."""
+"""Both sides of the rooms of a bootstrap_room: decode numbers its uses, prefill meets the rooms that decode asks for,
+and both report how its state changes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
 
-from ..kit.bootstrap_rooms import USE_BITS, room_of, tag_of
+from ...client.api import KVPoll
+from ..kit.peers import USE_BITS, Remembered, room_of, tag_of
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A request, by its bootstrap_room, is in another state; `reason` is why it failed."""
+
+    bootstrap_room: int
+    state: KVPoll
+    reason: str = ""
+
 
 _KEPT_MAX = 65_536
-
-T = TypeVar("T")
 
 
 class Uses:
@@ -19,12 +28,12 @@ class Uses:
 
     def __init__(self, first: int) -> None:
         self._first = first
-        self._next: dict[int, int] = {}  # by bootstrap_room, the oldest first
+        self._next = Remembered[int, int](_KEPT_MAX)  # by bootstrap_room, the oldest first
 
     def room(self, bootstrap_room: int) -> int:
         """A room that no request had before, unless it was one of 2**20 of the same bootstrap_room."""
         use = self._next.pop(bootstrap_room, self._first)
-        _keep(self._next, bootstrap_room, use + 1)
+        self._next.keep(bootstrap_room, use + 1)
         return room_of(bootstrap_room, use)
 
 
@@ -47,8 +56,8 @@ class Meetings:
         self._opened, self._refused = opened, refused
         self._kept_s, self._clock = kept_s, clock
         self._waiting: dict[int, int] = {}  # bootstrap_room by tag
-        self._asked: dict[int, int] = {}  # room by tag, the oldest first
-        self._given_up: dict[int, float] = {}  # until when it is known, by tag, the oldest first
+        self._asked = Remembered[int, int](_KEPT_MAX)  # room by tag, the oldest first
+        self._given_up = Remembered[int, float](_KEPT_MAX)  # until when it is known, by tag, the oldest first
 
     def wait(self, bootstrap_room: int) -> None:
         """A request is here."""
@@ -66,7 +75,7 @@ class Meetings:
         elif self._given_up.pop(tag, 0.0) > self._clock():
             self._refused(room)
         else:
-            _keep(self._asked, tag, room)
+            self._asked.keep(tag, room)
 
     def met(self, bootstrap_room: int) -> None:
         """The request has its room, or has ended. Idempotent."""
@@ -76,11 +85,4 @@ class Meetings:
         """The request has ended, and decode has not asked for it yet: the first room that it asks for is refused, as
         long as decode waits for one."""
         self.met(bootstrap_room)
-        _keep(self._given_up, tag_of(bootstrap_room), self._clock() + self._kept_s)
-
-
-def _keep(kept: dict[int, T], key: int, value: T) -> None:
-    kept.pop(key, None)
-    kept[key] = value
-    if len(kept) > _KEPT_MAX:
-        del kept[next(iter(kept))]
+        self._given_up.keep(tag_of(bootstrap_room), self._clock() + self._kept_s)

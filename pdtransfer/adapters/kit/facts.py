@@ -1,8 +1,7 @@
 """What peers of any engine compare: the model that a KV cache is of, and how its numbers are stored.
 
 Layouts are compared when a session begins. These facts are what no layout shows: that the same token has the same
-numbers in both caches.
-"""
+numbers in both caches. An engine logs them at its start."""
 
 from __future__ import annotations
 
@@ -10,6 +9,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
+
+from ...wire import Identity
 
 _SHAPE = (  # of a model's configuration: what makes its keys and values
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -95,3 +96,25 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     return rope
+
+
+DIGITS = 8  # of the digest: two engines whose line has the same ones fit
+_USUAL = "", "0", "null", "None", "auto"
+
+
+def first_line(identity: Identity, where: str, *, both: bool = False) -> str:
+    """One line. `where` is what the engine does with KV. The facts of the model's configuration are many: the digest
+    stands for them, and `pdtransfer doctor` lists them."""
+    facts = {fact.name: fact.value for fact in identity.facts}
+    settings = "".join(f"{name}={_word(value)} " for name, value in facts.items() if _is_shown(name, value))
+    role = "prefill and decode" if both else identity.role
+    digest = identity.weights.hex()[:DIGITS]
+    return f"pdtransfer {role}: {where}; model={_word(identity.model)} {settings}facts={digest}"
+
+
+def _is_shown(name: str, value: str) -> bool:
+    return name not in OF_MODEL | {"engine"} and not name.startswith("rope.") and value not in _USUAL
+
+
+def _word(value: str) -> str:
+    return value if value.isprintable() and value and not set(value) & set(" ='\"") else repr(value)

@@ -95,7 +95,6 @@ class Limits:
 # The least and the most that a limit may be, where these do not follow from its unit.
 LIMIT_BOUNDS: dict[str, tuple[float, float]] = {
     "window": (1, 0xFFFF),  # travels as u16
-    "queue_max": (0, 1 << 20),
     "inflight_bytes_max": (1 << 20, 1 << 50),
     "prompts_bytes_max": (PROMPT_BYTES_MAX, 1 << 50),
     "quarantine_fraction_max": (0.0, 1.0),

@@ -225,6 +225,14 @@ def is_loopback(address: str) -> bool:
     return all(is_loopback_host(str(answer[4][0])) for answer in addresses)
 
 
+def check_dialled(name: str, host: str) -> None:
+    """Raises ConfigError for a setting that is not a host to dial."""
+    try:
+        Endpoint.parse(address_of(host, 1) if is_literal(host) else f"tcp://{host}:1")
+    except ConfigError as error:
+        raise ConfigError(f"{name} = {host!r}: must be a host to dial, without a port ({error})") from None
+
+
 def check_exposure(address: str, *, named: str, keyed: bool, insecure: bool) -> None:
     """Raises ConfigError where binding `address` would admit other hosts without keys and without `insecure`."""
     if not keyed and not insecure and not is_loopback(address):

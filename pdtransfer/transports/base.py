@@ -150,7 +150,8 @@ class Transport(Protocol):
         ...
 
     def check(self, network: Network) -> None:
-        """Raises ConfigError where no writer could reach an arena under these options."""
+        """Raises ConfigError, with the field, where every hand-off would fail under these options, on either side: a
+        process asks before it serves."""
         ...
 
     def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:

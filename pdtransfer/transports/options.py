@@ -25,6 +25,7 @@ class Network:
     host: str = ""  # the name or IPv4 address that peers dial; by default this host's address on the way to the peer
     ports: tuple[int, int] = (21_000, 21_999)  # [first, last], to listen on
     protocol: Protocol = "tcp"
+    bind: str = ""  # where peers reach the node itself, tcp://host:port; empty: not known here
     # Whether peers of this node are on its own host alone: auto then takes nothing that listens beyond it.
     loopback: bool = False
     guard: PortGuard | None = None  # opens their ports to peers with a session alone; NodeSettings bring it

@@ -24,6 +24,7 @@ from .base import Transport
 from .engines import EngineTransport
 from .mooncake import MooncakeLibrary
 from .nixl import NixlLibrary
+from .options import Network
 from .shm import ShmTransport
 
 TRANSPORTS: dict[str, Transport] = {
@@ -48,6 +49,14 @@ def register(transport: Transport) -> None:
     if len(TRANSPORTS) >= TRANSPORTS_MAX:
         raise ConfigError(f"transport {transport.name}: {len(TRANSPORTS)} are registered, the most is {TRANSPORTS_MAX}")
     TRANSPORTS[transport.name] = transport
+
+
+def check(name: str, network: Network) -> None:
+    """Raises ConfigError for a name that `--transport` does not accept, and for options under which every hand-off over
+    that transport would fail. Auto has shared memory, which needs none."""
+    check_name(name)
+    if name != "auto":
+        TRANSPORTS[name].check(network)
 
 
 def check_name(name: str) -> None:

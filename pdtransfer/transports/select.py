@@ -27,7 +27,7 @@ from .copier import CANCELLED
 from .device_events import EventQueue
 from .gpu_launcher import WriterGpu, prepare_copies
 from .options import ArenaOptions, WriterOptions
-from .registry import TRANSPORTS
+from .registry import TRANSPORTS, check
 from .shm.handover import host
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def _different(host: str, theirs: Identity) -> list[str]:
 class DecodeTransports:
     """What a decode rank's arena is offered over: each session has its transport from `offer` until `forget`.
 
-    Make it on the loop's thread. Raises TransportError where the transport of `options` cannot be used.
+    Make it on the loop's thread. Raises ConfigError or TransportError where the transport of `options` cannot be used.
     """
 
     def __init__(
@@ -123,6 +123,7 @@ class DecodeTransports:
         lost: Callable[[int, str], None] = lambda _, __: None,
     ) -> None:
         """`lost` is called for a session whose hand-over has ended by itself: it is quiet."""
+        check(options.transport, options.network)
         self.taken = taken(options.transport)
         self._made = {
             name: TRANSPORTS[name].arena(arena, options, hbm_direct=hbm_direct, lost=lost) for name in self.taken
@@ -202,6 +203,7 @@ class PrefillTransports:
         """`wrote` gets the end of each write, `spans` each launch of a GPU. `lost` is called for a session that can
         write no more, and is to be fenced; `broken` for a room whose CUDA event failed: its writes stay held back until
         they are cancelled or have failed; `wake_hint` as in WakeHint."""
+        check(options.transport, options.network)
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
         gpu = self._gpu = None if options.device is None else WriterGpu(options.device, spans)

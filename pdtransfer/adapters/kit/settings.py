@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from ...bounds import bound, match, port_range
-from ...bus.keys import Address, AllowList, KeyPair, address_of, check_exposure, is_loopback, key_of
+from ...bus.keys import Address, AllowList, KeyPair, address_of, check_dialled, check_exposure, is_loopback, key_of
 from ...errors import ConfigError
 from ...limits import HOST_BUFFER_GIB, HOST_BUFFER_GIB_MAX, HOST_BUFFER_GIB_MIN, Limits
 from ...threads import AUTO, cpus_of
 from ...transports.options import Network, Protocol
-from ...transports.registry import check_name
+from ...transports.registry import check
 from ...wire import Ranks
 
 TIME_LEFT_S_MAX = 86_400.0
@@ -62,15 +62,15 @@ class Settings:
         if address.wildcard and not self.advertise:
             raise ConfigError(f"{named}: peers cannot dial that: set advertise to a host that they can")
         if self.advertise:
-            match("advertise", self.advertise, r"[0-9A-Za-z._:-]{1,200}", "a host")
+            check_dialled("advertise", self.advertise)
         match("model", self.model, r"[ -~]{0,128}", "at most 128 printable ASCII characters")
         bound("time_left_s", self.time_left_s, 1.0, TIME_LEFT_S_MAX)
         bound("silence_s", self.silence_s, SILENCE_S_MIN, SILENCE_S_MAX)
         cpus_of(self.client_cpus, named="client_cpus")
         bound("copy_threads", self.copy_threads, 1, 64)
         bound("host_buffer_gib", self.host_buffer_gib, HOST_BUFFER_GIB_MIN, HOST_BUFFER_GIB_MAX)
-        check_name(self.transport)
         port_range("transport_ports", self.transport_ports)
+        check(self.transport, self.network)
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], where: str) -> Self:
@@ -96,8 +96,9 @@ class Settings:
         """How peers on other hosts reach this engine's transports."""
         ports = port_range("transport_ports", self.transport_ports)
         return Network(
-            host=self.advertise, ports=ports, protocol=self.transport_protocol, loopback=is_loopback(self.bind)
-        )
+            host=self.advertise, ports=ports, protocol=self.transport_protocol, bind=self.bind,
+            loopback=is_loopback(self.bind),
+        )  # fmt: skip
 
     def bind_of(self, rank: int) -> str:
         """Where a rank listens, by its number among the ranks of all engines that share this setting."""

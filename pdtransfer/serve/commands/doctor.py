@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from json import dumps
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from ...bounds import port_range
 from ...environment import complete_environment, pip_install
 from ...probe import KERNEL, Probe, Seen, State, missing, warn
+from ...transports.options import Network
 from ...transports.registry import TRANSPORTS
 from ..settings.worker import PrefillConfig
 from .probes import builds, cards, host, kernel, network
@@ -61,12 +63,14 @@ class Finding:
     mend: str
 
 
-def run(*, json: bool, transport_ports: Sequence[str] = ()) -> int:
+def run(*, json: bool, transport_ports: Sequence[str] = (), bind: str = "", advertise: str = "") -> int:
     """Runs every probe, and prints a table or one JSON object; returns 1 if something required is missing.
 
-    `transport_ports` are the port ranges of this host's daemons, first-last.
+    `transport_ports` are the port ranges of this host's daemons, first-last; `bind` and `advertise` those of one.
+    Raises ConfigError where they cannot be a daemon's.
     """
-    findings = examine(transport_ports=transport_ports)
+    asked = PrefillConfig(bind=bind or PrefillConfig().bind, advertise=advertise, insecure=True).network
+    findings = examine(transport_ports=transport_ports, asked=asked)
     lacking = [finding.name for finding in findings if finding.state == "missing"]
     if json:
         print(dumps({"ok": not lacking, "findings": [asdict(finding) for finding in findings]}))
@@ -75,18 +79,22 @@ def run(*, json: bool, transport_ports: Sequence[str] = ()) -> int:
     return int(bool(lacking))
 
 
-def examine(root: Path = Path("/"), *, transport_ports: Sequence[str] = ()) -> list[Finding]:
+def examine(
+    root: Path = Path("/"), *, transport_ports: Sequence[str] = (), asked: Network | None = None
+) -> list[Finding]:
     """Returns the findings of all probes for the host's files below `root`. Never raises."""
-    return [_finding(probe, root) for probe in probes(transport_ports)]
+    return [_finding(probe, root) for probe in probes(transport_ports, asked)]
 
 
-def probes(transport_ports: Sequence[str] = ()) -> list[Probe]:
-    """Returns all probes, of every transport as well, for daemons with these port ranges, by default the default."""
+def probes(transport_ports: Sequence[str] = (), asked: Network | None = None) -> list[Probe]:
+    """Returns all probes, of every transport as well, for daemons with these port ranges, by default the default, and
+    for one of the network `asked`."""
     ports = sorted({port_range("transport_ports", text) for text in transport_ports}) or [PrefillConfig().network.ports]
     # Transports may share a probe, as those of engines do that of their ports.
     shared = {probe.name: probe for registered in TRANSPORTS.values() for probe in registered.probes(ports)}
     firewall = Probe("engine firewall", network.firewall, "nft list ruleset")
-    return [*PROBES, *shared.values(), firewall, Probe("transport", network.transport)]
+    chosen = Probe("transport", partial(network.transport, asked=asked))
+    return [*PROBES, *shared.values(), firewall, chosen]
 
 
 def _finding(probe: Probe, root: Path) -> Finding:

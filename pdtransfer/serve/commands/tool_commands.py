@@ -50,6 +50,8 @@ def doctor(
     transport_ports: Annotated[
         tuple[str, ...], Parameter(help="Port range of this host's daemons, first-last; may be repeated.")
     ] = (),
+    bind: Annotated[str, Parameter(help="A daemon's --bind, for which each transport is asked.")] = "",
+    advertise: Annotated[str, Parameter(help="Its --advertise.")] = "",
     api_key: Annotated[Path | None, Parameter(help="A file with an API key, for engines that ask for one.")] = None,
     json: Json = False,
 ) -> int:
@@ -63,7 +65,7 @@ def doctor(
 
     for ports in transport_ports:
         port_range("transport_ports", ports)
-    return run(json=json, transport_ports=transport_ports)
+    return run(json=json, transport_ports=transport_ports, bind=bind, advertise=advertise)
 
 
 def keygen(

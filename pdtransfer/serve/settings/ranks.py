@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...bounds import match
-from ...bus.keys import Address, Endpoint, address_of, check_exposure, is_literal
+from ...bus.keys import Address, Endpoint, address_of, check_dialled, check_exposure
 from ...environment import AGENT_STORE
 from ...errors import ConfigError
 from ...wire import KEY_LENGTH, Ranks
@@ -115,10 +115,7 @@ def _variable(variables: Mapping[str, str], name: str, least: int, most: int) ->
 def check_advertise(advertise: str, bind: str, *, shared: bool) -> None:
     """Raises ConfigError for an `advertise` that is not a host, and a `bind` that peers cannot dial but are given."""
     if advertise:
-        try:
-            Endpoint.parse(address_of(advertise, 1) if is_literal(advertise) else f"tcp://{advertise}:1")
-        except ConfigError as error:
-            raise ConfigError(f"advertise = {advertise!r}: must be a host to dial, without a port ({error})") from None
+        check_dialled("advertise", advertise)
     elif shared and Address.parse(bind).wildcard:
         raise ConfigError(
             f"bind = {bind!r}: peers cannot dial that, and each rank's address is sent to them: bind an address of "

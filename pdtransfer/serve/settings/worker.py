@@ -77,7 +77,7 @@ class WorkerConfig(NodeConfig):
     def __post_init__(self) -> None:
         # Zero-argument super() does not work in a dataclass with slots before Python 3.14.
         NodeConfig.__post_init__(self)
-        from ...transports.registry import check_name
+        from ...transports.registry import check
         from ..firewall.ruleset import admit_networks
 
         self._check_bind("bind", self.bind, scheme="tcp://")
@@ -89,7 +89,6 @@ class WorkerConfig(NodeConfig):
             raise ConfigError("model = '': must be stamp, the directory of a checkpoint, or reference")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
-        check_name(self.transport)
         port_range("transport_ports", self.transport_ports)
         admit_networks("firewall_admit", self.firewall_admit)
         power_of_two("page_size", self.page_size, PAGE_SIZE_MAX)
@@ -105,6 +104,7 @@ class WorkerConfig(NodeConfig):
                     object.__setattr__(self, field.name, FREE[field.name])
         # A router knows the leader's endpoint. The other ranks report theirs, some at the leader's address.
         check_advertise(self.advertise, self.bind, shared=self.grouped and not (self.leads and self.group))
+        check(self.transport, self.network)
 
     @property
     def ranks(self) -> Ranks:
@@ -118,8 +118,9 @@ class WorkerConfig(NodeConfig):
 
         ports = port_range("transport_ports", self.transport_ports)
         return Network(
-            host=self.advertise, ports=ports, protocol=self.transport_protocol, loopback=is_loopback(self.bind)
-        )
+            host=self.advertise, ports=ports, protocol=self.transport_protocol, bind=self.bind,
+            loopback=is_loopback(self.bind),
+        )  # fmt: skip
 
     @property
     def own_device(self) -> str:
@@ -242,10 +243,6 @@ class DecodeConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
-        if self.transport != "auto":
-            from ...transports.registry import TRANSPORTS
-
-            TRANSPORTS[self.transport].check(self.network)
         bound("batch_max", self.batch_max, 1, 65_536)
         bound("host_buffer_gib", self.host_buffer_gib, HOST_BUFFER_GIB_MIN, HOST_BUFFER_GIB_MAX)
         for name in _OF_HISPARSE:

@@ -34,7 +34,8 @@ class EngineTransport:
         return self._library.why_not()
 
     def check(self, network: Network) -> None:
-        check_host(self.name, network.host)
+        check_host(self.name, network)
+        self._library.check(network)
 
     def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:
         from .arena import EngineArena

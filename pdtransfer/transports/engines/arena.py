@@ -77,7 +77,7 @@ class EngineArena:
         engines = engines_left(self._network, taken=taken)
         host = self._network.host or host or "127.0.0.1"
         try:
-            check_host(self._library.name, host)
+            check_host(self._library.name, Network(host=host))
         except ConfigError as error:
             raise TransportError(str(error)) from None
         if not self._warned and self._network.guard is None:

@@ -52,6 +52,10 @@ class Library(Protocol):
         """As Transport.why_not."""
         ...
 
+    def check(self, network: Network) -> None:
+        """Raises ConfigError where no engine of it could start under these options, though `why_not` is empty."""
+        ...
+
     def environment(self, network: Network, *, engines: int, host: str) -> dict[str, str]:
         """The whole environment of a process of this many engines. `host` is where its peer dials it, for a sender
         where it dials its peer."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
 
+from ...bus.keys import Address
 from ...errors import ConfigError, TransportError
 from ...limits import ENGINES_A_SESSION, ENGINES_MAX
 from ...wire import Reach
@@ -16,10 +18,29 @@ _ADDRESS_END = 1 << 62
 _ENGINES_MIN, _CORES_AN_ENGINE = 2, 4  # two are faster than one on two cores, too
 
 
-def check_host(transport: str, host: str) -> None:
-    """Raises ConfigError where engines cannot be dialled at this host, which peers are given."""
-    if ":" in host:
-        raise ConfigError(f"advertise = {host!r}: transport {transport} is reached by a name or an IPv4 address alone")
+def check_host(transport: str, network: Network) -> None:
+    """Raises ConfigError where engines cannot be dialled at the host that peers are given, or that they know."""
+    if ":" in network.host:
+        raise ConfigError(
+            f"advertise = {network.host!r}: transport {transport} is reached by a name or an IPv4 address alone: "
+            "set one that peers dial"
+        )
+    if network.bind and not network.host and _only_ipv6(network.bind):
+        raise ConfigError(
+            f"bind = {network.bind!r}: transport {transport} is reached by IPv4 alone: bind an IPv4 address, or set "
+            "advertise to a name or an IPv4 address of this host"
+        )
+
+
+def _only_ipv6(address: str) -> bool:
+    bound = Address.parse(address)
+    if bound.wildcard:
+        return False
+    try:
+        answers = socket.getaddrinfo(bound.host, None, type=socket.SOCK_STREAM)
+    except OSError:  # whoever binds it has the reason
+        return False
+    return all(family == socket.AF_INET6 for family, *_ in answers)
 
 
 def engines_for(cores: int | None = None) -> int:

@@ -9,7 +9,7 @@ import os
 
 from ...probe import Probe
 from ..options import Network
-from .settings import INSTALL, environment, why_not
+from .settings import INSTALL, check, environment, why_not
 
 
 class NixlLibrary:
@@ -28,6 +28,9 @@ class NixlLibrary:
 
     def why_not(self) -> str:
         return why_not()
+
+    def check(self, network: Network) -> None:
+        check(network)
 
     def environment(self, network: Network, *, engines: int, host: str) -> dict[str, str]:
         del engines

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
 from functools import cache
 from importlib.util import find_spec
 
 from ...environment import child_environment
+from ...errors import ConfigError
 from ..options import Network
 from .driver import PACKAGES
 
@@ -29,6 +31,8 @@ _LEFT_OUT = {
     "UCX_TCP_PORT_RANGE",  # it would have the better of the port that an engine gives to UCX
 }
 
+RDMA_DEVICES = "/sys/class/infiniband"
+
 _SIOCGIFADDR = 0x8915
 _INTERFACE = struct.Struct("16s16x8x")
 _ADDRESS_IN_REPLY = slice(20, 24)
@@ -38,6 +42,14 @@ _ADDRESS_IN_REPLY = slice(20, 24)
 def why_not() -> str:
     """Why this host can have no agent, and the command that changes that; empty where it can."""
     return "" if any(find_spec(package) is not None for package in PACKAGES) else f"nixl is not installed: {INSTALL}"
+
+
+def check(network: Network) -> None:
+    """Raises ConfigError for RDMA on a host without a device, where UCX does not start."""
+    if network.protocol == "rdma" and not (os.path.isdir(RDMA_DEVICES) and os.listdir(RDMA_DEVICES)):
+        raise ConfigError(
+            f"transport_protocol = 'rdma': transport nixl finds no device in {RDMA_DEVICES}: set tcp, or load a driver"
+        )
 
 
 def environment(network: Network, *, host: str) -> dict[str, str]:

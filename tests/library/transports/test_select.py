@@ -179,7 +179,7 @@ SOURCE = Pool(name="layer_first", model=mla(layers=range(2)), page_size=16, slot
 TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=64)
 
 
-async def lands(prefill_takes: str, decode_takes: str) -> dict[str, int]:
+async def lands(prefill_takes: str, decode_takes: str, network: Network | None = None) -> dict[str, int]:
     """Lands a room of all rows between two nodes; returns how many sessions each of prefill's transports has."""
     SOURCE.fill(np.arange(SOURCE.slots))
     arena, events = ArenaMemory.create(len(TARGET.memory), huge_pages="never"), list[Any]()
@@ -188,8 +188,9 @@ async def lands(prefill_takes: str, decode_takes: str) -> dict[str, int]:
         writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data, transport=prefill_takes),
     )  # fmt: skip
     decode = DecodeNode(
-        settings("d"), [component(TARGET)], arena, events.append, options=ArenaOptions(transport=decode_takes)
-    )
+        settings("d"), [component(TARGET)], arena, events.append,
+        options=ArenaOptions(transport=decode_takes, network=network or Network()),
+    )  # fmt: skip
     endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
     try:
         decode.expect(RoomRequest(room=1, tokens=60, sources=[endpoint], time_left_s=20))
@@ -224,8 +225,11 @@ def test_a_registered_transport_has_its_name_accepted_its_options_checked_and_it
     carrier: Carrier,
 ) -> None:
     assert PrefillConfig(transport="carrier").transport == "carrier"
+    for config in (PrefillConfig, DecodeConfig):
+        with pytest.raises(ConfigError, match="no carrier goes there"):
+            config(transport="carrier", advertise="nowhere", bind="tcp://127.0.0.1:0")
     with pytest.raises(ConfigError, match="no carrier goes there"):
-        DecodeConfig(transport="carrier", advertise="nowhere", bind="tcp://127.0.0.1:0")
+        uvloop.run(lands("carrier", "carrier", Network(host="nowhere")))
     with pytest.raises(ConfigError, match="must be auto or one of shm, mooncake, nixl, carrier"):
         PrefillConfig(transport="pigeon")
     (probe,) = (each for each in probes(["23000-23001", "24000-24001"]) if each.name == "carrier")

@@ -38,7 +38,7 @@ ROOT = Path("/")
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *these: Probe) -> None:
-    monkeypatch.setattr(doctor, "probes", lambda _: these)
+    monkeypatch.setattr(doctor, "probes", lambda *_: these)
 
 
 def probe_of(name: str, state: Callable[..., Seen], *words: str) -> Probe:
@@ -503,6 +503,19 @@ def test_no_mooncake_two_of_them_and_one_without_its_libraries_are_warnings(
 def test_the_available_transport_is_reported(wheels: dict[str, str], tmp_path: Path) -> None:
     assert network.transport(tmp_path) == probes.ok("on this host shm; to other hosts mooncake over TCP")
     assert "RDMA" in network.transport(put(tmp_path, **rdma_files("4: ACTIVE"))).found
+
+
+def test_each_transport_is_asked_for_a_daemons_addresses(
+    wheels: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "PROBES", ())
+    assert cli.main(["doctor", "--bind", "tcp://[::1]:7101", "--json"]) == 0
+    (found,) = (each for each in json.loads(capsys.readouterr().out)["findings"] if each["name"] == "transport")
+    assert found["state"] == "warn"
+    assert "to other hosts none (bind = 'tcp://[::1]:7101': transport mooncake" in found["found"]
+    assert "bind an IPv4 address" in found["mend"]
+    assert cli.main(["doctor", "--bind", "7101"]) == 2
+    assert "bind = '7101'" in capsys.readouterr().err
 
 
 def test_what_pip_is_to_install_comes_from_where_this_package_came(

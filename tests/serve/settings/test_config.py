@@ -81,6 +81,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (lambda: PrefillConfig(http="127.0.0.1"), ["http", "127.0.0.1", "host:port"]),
         (lambda: DecodeConfig(socket_directory=Path("/" + "d" * 72)), ["socket_directory", "72"]),
         (lambda: DecodeConfig(limits=Limits(window=0)), ["limits.window", "0", "65535"]),
+        (lambda: DecodeConfig(limits=Limits(queue_max=0)), ["limits.queue_max = 0: must be from 1"]),
         (lambda: DecodeConfig(limits=Limits(quarantine_fraction_max=1.5)), ["limits.quarantine_fraction_max", "1.5"]),
         (lambda: DecodeConfig(limits=Limits(quarantine_fraction_max=float("nan"))), ["quarantine_fraction_max", "nan"]),
         (lambda: DecodeConfig(limits=Limits(resend_ms=9_000)), ["limits.resend_ms", "9000", "resend_ms_max 2000"]),

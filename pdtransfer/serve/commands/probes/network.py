@@ -10,7 +10,10 @@ import struct
 from pathlib import Path
 
 from ....bus.keys import Address
+from ....errors import ConfigError
 from ....probe import Seen, names, ok, read, sockets, warn, within
+from ....transports.base import Transport
+from ....transports.options import Network
 from ....transports.registry import TRANSPORTS
 from ....transports.select import needs_no_guard
 from ...firewall import why_no_table
@@ -105,17 +108,25 @@ def rdma(root: Path) -> Seen:
     return ok("; ".join(ports))
 
 
-def transport(root: Path) -> Seen:
-    """The transports that a session would choose, and why."""
+def transport(root: Path, *, asked: Network | None = None) -> Seen:
+    """The transports that a session would choose, and why, for a daemon of this network."""
     local = next(registered.name for registered in TRANSPORTS.values() if not registered.why_not())
     beyond = [registered for registered in TRANSPORTS.values() if registered.any_host and not registered.by_name_alone]
-    reasons = {registered.name: registered.why_not() for registered in beyond}
+    reasons = {way.name: way.why_not() or _why_not(way, asked or Network()) for way in beyond}
     far = next((name for name, reason in reasons.items() if not reason), "")
     if not far:
         problem, _, mend = next(iter(reasons.values())).rpartition(": ")
         return warn(f"on this host {local}; to other hosts none ({problem})", mend)
     note = ", unless RDMA is requested" if names(within(root, _RDMA)) else ""
     return ok(f"on this host {local}; to other hosts {far} over TCP{note}")
+
+
+def _why_not(transport: Transport, network: Network) -> str:
+    try:
+        transport.check(network)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def firewall(_root: Path) -> Seen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 import re
@@ -30,7 +31,7 @@ from pdtransfer.handoff.effects import Outcome, RoomDrained, RoomFailed, RoomLan
 from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.limits import ENGINES_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.serve.settings.worker import DecodeConfig
+from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.transports import select
 from pdtransfer.transports.engines import arena, child, process, writer
 from pdtransfer.transports.engines import settings as engine_settings
@@ -501,10 +502,24 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
 
 
 @on_loop
-async def test_an_address_that_no_engine_can_be_reached_by_is_refused_with_the_transport_named() -> None:
-    with pytest.raises(ConfigError, match="advertise = '::1': transport mooncake"):
-        DecodeConfig(transport="mooncake", advertise="::1")
-    assert DecodeConfig(transport="auto", advertise="::1").advertise == "::1"
+async def test_an_address_that_no_engine_can_be_reached_by_is_refused_with_the_transport_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    far = {"insecure": True}
+    for config, transport in itertools.product((PrefillConfig, DecodeConfig), ("mooncake", "nixl")):
+        with pytest.raises(ConfigError, match=f"advertise = '::1': transport {transport} is reached by a name"):
+            config(transport=transport, advertise="::1")
+        with pytest.raises(ConfigError, match=rf"bind = 'tcp://\[::1\]:1': transport {transport} .* set advertise"):
+            config(transport=transport, bind="tcp://[::1]:1")
+        config(transport=transport, bind="tcp://[::1]:1", advertise="127.0.0.1")
+        for bind in ("tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::]:1", "tcp://*:1"):
+            config(transport=transport, bind=bind, **far)
+        config(transport="auto", advertise="::1", bind="tcp://[::1]:1")
+    six = [(socket.AF_INET6, socket.SOCK_STREAM, 0, "", ("::1", 0, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: six)
+    with pytest.raises(ConfigError, match=r"bind = 'tcp://six\.test:1': transport mooncake"):
+        DecodeConfig(transport="mooncake", bind="tcp://six.test:1")
+    monkeypatch.undo()
     memory = ArenaMemory.create(4096, huge_pages="never")
     owner = EngineArena(MooncakeLibrary(), memory, Network(host="::1"))
     with pytest.raises(TransportError, match="transport mooncake is reached by"):

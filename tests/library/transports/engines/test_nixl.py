@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.effects import Outcome
 from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.serve.settings.worker import DecodeConfig
 from pdtransfer.transports.engines.arena import EngineArena
 from pdtransfer.transports.nixl import NixlLibrary, probes
 from pdtransfer.transports.nixl import settings as nixl
@@ -42,6 +44,15 @@ def test_the_environment_names_wires_and_the_interface_to_the_peer_alone(monkeyp
     assert "UCX_NET_DEVICES" not in rdma
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
     assert nixl.environment(network, host="127.0.0.1")["UCX_NET_DEVICES"] == "eth7"
+
+
+def test_rdma_without_a_device_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for devices in (tmp_path / "none", tmp_path):
+        monkeypatch.setattr(nixl, "RDMA_DEVICES", str(devices))
+        with pytest.raises(ConfigError, match=r"transport_protocol = 'rdma': transport nixl finds no device.*: set"):
+            DecodeConfig(transport="nixl", transport_protocol="rdma")
+    (tmp_path / "mlx5_0").touch()
+    DecodeConfig(transport="nixl", transport_protocol="rdma")
 
 
 def test_a_host_without_it_gets_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -845,3 +845,32 @@ async def test_a_writer_gets_the_reason_where_backing_for_it_raises() -> None:
     )  # fmt: skip
     await DecodeNode._back(node)  # type: ignore[arg-type]
     assert (reasons, node._backing) == (["a bug"], None)
+
+
+@on_loop
+async def test_close_ends_the_backing_of_a_buffer_that_nobody_needs_any_more() -> None:
+    stopped: list[bool] = []
+
+    def prefault(_: object, stop: Callable[[], bool]) -> bool:
+        for _ in range(1_000):
+            if stop():
+                stopped.append(True)
+                break
+            time.sleep(0.01)
+        return not stopped
+
+    async def closed() -> None:
+        assert stopped, "its memory is still being backed"
+
+    nothing = SimpleNamespace(stop=lambda: None)
+    node: Any = SimpleNamespace(
+        _arena=SimpleNamespace(staging_bytes=1, prefault=prefault), _closing=False, ready=None, _events=nothing,
+        _run=SimpleNamespace(ticker=nothing), _offers=[], _verifier=None, _lifter=None,
+        core=SimpleNamespace(rooms=[], prefill_peers=SimpleNamespace(peers={})),
+        transport=SimpleNamespace(close=closed), bus=SimpleNamespace(close=closed),
+    )  # fmt: skip
+    node._backing = asyncio.create_task(DecodeNode._back(node))
+    await asyncio.sleep(0.05)
+    assert not stopped
+    await DecodeNode.close(node)
+    assert node._backing.done()

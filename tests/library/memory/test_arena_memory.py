@@ -414,6 +414,17 @@ def test_a_received_sparse_file_of_a_terabyte_costs_nothing() -> None:
     os.close(fd)
 
 
+def test_an_arena_for_which_there_are_no_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, byte_count: int) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    fd = memfd(MIB, SEAL | SHRINK | GROW)
+    monkeypatch.setattr(mappings.mmap, "mmap", full)
+    with pytest.raises(TransportError, match=rf"arena: {MIB} bytes cannot be mapped \(Cannot allocate memory\)"):
+        map_received(fd, MIB)
+    os.close(fd)
+
+
 def test_what_is_no_memfd_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(MIB))

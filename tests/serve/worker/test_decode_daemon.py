@@ -71,6 +71,6 @@ async def test_its_figures_are_metrics(tmp_path: Path) -> None:
     for line in (
         "pdtransfer_hisparse_running 1.0", "pdtransfer_hisparse_waiting 2.0", "pdtransfer_hot_hits_total 3.0",
         "pdtransfer_hot_misses_total 4.0", "pdtransfer_swapped_bytes_total 5.0", "pdtransfer_preloaded_bytes_total 6.0",
-        "pdtransfer_retracts_total 7.0", "pdtransfer_admission_bytes_total 8.0",
+        "pdtransfer_retracts_total 7.0", "pdtransfer_admission_bytes_total 8.0", 'pdtransfer_sessions{state="up"} 0.0',
     ):  # fmt: skip
         assert line in lines

@@ -148,7 +148,7 @@ def test_memory_of_ended_rooms_is_bounded_a_router() -> None:
 def test_cancel_that_overtakes_its_begin_refuses_it_forever() -> None:
     daemon = Daemon()
     (ended,) = daemon.receive(A, Cancel(7, "deadline"))
-    assert ended.message.reason == "aborted"
+    assert ended.message == End(7, "aborted", "cancelled before it began", 0)
     assert daemon.receive(A, begin(7)) == [ended]
     daemon.receive(A, Ended(7))
     assert daemon.receive(A, begin(7)) == [ended]

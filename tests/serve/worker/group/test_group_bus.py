@@ -31,6 +31,7 @@ from pdtransfer.wire import (
     RankLanded,
     RankMeet,
     RankReady,
+    RankReload,
     RankRoom,
     Ranks,
     Reject,
@@ -151,6 +152,26 @@ async def test_all_that_a_leader_sends_comes_once_and_in_order_and_so_do_reports
 
 
 @on_loop
+async def test_a_group_is_known_once_every_rank_is_bound() -> None:
+    leader = Leader(tp_size=3)
+    endpoint = await leader.listen(node("l", CALM))
+    followers = [Follower(endpoint, node(f"f{rank}", CALM), join(rank, 3)) for rank in (1, 2)]
+    joining = [asyncio.ensure_future(follower.join()) for follower in followers]
+    await leader.joined()
+    leader.meet(TENSORS, SECRET)
+    await asyncio.gather(*joining)
+    known = asyncio.create_task(leader.members("l"))
+    followers[1].bound("tcp://f2:1", "f2:2")
+    await until(lambda: any(rank.bound for rank in leader.followers.values()))
+    await asyncio.sleep(0)
+    assert not known.done()
+    followers[0].bound("tcp://f1:1", "f1:2")
+    assert [member.endpoint for member in await known] == ["", "tcp://f1:1", "tcp://f2:1"]
+    for each in (*followers, leader):
+        await each.close()
+
+
+@on_loop
 async def test_a_group_that_has_nothing_to_send_stays_and_either_end_sends_goodbye() -> None:
     async with Pair() as (leader, follower):
         await asyncio.sleep(CALM.silence_ms / 1e3 + 0.5)
@@ -263,6 +284,10 @@ async def test_a_rank_whose_key_is_revoked_is_lost(tmp_path: Path) -> None:
     await leader.joined()
     leader.meet(TENSORS, SECRET)
     await joining
+    assert settings.allowed is not None
+    leader.allow(settings.allowed)
+    await until(lambda: follower.taken)
+    assert follower.taken == [RankReload(1)]
     leader.allow(AllowList.parse("", source="allow"))
     assert leader.why == "rank tp1 (f) of this worker is lost: its key was revoked, or its role"
     await follower.close()

@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="clones that run beside each other")
     parser.add_argument("--seconds", type=int, default=240, help="the longest run of tests for a mutant")
-    parser.add_argument("--test-seconds", type=int, default=30, help="the longest test")
+    parser.add_argument("--test-seconds", type=int, default=20, help="the longest test")
     parser.add_argument("--near", action="store_true", help="only test files that name the mutant's module: a glance")
     parser.add_argument("--matrix", action="store_true", help="run every test, not only until one fails")
     parser.add_argument("--out", type=Path, default=_ROOT / "build" / "mutants.json")
@@ -231,7 +231,9 @@ def _run(wanted: list[tuple[str, Mutant]], report: dict[str, dict[str, Any]], op
                 clone.stop()
             raise
         killers = sorted({next(iter(report[mutant.name]["tests"]), "") for _, mutant in wanted} - {""})
-        red = clones.get().run(killers, "", [], stops=False).failed if killers else {}
+        clone = clones.get()
+        red = list(clone.run(killers, "", [], stops=False).failed if killers else [])
+        red = [test for test in red if clone.run([test], "", []).failed]
         for each in report.values():
             if next(iter(each["tests"]), "") in red:
                 each["status"] = "unsure"

@@ -832,6 +832,9 @@ async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(
         await it.ready(2)
 
 
+back: Any = DecodeNode._back
+
+
 @on_loop
 async def test_a_writer_gets_the_reason_where_backing_for_it_raises() -> None:
     def broken(*_: object) -> None:
@@ -843,7 +846,7 @@ async def test_a_writer_gets_the_reason_where_backing_for_it_raises() -> None:
         core=SimpleNamespace(prefill_peers=SimpleNamespace(sessions=[7])), _lands_here=lambda _: True,
         _unoffered=lambda _, text: reasons.append(text),
     )  # fmt: skip
-    await DecodeNode._back(node)  # type: ignore[arg-type]
+    await back(node)
     assert (reasons, node._backing) == (["a bug"], None)
 
 
@@ -869,8 +872,8 @@ async def test_close_ends_the_backing_of_a_buffer_that_nobody_needs_any_more() -
         core=SimpleNamespace(rooms=[], prefill_peers=SimpleNamespace(peers={})),
         transport=SimpleNamespace(close=closed), bus=SimpleNamespace(close=closed),
     )  # fmt: skip
-    node._backing = asyncio.create_task(DecodeNode._back(node))
+    backing = vars(node)["_backing"] = asyncio.create_task(back(node))
     await asyncio.sleep(0.05)
     assert not stopped
     await DecodeNode.close(node)
-    assert node._backing.done()
+    assert backing.done()

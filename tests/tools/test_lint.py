@@ -206,3 +206,9 @@ def test_lines_count_to_the_room_with_the_longest_path_and_to_its_part() -> None
     assert "library has 6 lines, 1 above its ceiling of 5" in part
     (nowhere,) = lines_above(elsewhere_x=1)
     assert "elsewhere/x.py:1: no room" in nowhere
+
+
+def test_ceilings_come_down_to_the_lines_or_the_goal_and_never_rise() -> None:
+    counted = {"root": 9, "handoff": 2, "lab": 9, "library": 11}
+    table = ceilings.rooms(ceilings.lowered(TABLE, counted))
+    assert {name: room.ceiling for name, room in table.items()} == {"root": 2, "handoff": 3, "lab": 9, "library": 5}

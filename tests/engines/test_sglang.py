@@ -5,6 +5,7 @@ Every server checks all its pools whenever it has nothing to do, and ends where 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -485,6 +486,62 @@ def test_a_side_whose_peer_is_never_asked_does_not_wait_forever(llama: Family) -
 
 def test_many_requests_at_once_leave_nothing_behind(llama: Family) -> None:
     mixed_requests(*llama)
+
+
+# Decode's memory
+
+
+POOL_TOKENS, RESERVED_TOKENS = 1_000, 32
+
+
+def test_a_request_that_decode_has_no_memory_for_is_refused_or_waits_alone(
+    sglang_checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """SGLang's decode admits a prompt once the reserve is free beside it, and its validation asks for the prompt."""
+    few = DECODE | {"max_total_tokens": POOL_TOKENS, "num_reserved_decode_tokens": RESERVED_TOKENS}
+    never, large, waits, passes = prompts(980, 300, 320, 20, seed=17)
+    with servers(sglang_checkpoints.path("llama"), tmp_path, prefill=PREFILL, decode=few) as (prefill, decode):
+        pair = SglangPair(prefill, decode)
+
+        async def case() -> None:
+            config = RouterConfig(
+                engine="sglang", listen="127.0.0.1:0", prefill=(prefill.url,), decode=(decode.url,),
+                limits=Limits(ping_ms=1_000, silence_ms=20_000),
+            )  # fmt: skip
+            router = router_of(config)
+            url = "http://" + await router.open()
+            async with aiohttp.ClientSession() as http:
+                try:
+                    await until(router.backend.usable)
+
+                    async def post(prompt: list[int], tokens: int) -> tuple[int, Any]:
+                        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+                        async with http.post(url + "/v1/completions", json=body) as response:
+                            return response.status, await response.json()
+
+                    async with asyncio.timeout(20):
+                        status, answer = await post(never, 4)
+                    assert status == 400
+                    for part in ("980", "--num-reserved-decode-tokens 32", str(POOL_TOKENS), "--max-total-tokens"):
+                        assert part in answer["message"]
+                    runs = asyncio.create_task(post(large, 600))
+                    await until(lambda: decode.used_tokens() >= len(large), seconds=ANSWER_S)
+                    behind = asyncio.create_task(post(waits, 4))
+                    await until(lambda: "1 requests wait for memory of decode" in decode.log.read_text(), seconds=60)
+                    passed, state = await asyncio.gather(post(passes, 4), asyncio.to_thread(decode.ask, "/server_info"))
+                    assert passed[0] == 200
+                    assert not behind.done(), "it has passed"
+                    assert not runs.done()
+                    state = state["internal_states"][0]["pdtransfer"]
+                    assert state["context_tokens"] == POOL_TOKENS - RESERVED_TOKENS
+                    assert state["waiting"]["requests"] == 1
+                    assert f"the first needs {len(waits) + RESERVED_TOKENS} tokens" in state["waiting"]["why"]
+                    assert (await runs)[0] == (await behind)[0] == 200
+                finally:
+                    await router.close()
+
+        run_on_loop(case)
+        pair.settles()
 
 
 # Routers

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from ..kit.cache_memory import CacheMemory, made_in_one_piece
 from ..kit.peers import RequestError
-from . import dialect, process
+from . import admission, dialect, process
 from .options import Ended, check_drafter, ended_here, ended_so_far
 from .peers import NO_SERVER, dp_ranks, server_fields
 from .pools import Buffers, extent_of
@@ -163,6 +163,14 @@ def _pop_bootstrapped(original: Any, queue: Any, *args: Any, **named: Any) -> An
     return original(queue, *args, **named)
 
 
+def _exceeds_capacity(original: Any, queue: Any, req: Any) -> bool:
+    return admission.exceeds_capacity(original, queue, req) if _is_ours() else original(queue, req)
+
+
+def _pop_preallocated(original: Any, queue: Any, *args: Any, **named: Any) -> Any:
+    return (partial(admission.pop_admitted, original) if _is_ours() else original)(queue, *args, **named)
+
+
 def _get_transferred(original: Any, scheduler: Any) -> Any:
     """On a stage of decode: which requests have ended at this stage and those before it, and how."""
     if process.decode is None:
@@ -235,10 +243,14 @@ def _query_prefill_dp_ranks(original: Any, bootstrap_addr: str, bootstrap_rooms:
 
 
 def _get_internal_state(original: Any, scheduler: Any, *args: Any, **named: Any) -> Any:
-    """What /server_info tells of this scheduler, and what peers compare of its rank."""
+    """What /server_info tells of this scheduler: what peers compare of its rank, how long a request may be, and which
+    wait for decode's memory."""
     answer = original(scheduler, *args, **named)
     if process.identity is not None:
-        answer.internal_state[NAME] = process.identity
+        queue = scheduler.disagg_decode_prealloc_queue if process.decode is not None else None
+        reserved = 0 if queue is None else queue.num_reserved_decode_tokens
+        shown = process.identity | {"context_tokens": admission.context_tokens(scheduler, reserved=reserved)}
+        answer.internal_state[NAME] = shown if queue is None else shown | {"waiting": admission.shown_wait(queue)}
     return answer
 
 
@@ -256,6 +268,8 @@ HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("sglang.srt.mem_cache.pool_host.common.HostTensorAllocator.allocate", _allocate),
     ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _cuda_host_register),
     ("sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__", _init_transfer_queue),
+    ("sglang.srt.disaggregation.decode.DecodePreallocQueue._check_if_req_exceed_kv_capacity", _exceeds_capacity),
+    ("sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated", _pop_preallocated),
     ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", _pop_bootstrapped),
     ("sglang.srt.disaggregation.common.conn.PrefillServerInfo.__init__", _init_server_info),
     ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),

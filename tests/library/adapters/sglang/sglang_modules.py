@@ -167,7 +167,7 @@ def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, **context: Any) -
     module("sglang.srt.runtime_context", monkeypatch, **asked)
     package = "pdtransfer.adapters.sglang"
     imported_module = import_module(f"{package}.{name}")
-    for imported in {name, "dialect"}:
-        delattr(sys.modules[package], imported)
-        del sys.modules[f"{package}.{imported}"]
+    for imported in {name, "dialect", "admission"}:
+        if sys.modules.pop(f"{package}.{imported}", None) is not None:
+            delattr(sys.modules[package], imported)
     return imported_module

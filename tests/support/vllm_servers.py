@@ -84,6 +84,7 @@ class FakeVllm:
     sent: int = 0  # bytes of streams
     url: str = ""
     ranks: int = 1  # data parallel engines
+    longest: int = 0  # max_model_len, which a longer prompt is refused by
     first_token: str = PIECES[0]  # of a prefill server that is to stream it
     logprobs: tuple[float, ...] = (-0.1, -2.5)  # the token's own, and the next one's
     more_params: dict[str, Any] = field(default_factory=dict[str, Any])  # that prefill's connector returns
@@ -130,7 +131,11 @@ class FakeVllm:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"object": "list", "data": [{"id": self.engine}], "for": request.headers.get("Authorization")}
+            {
+                "object": "list",
+                "for": request.headers.get("Authorization"),
+                "data": [{"id": self.engine} | ({"max_model_len": self.longest} if self.longest else {})],
+            }
         )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

@@ -23,7 +23,7 @@ def longest_request(
     prefills: Iterable[Member],
     decodes: Iterable[Member],
     tokens: Callable[[Member], int],
-    obstacle: Callable[[Member, Member], str],
+    obstacle: Callable[[Member, Member], str] | None = None,
 ) -> int:
     """The tokens of a prompt and its answer that some pair takes, 0 where there is no pair: of each pair the fewer of
     the two. `obstacle` gives the reason why two cannot work together, if so."""
@@ -33,6 +33,6 @@ def longest_request(
             both = min(tokens(prefill), tokens(decode))
             if both <= longest:
                 break
-            if not obstacle(prefill, decode):
+            if obstacle is None or not obstacle(prefill, decode):
                 longest = both
     return longest

@@ -50,6 +50,8 @@ class Server:
     hand_offs: HandOffs | None = None  # of a decode server, by its metrics
     waiting: Waiting | None = None  # of a decode server, by what it last reported
     waits_seen: int = 0  # times in a row that some request waited
+    longest: int | None = None  # tokens of a prompt and its answer that it takes, where it reports them
+    is_shorter: bool = False  # whether another server of its role takes more
     unfinished: int = 0  # answers of requests that it has not answered in full
     sent: int = 0  # requests since the start
     computing: int = 0  # tokens of prompts that a decode server computes itself, up to its first tokens

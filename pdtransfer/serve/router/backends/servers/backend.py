@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from ...front.text import BytesText
 from ...policy.placement import NoPair
 from .attempts import Attempts
 from .choices import Choices
+from .dialect import with_longest
 from .dialects import DIALECTS, ReadRelayed
 from .early_token import EARLY_WRONG_MAX, EarlyToken
 from .exchange import Exchange
@@ -195,10 +197,20 @@ class Servers:
         headers = {"Authorization": authorization} if authorization else {}
         decode = _chosen(self.pool.one_decode(), self._limits)
         try:
-            return await self.upstream.get(decode, path, headers, wait_ms=self._limits.silence_ms)
+            answer = await self.upstream.get(decode, path, headers, wait_ms=self._limits.silence_ms)
         except AttemptFailedError as failed:
             failed.retry_ms = self._limits.resend_ms_max
             raise
+        unknown = [server for server in self.pool.all if server.usable and server.longest is None]
+        await asyncio.gather(*(self._measure(server, headers) for server in unknown))
+        return WholeAnswer(answer.status, answer.headers, with_longest(answer.body, self.pool.longest()))
+
+    async def _measure(self, server: Server, headers: dict[str, str]) -> None:
+        """Asks a server for the longest request that it takes."""
+        with suppress(AttemptFailedError):
+            path, wait_ms = self._dialect.longest_path, self._limits.silence_ms
+            answer = await self.upstream.get(server, path, headers, wait_ms=wait_ms)
+            server.longest = self._dialect.longest(answer.body)
 
     def reading(self, path: str) -> ReadRelayed:
         """How a body is read."""

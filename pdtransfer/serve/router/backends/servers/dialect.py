@@ -6,14 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Raw
 
+from .....errors import RemoteProtocolError
+from .....limits import TOKENS_MAX
+from .....schema import parse
 from ...fleet.roles import Role
 from ...fleet.server import ServerIdentity, Waiting
 from .server_request import Fields, ServerRequest
 
 ONE = Raw(b"1")
 FALSE = Raw(b"false")
+_OBJECT, _OBJECTS = msgspec.json.Decoder(dict[str, Raw]), msgspec.json.Decoder(list[dict[str, Raw]])
 
 Text = Annotated[str, Meta(max_length=256)]
 Port = Annotated[int, Meta(ge=1, le=0xFFFF)]
@@ -35,6 +40,14 @@ class Dialect:
     metrics_path: str
     # Whether prefill answers only once decode has the KV, so that its silence may be decode's.
     prefill_waits = False
+
+    # Where a server reports the longest request that it takes.
+    longest_path = "/v1/models"
+
+    def longest(self, answer: bytes) -> int | None:
+        """The tokens of a prompt and its answer that a server takes, by that page; None where it does not say."""
+        models = _models(answer)
+        return min((length for model in models if (length := _length(model)) is not None), default=None)
 
     def waiting(self, metrics: bytes) -> Waiting | None:
         """Which requests wait for a decode server's memory; None where it does not say."""
@@ -96,6 +109,28 @@ class Dialect:
         """Returns the order that informs a server of this role that nobody waits for an attempt any more, which closing
         its connection may do late or not at all; None where there is nothing to send."""
         raise NotImplementedError
+
+
+def with_longest(answer: bytes, longest: int) -> bytes:
+    """A list of models, each as long as that where it has a length."""
+    models = _models(answer)
+    if longest == TOKENS_MAX or not any(_length(model) for model in models):
+        return answer
+    as_long = [model | ({"max_model_len": longest} if _length(model) else {}) for model in models]
+    return msgspec.json.encode(parse(answer, _OBJECT) | {"data": as_long})
+
+
+def _models(answer: bytes) -> list[dict[str, Raw]]:
+    """Those of an answer to /v1/models; none of an answer of another form."""
+    try:
+        return parse(bytes(parse(answer, _OBJECT).get("data", b"[]")), _OBJECTS)
+    except RemoteProtocolError:
+        return []
+
+
+def _length(model: dict[str, Raw]) -> int | None:
+    length = bytes(model.get("max_model_len", b""))
+    return int(length) if length.isdigit() and len(length) <= 9 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,6 +353,7 @@ class Exchange:
                 answer = await upstream.whole(server, response, kept=self._keep)
             if answer.status != 200:
                 failed = refused((server,), answer)
+                failed.again = failed.again or _may_be_longer(server, answer.status)
                 if early and not failed.again:  # It may refuse what an early answer needs: the next one is not early.
                     failed.again, failed.blamed = True, ()
                 raise failed
@@ -396,6 +397,10 @@ class Exchange:
             body = self._dialect.decode_body(self._request, self._transfer, identity)
             response = await upstream.post(server, ServerOrder(self._request.path, body), self._request.headers)
             try:
+                if _may_be_longer(server, response.status):
+                    failed = refused((server,), await upstream.whole(server, response))
+                    failed.again = True
+                    raise failed
                 if retriable(response.status):
                     # Decode may fail for what prefill did or did not write: either may be at fault.
                     raise refused(blamed, await upstream.whole(server, response))
@@ -435,6 +440,11 @@ def _first_error(event: bytes) -> WholeAnswer | None:
     except RemoteProtocolError:  # it is none
         return None
     return WholeAnswer(status, {"Content-Type": "application/json"}, body)
+
+
+def _may_be_longer(server: Server, status: int) -> bool:
+    """Whether a request may be refused only since it is longer than this server takes, and others take more."""
+    return status == 400 and server.is_shorter
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:

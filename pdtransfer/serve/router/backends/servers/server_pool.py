@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import product
 from typing import TypeAlias
 
-from .....limits import Limits
+from .....limits import TOKENS_MAX, Limits
 from ...fleet.prefixes import KnownPrefixes
-from ...fleet.roles import Departure, Role
+from ...fleet.roles import Departure, Role, longest_request
 from ...fleet.server import Server
 from ...fleet.status import WorkerState, WorkerStatus
 from ...policy.fewest_answers import FewestAnswers, none_healthy
@@ -137,7 +137,8 @@ class ServerPool:
 
     def _forget(self, server: Server) -> None:
         """What is known of a process that has ended, or that has left this router, also what decode servers know."""
-        server.identity = None
+        server.identity = server.longest = None
+        server.is_shorter = False
         server.known.clear()
         server.begins_alike.clear()
         engines = {rank.identity.get("remote_engine_id") for rank in self.prefill if rank.identity is not None}
@@ -164,6 +165,16 @@ class ServerPool:
         healthy = [server for server in self.decode if server.usable]
         return min(healthy, key=lambda server: server.load) if healthy else none_healthy("decode", self.decode)
 
+    def longest(self) -> int:
+        """The tokens of a prompt and its answer that some pair takes, or decode alone where there is no prefill server;
+        TOKENS_MAX where none reports it."""
+        sides = [[server for server in side if server.usable] for side in (self.prefill, self.decode)]
+        for side in sides:
+            most = max((_tokens(server) for server in side), default=0)
+            for server in side:
+                server.is_shorter = _tokens(server) < most
+        return longest_request(sides[0] or sides[1], sides[1], _tokens)
+
     def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server], now: float) -> ServerPair | NoPair:
         """Chooses a pair by the policy for a prompt of these blocks, and counts it as sent there."""
         pair = self._policy.choose(RoutedRequest(keys=keys), avoid, now)
@@ -173,6 +184,10 @@ class ServerPool:
                     server.known.learn(keys)
                     server.sent += 1
         return pair
+
+
+def _tokens(server: Server) -> int:
+    return TOKENS_MAX if server.longest is None else server.longest
 
 
 def server_status(ranks: Sequence[Server]) -> WorkerStatus:

@@ -12,7 +12,7 @@ from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
 from .....errors import RemoteProtocolError
-from .....limits import PEERS_MAX, TEXT_LENGTH_MAX
+from .....limits import PEERS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX
 from .....schema import parse
 from ...fleet.roles import Role
 from ...fleet.server import ServerIdentity, Waiting
@@ -34,6 +34,7 @@ class _Waiting(Struct, frozen=True):
 
 class _PluginState(Struct, frozen=True):
     waiting: _Waiting | None = None
+    context_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] = 0
 
 
 class _RankState(Struct, frozen=True):
@@ -73,17 +74,16 @@ class SglangDialect(Dialect):
         "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
         "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank",
     })  # fmt: skip
-    info_path = "/server_info"
-    metrics_path = "/server_info"
+    info_path = metrics_path = longest_path = "/server_info"
     prefill_waits = True
+
+    def longest(self, answer: bytes) -> int | None:
+        """By what the plugin adds for each rank: /v1/models has the model's length, whatever the KV cache holds."""
+        return min((state.context_tokens for state in _plugin_states(answer) if state.context_tokens), default=None)
 
     def waiting(self, metrics: bytes) -> Waiting | None:
         """By what the plugin adds for each rank."""
-        try:
-            states = parse(metrics, _SGLANG_STATES).internal_states
-        except RemoteProtocolError:
-            return None
-        waits = [state.pdtransfer.waiting for state in states if state.pdtransfer and state.pdtransfer.waiting]
+        waits = [state.waiting for state in _plugin_states(metrics) if state.waiting]
         whys = [wait.why for wait in waits if wait.why]
         return Waiting(sum(wait.requests for wait in waits), whys[0] if whys else "") if waits else None
 
@@ -145,6 +145,14 @@ class SglangDialect(Dialect):
         if self.named_by_client(request):
             return None
         return ServerOrder("/abort_request", msgspec.json.encode(_named(request, transfer)))
+
+
+def _plugin_states(answer: bytes) -> list[_PluginState]:
+    try:
+        states = parse(answer, _SGLANG_STATES).internal_states
+    except RemoteProtocolError:
+        return []
+    return [state.pdtransfer for state in states if state.pdtransfer is not None]
 
 
 def _count(name: str, of_prompts: Sequence[Fields], *, seed: str) -> int:

@@ -1,0 +1,82 @@
+"""How long a request may be: what some pair of servers takes, in /v1/models and for the requests themselves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from aiohttp import web
+
+from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
+from tests.support.sglang_servers import FakeSglang
+from tests.support.vllm_servers import FakeVllm, ServerSite, server_site
+from tests.support.waiting import on_loop, run_on_loop
+
+
+async def published(site: ServerSite) -> int | None:
+    async with site.http.get(site.url + "/v1/models") as response:
+        (model,) = (await response.json())["data"]
+    return model.get("max_model_len")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "longest"),
+    [
+        ((512,), (1024,), 512),
+        ((1024,), (512,), 512),
+        ((512, 900), (1024,), 900),
+        ((0,), (1024,), 1024),
+        ((9,), (0,), None),
+    ],
+)
+def test_models_are_as_long_as_the_longest_pair(
+    prefill: tuple[int, ...], decode: tuple[int, ...], longest: int | None
+) -> None:
+    async def case() -> None:
+        async with server_site(prefill=len(prefill), decode=len(decode)) as site:
+            for server, tokens in zip(site.servers, (*prefill, *decode), strict=True):
+                server.longest = tokens
+            assert await published(site) == longest
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_sglangs_servers_are_as_long_as_their_kv_caches() -> None:
+    async with server_site(of=FakeSglang) as site:
+        (prefill,), (decode,) = site.prefill, site.decode
+        prefill.longest = decode.longest = 8_192
+        prefill.shown, decode.shown = {"context_tokens": 4_096}, {"context_tokens": 688}
+        assert await published(site) == 688
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_what_a_shorter_server_refuses_goes_to_a_longer_one(side: str) -> None:
+    async def case() -> None:
+        async with server_site(prefill=2, decode=2) as site:
+            servers = site.prefill if side == "prefill" else site.decode
+            for server in site.servers:
+                server.longest = 1_024
+            refuses(servers[0], 512)
+            assert await published(site) == 1_024
+            statuses = [(await site.post())[0] for _ in range(4)]
+            assert statuses == [200] * 4
+            assert servers[0].seen, "it was asked"
+            refuses(servers[1], 512)
+            assert (await site.post())[0] == 400
+
+    run_on_loop(case)
+
+
+def refuses(server: FakeVllm, longest: int) -> None:
+    async def reply(*_: object) -> web.Response:
+        return web.json_response({"error": {"message": f"the maximum is {longest}", "code": 400}}, status=400)
+
+    server.longest, server.reply = longest, reply  # type: ignore[method-assign]
+
+
+def test_an_answer_of_another_form_has_no_length() -> None:
+    for answer in (b"", b"[]", b'{"data": 5}', b'{"data": [{"max_model_len": null}, {"max_model_len": "7"}]}'):
+        assert DIALECTS["vllm"].longest(answer) is None
+        assert DIALECTS["sglang"].longest(answer) is None
+    assert DIALECTS["vllm"].longest(json.dumps({"data": [{"max_model_len": 7}, {"max_model_len": 9}]}).encode()) == 7

@@ -15,12 +15,13 @@ from typing import Any
 from pdtransfer.errors import ArenaFullError, Cause, ConfigError
 from pdtransfer.handoff.admission import Demand
 from pdtransfer.limits import LOAD_MS, Limits
+from pdtransfer.serve.router.backends.daemons.placement import WorkerPair
+from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.worker_pool import WorkerPool
+from pdtransfer.serve.router.backends.daemons.workers import Worker
 from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
-from pdtransfer.serve.router.fleet.worker import Worker
-from pdtransfer.serve.router.policy.free_slots import WorkerPair
-from pdtransfer.serve.router.policy.placement import NoPair, RoutedRequest
-from pdtransfer.wire import VERSION, Identity, Load, Ranks, Welcome
+from pdtransfer.serve.router.fleet.roles import NoPair
+from pdtransfer.wire import VERSION, Identity, Load, Ranks, Sampling, Welcome
 
 from .modelled_decode import ModelledDecode, arena_component
 from .modelled_prefill import ModelledPrefill
@@ -180,14 +181,14 @@ class FleetModel:
         keys = tuple(
             [block.to_bytes(16, "little") for block in arrival.blocks[: arrival.input_tokens // self._block_tokens]]
         )
-        prompt = RoutedRequest(bytes(_ID_BYTES * arrival.input_tokens), growth, b"", keys)
+        prompt = CompletionRequest(prompt=bytes(_ID_BYTES * arrival.input_tokens), sampling=Sampling(growth))
         rows = self._component.rows(prompt.tokens)
         inflight = arrival.input_tokens * self.shape.bytes_per_token
         demand = Demand((rows,), inflight, keys if self.shape.prefix_cache else ())
         if self.load.rooms >= self._limits.rooms_max:
             self.figures.failed("429", ended_s=self._now)
             return
-        pair = self._choose(prompt, ())
+        pair = self.pool.choose(prompt, (), self._now, keys=keys)
         if isinstance(pair, NoPair):
             self.figures.failed("503" if pair.retry_ms is None else "429", ended_s=self._now)
             return
@@ -199,9 +200,6 @@ class FleetModel:
         self.load.rooms_max = max(self.load.rooms_max, self.load.rooms)
         self._awaited.append(request)
         self._begin(request)
-
-    def _choose(self, prompt: RoutedRequest, avoid: tuple[Worker, ...]) -> WorkerPair | NoPair:
-        return self.pool.choose(prompt, avoid, self._now)
 
     def _begin(self, request: ModelledRequest) -> None:
         """Begins the room on its pair, which may refuse it: then it is tried once on another."""
@@ -230,7 +228,7 @@ class FleetModel:
             self.pool.end(worker, request.room, request.tokens)
         if error.retry_ms is not None:
             pair.decode.mark_full(self._now + error.retry_ms / 1e3, enable_hisparse=False)
-        again = self._choose(request.prompt, (pair.decode,))
+        again = self.pool.choose(request.prompt, (pair.decode,), self._now, keys=request.keys)
         if request.retried or error.retry_ms is None or isinstance(again, NoPair) or again.decode is pair.decode:
             self._fail(request, "400" if error.retry_ms is None else "429")
             return

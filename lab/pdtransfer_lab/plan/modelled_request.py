@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pdtransfer.handoff.admission import Demand
 from pdtransfer.handoff.slot_allocator import Holding
-from pdtransfer.serve.router.policy.free_slots import WorkerPair
-from pdtransfer.serve.router.policy.placement import RoutedRequest
+from pdtransfer.serve.router.backends.daemons.placement import WorkerPair
+from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class ModelledRequest:
     at_s: float
     tokens: int
     output_tokens: int
-    prompt: RoutedRequest
+    prompt: CompletionRequest
     demand: Demand
     keys: tuple[bytes, ...]
     pair: WorkerPair

@@ -13,7 +13,7 @@ from pdtransfer.handoff.liveness import NAME_TAKEN, Liveness
 from pdtransfer.handoff.send import Send
 from pdtransfer.serve.router.backends.daemons import worker_pool
 from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Fail, Refusal, WorkerChanged
-from pdtransfer.serve.router.fleet.worker import Worker, obstacle
+from pdtransfer.serve.router.backends.daemons.workers import Worker, obstacle
 from pdtransfer.wire import Begin, Goodbye, Hello, Reject, Unusable, Welcome
 from tests.serve.router.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS, identity

@@ -26,7 +26,7 @@ from pdtransfer.serve.router.backends.daemons.router_effects import (
     WorkerLeft,
 )
 from pdtransfer.serve.router.backends.daemons.routing import Routing
-from pdtransfer.serve.router.backends.daemons.worker_status import worker_status
+from pdtransfer.serve.router.backends.daemons.workers import worker_status
 from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
 from pdtransfer.serve.router.fleet import fleet_changes, membership
 from pdtransfer.serve.router.fleet.admin import read_token
@@ -173,7 +173,7 @@ def test_a_server_leaves_once_its_requests_have_ended() -> None:
         pool.report(each, "", 0.0)
     added.unfinished += 1
     pool.depart("http://d2", Departure.DRAINS)
-    assert {pool.choose((), (), 0.0).decode.url for _ in range(3)} == {"http://d"}  # type: ignore[union-attr]
+    assert {pool.choose((), ()).decode.url for _ in range(3)} == {"http://d"}  # type: ignore[union-attr]
     assert pool.add("http://d2", "decode") is None
     assert added.usable, "taken in again"
     pool.depart("http://d2", Departure.LEAVES)

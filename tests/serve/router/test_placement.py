@@ -12,14 +12,13 @@ from msgspec.structs import replace
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.prefix_keys import block_keys, root_key
 from pdtransfer.limits import PREFIX_PLACED_BLOCKS_MAX, Limits
+from pdtransfer.serve.router.backends.daemons.placement import Ranking, WorkerPair
+from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.worker_pool import WorkerPool
+from pdtransfer.serve.router.backends.daemons.workers import Worker, obstacle
 from pdtransfer.serve.router.fleet.prefixes import EVERYONE, PrefixHolders
-from pdtransfer.serve.router.fleet.roles import Departure
-from pdtransfer.serve.router.fleet.worker import Worker, obstacle
-from pdtransfer.serve.router.policy.free_slots import WorkerPair
-from pdtransfer.serve.router.policy.placement import NoPair, Pair, RoutedRequest
-from pdtransfer.serve.router.policy.ranking import Ranking
-from pdtransfer.wire import VERSION, Load, Welcome, pack_ids
+from pdtransfer.serve.router.fleet.roles import Departure, NoPair, Pair
+from pdtransfer.wire import VERSION, Load, Sampling, Welcome, pack_ids
 from tests.support.routing_world import identity
 
 BLOCK = 4
@@ -27,7 +26,7 @@ LIMITS = Limits(prefix_block_tokens=BLOCK, prefix_keys_max=40, queue_max=5)
 
 
 def plain_choice(
-    pool: WorkerPool, prompt: RoutedRequest, *, enable_hisparse: bool, avoid: list[Worker], now: float
+    pool: WorkerPool, prompt: CompletionRequest, *, enable_hisparse: bool, avoid: list[Worker], now: float
 ) -> tuple[Worker, Worker] | None:
     """The rule, worker by worker; of one model."""
     able = [each for each in pool.by_peer.values() if each.usable and each.full_ms(
@@ -38,7 +37,7 @@ def plain_choice(
     if not decodes:
         return None
     root = root_key(*decodes[0].model, prompt.salt)
-    keys = block_keys(root, prompt.ids, block_tokens=BLOCK, blocks_max=PREFIX_PLACED_BLOCKS_MAX)
+    keys = block_keys(root, prompt.prompt, block_tokens=BLOCK, blocks_max=PREFIX_PLACED_BLOCKS_MAX)
 
     def score(worker: Worker) -> int:
         left = worker.slots_left(enable_hisparse=enable_hisparse)
@@ -87,7 +86,7 @@ def test_the_choice_is_that_of_a_look_at_every_worker(seed: int) -> None:
         identity("r", "router"), prefill, decode, LIMITS, lambda _: None, lambda worker, *_: lost.append(worker.peer)
     )
     pool.start(0.0)
-    begun: list[tuple[WorkerPair, int, RoutedRequest]] = []
+    begun: list[tuple[WorkerPair, int, CompletionRequest]] = []
     chosen = differing = 0
     met: dict[str, int] = dict.fromkeys(("drained", "leaving", "left", "kept", "the same", "added"), 0)
     for turn in range(1_500):
@@ -116,11 +115,11 @@ def test_the_choice_is_that_of_a_look_at_every_worker(seed: int) -> None:
             case 5 | 6 | 7 if begun:
                 pair, room, prompt = begun.pop(dice.randrange(len(begun)))
                 for each in (pair.prefill, pair.decode):
-                    pool.end(each, room, len(prompt.ids) // 4)
+                    pool.end(each, room, len(prompt.prompt) // 4)
                     pool.left(each)
             case _:
                 system, tail = [1] * 2 * BLOCK, [dice.randrange(3) for _ in range(dice.randrange(1, 12))]
-                prompt = RoutedRequest(pack_ids(system + tail), 2, b"")
+                prompt = CompletionRequest(prompt=pack_ids(system + tail), sampling=Sampling(2))
                 avoid, sparse = dice.sample(list(pool.by_peer.values()), dice.randrange(3)), dice.random() < 0.3
                 expected = plain_choice(pool, prompt, enable_hisparse=sparse, avoid=avoid, now=now)
                 pair = pool.choose(dataclasses.replace(prompt, enable_hisparse=sparse), avoid, now)
@@ -141,7 +140,7 @@ def test_the_choice_is_that_of_a_look_at_every_worker(seed: int) -> None:
 def test_nothing_is_kept_of_workers_that_have_left() -> None:
     pool = WorkerPool(identity("r", "router"), ["tcp://p:1"], ["tcp://d:1"], LIMITS, lambda _: None, lambda *_: None)
     pool.start(0.0)
-    prompt = RoutedRequest(pack_ids([1] * 3 * BLOCK), 2, b"")
+    prompt = CompletionRequest(prompt=pack_ids([1] * 3 * BLOCK), sampling=Sampling(2))
 
     def connect(peer: str, role: str) -> Worker:
         worker = pool.by_peer[peer]
@@ -168,7 +167,7 @@ def test_nothing_is_kept_of_workers_that_have_left() -> None:
         assert pool.begin(choose(), 100 + index, prompt) == 3 * BLOCK
         pool.remove(pair.decode.peer)
         for each, room in ((side, room) for side in (pair.prefill, pair.decode) for room in (index, 100 + index)):
-            pool.end(each, room, len(prompt.ids) // 4)
+            pool.end(each, room, len(prompt.prompt) // 4)
             pool.left(each)
     assert len(numbers) == 1, "a number is used again, so that masks stay short"
     assert choose().keys == (), "with one decode worker there is nothing to weigh"

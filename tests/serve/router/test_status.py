@@ -16,10 +16,8 @@ import pytest
 import pdtransfer.serve.router.front as package
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.daemons.routing import Routing
-from pdtransfer.serve.router.backends.daemons.worker_status import worker_status
-from pdtransfer.serve.router.fleet.figure_window import SAMPLES_MAX, FigureWindow
+from pdtransfer.serve.router.backends.daemons.workers import SAMPLES_MAX, FigureWindow, Worker, worker_status
 from pdtransfer.serve.router.fleet.status import FleetStatus, TotalsStatus
-from pdtransfer.serve.router.fleet.worker import Worker
 from pdtransfer.serve.router.front.status import FAILURES_MAX, RATE_S, SHARED_S, RecentRequests
 from pdtransfer.serve.tracing.ended_request import EndedRequest
 from pdtransfer.wire import Goodbye, Load, Pong, Tally, Welcome, WorkerFigures

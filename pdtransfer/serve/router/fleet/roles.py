@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from ....handoff.tables import Word
 
 Role: TypeAlias = Literal["prefill", "decode"]
+Prefill = TypeVar("Prefill")
+Decode = TypeVar("Decode")
 Member = TypeVar("Member")
 
 
@@ -36,3 +39,21 @@ def longest_request(
             if obstacle is None or not obstacle(prefill, decode):
                 longest = both
     return longest
+
+
+@dataclass(frozen=True, slots=True)
+class Pair(Generic[Prefill, Decode]):
+    """The two workers of a request."""
+
+    prefill: Prefill
+    decode: Decode
+    keys: tuple[bytes, ...] = ()  # of the prompt's blocks, where placement has a choice
+    computed: int | None = None  # prompt tokens that decode computes itself though prefill could; None: prefill does
+
+
+@dataclass(frozen=True, slots=True)
+class NoPair:
+    """No pair can take the request. `retry_ms` is when a full worker may have room, None if no ready workers match."""
+
+    detail: str
+    retry_ms: int | None

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from pdtransfer.serve.router.backends.daemons.router_rooms import Leg
 from pdtransfer.serve.router.backends.daemons.routing import Routing
 from pdtransfer.serve.router.backends.daemons.worker_pool import WorkerPool
-from pdtransfer.serve.router.fleet.worker import Worker
+from pdtransfer.serve.router.backends.daemons.workers import Worker
 from pdtransfer.serve.worker.service import Service
 from pdtransfer.wire import Begun, End, Pong, Tokens
 

@@ -8,7 +8,7 @@ import pytest
 
 from pdtransfer.serve.router.backends.servers import backend
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
-from pdtransfer.serve.router.fleet.server import Waiting
+from pdtransfer.serve.router.backends.servers.server_pool import Waiting
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import LIMITS, server_site
 from tests.support.waiting import on_loop, until

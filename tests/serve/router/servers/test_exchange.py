@@ -21,13 +21,12 @@ from pdtransfer.serve.router.backends.servers import upstream
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from pdtransfer.serve.router.backends.servers.exchange import Exchange
 from pdtransfer.serve.router.backends.servers.server_metrics import ServerMetrics
-from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
+from pdtransfer.serve.router.backends.servers.server_pool import Server, ServerPool
 from pdtransfer.serve.router.backends.servers.upstream import AttemptFailedError, Upstream, end_to_end
 from pdtransfer.serve.router.fleet.prefixes import KnownPrefixes
-from pdtransfer.serve.router.fleet.server import Server
+from pdtransfer.serve.router.fleet.roles import Pair
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.status import RouterMetrics
-from pdtransfer.serve.router.policy.placement import Pair
 from tests.serve.router.servers.relayed import relayed
 from tests.support.vllm_servers import LIMITS, server_site
 from tests.support.waiting import on_loop, run_on_loop, until

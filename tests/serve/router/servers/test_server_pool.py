@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdtransfer.limits import PREFIX_PLACED_BLOCKS_MAX, Limits
-from pdtransfer.serve.router.backends.servers.server_pool import ServerPool
-from pdtransfer.serve.router.fleet.roles import Departure
-from pdtransfer.serve.router.fleet.server import Server
-from pdtransfer.serve.router.policy.placement import NoPair, Pair
+from pdtransfer.serve.router.backends.servers.server_pool import Server, ServerPool
+from pdtransfer.serve.router.fleet.roles import Departure, NoPair, Pair
 
 KEYS = tuple(bytes([each]) * 16 for each in range(8))
 
@@ -24,14 +22,14 @@ def pool(
 
 
 def chosen(of: ServerPool, keys=(), avoid=()) -> tuple[str, str]:
-    pair = of.choose(keys, avoid, 0.0)
+    pair = of.choose(keys, avoid)
     assert isinstance(pair, Pair)
     return pair.prefill.url, pair.decode.url
 
 
 def test_nobody_is_chosen_before_it_is_healthy_and_the_reason_names_each() -> None:
     of = pool(healthy=False)
-    none = of.choose((), (), 0.0)
+    none = of.choose((), ())
     assert none == NoPair("no prefill server is healthy: p0: has not answered yet; p1: has not answered yet", None)
     assert not of.usable
     of.report(of.prefill[1], "", 0.0)
@@ -39,13 +37,13 @@ def test_nobody_is_chosen_before_it_is_healthy_and_the_reason_names_each() -> No
     of.report(of.decode[0], "", 0.0)
     assert of.usable
     assert chosen(of) == ("p1", "d0")
-    assert pool(prefill=0).choose((), (), 0.0) == NoPair("no prefill server is healthy: none is named", None)
+    assert pool(prefill=0).choose((), ()) == NoPair("no prefill server is healthy: none is named", None)
 
 
 def test_the_reason_names_what_an_operator_has_decided() -> None:
     of = pool(prefill=1)
     of.depart("p0", Departure.DRAINS)
-    assert of.choose((), (), 0.0) == NoPair("no prefill server is healthy: p0: drained by an operator", None)
+    assert of.choose((), ()) == NoPair("no prefill server is healthy: p0: drained by an operator", None)
 
 
 def test_what_is_known_of_a_server_goes_with_it() -> None:
@@ -54,7 +52,7 @@ def test_what_is_known_of_a_server_goes_with_it() -> None:
     for server, engine in ((prefill, "e0"), (second, "e1")):
         server.identity = {"remote_engine_id": engine}
         decode.begins_alike[engine, b"kind"] = True
-    of.choose(KEYS, (second,), 0.0)
+    of.choose(KEYS, (second,))
     of.depart(prefill.url, Departure.LEAVES)
     assert of.left(prefill)
     assert prefill.known.count(KEYS) == 0
@@ -132,7 +130,7 @@ def answered(of: ServerPool, keys: tuple[bytes, ...]) -> None:
 
 def kept(of: ServerPool, keys: tuple[bytes, ...], avoid: tuple[Server, ...] = ()) -> int | None:
     """Tokens that decode is to compute; None where prefill is."""
-    pair = of.choose(keys, avoid, 0.0)
+    pair = of.choose(keys, avoid)
     assert isinstance(pair, Pair)
     assert (pair.prefill is None) is (pair.computed is not None)
     return pair.computed
@@ -192,7 +190,7 @@ def test_a_server_in_both_roles_computes_what_it_is_chosen_for_twice() -> None:
         of.report(each, "", 0.0)
     assert kept(of, ()) == 0
     of.decode[0].unfinished, of.prefill[1].unfinished = 3, 2
-    pair = of.choose((), (), 0.0)
+    pair = of.choose((), ())
     assert isinstance(pair, Pair)
     assert (pair.prefill, pair.decode) == (None, of.decode[1]), "open answers of both roles count"
     of.depart("b", Departure.DRAINS)

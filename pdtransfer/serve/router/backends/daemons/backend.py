@@ -26,7 +26,6 @@ from ....settings.router import RouterConfig
 from ....tracing.ended_request import EndedRequests
 from ...fleet.roles import Role
 from ...fleet.status import WorkerStatus
-from ...fleet.worker import model_text
 from ...front.backend import BackendState, Paths, WholeAnswer
 from ...front.client_request import ClientRequest
 from ...front.json_bodies import RefusedRequestError
@@ -37,9 +36,10 @@ from .answering import AnswerEvents, Choice, GrowingAnswer, failed_answer
 from .answers import AnswerForm, models, one_model, usage_of
 from .completions import Completion, ReadBody, ReadCompletion, ReadText, completion_of
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
+from .router_rooms import rooms_by_progress
 from .routing import Routing
 from .routing_metrics import RoutingMetrics
-from .worker_status import rooms_by_progress, worker_status
+from .workers import model_text, worker_status
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from msgspec.structs import replace as replace_fields
@@ -11,7 +13,7 @@ from .....handoff.prefix_keys import RunningKeys
 from .....handoff.tables import Word
 from .....limits import PROMPT_BYTES_MAX
 from .....wire import Begin, End, Sampling, pack_ids
-from ...fleet.worker import Worker
+from .workers import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,15 @@ class CompletionRequest:
     salt: bytes = b""
     request_id: str = ""  # this and the next: as in Begin
     traceparent: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def tokens(self) -> int:
+        """Slots needed where nothing is cached."""
+        return self.prompt_tokens + self.sampling.max_tokens
 
     @property
     def kept_bytes(self) -> int:
@@ -186,3 +197,14 @@ class RoutedRoom:
     def landed(self) -> bool:
         """Whether decode has the prompt's KV, so that the prefill worker no longer matters."""
         return self.received > 0 or self.decode.state is Leg.ENDED
+
+
+def rooms_by_progress(rooms: Iterable[RoutedRoom]) -> dict[str, int]:
+    """Counts the router's rooms by what their client waits for."""
+    counts = Counter({"waiting": 0, "generating": 0, "ending": 0})
+    for room in rooms:
+        if room.state is not RouterRoom.OPEN or all(leg.state is Leg.ENDED for leg in room.legs):
+            counts["ending"] += 1
+        else:
+            counts["generating" if room.received else "waiting"] += 1
+    return dict(counts)

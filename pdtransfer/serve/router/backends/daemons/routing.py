@@ -32,10 +32,8 @@ from .....wire import (
     unpack_ids,
     unpack_logprobs,
 )
-from ...fleet.roles import Role
-from ...fleet.worker import Worker
-from ...policy.free_slots import WorkerPair
-from ...policy.placement import NoPair, RoutedRequest
+from ...fleet.roles import NoPair, Role
+from .placement import WorkerPair
 from .router_effects import (
     FINAL_CAUSES,
     MUTUAL_CAUSES,
@@ -64,6 +62,7 @@ from .router_rooms import (
     dense,
 )
 from .worker_pool import WorkerPool
+from .workers import Worker
 
 
 class Routing:
@@ -243,7 +242,7 @@ class Routing:
         retried, keys = request_id is not None, self.workers.answer_keys(pair.decode, request.prompt, request.salt)
         room = RoutedRoom(room_id, first, request, prefill, decode, deadline, retried, so_far, keys, repeats)
         self._rooms[room_id] = self._requests[first] = room
-        self.prefix_tokens += self.workers.begin(pair, room_id, _routed(request))
+        self.prefix_tokens += self.workers.begin(pair, room_id, request)
         self.stayed += pair.prefill is None
         self._timers.set(("deadline", room_id), deadline)
         for leg in room.legs:
@@ -430,23 +429,20 @@ class Routing:
             if not request.enable_hisparse:
                 return None if asked == request else (request, pair)
             request = dense(request)
-            pair = self._pair(request, blamed, now)
+            pair = self.workers.choose(request, blamed, now)
             return None if isinstance(pair, NoPair) else (request, pair)
         return None if cause is Cause.FULL and any(again) else (request, pair)
 
     def _choose(
         self, request: CompletionRequest, avoid: tuple[Worker, ...], now: float, *, may_stay: bool = False
     ) -> tuple[CompletionRequest, WorkerPair | NoPair]:
-        """Chooses a pair. A HiSparse request that no worker supports is decoded densely. `may_stay`: as RoutedRequest,
+        """Chooses a pair. A HiSparse request that no worker supports is decoded densely. `may_stay`: as FreeSlots,
         for the first attempt alone, since decode may have lost what it had."""
-        pair = self.workers.choose(_routed(request, may_stay=may_stay), avoid, now)
+        pair = self.workers.choose(request, avoid, now, may_stay=may_stay)
         if request.enable_hisparse and isinstance(pair, NoPair) and pair.retry_ms is None:
             request = dense(request)
-            pair = self._pair(request, avoid, now)
+            pair = self.workers.choose(request, avoid, now)
         return request, pair
-
-    def _pair(self, request: CompletionRequest, avoid: tuple[Worker, ...], now: float) -> WorkerPair | NoPair:
-        return self.workers.choose(_routed(request), avoid, now)
 
     def _deadline(self, room: RoutedRoom, now: float) -> None:
         if room.state is RouterRoom.OPEN:
@@ -465,7 +461,7 @@ class Routing:
     def _end_leg(self, room: RoutedRoom, leg: RoomLeg, event: LegEvent) -> None:
         leg.state = step(LEG, leg.state, event)
         self._timers.clear((leg.worker.role, room.id))
-        self.workers.end(leg.worker, room.id, len(room.request.prompt) // 4)
+        self.workers.end(leg.worker, room.id, room.request.prompt_tokens)
 
     def _repeat(self, room: RoutedRoom, leg: RoomLeg, now: float) -> None:
         """Sends the message that this leg's worker must answer, and schedules its repetition."""
@@ -493,7 +489,7 @@ def _report(room: RoutedRoom, *, ended: bool = True) -> RoomReport:
     """`ended`: its workers were left to end it, so that their Ends count."""
     prefill = room.prefill
     ends = (None if prefill is None else prefill.end, room.decode.end) if ended else (None, None)
-    resumptions, tokens = 0 if room.so_far is None else room.so_far.resumptions, len(room.request.prompt) // 4
+    resumptions, tokens = 0 if room.so_far is None else room.so_far.resumptions, room.request.prompt_tokens
     return RoomReport(
         room.id,
         "" if prefill is None else prefill.node,
@@ -515,10 +511,3 @@ def _leg(
         request.traceparent, early, rest_max,
     )  # fmt: skip
     return RoomLeg(worker, begin, worker.identity.node)
-
-
-def _routed(request: CompletionRequest, *, may_stay: bool = False) -> RoutedRequest:
-    growth, sparse = request.sampling.max_tokens, request.enable_hisparse
-    return RoutedRequest(
-        request.prompt, growth, request.salt, model=request.model, enable_hisparse=sparse, may_stay=may_stay
-    )

@@ -18,12 +18,11 @@ from .....handoff.timers import TimerKey, Timers
 from .....limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, WORKERS_MAX, Limits
 from .....wire import VERSION, Goodbye, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 from ...fleet.prefixes import KnownPrefixes, PrefixHolders
-from ...fleet.roles import Departure, Role
-from ...fleet.worker import NOT_ANSWERED, Model, Worker, model_text, obstacle, reasons
-from ...policy.candidates import CandidatesByModel
-from ...policy.free_slots import FreeSlots, WorkerPair
-from ...policy.placement import NoPair, PlacementPolicy, RoutedRequest
+from ...fleet.roles import Departure, NoPair, Role
+from .placement import CandidatesByModel, FreeSlots, WorkerPair
 from .router_effects import WorkerChanged, WorkerLeft
+from .router_rooms import CompletionRequest
+from .workers import NOT_ANSWERED, Model, Worker, model_text, obstacle, reasons
 
 OBSTACLES_MAX = 3  # that /health shows of one worker
 
@@ -44,7 +43,7 @@ class WorkerPool:
 
         self._holders = PrefixHolders()
         self._candidates = CandidatesByModel()
-        self._policy: PlacementPolicy[Worker | None, Worker] = FreeSlots(self._candidates, self._holders, limits)
+        self._policy = FreeSlots(self._candidates, self._holders, limits)
         self._by_node: dict[str, Worker] = {}  # connected ones, by their names
         self._numbers = count()
         self._free_numbers: list[int] = []  # of workers that have left: masks stay as short as the fleet was large
@@ -155,7 +154,7 @@ class WorkerPool:
                 return False
         return True
 
-    def begin(self, pair: WorkerPair, room: int, request: RoutedRequest) -> int:
+    def begin(self, pair: WorkerPair, room: int, request: CompletionRequest) -> int:
         """A room begins on this pair. Returns the tokens of the prompt that are known to be cached at decode."""
         for worker in (pair.prefill, pair.decode):
             if worker is not None:
@@ -192,9 +191,12 @@ class WorkerPool:
             worker.known.learn(keys.keys)
             worker.known.answered(keys.keys)
 
-    def choose(self, request: RoutedRequest, avoid: Iterable[Worker], now: float) -> WorkerPair | NoPair:
-        """Chooses a pair by the policy; workers in `avoid`, and slow ones, come last."""
-        return self._policy.choose(request, self._slow.union(avoid), now)
+    def choose(
+        self, request: CompletionRequest, avoid: Iterable[Worker], now: float, *, may_stay: bool = False,
+        keys: tuple[bytes, ...] | None = None,
+    ) -> WorkerPair | NoPair:  # fmt: skip
+        """As FreeSlots.choose; slow workers come last as well."""
+        return self._policy.choose(request, self._slow.union(avoid), now, may_stay=may_stay, keys=keys)
 
     def models(self) -> Mapping[str, int]:
         """Returns the models that a ready pair serves, in order. Of each, the tokens of a prompt and its answer that

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from .....limits import SERVER_ATTEMPTS_MAX
-from ...fleet.server import Server
 from ...front.backend import AnswerFailedError
 from ...front.client_request import ClientRequest
 from .early_token import EarlyToken
 from .exchange import Exchange
 from .server_metrics import ServerMetrics
-from .server_pool import ServerPair
+from .server_pool import Server, ServerPair
 from .server_request import ServerRequest
 from .upstream import AttemptFailedError
 

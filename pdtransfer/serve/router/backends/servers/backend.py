@@ -11,14 +11,12 @@ from typing import TypeVar
 from .....errors import Cause
 from .....limits import Limits
 from ....settings.router import RouterConfig
-from ...fleet.roles import Departure, Role
-from ...fleet.server import Server, Waiting
+from ...fleet.roles import Departure, NoPair, Role
 from ...fleet.status import WorkerStatus
 from ...front.backend import AnswerFailedError, BackendState, Paths, WholeAnswer
 from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ...front.status import RouterMetrics
 from ...front.text import BytesText
-from ...policy.placement import NoPair
 from .attempts import Attempts
 from .choices import Choices
 from .dialect import with_longest
@@ -28,7 +26,7 @@ from .exchange import Exchange
 from .hand_offs import ComputedHandOffs, differences, hand_offs_of
 from .kept_answers import KeptAnswers
 from .server_metrics import ServerMetrics
-from .server_pool import ServerPair, ServerPool, server_status
+from .server_pool import Server, ServerPair, ServerPool, Waiting, server_status
 from .server_request import ServerRequest
 from .upstream import AttemptFailedError, Upstream
 
@@ -256,7 +254,7 @@ class Servers:
 
     def _choose(self, keys: tuple[bytes, ...], avoid: set[Server]) -> ServerPair:
         """Raises AnswerFailedError where no pair can be had."""
-        return _chosen(self.pool.choose(keys, avoid, asyncio.get_running_loop().time()), self._limits)
+        return _chosen(self.pool.choose(keys, avoid), self._limits)
 
 
 def _chosen(choice: Choice | NoPair, limits: Limits) -> Choice:

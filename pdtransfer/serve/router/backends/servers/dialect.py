@@ -13,7 +13,7 @@ from .....errors import RemoteProtocolError
 from .....limits import TOKENS_MAX
 from .....schema import parse
 from ...fleet.roles import Role
-from ...fleet.server import ServerIdentity, Waiting
+from .server_pool import ServerIdentity, Waiting
 from .server_request import Fields, ServerRequest
 
 ONE = Raw(b"1")

@@ -16,7 +16,6 @@ from msgspec import Meta, Struct
 
 from .....errors import Cause, RemoteProtocolError
 from .....schema import parse
-from ...fleet.server import Server, ServerIdentity
 from ...front.backend import WholeAnswer
 from ...front.client_request import ClientRequest
 from .dialect import Dialect, ServerOrder
@@ -24,7 +23,7 @@ from .early_token import EARLY_KINDS_MAX, EVENT_END, EarlyToken, kind_of
 from .hand_offs import ANSWER_TAIL_BYTES, has_prompt_figures, received_of, with_prompt_figures
 from .kept_answers import KeptAnswers
 from .server_metrics import ServerMetrics
-from .server_pool import ServerPair
+from .server_pool import Server, ServerIdentity, ServerPair
 from .server_request import ServerRequest
 from .upstream import AttemptFailedError, Upstream, end_to_end, refused, retriable
 

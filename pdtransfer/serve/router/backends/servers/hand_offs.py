@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from .....errors import RemoteProtocolError
 from .....schema import parse
-from ...fleet.server import HandOffs
+from .server_pool import HandOffs
 
 METRICS_BYTES_MAX = 8 << 20  # of an engine's metrics: vLLM's are some 100 KB
 AMOUNT_MAX = float(1 << 62)

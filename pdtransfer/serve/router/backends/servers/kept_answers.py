@@ -6,7 +6,7 @@ from collections import Counter
 
 from .....errors import Cause
 from .....limits import HTTP_BODY_BYTES_MAX
-from ...fleet.server import Server
+from .server_pool import Server
 from .upstream import AttemptFailedError
 
 

@@ -1,20 +1,150 @@
-"""The HTTP servers of one router, and which are healthy. No I/O."""
+"""The HTTP servers of one router, what is known of them, and which two of them serve a request. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeAlias
 
-from .....limits import TOKENS_MAX, Limits
+from .....limits import PREFIX_PLACED_BLOCKS_MAX, TOKENS_MAX, Limits
 from ...fleet.prefixes import KnownPrefixes
-from ...fleet.roles import Departure, Role, longest_request
-from ...fleet.server import Server
+from ...fleet.roles import Departure, NoPair, Pair, Role, longest_request
 from ...fleet.status import WorkerState, WorkerStatus
-from ...policy.fewest_answers import FewestAnswers, none_healthy
-from ...policy.placement import NoPair, Pair, PlacementPolicy, RoutedRequest
+
+# How decode reaches a prefill server's KV: fields that are equal for all requests of one process.
+ServerIdentity: TypeAlias = dict[str, object]
+
+RANK_HEADER = "X-data-parallel-rank"  # vLLM's: which of a server's engines gets a request
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffs:
+    """Hand-offs of a decode server since its start, of all ranks together."""
+
+    received: int = 0
+    computed: int = 0  # their prompt was computed there
+    kv_bytes: int = 0
+    refusals: tuple[str, ...] = ()  # its facts, name=value, in which prefill engines differ
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Requests that a decode server has no memory for now, of all ranks together, and what they wait for."""
+
+    requests: int = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests wait for its memory: {self.why}"
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server, or one data parallel rank of it: an engine with a cache of its own behind the same URL. `why` is the
+    reason why it gets no requests, empty while it is healthy."""
+
+    url: str
+    role: Role
+    known: KnownPrefixes  # blocks of the prompts sent there
+    why: str = "has not answered yet"
+    down_since: float = 0.0  # while `why` is set, in seconds
+    identity: ServerIdentity | None = None  # of a prefill server, by what it last reported
+    departure: Departure = Departure.STAYS
+    hand_offs: HandOffs | None = None  # of a decode server, by its metrics
+    waiting: Waiting | None = None  # of a decode server, by what it last reported
+    waits_seen: int = 0  # times in a row that some request waited
+    longest: int | None = None  # tokens of a prompt and its answer that it takes, where it reports them
+    is_shorter: bool = False  # whether another server of its role takes more
+    unfinished: int = 0  # answers of requests that it has not answered in full
+    sent: int = 0  # requests since the start
+    computing: int = 0  # tokens of prompts that a decode server computes itself, up to its first tokens
+    # Of a decode server: whether its chats of a kind begin as those of a prefill engine do (early_token.py).
+    begins_alike: dict[tuple[object, bytes], bool] = field(default_factory=dict[tuple[object, bytes], bool])
+    twin: Server | None = None  # the same server in its other role
+    rank: int | None = None  # None where the server has only one
+    gone: bool = False  # a rank that the server had, and has no more
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.url if self.rank is None else f"{self.url} (rank {self.rank})"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a request for it has, so that this engine gets it."""
+        return {} if self.rank is None else {RANK_HEADER: str(self.rank)}
+
+    @property
+    def load(self) -> int:
+        """Open answers, in both roles."""
+        return self.unfinished + (0 if self.twin is None else self.twin.unfinished)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it gets requests."""
+        return not self.why_not
+
+    @property
+    def why_not(self) -> str:
+        """Why it gets no requests, empty where it does."""
+        return self.why or self.departure.value
+
 
 ServerPair: TypeAlias = Pair[Server | None, Server]  # without a prefill server decode computes the prompt
+
+
+def none_healthy(role: str, servers: Sequence[Server]) -> NoPair:
+    """Why each of them gets no requests."""
+    whys = dict.fromkeys(f"{server.url}: {server.why_not}" for server in servers)  # once for all ranks
+    return NoPair(f"no {role} server is healthy: {'; '.join(whys) or 'none is named'}", None)
+
+
+class FewestAnswers:
+    """The prefill and the decode server with the fewest open answers, then with the fewest requests so far.
+
+    A prompt whose blocks a server all knows counts as `prefix_weight` open answers less, a part of them as that part.
+
+    Decode computes the prompt itself where one server is chosen for both roles, and where the prompt goes on from one
+    that it had: it holds its own answer as well, which prefill would compute. It gets at most `turn_tokens_max` tokens
+    at a time, since they delay the answers that it generates.
+    """
+
+    def __init__(
+        self,
+        prefill: Sequence[Server],
+        decode: Sequence[Server],
+        limits: Limits,
+        *,
+        without_prefill: bool,
+        keep_turns: bool,
+    ) -> None:
+        """`without_prefill`: decode may serve while there is no healthy prefill server. `keep_turns`: it may compute
+        the next turns of what it holds."""
+        self._servers = {"prefill": prefill, "decode": decode}
+        self._limits, self._without_prefill, self._keep_turns = limits, without_prefill, keep_turns
+
+    def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server]) -> ServerPair | NoPair:
+        """The best pair for a prompt of these blocks; servers in `avoid` come last."""
+        chosen: dict[str, Server] = {}
+        for role, servers in self._servers.items():
+            healthy = [server for server in servers if server.usable]
+            if healthy:
+                chosen[role] = min(healthy, key=lambda server: (server in avoid, self._cost(server, keys), server.sent))
+            elif role == "decode" or not self._without_prefill:
+                return none_healthy(role, servers)
+        prefill, decode = chosen.get("prefill"), chosen["decode"]
+        blocks_held = decode.known.held(keys)
+        rest = (len(keys) - blocks_held) * self._limits.prefix_block_tokens
+        fits = decode.computing + rest <= self._limits.turn_tokens_max and len(keys) < PREFIX_PLACED_BLOCKS_MAX
+        turn = self._keep_turns and blocks_held > 0 and fits and decode not in avoid
+        if prefill is not None and (turn or prefill is decode.twin):
+            return Pair(None, decode, computed=rest)
+        return Pair(prefill, decode)
+
+    def _cost(self, server: Server, keys: tuple[bytes, ...]) -> float:
+        share_held = server.known.count(keys) / len(keys) if keys else 0.0
+        return server.load - self._limits.prefix_weight * share_held
 
 
 class ServerPool:
@@ -36,7 +166,7 @@ class ServerPool:
         self.prefill = [self._new(url, "prefill") for url in prefill]
         self.decode = [self._new(url, "decode") for url in decode]
         self._pair_twins()
-        self._policy: PlacementPolicy[Server | None, Server] = FewestAnswers(
+        self._policy = FewestAnswers(
             self.prefill, self.decode, limits, without_prefill=without_prefill, keep_turns=self._keeps_turns
         )
 
@@ -175,9 +305,9 @@ class ServerPool:
                 server.is_shorter = _tokens(server) < most
         return longest_request(sides[0] or sides[1], sides[1], _tokens)
 
-    def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server], now: float) -> ServerPair | NoPair:
+    def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server]) -> ServerPair | NoPair:
         """Chooses a pair by the policy for a prompt of these blocks, and counts it as sent there."""
-        pair = self._policy.choose(RoutedRequest(keys=keys), avoid, now)
+        pair = self._policy.choose(keys, avoid)
         if isinstance(pair, Pair):
             for server in (pair.prefill, pair.decode):
                 if server is not None:

@@ -15,10 +15,10 @@ from .....errors import RemoteProtocolError
 from .....limits import PEERS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX
 from .....schema import parse
 from ...fleet.roles import Role
-from ...fleet.server import ServerIdentity, Waiting
 from ...front.json_bodies import RefusedRequestError, decoded_field
 from . import prompt_logprobs
 from .dialect import FALSE, ONE, Dialect, Port, ServerOrder, Text
+from .server_pool import ServerIdentity, Waiting
 from .server_request import CHAT, COMPLETIONS, GENERATE, Fields, ServerRequest, choices_of
 
 

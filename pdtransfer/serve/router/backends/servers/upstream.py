@@ -15,10 +15,10 @@ import aiohttp
 
 from .....errors import Cause
 from .....limits import HTTP_BODY_BYTES_MAX, Limits
-from ...fleet.server import Server, ServerIdentity
 from ...front.backend import AnswerFailedError, WholeAnswer
 from .dialect import ServerOrder
 from .hand_offs import METRICS_BYTES_MAX
+from .server_pool import Server, ServerIdentity
 from .server_request import ServerRequest
 
 log = logging.getLogger(__name__)

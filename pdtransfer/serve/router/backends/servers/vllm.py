@@ -13,10 +13,10 @@ from msgspec.structs import asdict
 from .....limits import FACTS_MAX, PEERS_MAX, TEXT_LENGTH_MAX
 from .....schema import parse
 from ...fleet.roles import Role
-from ...fleet.server import ServerIdentity, Waiting
 from .dialect import FALSE, ONE, Dialect, Port, ServerOrder, Text
 from .early_token import may_come_early, scored
 from .hand_offs import prompt_figures
+from .server_pool import ServerIdentity, Waiting
 from .server_request import CHAT, COMPLETIONS, Fields, ServerRequest, choices_of
 
 Size = Annotated[int, Meta(ge=1, le=0xFFFF)]

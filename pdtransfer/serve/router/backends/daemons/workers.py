@@ -1,16 +1,73 @@
-"""A worker as its router knows it: its connection, its load, and whether two of them can work together."""
+"""A worker as its router knows it: its connection, load and figures, its status, and whether two of them can work
+together."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
-from ....handoff.liveness import Liveness
-from ....limits import TOKENS_MAX, Limits
-from ....wire import Identity, Load, split_key
-from .figure_window import FigureWindow
-from .prefixes import KnownPrefixes
-from .roles import Departure, Role
+from .....handoff.liveness import Liveness
+from .....limits import TOKENS_MAX, Limits
+from .....wire import Identity, Load, Tally, WorkerFigures, split_key
+from ...fleet.prefixes import KnownPrefixes
+from ...fleet.roles import Departure, Role
+from ...fleet.status import SlotsStatus, WorkerState, WorkerStatus
+
+SAMPLES_MAX = 11  # one for each Pong: five seconds at the default of ping_ms
+
+Total = Literal[
+    "rooms_done", "rooms_failed", "tokens", "kv_bytes", "copy_us", "prefix_queried_tokens", "prefix_hit_tokens",
+    "hot_hits", "hot_misses", "swapped_bytes",
+]  # fmt: skip
+
+
+class FigureWindow:
+    """The figures of one process of a worker. Time is that process's own, so that no two clocks are compared."""
+
+    def __init__(self) -> None:
+        self._samples: deque[WorkerFigures] = deque(maxlen=SAMPLES_MAX)
+
+    @property
+    def latest(self) -> WorkerFigures | None:
+        """The newest figures; None where the worker reported none."""
+        return self._samples[-1] if self._samples else None
+
+    def add(self, figures: WorkerFigures) -> None:
+        """Takes the figures of a Pong. Those of an earlier moment, which came late, are dropped."""
+        latest = self.latest
+        if latest is None or figures.uptime_ms > latest.uptime_ms:
+            self._samples.append(figures)
+
+    def clear(self) -> None:
+        """The worker is lost, or another process."""
+        self._samples.clear()
+
+    def grown(self, total: Total) -> int | None:
+        """By how much a total has grown within the window; None where that is not known."""
+        if len(self._samples) < 2:
+            return None
+        grown: int = getattr(self._samples[-1], total) - getattr(self._samples[0], total)
+        return grown if grown >= 0 else None
+
+    def rate(self, total: Total) -> float | None:
+        """By how much it grows in a second."""
+        grown = self.grown(total)
+        if grown is None:
+            return None
+        return grown * 1e3 / (self._samples[-1].uptime_ms - self._samples[0].uptime_ms)
+
+    def share(self, part: Total, *whole: Total) -> float | None:
+        """`part` of the sum of `whole`, from 0 to 1: within the window, or since the start where nothing of it grew
+        in it; None where nothing has."""
+        grown, rest = self.grown(part), [self.grown(field) for field in whole]
+        if grown is not None and (total := sum(growth or 0 for growth in rest)):
+            return min(1.0, grown / total)
+        latest = self.latest
+        total = sum(getattr(latest, field) for field in whole) if latest is not None else 0
+        return min(1.0, getattr(latest, part) / total) if total else None
+
 
 Model = tuple[str, bytes]  # name, and digest of the weights
 NOT_ANSWERED = "has not answered yet"
@@ -153,3 +210,57 @@ def obstacle(prefill: Worker, decode: Worker) -> str:
     if any(name in ours for name in theirs):
         return ""
     return f"{names}: transport: {', '.join(theirs)} there, {', '.join(ours)} here"
+
+
+def worker_status(worker: Worker, why: str = "") -> WorkerStatus:
+    """Returns what is known of a daemon. Of one that is not connected, only its name and the reason. `why` is a better
+    one than its own."""
+    load, figures, window = worker.load, worker.figures.latest, worker.figures
+    kv_bytes_s = window.rate("kv_bytes")
+    is_decode = worker.role == "decode"
+    sparse = load if load is not None and load.sparse_slots_total else None
+    hisparse = figures if is_decode and load is not None and load.enable_hisparse else None
+    return WorkerStatus(
+        role=worker.role,
+        address=split_key(worker.peer)[1],
+        node=None if worker.identity is None else worker.identity.node,
+        model=None if worker.identity is None else model_text(worker.model),
+        state=_state(worker, load),
+        why=why or worker.why or worker.departure.value or None,
+        leaves=worker.departure is Departure.LEAVES,
+        uptime_s=None if figures is None else figures.uptime_ms / 1e3,
+        rooms_here=len(worker.rooms),
+        rooms_running=None if load is None else load.rooms_running,
+        rooms_queued=None if load is None else load.rooms_queued,
+        rooms=None if figures is None else _counts(figures.rooms),
+        rooms_done=None if figures is None else figures.rooms_done,
+        rooms_failed=None if figures is None else figures.rooms_failed,
+        rooms_cancelled=None if figures is None else figures.rooms_cancelled,
+        sessions=None if figures is None else _counts(figures.sessions),
+        slots=None
+        if load is None
+        else SlotsStatus(free=load.slots_free, total=load.slots_total, quarantined=load.slots_quarantined),
+        sparse_slots=None
+        if sparse is None
+        else SlotsStatus(free=sparse.sparse_slots_free, total=sparse.sparse_slots_total),
+        quarantined_bytes=None if figures is None or not is_decode else figures.quarantined_bytes,
+        kv_bytes=None if figures is None else figures.kv_bytes,
+        kv_gb_s=None if kv_bytes_s is None else kv_bytes_s / 1e9,
+        tokens_s=window.rate("tokens"),
+        prefix_hit_ratio=window.share("prefix_hit_tokens", "prefix_queried_tokens") if is_decode else None,
+        hot_hit_ratio=None if hisparse is None else window.share("hot_hits", "hot_hits", "hot_misses"),
+        hisparse_running=None if hisparse is None else hisparse.hisparse_running,
+        hisparse_waiting=None if hisparse is None else hisparse.hisparse_waiting,
+    )
+
+
+def _state(worker: Worker, load: Load | None) -> WorkerState:
+    if not worker.connected:
+        return "connecting"
+    if load is None or not load.ready:
+        return "starting"
+    return "ready" if worker.usable else "draining"
+
+
+def _counts(tallies: Iterable[Tally]) -> dict[str, int]:
+    return {tally.name: tally.count for tally in tallies}

@@ -125,6 +125,20 @@ def test_a_copy_that_the_gpu_refuses_is_reported_once_nothing_is_under_way(here:
     assert [text.endswith("refused") for text in lifted(*pools())] == [True]
 
 
+def test_a_copy_that_fails_once_it_is_queued_is_waited_for(here: GpuOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its slots would be given to others while it writes."""
+    source, target = pools()
+    right = wanted(source, target, SLOTS, SLOTS)
+
+    def queued(*copied: Any, **how: Any) -> None:
+        kv_copy.kv_copy(*copied, **how)
+        raise WorldError("no answer")
+
+    monkeypatch.setattr(hbm_copier, "kv_copy", queued)
+    assert [text.endswith("no answer") for text in lifted(source, target)] == [True]
+    assert np.array_equal(target.memory, right)
+
+
 def test_where_the_gpu_cannot_determine_whether_a_copy_has_ended_nobody_reports_that_it_has(
     here: GpuOnHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

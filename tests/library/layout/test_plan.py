@@ -46,6 +46,17 @@ def copy_runs(plan: Plan, source: np.ndarray, target: np.ndarray) -> None:
                 at, to = at + row[2], to + row[5]
 
 
+def copy_strided(plan: Plan, source: np.ndarray, target: np.ndarray) -> None:
+    """As a copy engine does, which takes no stride below a row's bytes."""
+    for (at, to, length), (source_stride, target_stride, rows) in zip(
+        *map(np.ndarray.tolist, plan.strided()), strict=True
+    ):
+        assert rows > 1 or source_stride == target_stride == length
+        for row in range(rows):
+            first, second = at + row * source_stride, to + row * target_stride
+            target[second : second + length] = source[first : first + length]
+
+
 def slots_of(data: Any, pool: Pool, count: int) -> np.ndarray:
     """`count` slots, each once: anywhere, or runs as pages give them."""
     if data.draw(st.booleans()):
@@ -76,7 +87,7 @@ def check_landed(source: Pool, target: Pool, source_slots: np.ndarray, target_sl
 
 @bounded
 @given(st.data())
-@pytest.mark.parametrize("copy", [copy_byte_runs, copy_runs])
+@pytest.mark.parametrize("copy", [copy_byte_runs, copy_runs, copy_strided])
 def test_every_layout_copies_into_every_other(copy: Any, data: Any) -> None:
     source, target, source_slots, target_slots = drawn(data)
     source.fill(5000 + np.arange(source.slots))

@@ -18,7 +18,6 @@ from .models import PAGE_SIZE, latent_layout
 from .replays import Replays, Seconds, filled, registered
 from .report import Figures, Line
 
-_POOL_BYTES = 61 * 16_384 * 1_152  # of a whole copy, for rows of any size: beyond every cache
 _SLOTS = 16_384
 _RUNS = 7
 _NODES_BYTES = 64 << 20  # copied by one graph, or more, so that its own start does not count

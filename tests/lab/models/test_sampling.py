@@ -1,11 +1,10 @@
-"""Picking a token is a function of the logits, the settings and the index alone; and the byte tokeniser."""
+"""Picking a token is a function of the logits, the settings and the index alone."""
 
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from pdtransfer_lab.models import tokens
 
 from pdtransfer.serve.sampling import chain, draw, tokens_digest
 from pdtransfer.wire import Sampling
@@ -54,20 +53,6 @@ def test_the_chain_of_digests_knows_every_row_and_their_order():
     forward, backward = chain(chain(b"", rows[0]), rows[1]), chain(chain(b"", rows[1]), rows[0])
     assert len({forward, backward, chain(b"", rows[0]), chain(b"", rows[1])}) == 4
     assert tokens_digest([1, 2]) != tokens_digest([2, 1])
-
-
-def test_bytes_become_ids_and_come_back():
-    text = bytes(range(256))
-    assert tokens.encode(text).tolist() == list(range(256))
-    assert tokens.encode(text).dtype == np.int64
-    assert tokens.decode([*tokens.encode(text), tokens.EOS]) == text
-    assert tokens.encode(b"").shape == (0,)
-
-
-@pytest.mark.parametrize("ids", [[257], [1, -1]])
-def test_ids_out_of_the_vocabulary_are_named(ids):
-    with pytest.raises(ValueError, match=f"id {ids[-1]} at {len(ids) - 1}"):
-        tokens.decode(ids)
 
 
 def test_the_tokeniser_and_the_contract_import_no_torch():

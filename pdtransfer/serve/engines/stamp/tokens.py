@@ -1,4 +1,4 @@
-"""The tokeniser: ids 0 to 255 are bytes, 256 ends a sequence. An answer consists of lower-case letters."""
+"""The vocabulary: ids 0 to 255 are bytes, 256 ends a sequence. An answer consists of lower-case letters."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ VOCABULARY = 257
 _LETTERS = range(97, 123)
 _FLOOR = np.float32(-32.0)  # the logit of what is not a letter: a bias can lift it above every letter
 _SCALE = np.float32(2.0**-12)  # logits of letters are within [0, 16)
-
-
-def encode(text: bytes) -> NDArray[np.int64]:
-    """One id for each byte, int64 (bytes,)."""
-    return np.frombuffer(text, np.uint8).astype(np.int64)
 
 
 def logits_of(digest: bytes) -> NDArray[np.float32]:

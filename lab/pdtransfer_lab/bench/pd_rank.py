@@ -336,7 +336,7 @@ class DecodeSide(_Side):
         self._port.attach(self._loop)
         steps = engine_thread.leader_steps(self._engine, self._port, None)
         engine_thread.start(engine_thread.DecodeThread(self._engine, self._port, self._on_outcomes, steps), self._died)
-        self.node.dial(self._endpoint)
+        self.node.introduce((self._endpoint,))
         sessions = self.node.core.prefill_peers.sessions
         async with asyncio.timeout(ROOM_S):
             while not any(session.whole for session in sessions.values()):  # noqa: ASYNC110 (no event for it)

@@ -173,6 +173,11 @@ class Bus:
         dialled = self._dialled.get(endpoint)
         return "" if dialled is None or dialled.connected else dialled.last_error
 
+    def behind(self, peer: str) -> bool:
+        """Whether messages of a dialled peer wait to be read by this node, which goes on reading them."""
+        dialled = self._dialled.get(peer)
+        return dialled is not None and dialled.behind
+
     def address_of(self, peer: str) -> str:
         """The address at the other end of the connection that a peer has now; empty for none."""
         if (dialled := self._dialled.get(peer)) is not None:

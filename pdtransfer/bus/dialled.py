@@ -116,9 +116,14 @@ class Dialled:
         return None if self.last_error in _NO_EVIDENCE else Gone(self.last_error)
 
     @property
+    def behind(self) -> bool:
+        """Whether this side reads what the peer sends later than it comes."""
+        return self.connected and self._tcp is not None and self._tcp.behind
+
+    @property
     def backlogged(self) -> bool:
         """Whether too many bytes are unread."""
-        return self._tcp is not None and self._tcp.backlogged(self._limits)
+        return self._tcp is not None and self._tcp.backlogged(self._limits, self._limits.dialled_frames_max)
 
     def redial(self) -> None:
         """Closes the connection, and dials again later."""

@@ -23,6 +23,7 @@ class BusLimits:
     send_queue: int = 1_024  # messages queued for one peer; beyond it send() returns False, and the protocol repeats
     unread_bytes_max: int = 256 << 20  # of one connection: beyond it the connection is closed
     unread_frames_max: int = 65_536  # the same, estimated from its mean frame: what a loop drops in a tenth of a second
+    dialled_frames_max: int = 1 << 20  # the same of a dialled peer, whose rooms may each have a long message here
     audit_ms: int = 500  # period of the check for unread bytes
     mute_ms: int = 1_000  # messages after a breach are dropped for this long
     costs_max: int = 128  # of one connection within mute_ms before it is muted: a Reject for each grant is 1

@@ -44,6 +44,7 @@ _BUSY = 0.02  # of a core: below it this process is not being flooded
 
 _SHORT_MAX = 255  # bytes of the longest ZMTP body with a one-byte length; longer ones have eight
 _CURVE_BYTES = 33  # command name, nonce, flags and authenticator of each frame
+_COMMANDS_BYTES = 1 << 10  # more than the commands of ZMTP itself, which always count as unread
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: BusLimits) -> zmq.Socket[bytes]:
@@ -211,7 +212,8 @@ class LogThrottle:
 
 @dataclass(slots=True, eq=False)
 class TcpConnection:
-    """One TCP connection under a ZMQ socket: `frames` read, and `read_bytes` as counted on the network."""
+    """One TCP connection under a ZMQ socket: `frames` read, and `read_bytes` as counted on the network. It is `behind`
+    where messages were unread at the last audit, although some had been read since the one before."""
 
     fd: int
     cookie: bytes
@@ -219,6 +221,8 @@ class TcpConnection:
     frames: int = 0
     read_bytes: int = 0
     frames_checked: int = -1
+    frames_audited: int = 0
+    behind: bool = False
 
     @classmethod
     def of(cls, fd: int, *, curve: bool) -> TcpConnection | None:
@@ -264,10 +268,12 @@ class TcpConnection:
         received = received_bytes(self.fd)
         return 0 if received is None or not self.is_open else received - self.read_bytes
 
-    def backlogged(self, limits: BusLimits) -> bool:
-        """Whether more is unread than a legitimate peer would send, in bytes or in frames of its mean size."""
+    def backlogged(self, limits: BusLimits, frames_max: int | None = None) -> bool:
+        """Audits it: whether more is unread than a legitimate peer would send, in bytes or in frames of its mean
+        size. `frames_max` is `unread_frames_max` by default."""
         unread = (received_bytes(self.fd) or 0) - self.read_bytes
-        many = unread * self.frames > limits.unread_frames_max * self.read_bytes
+        self.behind, self.frames_audited = unread > _COMMANDS_BYTES and self.frames > self.frames_audited, self.frames
+        many = unread * self.frames > (frames_max or limits.unread_frames_max) * self.read_bytes
         return (many or unread > limits.unread_bytes_max) and self.is_open
 
     def unacknowledged(self, limits: BusLimits) -> bool:

@@ -94,6 +94,10 @@ class Liveness:
         """The peer has sent something. What is gone all the same is reported again."""
         self.last_seen, self.gone = now, ""
 
+    def unread(self, now: float) -> None:
+        """What the peer has sent waits to be read: it is slow, but its silence is this node's."""
+        self.last_seen = max(self.last_seen, now - self._slow_ms / 1e3)
+
     def report(self, evidence: str, now: float) -> None:
         """There is evidence that the peer is gone; empty: no longer. It is repeated while it stands."""
         if not self.gone:

@@ -34,6 +34,12 @@ def route_of(bus: Bus, peer: str) -> bytes | None:
     return bus._connections.route_of(peer)
 
 
+def audited(bus: Bus, peer: str = "") -> Any:
+    """Looks for connections with too much unread; the TCP connection to a peer that was dialled."""
+    bus._audit()
+    return peer and dialled_by(bus)[peer]._tcp
+
+
 def lines_of(bus: Bus) -> dict[int, Any]:
     """Its lines, by session."""
     return {line.session: line for line in sorted(bus._lines.of(), key=lambda line: line.session)}

@@ -116,6 +116,12 @@ class FakeVllm:
             await self._runner.cleanup()
             self._runner = None
 
+    async def stop_listening(self) -> None:
+        """Goes on with what is under way, as an engine does that is about to end."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+
     async def come_back(self) -> None:
         """Listens again, at the same address."""
         await self.open(int(self.url.rpartition(":")[2]))

@@ -52,8 +52,8 @@ def _trouble(why: str) -> Text:
 def _title(status: FleetStatus, url: str) -> Text:
     router = status.router
     state, style = ("ready", "green") if router.ready else ("not ready", "bold red")
-    if router.draining:
-        state, style = "draining", "yellow"
+    if router.draining or router.overloaded:
+        state, style = "draining" if router.draining else "overloaded", "yellow"
     line = Text.assemble((printable(router.node), "bold"), "  ", (state, style), "  ", printable(url))
     parts = [
         time.strftime("%H:%M:%S", time.localtime(status.time)),

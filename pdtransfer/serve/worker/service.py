@@ -353,20 +353,23 @@ class Service:
                 self._peers.remove(router)
 
     def _stream(self, room: ServedRoom) -> None:
-        """Sends what was not sent yet, within the window."""
-        upto = min(room.generated, room.acked + TOKENS_BURST_MAX)
-        if room.sent < upto:
-            first, end, stride = room.sent - room.acked, upto - room.acked, room.logprob_bytes
-            logprobs = bytes(room.logprobs[first * stride : end * stride])
-            self._send(room, Tokens(room.id, room.sent, pack_ids(room.unacked[first:end]), logprobs))
-            room.sent = upto
+        """Sends what was not sent yet, once all that was is acknowledged: a router that is behind has one message of
+        each room to read, however many tokens are generated meanwhile."""
+        if room.sent == room.acked < room.generated:
+            room.sent = min(room.generated, room.acked + TOKENS_BURST_MAX)
+            self._send_tokens(room)
+
+    def _send_tokens(self, room: ServedRoom) -> None:
+        count = room.sent - room.acked
+        logprobs = bytes(room.logprobs[: count * room.logprob_bytes])
+        self._send(room, Tokens(room.id, room.acked, pack_ids(room.unacked[:count]), logprobs))
 
     def _repeat(self, room: ServedRoom, now: float) -> None:
         """Repeats what is unacknowledged, but not to a silent router. Without tokens or an end it repeats Begun: a
         router that has forgotten the room answers Cancel."""
         if not room.router.liveness.silent(now):
-            room.sent = room.acked
-            self._stream(room)
+            if room.sent > room.acked:
+                self._send_tokens(room)
             if room.end is not None:
                 self._send(room, room.end)
             elif not room.unacked:

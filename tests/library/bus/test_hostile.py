@@ -22,7 +22,7 @@ from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Grant, Granted, Hello, Message, Part, Ping, Pong, Reject, decode, encode
 from tests.library.bus.zmtp import Zmtp, frame
 from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, pair
-from tests.support.internals import connections_of, dialled_by, route_of
+from tests.support.internals import audited, connections_of, dialled_by, route_of
 from tests.support.waiting import on_loop, until
 
 __all__ = ["context"]  # a fixture
@@ -308,7 +308,7 @@ async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(
         while not tcp.backlogged(limits):
             time.sleep(0.01)  # noqa: ASYNC251 - so that the loop reads none of them before
         strangers = prefill.bus.strangers
-        prefill.bus._audit()
+        audited(prefill.bus)
         await until(lambda: raw.was_cut_off)
         # ZMQ reconnects by itself and sends the rest: that connection may be found before it has a name.
         assert [(name, error.field) for name, error in prefill.refusals][:1] == [("key:villain", "unread")]
@@ -317,11 +317,42 @@ async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(
         await until(lambda: prefill.bus.strangers > strangers)  # it reconnects
         good.send(Ping(3))
         assert await good.receive() == Pong(3)
-        assert prefill.bus._zap is not None
-        prefill.bus._zap.ban(v.public, 0.0)  # the ban is over
+        zap = prefill.bus._zap
+        assert zap is not None
+        zap.ban(v.public, 0.0)  # the ban is over
         raw = Raw(context, bound, keys=v, server=p.public)  # ZMQ does not reconnect after a refusal
         raw.send(hello("v"), Ping(4))
         assert await raw.receive() == Pong(4)
+
+
+@on_loop
+@pytest.mark.parametrize("dialled_frames_max", [1 << 20, 5_000])
+async def test_a_dialled_peer_may_leave_more_unread_which_is_no_silence_of_it(
+    dialled_frames_max: int, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    limits = replace(LIMITS, unread_frames_max=5_000, dialled_frames_max=dialled_frames_max, audit_ms=600_000)
+    router, many = context.socket(zmq.ROUTER), 20_000
+    router.set(zmq.SNDHWM, 0)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    async with Node("d", limits=limits) as node:
+        peer = await node.meet(f"tcp://127.0.0.1:{port}", "d")
+        route, _ = router.recv_multipart()
+        tcp = audited(node.bus, peer)
+        for _ in range(many):
+            router.send_multipart([route, encode(Pong(1))])
+        await until(lambda: bool(node.received))
+        while tcp.unread_bytes < 10 * many // 2:
+            time.sleep(0.01)  # noqa: ASYNC251 - so that the loop reads none of them before
+        audited(node.bus)
+        if dialled_frames_max == 5_000:
+            assert [error.field for _, error in node.refusals] == ["unread"]
+            return
+        assert not node.refusals
+        assert node.bus.behind(peer)
+        await until(lambda: len(node.received) == many)
+        audited(node.bus)
+        assert not node.bus.behind(peer), "all of it was read"
+        assert not node.bus.behind("tcp://127.0.0.1:1")
 
 
 @on_loop

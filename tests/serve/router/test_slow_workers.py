@@ -36,6 +36,18 @@ def test_a_worker_that_answers_late_keeps_its_rooms() -> None:
     assert {each.peer for each in bench.of(WorkerChanged)} == {P, D}
 
 
+def test_a_worker_whose_messages_wait_to_be_read_is_slow_and_not_silent() -> None:
+    bench, workers = Bench(prefill=(P, P2), limits=LIMITS), set[str]()
+    for _ in range(3 * LIMITS.silence_ms // LIMITS.ping_ms):
+        bench.routing.workers.look_unread(lambda peer: peer in (P, D), bench.now)
+        bench.silence(LIMITS.ping_ms / 1e3)
+        workers |= {change.peer for change in bench.of(WorkerChanged)}
+    assert workers == {P2}
+    assert prefill_of(bench) == P
+    bench.silence(LIMITS.silence_ms / 1e3)
+    assert {change.peer for change in bench.of(WorkerChanged)} == {P, D}, "all was read, and no answer was among it"
+
+
 def test_a_worker_that_is_gone_is_lost_as_soon_as_it_is_slow() -> None:
     bench = Bench(prefill=(P, P2), limits=LIMITS)
     assert bench.routing.gone(P, "nothing listens there", bench.now) == []

@@ -189,14 +189,23 @@ def test_tokens_repeat_from_the_first_unacknowledged_one_until_acknowledged() ->
     daemon = Daemon()
     daemon.receive(A, begin(7))
     assert daemon.tokens(7, 5, 6) == [Send(A, Tokens(7, 0, pack_ids([5, 6])))]
-    assert daemon.tokens(7, 8) == [Send(A, Tokens(7, 2, pack_ids([8])))], "what was sent is not sent at once again"
-    assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 0, pack_ids([5, 6, 8]))]
-    daemon.receive(A, TokensAcked(7, 2))
+    assert daemon.tokens(7, 8) == [], "it goes when those before are acknowledged"
+    assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 0, pack_ids([5, 6]))]
+    assert messages(daemon.receive(A, TokensAcked(7, 2)), Tokens) == [Tokens(7, 2, pack_ids([8]))]
     assert set(messages(daemon.wait(1), Tokens)) == {Tokens(7, 2, pack_ids([8]))}
     daemon.receive(A, TokensAcked(7, 1), TokensAcked(7, 99))
     assert messages(daemon.wait(1), Tokens), "late and wild acknowledgements change nothing"
     daemon.receive(A, TokensAcked(7, 3))
     assert not messages(daemon.wait(1), Tokens)
+
+
+def test_a_router_that_is_behind_has_one_message_of_each_room_to_read() -> None:
+    daemon = Daemon()
+    daemon.receive(A, begin(7, max_tokens=500))
+    sent = [message for token in range(400) for message in messages(daemon.tokens(7, token), Tokens)]
+    assert sent == [Tokens(7, 0, pack_ids([0]))]
+    assert set(messages(daemon.wait(5.0), Tokens)) == set(sent), "repeats do not grow"
+    assert messages(daemon.receive(A, TokensAcked(7, 1)), Tokens) == [Tokens(7, 1, pack_ids(list(range(1, 400))))]
 
 
 def test_a_slow_router_gets_one_window_and_holds_no_more_than_max_tokens() -> None:
@@ -206,10 +215,11 @@ def test_a_slow_router_gets_one_window_and_holds_no_more_than_max_tokens() -> No
     ids = list(range(total))
     (first,) = messages(daemon.tokens(7, *ids), Tokens)
     assert first == Tokens(7, 0, pack_ids(ids[:TOKENS_BURST_MAX]))
-    assert daemon.receive(A, TokensAcked(7, 100)) == [
-        Send(A, Tokens(7, TOKENS_BURST_MAX, pack_ids(ids[TOKENS_BURST_MAX : TOKENS_BURST_MAX + 100])))
+    assert daemon.receive(A, TokensAcked(7, 100)) == [], "the rest of the window is on its way"
+    assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 100, pack_ids(ids[100:TOKENS_BURST_MAX]))]
+    assert daemon.receive(A, TokensAcked(7, TOKENS_BURST_MAX)) == [
+        Send(A, Tokens(7, TOKENS_BURST_MAX, pack_ids(ids[TOKENS_BURST_MAX:])))
     ]
-    assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 100, pack_ids(ids[100 : 100 + TOKENS_BURST_MAX]))]
     with pytest.raises(LocalProtocolError, match="max_tokens is"):
         daemon.tokens(7, 1)
 
@@ -221,10 +231,11 @@ def test_logprobs_travel_with_their_ids_and_are_as_many_as_the_request_asks_for(
     rows = [Logprobs(-float(index), ((index, -0.5),)).pack() for index in range(total)]
     (first,) = messages(daemon.service.tokens(7, list(range(total)), 0.0, logprobs=b"".join(rows)), Tokens)
     assert first.logprobs == b"".join(rows[:TOKENS_BURST_MAX])
-    (rest,) = messages(daemon.receive(A, TokensAcked(7, 3)), Tokens)
-    assert (rest.first, rest.logprobs) == (TOKENS_BURST_MAX, b"".join(rows[TOKENS_BURST_MAX:]))
+    assert not messages(daemon.receive(A, TokensAcked(7, 3)), Tokens)
     (again, *_) = messages(daemon.wait(0.06), Tokens)
-    assert (again.first, again.logprobs) == (3, b"".join(rows[3 : 3 + TOKENS_BURST_MAX]))
+    assert (again.first, again.logprobs) == (3, b"".join(rows[3:TOKENS_BURST_MAX]))
+    (rest,) = messages(daemon.receive(A, TokensAcked(7, TOKENS_BURST_MAX)), Tokens)
+    assert (rest.first, rest.logprobs) == (TOKENS_BURST_MAX, b"".join(rows[TOKENS_BURST_MAX:]))
     for wrong in (b"", rows[0][:-1], rows[0] * 2):
         with pytest.raises(LocalProtocolError, match="logprobs"):
             daemon.service.tokens(7, [1], 0.0, logprobs=wrong)

@@ -66,6 +66,7 @@ class RouterStatus(Struct, frozen=True, kw_only=True):
     engine: str  # pdtransfer, vllm or sglang
     ready: bool
     draining: bool
+    overloaded: bool = False  # new requests are refused
     uptime_s: float
     models: list[str]
     requests_open: int

@@ -22,6 +22,7 @@ from .body_readers import BodyReaders
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
 from .json_bodies import RefusedRequestError
+from .loop_delay import LoopDelay
 from .openai_http import OpenRequests, accept, error, failure, openai_errors, refusal, stamp, written
 from .status import RecentRequests, RouterMetrics, StatusPages
 
@@ -43,6 +44,10 @@ class Router:
         Gauge("pdtransfer_requests_open", "Unfinished requests", registry=metrics.registry).set_function(
             lambda: self.open_requests.count
         )
+        self.delay = LoopDelay()
+        Gauge("pdtransfer_loop_delay_seconds", "How late the loop is", registry=metrics.registry).set_function(
+            lambda: self.delay.seconds
+        )
         self.recent = RecentRequests()
         ended.subscribe(metrics.ended)
         ended.subscribe(self.recent)
@@ -62,6 +67,7 @@ class Router:
     async def open(self) -> str:
         """Has the backend reach its workers, and listens; returns host:port. Raises ConfigError or WorldError."""
         await self.backend.open()
+        self.delay.start()
         return await self._listener.open(self._config.listen, self.guard.tls, named="listen")
 
     @property
@@ -76,6 +82,7 @@ class Router:
     async def close(self) -> None:
         """Fails unfinished requests, and releases everything."""
         self.open_requests.draining = True
+        self.delay.stop()
         self.backend.stop()
         await self._listener.close()
         await self.readers.close()
@@ -86,7 +93,8 @@ class Router:
         return not self.open_requests.draining and self.backend.usable()
 
     def _health(self) -> Health:
-        return Health(self._ready, {"draining": self.open_requests.draining, **self.backend.health()})
+        router = {"draining": self.open_requests.draining, "overloaded": self.delay.overloaded}
+        return Health(self._ready, {**router, **self.backend.health()})
 
     def _fleet_status(self) -> FleetStatus:
         config, recent, backend = self._config, self.recent, self.backend.state()
@@ -97,6 +105,7 @@ class Router:
             engine=config.engine if config.relays else "pdtransfer",
             ready=self._ready,
             draining=self.open_requests.draining,
+            overloaded=self.delay.overloaded,
             uptime_s=recent.uptime_s,
             models=backend.models,
             requests_open=self.open_requests.count,
@@ -156,6 +165,9 @@ class Router:
         if self.open_requests.draining:
             retry_ms = self._config.limits.resend_ms_max
             raise AnswerFailedError("the router is draining", Cause.SHUTDOWN, retry_ms=retry_ms)
+        if self.delay.overloaded:
+            text = f"the router is overloaded: its loop is {self.delay.seconds:.1f} s late"
+            raise AnswerFailedError(text, Cause.FULL, retry_ms=self._config.limits.resend_ms_max)
         read, body = await self.open_requests.read(http, self.backend.reading(http.path))
         request = self.backend.request(read, body, client)
         with self.open_requests.hold(http, request.kept_bytes, answers=request.answers):

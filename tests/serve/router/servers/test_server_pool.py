@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdtransfer.limits import PREFIX_PLACED_BLOCKS_MAX, Limits
-from pdtransfer.serve.router.backends.servers.server_pool import Server, ServerPool
+from pdtransfer.serve.router.backends.servers.server_pool import NO_LISTENER, Server, ServerPool
 from pdtransfer.serve.router.fleet.roles import Departure, NoPair, Pair
 
 KEYS = tuple(bytes([each]) * 16 for each in range(8))
@@ -117,6 +117,15 @@ def test_requests_of_a_server_are_lost_when_it_was_down_for_the_deadline(now: fl
     of.report(of.decode[0], "refused", 7.0)
     assert of.overdue(of.decode[0], now) == overdue
     assert not of.overdue(of.decode[1], now)
+
+
+@pytest.mark.parametrize(("now", "overdue"), [(10.9, False), (11.0, True)])
+def test_they_are_lost_sooner_when_it_listens_no_more(now: float, overdue: bool) -> None:
+    of = pool(room_deadline_ms=60_000, silence_ms=2_000)
+    of.report(of.decode[0], "/health answers 503", 7.0)
+    of.report(of.decode[0], NO_LISTENER, 9.0)
+    of.report(of.decode[0], NO_LISTENER, 10.0)
+    assert of.overdue(of.decode[0], now) == overdue
 
 
 # Prompts that decode computes itself

@@ -550,6 +550,19 @@ async def test_requests_of_a_server_that_stays_silent_fail() -> None:
         assert "has not answered within 100 ms" in answer["error"]["message"]
 
 
+@on_loop
+async def test_requests_of_a_server_that_listens_no_more_are_tried_again_long_before_the_deadline() -> None:
+    async with server_site(decode=2, limits=replace(LIMITS, silence_ms=300, room_deadline_ms=3_600_000)) as served:
+        bad, good = served.decode
+        served.server(good).unfinished += 1
+        bad.gate.clear()
+        whole = asyncio.create_task(served.post())
+        await until(lambda: bad.seen)
+        await bad.stop_listening()
+        status, answer, _ = await whole
+        assert (status, answer["server"]) == (200, "d1")
+
+
 BAD = [
     (b"{", 400, "not JSON"),
     (b"[]", 400, "object"),

@@ -134,6 +134,7 @@ class Daemons:
         self._perform(self.routing.gone(peer, "" if gone is None else gone.text, self._clock.now()))
 
     def _tick(self) -> None:
+        self.routing.workers.look_unread(self._bus.behind, self._clock.now())
         self._perform(self.routing.tick(self._clock.now()))
 
     def _perform_one(self, effect: RoutingEffect) -> None:

@@ -111,6 +111,12 @@ class WorkerPool:
             is_known = self._peers.tick(key, now)
             assert is_known, key
 
+    def look_unread(self, behind: Callable[[str], bool], now: float) -> None:
+        """Keeps workers that have not answered for slow_ms, while the router is `behind` with what they have sent."""
+        for worker in self._slow:
+            if behind(worker.peer):
+                worker.liveness.unread(now)
+
     def gone(self, worker: Worker, evidence: str, now: float) -> None:
         """There is evidence that the worker is gone; empty: no longer. It is repeated while it stands."""
         self._peers.gone(worker.peer, evidence, now)

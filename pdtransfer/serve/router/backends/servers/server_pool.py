@@ -16,6 +16,7 @@ from ...fleet.status import WorkerState, WorkerStatus
 ServerIdentity: TypeAlias = dict[str, object]
 
 RANK_HEADER = "X-data-parallel-rank"  # vLLM's: which of a server's engines gets a request
+NO_LISTENER = "cannot connect: Connection refused"  # `Server.why` of a process that has ended, or is about to
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +260,7 @@ class ServerPool:
         """Notes a server's health, empty `why` for healthy; returns whether it changed. A server that is down may come
         back as another process: what is known of it is forgotten."""
         changed = server.why != why
-        if why and not server.why:
+        if (why and not server.why) or (why == NO_LISTENER != server.why):
             server.down_since = now
             self._forget(server)
         server.why = why
@@ -277,8 +278,11 @@ class ServerPool:
                 del decode.begins_alike[key]
 
     def overdue(self, server: Server, now: float) -> bool:
-        """Whether it has been down for so long that its requests are lost."""
-        return bool(server.why) and now - server.down_since >= self._limits.room_deadline_ms / 1e3
+        """Whether it has been down for so long that its requests are lost. Engines end what they have under way before
+        they stop listening: what has no end then may never get one, and soon counts as lost."""
+        limits = self._limits
+        lost_ms = limits.silence_ms if server.why == NO_LISTENER else limits.room_deadline_ms
+        return bool(server.why) and now - server.down_since >= min(lost_ms, limits.room_deadline_ms) / 1e3
 
     @property
     def serves_alone(self) -> bool:

@@ -6,6 +6,7 @@ Each request has connections of its own, since closing one is how a server learn
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -18,7 +19,7 @@ from .....limits import HTTP_BODY_BYTES_MAX, Limits
 from ...front.backend import AnswerFailedError, WholeAnswer
 from .dialect import ServerOrder
 from .hand_offs import METRICS_BYTES_MAX
-from .server_pool import Server, ServerIdentity
+from .server_pool import NO_LISTENER, Server, ServerIdentity
 from .server_request import ServerRequest
 
 log = logging.getLogger(__name__)
@@ -203,6 +204,8 @@ class Upstream:
 
 def _reason(error: Exception) -> str:
     """What went wrong, without the client library's options of the connection."""
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED:
+        return NO_LISTENER
     if type(error) is aiohttp.ClientConnectorError and error.os_error.errno:
         return f"cannot connect: {os.strerror(error.os_error.errno)}"
     if isinstance(error, aiohttp.ClientConnectorError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from pdtransfer.handoff.effects import RoomReady
+from pdtransfer.errors import Cause
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomReady
 from tests.support.client_pair import Expected, Late, client_pair, slots_of_pages
 from tests.support.late_producer import STALE, landed, layer_bytes
 from tests.support.layout_tensors import CANARY, mla
@@ -63,3 +65,45 @@ def test_chunks_and_layers_together_wait_each_for_its_own_event() -> None:
         expected = Expected(pair.target)
         expected.land(slots, ready.slots["kv"])
         assert expected.holds(pair.arena)
+
+
+class Breaks(Late):
+    def query(self) -> bool:
+        if super().query():
+            raise RuntimeError("no such stream")
+        return False
+
+
+@pytest.mark.parametrize(
+    ("way", "cause"),
+    [
+        ("abort", Cause.ABORTED), ("decode gives it up", Cause.ABORTED), ("close", Cause.SHUTDOWN),
+        ("event breaks", Cause.ENGINE),
+    ],
+)  # fmt: skip
+def test_two_held_writes_of_a_grant_end_with_their_room_and_write_nothing(way: str, cause: Cause) -> None:
+    with client_pair() as pair:
+        first, second = Breaks() if way == "event breaks" else Late(), Late()
+        pages = pair.pages(1, 50)
+        pair.expect(1, 50)
+        pair.prefill.open(1, tokens=50)
+        pair.prefill.push(1, pages, rows=(0, 20), after=first)
+        pair.prefill.push(1, pages, rows=(20, 50), after=second)
+        pair.prefill.finish(1)
+        pair.until(lambda: first.asked > 20)
+        assert second.asked == 0, "a grant's writes go in order"
+        {
+            "abort": lambda: pair.prefill.abort(1), "decode gives it up": lambda: pair.decode.abort(1),
+            "close": pair.prefill.close, "event breaks": lambda: setattr(first, "fired", True),
+        }[way]()  # fmt: skip
+        pair.drained(1)
+        assert [type(event) for event in pair.prefill_events[-2:]] == [RoomFailed, RoomDrained]
+        assert pair.prefill_event(1, RoomFailed).cause is cause
+        asked = first.asked
+        first.fired = second.fired = True
+        pair.failed(1)
+        if way != "close":
+            pair.whole_arena_is_free(2)
+            assert (first.asked, second.asked) == (asked, 0), "an event of an ended room is asked no more"
+        else:
+            assert (pair.arena == CANARY).all()

@@ -34,6 +34,7 @@ from ..handoff.effects import (
     RoomReady,
 )
 from ..handoff.prefill.cells import Cell
+from ..handoff.ready_gate import ReadyGate
 from ..handoff.sharing import Replicas
 from ..layout.geometry import integers
 from ..layout.layout import Component, slots_of_rows
@@ -330,12 +331,13 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         Raises LocalProtocolError for an unknown component and for pages that do not cover the rows.
         """
         room, rows, after = label(room), span("rows", rows), _event(after)
+        gate = None if after is None else ReadyGate(after)
         pool = self._components.get(checked("component", component, str))
         if pool is None:
             raise LocalProtocolError(f"component: {component!r} must be one of {sorted(self._components)}")
         slots = slots_of_rows(pages, pool.layout.page_size, rows, skip=integer("skip", skip))
-        cell = Cell(component, rows[0], span("layers", layers or pool.layout.layer_range), slots)
-        self._port.to_loop(lambda: self._node.push(room, cell, after=after))
+        cell = Cell(component, rows[0], span("layers", layers or pool.layout.layer_range), slots, gate)
+        self._port.to_loop(lambda: self._node.push(room, cell))
 
     def finish(self, room: int, *, aux: bytes = b"", after: Event | None = None) -> None:
         """Every cell of the room has been pushed; their events need not have fired.

@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
+from functools import partial
 
 from ..bus.gone import Gone
 from ..bus.keys import REVOKED, AllowList, revoked
@@ -33,11 +33,11 @@ from ..handoff.effects import (
 from ..handoff.events import Spans
 from ..handoff.prefill.cells import Cell
 from ..handoff.prefill.sessions import PrefillSessions
-from ..handoff.ready_gate import ReadyGate
 from ..handoff.sharing import Replicas, holds_of
 from ..layout.layout import Component
 from ..threads import in_thread
-from ..transports.device_events import Event, EventQueue
+from ..transports.copier import CANCELLED
+from ..transports.device_events import Event, EventQueue, GateEvent
 from ..transports.options import WriterOptions, of_node
 from ..transports.select import PrefillTransports
 from ..wire import Goodbye, Grant, Landed, Member, Message, Released
@@ -78,7 +78,6 @@ class PrefillNode:
             wrote=self._wrote,
             spans=spans,
             lost=self._end_writer,
-            broken=self._broken,
             wake_hint=self._wake_hint,
         )
         holds = holds_of(components, settings.ranks, replicas or {})
@@ -94,7 +93,7 @@ class PrefillNode:
         )
         self._run: EffectRunner[PrefillEffect] = EffectRunner(self._perform, ticker)
         self._events = EventQueue(self._broken)
-        self._gates: dict[int, ReadyGate] = {}  # of each room's latest cell
+        self._held: dict[tuple[int, int], list[Write]] = {}  # by session and grant, whose gates are closed
         self._tasks: set[asyncio.Task[None]] = set()
         self._fencing: set[int] = set()  # sessions
         self._started_ns: dict[tuple[int, int], int] = {}
@@ -134,17 +133,11 @@ class PrefillNode:
             return
         self._run(effects)
 
-    def push(self, room: int, cell: Cell, *, after: Event | None = None) -> None:
-        """Offers a cell, whose rows are read once `after` has fired, until it is drained.
-
-        Without `after` it waits for the event of the room's cell before it. A wrong cell fails the room. A GPU waits
-        for CUDA events itself, off the loop.
-        """
-        gate = self._gates.get(room) if after is None else ReadyGate(after)
-        if gate is not None and room in self.core.rooms:
-            self._gates[room] = gate
+    def push(self, room: int, cell: Cell) -> None:
+        """Offers a cell, whose rows are read once its gate is open, until it is drained. A wrong cell fails the room.
+        A GPU waits for CUDA events itself, off the loop."""
         try:
-            self._run(self.core.push(room, replace(cell, after=gate), self._clock.now()))
+            self._run(self.core.push(room, cell, self._clock.now()))
         except LocalProtocolError as error:
             self.abort(room, Cause.REFUSED, str(error))
 
@@ -223,17 +216,19 @@ class PrefillNode:
                 self.bus.send(effect.peer, effect.message)
             case Write():
                 self._started_ns[effect.session, effect.write] = time.monotonic_ns()
-                self.transport.write(effect)
+                self._hold_or_write(effect)
             case RoomAsked() | RoomLeased() | RoomLanded() | RoomFailed():
                 self._on_event(effect)
             case PeerRefused(_, detail):
                 log.warning("%s", detail)
             case RoomDrained():
                 self._events.forget(effect.room)
-                self._gates.pop(effect.room, None)
                 self.copy_ns.pop(effect.room, None)
                 self._on_event(effect)
             case StopWriting(session, grant):
+                self._events.forget((session, grant))
+                for order in self._held.pop((session, grant), ()):
+                    self._loop.call_soon(self._wrote, order, Outcome.FAILED, CANCELLED, 0)
                 self.transport.cancel(session, grant)
             case Map():
                 self._spawn(self._map(effect))
@@ -250,7 +245,24 @@ class PrefillNode:
         else:
             self.bus.attach(record.peer, session, line, greeted=False)
 
-    def _broken(self, room: int, error: Exception | str) -> None:
+    def _hold_or_write(self, order: Write) -> None:
+        """A write goes once its gate is open, but a thread that launches on a GPU waits for CUDA events itself."""
+        gate, key = order.after, (order.session, order.grant)
+        if gate is None or gate.opened_ns or (gate.next is not None and self.transport.sleeps_on_cuda(order.session)):
+            self.transport.write(order)
+            return
+        self._held.setdefault(key, []).append(order)
+        self._events.call(key, GateEvent(gate), partial(self._release, key))
+
+    def _release(self, key: tuple[int, int]) -> None:
+        order, *left = self._held.pop(key)
+        if left:
+            self._held[key] = left
+        self.transport.write(order)
+
+    def _broken(self, key: int | tuple[int, int], error: Exception | str) -> None:
+        """An event cannot be queried any more: that of a room's finish, or of the first write of a grant."""
+        room = key if isinstance(key, int) else self._held[key][0].room
         self.abort(room, Cause.ENGINE, f"its event: {error}")
 
     def _finish(self, room: int, aux: bytes) -> None:
@@ -275,6 +287,8 @@ class PrefillNode:
         self.stamp_ns = time.monotonic_ns()
         started_ns = self._started_ns.pop((order.session, order.write))
         if order.after is not None:
+            if order.after.broken:  # the room ends first, with this reason
+                self._broken(order.room, order.after.broken)
             started_ns = max(started_ns, order.after.opened_ns)
         took_ns = self.stamp_ns - started_ns
         if self._spans is not None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..handoff.effects import Outcome, Write
-from ..handoff.ready_gate import ReadyGate
 from ..handoff.slot_allocator import Extents
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
@@ -66,9 +65,10 @@ class WriterTransport(Protocol):
         """Drops the mapping once the session's writes have ended; idempotent."""
         ...
 
-    def waits(self, gate: ReadyGate) -> bool:
-        """Whether this transport waits for such a gate itself, off the loop. Else it gets a write once its gate is
-        open."""
+    @property
+    def sleeps_on_cuda(self) -> bool:
+        """Whether it waits for CUDA events itself, in the thread that launches. Else it gets a write once the write's
+        gate is open."""
         ...
 
     def expect_rows(self, session: int, component: int, extents: Extents) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import WorldError
 from ..handoff.events import Event
+from ..handoff.ready_gate import ReadyGate
 
 POLL_S = 0.0002  # between two queries of an event that has not fired
 
@@ -74,6 +75,16 @@ class EventQueue:
                 self._advance(key)
         if not self._waiting:
             self._timer.stop()
+
+
+class GateEvent:
+    """A gate as an Event, which the loop queries."""
+
+    def __init__(self, gate: ReadyGate) -> None:
+        self._gate = gate
+
+    def query(self) -> bool:
+        return self._gate.poll(time.monotonic_ns())
 
 
 class _Timer:

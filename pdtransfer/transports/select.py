@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -17,14 +16,11 @@ from ..bus.keys import Address, is_loopback
 from ..errors import ConfigError, TransportError, WorldError
 from ..handoff.effects import Outcome, Write
 from ..handoff.events import Spans
-from ..handoff.ready_gate import ReadyGate
 from ..handoff.slot_allocator import Extents
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..wire import Identity, Reach, split_key
 from .base import ArenaTransport, Ready, WakeHint, WriterTransport, Wrote
-from .copier import CANCELLED
-from .device_events import EventQueue
 from .gpu_launcher import WriterGpu, prepare_copies
 from .options import ArenaOptions, WriterOptions
 from .registry import TRANSPORTS, check
@@ -185,8 +181,7 @@ class DecodeTransports:
 class PrefillTransports:
     """What a prefill rank writes with: each session has the transport that its Reach names, from `map` until `unmap`.
 
-    A write that its transport cannot wait with is held back here until its gate is open. A transport is made when the
-    first session wants it, since each has threads.
+    A transport is made when the first session wants it, since each has threads.
     """
 
     def __init__(
@@ -197,12 +192,10 @@ class PrefillTransports:
         wrote: Wrote,
         spans: Spans | None = None,
         lost: Callable[[int], None] = lambda _: None,
-        broken: Callable[[int, Exception | str], None] = lambda _, __: None,
         wake_hint: WakeHint = lambda _: None,
     ) -> None:
         """`wrote` gets the end of each write, `spans` each launch of a GPU. `lost` is called for a session that can
-        write no more, and is to be fenced; `broken` for a room whose CUDA event failed: its writes stay held back until
-        they are cancelled or have failed; `wake_hint` as in WakeHint."""
+        write no more, and is to be fenced; `wake_hint` as in WakeHint."""
         check(options.transport, options.network)
         self.taken = taken(options.transport, loopback=options.network.loopback)
         self._guard = options.network.guard
@@ -213,7 +206,7 @@ class PrefillTransports:
                 components,
                 options,
                 gpu=gpu,
-                wrote=self._on_wrote,
+                wrote=wrote,
                 lost=lost,
                 wake_hint=wake_hint,
             )
@@ -222,9 +215,7 @@ class PrefillTransports:
         self._made: dict[str, WriterTransport] = {}
         self._sessions: dict[int, WriterTransport] = {}
         self._loop, self._closing = asyncio.get_running_loop(), False
-        self._events = EventQueue(self._on_broken_event)
-        self._held: dict[tuple[int, int], list[Write]] = {}  # by session and grant, in order
-        self._wrote, self._broken = wrote, broken
+        self._wrote = wrote
 
     def prepare(self) -> None:
         """As prepare_copies, before the engine computes: the first session would have to wait for it. What fails here
@@ -295,42 +286,19 @@ class PrefillTransports:
         if (transport := self._sessions.get(session)) is not None:
             transport.expect_rows(session, component, extents)
 
+    def sleeps_on_cuda(self, session: int) -> bool:
+        """As WriterTransport.sleeps_on_cuda, of a session that may be mapped no more."""
+        return (transport := self._sessions.get(session)) is not None and transport.sleeps_on_cuda
+
     def write(self, order: Write) -> None:
-        """As WriterTransport.write, of a session that may be mapped no more, with a gate that may be closed."""
+        """As WriterTransport.write, of a session that may be mapped no more."""
         if (transport := self._sessions.get(order.session)) is None:
             self._loop.call_soon(self._wrote, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
-        elif order.after is None or order.after.opened_ns or transport.waits(order.after):
-            transport.write(order)
         else:
-            self._hold(order.after, order)
-
-    def _hold(self, gate: ReadyGate, order: Write) -> None:
-        """Until the gate's event has fired, and every write of the grant that is held before it has gone."""
-        key = order.session, order.grant
-        self._held.setdefault(key, []).append(order)
-        self._events.call(key, _GateEvent(gate), partial(self._release, key))
-
-    def _release(self, key: tuple[int, int]) -> None:
-        orders = self._held[key]
-        order = orders.pop(0)
-        if not orders:
-            del self._held[key]
-        self.write(order)
-
-    def _on_wrote(self, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
-        """The end of a write of a transport. If that has waited for a gate that has broken, the room ends first."""
-        if order.after is not None and order.after.broken:
-            self._broken(order.room, order.after.broken)
-        self._wrote(order, outcome, detail, checksum)
-
-    def _on_broken_event(self, key: tuple[int, int], error: Exception) -> None:
-        self._broken(self._held[key][0].room, error)
+            transport.write(order)
 
     def cancel(self, session: int, grant: int) -> None:
-        """As WriterTransport.cancel, of writes that are held back, too."""
-        self._events.forget((session, grant))
-        for order in self._held.pop((session, grant), ()):
-            self._loop.call_soon(self._wrote, order, Outcome.FAILED, CANCELLED, 0)
+        """As WriterTransport.cancel."""
         if (transport := self._sessions.get(session)) is not None:
             transport.cancel(session, grant)
 
@@ -339,23 +307,10 @@ class PrefillTransports:
         return (transport := self._sessions.get(session)) is None or await transport.fence(session)
 
     async def close(self) -> None:
-        """Waits for what is in flight, and unmaps everything; writes that are held back fail."""
+        """Waits for what is in flight, and unmaps everything."""
         self._closing = True
-        for session, grant in list(self._held):
-            self.cancel(session, grant)
-        self._events.stop()
         for transport in self._made.values():
             await transport.close()
-
-
-class _GateEvent:
-    """A gate as an Event: the loop queries it."""
-
-    def __init__(self, gate: ReadyGate) -> None:
-        self._gate = gate
-
-    def query(self) -> bool:
-        return self._gate.poll(time.monotonic_ns())
 
 
 def elsewhere(endpoint: str, host: str) -> str:

@@ -260,10 +260,10 @@ class PrefillSide(_Side):
     def _on_outcomes(self, outcomes: list[PrefillOutcome]) -> None:
         for outcome in outcomes:
             match outcome:
-                case Offered(room=room, cell=cell, after=after):
+                case Offered(room=room, cell=cell):
                     self._cells.append(cell)
                     if self._prompt.way != "none":
-                        self.node.push(room, cell, after=after)
+                        self.node.push(room, cell)
                 case Prefilled(room=room, aux=aux):
                     self._finished_s = time.monotonic()
                     if self._prompt.way != "none":

@@ -19,10 +19,10 @@ from ..states import PrefillRoom, WriterGrantState
 from .writer_grants import WriterGrant, WriterSession
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Cell:
     """Rows [first_row, first_row + len(source_slots)) of layers [first, end) of one component; read once `after` is
-    open."""
+    open, by default with the room's cell before it."""
 
     component: str
     first_row: int
@@ -77,6 +77,8 @@ class OpenRoom:
         offered.add_run(cell.first_row, end_row - cell.first_row)
         if component.span.kind == "all":
             self.offered_tokens = max(self.offered_tokens, end_row * component.tokens_per_row)
+        if cell.after is None and self.cells:
+            cell.after = self.cells[-1].after
         self.cells.append(cell)
 
     def admits(self, peer: str) -> bool:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ...client.thread_queues import ThreadQueues
 from ...errors import LocalProtocolError, WorldError
 from ...handoff.prefill.cells import Cell
+from ...handoff.ready_gate import ReadyGate
 from ...layout.layout import slots_of_rows
 from ...limits import STEP_ORDERS_MAX
 from ..engine_api import (
@@ -28,7 +29,6 @@ from ..engine_api import (
     Computed,
     ComputesRests,
     DecodeEngine,
-    Event,
     Finished,
     Prefilled,
     PrefillEngine,
@@ -112,11 +112,10 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Prefill: a cell of the room is computed, once `after` has fired."""
+    """Prefill: a cell of the room is computed, once its gate is open."""
 
     room: int
     cell: Cell
-    after: Event | None = None
 
 
 Order: TypeAlias = Compute | Generate | GenerateFrom | Drop | Free | Quit
@@ -251,7 +250,8 @@ class PrefillThread:
             slots = slots_of_rows(outcome.pages, page_size, outcome.rows, skip=outcome.skip)
         except LocalProtocolError as error:
             return Broken(room=outcome.room, detail=f"the engine's pages: {error}")
-        return Offered(outcome.room, Cell(outcome.component, outcome.rows[0], outcome.layers, slots), outcome.after)
+        gate = None if outcome.after is None else ReadyGate(outcome.after)
+        return Offered(outcome.room, Cell(outcome.component, outcome.rows[0], outcome.layers, slots, gate))
 
 
 class DecodeThread:

@@ -189,8 +189,8 @@ class PrefillRank:
             match outcome:
                 case Stepped(_, begin_s, end_s):
                     self.journeys.stepped(room.room_id, begin_s, end_s)
-                case Offered(cell=cell, after=after):
-                    self.node.push(room.room_id, cell, after=after)
+                case Offered(cell=cell):
+                    self.node.push(room.room_id, cell)
                 case Prefilled(aux=aux, first=first):
                     self._reports.computed(room, *((aux, first) if self._picks else (None, None)))
                 case Broken(detail=detail):

@@ -16,7 +16,6 @@ from functools import partial
 
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
-from ...handoff.ready_gate import ReadyGate
 from ...handoff.slot_allocator import Extents
 from ...layout.checksum import MASK, Lines
 from ...layout.layout import Component
@@ -117,6 +116,8 @@ class EngineWriter:
     `components` are the pool's own. The pool lies in this process's memory, or in that of `gpu`, and stays until after
     close. `lost` is called for a session whose process has died by itself: it writes no more, and is to be fenced.
     """
+
+    sleeps_on_cuda = False  # a slot of the ring must not wait for a gate
 
     def __init__(
         self,
@@ -257,10 +258,6 @@ class EngineWriter:
         future = self._loop.run_in_executor(None, step, ring)
         future.add_done_callback(done)
         return future
-
-    def waits(self, gate: ReadyGate) -> bool:  # noqa: ARG002
-        """Returns False: a slot of the ring must not wait for a gate."""
-        return False
 
     def expect_rows(self, session: int, component: int, extents: Extents) -> None:
         """As WriterTransport: there is nothing that a write would wait for."""

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from ...errors import PDTransferError, TransportError, WorldError
 from ...handoff.effects import Outcome, Write
-from ...handoff.ready_gate import ReadyGate
 from ...handoff.sharing import facing
 from ...handoff.slot_allocator import Extents, extents_of
 from ...kernels.pools import Pool
@@ -120,7 +119,7 @@ class ShmWriter:
         self._components, self._wrote = {component.name: component for component in components}, wrote
         self._pool_address, self._uids, self._keep_line = options.pool_address, uids, options.network.keep_line
         self._loop = asyncio.get_running_loop()
-        self._gpu = gpu
+        self._gpu, self.sleeps_on_cuda = gpu, gpu is not None
         self._writer = Copier(options.copy_threads) if gpu is None else GpuWriter(gpu.launcher, gpu.spans, wake_hint)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="pdtransfer-enter")  # for rows that are granted
@@ -271,10 +270,6 @@ class ShmWriter:
         del self._sessions[session]
         if not self._sessions:
             self._unmapped.set()
-
-    def waits(self, gate: ReadyGate) -> bool:
-        """A GPU waits for its own events."""
-        return self._gpu is not None and gate.next is not None
 
     def write(self, order: Write) -> None:
         """Copies a small write on the loop, in this turn or a later one, and a larger one in copy threads, in turn with

@@ -23,7 +23,7 @@ import pytest
 from pdtransfer.bus import bus as bus_module
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.client import clients as client_module
-from pdtransfer.client import decode_node
+from pdtransfer.client import decode_node, prefill_node
 from pdtransfer.client.aio import AsyncDecode, AsyncPrefill
 from pdtransfer.client.clients import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
@@ -888,6 +888,8 @@ def test_a_client_that_cannot_start_reports_why_and_gives_everything_back() -> N
     ("side", "where", "step"),
     [
         ("prefill", bus_module, "open_socket"),
+        ("prefill", prefill_node, "PrefillSessions"),
+        ("prefill", prefill_node, "EventQueue"),
         ("decode", decode_node, "DecodeSessions"),
         ("decode", decode_node, "EventQueue"),
         ("decode", threading.Thread, "start"),

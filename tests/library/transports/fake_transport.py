@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from pdtransfer.errors import TransportError
 from pdtransfer.handoff.effects import Outcome, Write
-from pdtransfer.handoff.ready_gate import ReadyGate
 from pdtransfer.handoff.sharing import pair_share
 from pdtransfer.handoff.slot_allocator import Extents
 from pdtransfer.kernels import checksum_copy, numpy_copy
@@ -128,6 +127,8 @@ class FakeWriter:
         self._sessions[session] = _Mapped(components, pairings)
         return len(self._arena.memory)
 
+    sleeps_on_cuda = False
+
     def hbm_direct(self, session: int) -> bool:
         """There is no GPU."""
         return False
@@ -137,10 +138,6 @@ class FakeWriter:
         if (mapped := self._sessions.get(session)) is not None:
             mapped.leaving = True
             self._leave(session, mapped)
-
-    def waits(self, gate: ReadyGate) -> bool:
-        """As WriterTransport says."""
-        return False
 
     def expect_rows(self, session: int, component: int, extents: Extents) -> None:
         pass

@@ -128,7 +128,8 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
     both = Pair(arena, directory, gpu=gpu)
     await both.map()
     gates = ReadyGate(CudaEvent(1)), ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
-    assert all(both.writer.waits(gate) for gate in gates)
+    assert both.writer.sleeps_on_cuda
+    assert all(gate.next is not None for gate in gates)
     for grant, gate in enumerate(gates, 1):
         both.want(both.write(EVERY[100 * grant :][:9], EVERY[100 * grant :][:9], grant=grant, after=gate))
     both.want(both.write(EVERY[120:130], EVERY[120:130], grant=1))  # behind the first of its grant
@@ -145,7 +146,7 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
     await until(lambda: len(both.ended) == 4)
     assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
     assert both.right
-    assert not both.writer.waits(gates[0]), "it is open"
+    assert gates[0].next is None, "it is open"
     await both.close()
 
 

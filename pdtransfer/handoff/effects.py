@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..errors import Cause
 from ..layout.layout import Component
 from ..wire import Reach
-from .send import PeerRefused, Send
+from .peers import PeerRefused, Send
 
 if TYPE_CHECKING:
     from .ready_gate import ReadyGate

@@ -11,12 +11,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
+from msgspec import Struct
+
 from ..errors import Cause, RemoteProtocolError
 from ..limits import FIELDS_MAX, TEXT_LENGTH_MAX, Limits
-from ..wire import VERSION, Hello, Identity, Ping, Reject, Welcome, Withdrawn, negotiate
+from ..wire import VERSION, Hello, Identity, Message, Ping, Reject, Welcome, Withdrawn, negotiate
 from .liveness import HELLO_WANTED, Liveness, PeerProcess
-from .send import PeerRefused, Send
 from .timers import TimerKey, Timers
+
+
+class Send(Struct, frozen=True):
+    """Send `message` to `peer`: a dialled endpoint, or the authenticated name of a peer that dialled. It may be
+    lost."""
+
+    peer: str
+    message: Message
+
+
+class PeerRefused(Struct, frozen=True):
+    """The peer and this node cannot work together; `detail` names each field with both values."""
+
+    peer: str
+    detail: str
 
 
 class Peer(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, Refusal
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest

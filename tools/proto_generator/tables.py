@@ -10,7 +10,7 @@ from typing import Any
 from pdtransfer.bus.limits import BusLimits
 from pdtransfer.errors import Cause
 from pdtransfer.handoff import states
-from pdtransfer.handoff.states import diagram
+from pdtransfer.handoff.tables import diagram
 from pdtransfer.layout.layout import DTYPE_BYTES
 from pdtransfer.limits import LOAD_MS, ROUTERS_MAX, Limits
 from pdtransfer.memory.mapping import UNBACKED_BYTES_MAX

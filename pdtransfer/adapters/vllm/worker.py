@@ -28,7 +28,7 @@ from ...client.api import (
     RoomReady,
     room_id,
 )
-from ...handoff.cell_sizes import is_full
+from ...layout.cell_sizes import is_full
 from ..kit.ends import FailuresInARow, Quiescence
 from . import figures
 from .orders import Chunk, Open, Orders, Receive, Refuse, Withdraw

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
-from ...handoff.cell_sizes import is_full
 from ...handoff.ready_gate import AllEvents
+from ...layout.cell_sizes import is_full
 from ...layout.layout import Component, Layout
 from ..engine_api import Broken, Computed, Event, Prefilled
 
@@ -27,7 +27,7 @@ class Batching(Protocol):
 
 
 class CellBatcher:
-    """Batching in order: joins the layers of a chunk by the sizes of handoff.cell_sizes."""
+    """Batching in order: joins the layers of a chunk by the sizes of layout.cell_sizes."""
 
     def __init__(self, components: Sequence[Component]) -> None:
         self._layouts = {component.name: component.layout for component in components}

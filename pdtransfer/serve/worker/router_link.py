@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ...client.core_driver import LoopClock, Ticker
 from ...errors import ArenaFullError, Cause, RemoteProtocolError
-from ...handoff.send import Send
+from ...handoff.peers import Send
 from ...limits import TEXT_LENGTH_MAX
 from ...wire import Begin, End, Load, Message, Ping, Pong, Reject, WorkerFigures, unpack_ids
 from ..engine_api import Request

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from ...errors import SUCCESSES, Cause, LocalProtocolError, RemoteProtocolError
 from ...handoff.liveness import NAME_TAKEN, Liveness, PeerProcess
-from ...handoff.peers import Peers
-from ...handoff.send import Send
+from ...handoff.peers import Peers, Send
 from ...handoff.tables import step
 from ...handoff.timers import TimerKey, Timers, backoff_ms
 from ...limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX, Limits

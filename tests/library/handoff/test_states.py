@@ -21,9 +21,8 @@ from pdtransfer.handoff.states import (
     SessionState,
     WriterGrantState,
     WriterState,
-    diagram,
 )
-from pdtransfer.handoff.tables import step
+from pdtransfer.handoff.tables import diagram, step
 from pdtransfer.hisparse.states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest
 from tests.support.paths import REPO
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdtransfer.errors import Cause
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
 from pdtransfer.serve.router.backends.daemons.router_rooms import CompletionRequest
 from pdtransfer.serve.router.backends.daemons.routing import Routing

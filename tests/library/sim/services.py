@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pdtransfer.errors import Cause
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.serve.worker.service import Service, ServiceEffect, StartRoom, StopRoom
 from pdtransfer.serve.worker.service_rooms import ServiceRoom
 from pdtransfer.wire import Begin, End, Message

@@ -12,7 +12,7 @@ import aiohttp
 
 from pdtransfer.bus import Bus
 from pdtransfer.client.core_driver import EffectRunner, LoopClock, Ticker
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.backends.daemons.backend import Daemons
 from pdtransfer.serve.router.backends.daemons.completions import Completion, completion_of, read_body

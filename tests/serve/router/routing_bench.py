@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Refusal
 from pdtransfer.serve.router.backends.daemons.routing import Routing

@@ -10,7 +10,7 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.liveness import NAME_TAKEN, Liveness
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.serve.router.backends.daemons import worker_pool
 from pdtransfer.serve.router.backends.daemons.router_effects import Accepted, Fail, Refusal, WorkerChanged
 from pdtransfer.serve.router.backends.daemons.workers import Worker, obstacle

@@ -13,7 +13,7 @@ import pytest
 
 from pdtransfer.bus.limits import BusLimits
 from pdtransfer.errors import ConfigError, WorldError
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.commands.cli import main
 from pdtransfer.serve.router.backends.daemons.backend import Daemons

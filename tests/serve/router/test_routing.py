@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pdtransfer.errors import Cause, RemoteProtocolError
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import AHEAD_PING, TOKENS_MAX, Limits
 from pdtransfer.serve.router.backends.daemons.router_effects import (
     Accepted,

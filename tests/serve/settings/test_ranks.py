@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pdtransfer.bus.keys import generate
 from pdtransfer.errors import ConfigError
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import Limits
 from pdtransfer.serve.engines.stamp.factory import create
 from pdtransfer.serve.router.backends.daemons.router_effects import Accepted

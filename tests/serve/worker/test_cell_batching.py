@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdtransfer.handoff.cell_sizes import CELL_BYTES_MIN
 from pdtransfer.handoff.ready_gate import AllEvents
+from pdtransfer.layout.cell_sizes import CELL_BYTES_MIN
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import DSA_INDEX_PARTS, host_layout, item_layout
 from pdtransfer.serve.engine_api import Broken, Computed, Prefilled

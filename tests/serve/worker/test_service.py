@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdtransfer.errors import Cause, LocalProtocolError, RemoteProtocolError
-from pdtransfer.handoff.send import Send
+from pdtransfer.handoff.peers import Send
 from pdtransfer.limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX
 from pdtransfer.serve.worker.service import IntroducePeers, RefusedRoom, Service, StartRoom, StopRoom
 from pdtransfer.wire import (

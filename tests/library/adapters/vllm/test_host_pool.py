@@ -25,7 +25,7 @@ from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receiv
 from pdtransfer.adapters.vllm.pools import INDEX, Pools, pools, range_of
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.errors import ConfigError
-from pdtransfer.handoff import cell_sizes
+from pdtransfer.layout import cell_sizes
 from pdtransfer.wire import Ranks
 from tests.support.client_pair import LIMITS, Late
 from tests.support.waiting import wait_for

@@ -34,7 +34,7 @@ from pdtransfer.adapters.vllm.kinds import StatePart
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
-from pdtransfer.handoff import cell_sizes
+from pdtransfer.layout import cell_sizes
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.wire import Ranks
 from tests.library.adapters.warnings_in_a_row import in_a_row

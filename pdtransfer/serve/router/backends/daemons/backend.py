@@ -18,7 +18,7 @@ from .....bus.limits import BusLimits
 from .....client.core_driver import EffectRunner, LoopClock, Ticker
 from .....errors import ConfigError, RemoteProtocolError
 from .....handoff.events import Spans
-from .....handoff.send import Send
+from .....handoff.peers import Send
 from .....limits import TOKENS_MAX, WORKERS_MAX
 from .....wire import Identity, Message, Ranks, split_key
 from ....process.signals import reload

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .....errors import Cause
-from .....handoff.send import Send
+from .....handoff.peers import Send
 from .....wire import End
 
 FINAL_CAUSES = frozenset({Cause.ABORTED, Cause.DEADLINE})  # no client waits any more: no retry

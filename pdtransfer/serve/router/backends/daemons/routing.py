@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec.structs import replace
 
 from .....errors import SUCCESSES, Cause, RemoteProtocolError
-from .....handoff.send import Send
+from .....handoff.peers import Send
 from .....handoff.tables import step
 from .....handoff.timers import Timers, backoff_ms
 from .....limits import RESUMPTIONS_MAX, TEXT_LENGTH_MAX, Limits

@@ -11,9 +11,8 @@ from itertools import count
 
 from .....errors import Cause
 from .....handoff.liveness import NAME_TAKEN, Liveness, PeerProcess
-from .....handoff.peers import Peers
+from .....handoff.peers import Peers, Send
 from .....handoff.prefix_keys import RunningKeys, root_key
-from .....handoff.send import Send
 from .....handoff.timers import TimerKey, Timers
 from .....limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, WORKERS_MAX, Limits
 from .....wire import VERSION, Goodbye, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key

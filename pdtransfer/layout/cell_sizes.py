@@ -6,7 +6,7 @@ cells are as large as is cheap, and get smaller towards the end of a chunk.
 
 from __future__ import annotations
 
-from ..layout.layout import Layout
+from .layout import Layout
 
 WHOLE_BYTES_MAX = 16 << 20  # a chunk of at most this size leaves in one cell
 # Smallest cell of a larger chunk while as much is still to come: from this size on the copy engine is used.

@@ -136,7 +136,7 @@ class _Client(Generic[Node, PolledEvent]):
         if not self._has_keys:
             raise LocalProtocolError("allowed: a client without keys has no allow-list")
         checked("allowed", allowed, AllowList)
-        self._port.to_loop(lambda: self._node.allow(allowed))
+        self._port.to_loop(self._node.allow, allowed)
 
     def fileno(self) -> int:
         """A descriptor for select, poll, epoll or loop.add_reader: readable while `poll` has events to return."""
@@ -164,11 +164,12 @@ class _Client(Generic[Node, PolledEvent]):
         if self.state(room) in (KVPoll.SUCCESS, KVPoll.FAILED) and room in self._ended:
             return True
         timeout_s = seconds("timeout_s", timeout_s)
-        self._port.to_loop(lambda: self._node.abort(room))
+        self._port.to_loop(self._node.abort, room)
         return self._port.wait_for(lambda event: isinstance(event, RoomDrained) and event.room == room, timeout_s)
 
     def _check_begins(self, room: int, tokens: int | None) -> None:
-        """Raises LocalProtocolError for a room that may not begin."""
+        """Raises LocalProtocolError for a room that may not begin, and before `start`."""
+        _ = self._node
         if self._closed:
             raise LocalProtocolError(f"room: {room:016x} comes too late, this client is closed")
         if room in self._states:  # The peer remembers it, too: what is still on its way must not find another room.
@@ -283,7 +284,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         if not all(endpoints) or len(set(names)) < len(names) or len(set(endpoints)) < len(endpoints):
             raise LocalProtocolError(f"group: {list(endpoints)} of {list(names[1:])} are not one endpoint each")
         self._group_is_known = True
-        self._port.to_loop(lambda: self._node.set_group(members))
+        self._port.to_loop(self._node.set_group, members)
 
     def open(
         self,
@@ -309,8 +310,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         self._check_begins(room, tokens)
         self._states[room] = KVPoll.BOOTSTRAPPING
         self._port.to_loop(
-            lambda: self._node.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers),
-        )
+            self._node.open, room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers
+        )  # fmt: skip
 
     def push(
         self,
@@ -337,7 +338,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             raise LocalProtocolError(f"component: {component!r} must be one of {sorted(self._components)}")
         slots = slots_of_rows(pages, pool.layout.page_size, rows, skip=integer("skip", skip))
         cell = Cell(component, rows[0], span("layers", layers or pool.layout.layer_range), slots, gate)
-        self._port.to_loop(lambda: self._node.push(room, cell))
+        self._port.to_loop(self._node.push, room, cell)
 
     def finish(self, room: int, *, aux: bytes = b"", after: Event | None = None) -> None:
         """Every cell of the room has been pushed; their events need not have fired.
@@ -348,13 +349,13 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         room, aux, after = label(room), _octets("aux", aux), _event(after)
         if self._states.get(room) in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT):
             self._states[room] = KVPoll.TRANSFERRING
-        self._port.to_loop(lambda: self._node.finish(room, aux=aux, after=after))
+        self._port.to_loop(self._node.finish, room, aux=aux, after=after)
 
     def abort(self, room: int, detail: str = "") -> None:
         """Gives the room up, also one that was never opened; `detail` is the reason for decode. RoomFailed follows for
         an open one, then RoomDrained: only then may its pages be reused."""
         room, detail = label(room), _text("detail", detail)
-        self._port.to_loop(lambda: self._node.abort(room, detail=detail))
+        self._port.to_loop(self._node.abort, room, detail=detail)
 
     def poll(self) -> list[PrefillEvent]:
         """The events since the last call, oldest first; never waits."""
@@ -435,7 +436,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         as there is room for it. A rank that may not be dialled is skipped: a room that names it fails with the reason.
         Raises ConfigError for a malformed endpoint."""
         Endpoint.parse(checked("source", source, str))
-        self._port.to_loop(lambda: self._node.introduce((source,)))
+        self._port.to_loop(self._node.introduce, (source,))
 
     def expect(
         self,
@@ -498,14 +499,14 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
             room=room, tokens=tokens, sources=sources, time_left_s=time_left_s, growth=growth, prefix=prefix, keys=keys,
             enable_hisparse=enable_hisparse, chosen=chosen, whole_group=whole_group,
         )  # fmt: skip
-        self._port.to_loop(lambda: self._node.expect(request))
+        self._port.to_loop(self._node.expect, request)
 
     def withdraw(self, room: int, *, sources: Sequence[str], detail: str = "") -> None:
         """Informs the prefill ranks at `sources` that this client will not expect a room that they may have open: it
         fails there, also if it is opened later. `detail` is the reason. No event follows. A room that is expected is
         left alone: `abort` gives it up."""
         room, sources, detail = label(room), listed("sources", sources, str), _text("detail", detail)
-        self._port.to_loop(lambda: self._node.withdraw(room, sources, detail))
+        self._port.to_loop(self._node.withdraw, room, sources, detail)
 
     def release(self, room: int, *, after: Event | None = None) -> None:
         """Returns the slots of a room that is ready, once `after` has fired: the engine must not touch them afterwards.
@@ -513,7 +514,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         room, after = label(room), _event(after)
         if self._states.get(room) is KVPoll.SUCCESS:
             self._end(room)
-        self._port.to_loop(lambda: self._node.release(room, after=after))
+        self._port.to_loop(self._node.release, room, after=after)
 
     def abort(self, room: int, detail: str = "") -> None:
         """Gives up a room that is not ready; `detail` is the reason for prefill. RoomFailed follows at once; its slots
@@ -522,7 +523,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         If RoomReady was already on its way, the room has to be released like any other.
         """
         room, detail = label(room), _text("detail", detail)
-        self._port.to_loop(lambda: self._node.abort(room, detail=detail))
+        self._port.to_loop(self._node.abort, room, detail=detail)
 
     @property
     def copied_up_bytes(self) -> int:

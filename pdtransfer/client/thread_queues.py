@@ -8,13 +8,15 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, ParamSpec, TypeVar
 
 from ..errors import WorldError
 from ..threads import LoopCalls
 
 CALLS_MAX = 65_536  # that the loop has not run yet: the loop of an engine so far ahead has stopped
 EventForEngine = TypeVar("EventForEngine")
+Arguments = ParamSpec("Arguments")
 
 
 class ThreadQueues(Generic[EventForEngine]):
@@ -33,11 +35,11 @@ class ThreadQueues(Generic[EventForEngine]):
 
     # The engine's side: any thread
 
-    def to_loop(self, call: Callable[[], None]) -> None:
-        """Runs `call` on the loop; calls keep their order. Raises WorldError when too many wait."""
+    def to_loop(self, call: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        """Makes the call on the loop; calls keep their order. Raises WorldError when too many wait."""
         if len(self._calls) >= CALLS_MAX:
             raise WorldError(f"calls: {len(self._calls)} wait for the loop, the limit is {CALLS_MAX}")
-        self._calls.post(call)
+        self._calls.post(partial(call, *args, **kwargs))
 
     def poll(self) -> list[EventForEngine]:
         """Takes all events; never waits. After close it takes those that were left."""

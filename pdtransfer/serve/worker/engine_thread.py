@@ -141,7 +141,7 @@ def leader_steps(
         for first in range(0, max(1, len(polled)), STEP_ORDERS_MAX):
             orders = polled[first : first + STEP_ORDERS_MAX]
             if announce is not None:
-                port.to_loop(lambda orders=orders: announce(orders))
+                port.to_loop(announce, orders)
             yield orders
 
 
@@ -210,7 +210,7 @@ class PrefillThread:
         stepped = self._stepped(timed, time.monotonic())
         every = [*outcomes, *stepped, *map(self._outcome, self._offers.take(timed))]
         if every:
-            self._port.to_loop(lambda: self._on_outcomes(every))
+            self._port.to_loop(self._on_outcomes, every)
 
     def _admit(self) -> list[PrefillOutcome]:
         refused: list[PrefillOutcome] = []
@@ -292,7 +292,7 @@ class DecodeThread:
             outcomes += [Stepped(room, begin_s, end_s) for room in firsts]
             outcomes += produced
             if outcomes:
-                self._port.to_loop(lambda outcomes=outcomes: self._on_outcomes(outcomes))
+                self._port.to_loop(self._on_outcomes, outcomes)
 
     def _admit(self, order: Generate | GenerateFrom) -> None:
         match order:

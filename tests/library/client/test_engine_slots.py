@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -349,9 +349,23 @@ def test_an_engine_may_run_without_assertions() -> None:
     assert (ran.returncode, ran.stdout) == (0, "False peer_lost\n"), ran.stderr
 
 
-def test_a_call_that_needs_the_node_is_refused_before_the_start() -> None:
-    with client_pair(start=False) as pair, pytest.raises(LocalProtocolError, match="start"):
-        pair.decode.expect(1, tokens=3, prompt=[1, 2, 3], sources=["tcp://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pair: pair.decode.expect(1, tokens=3, prompt=[1, 2, 3], sources=["tcp://127.0.0.1:1"]),
+        lambda pair: pair.decode.dial("tcp://127.0.0.1:1"),
+        lambda pair: pair.decode.release(1),
+        lambda pair: pair.prefill.open(1, tokens=3),
+        lambda pair: pair.prefill.abort(1),
+    ],
+)
+def test_a_call_is_refused_before_the_start_and_begins_nothing(call: Callable[[Pair], None]) -> None:
+    with client_pair(start=False) as pair:
+        with pytest.raises(LocalProtocolError, match="start"):
+            call(pair)
+        for client in (pair.prefill, pair.decode):
+            with pytest.raises(KeyError):
+                client.state(1)
 
 
 def test_an_engines_switch_interval_is_left_alone() -> None:

@@ -81,7 +81,7 @@ def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks, annou
         settings = NodeSettings(node=config.node, model=engine.description.model, weights=engine.description.weights)
         port, submitted = ThreadQueues[Order](), list[object]()
         prefill_daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
-        port.to_loop = submitted.append  # type: ignore[method-assign]
+        port.to_loop = lambda *call: submitted.append(call)  # type: ignore[method-assign]
         try:
             port.to_engine(Drop(1))
             port.to_engine(Quit())

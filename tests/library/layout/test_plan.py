@@ -48,12 +48,12 @@ def copy_runs(plan: Plan, source: np.ndarray, target: np.ndarray) -> None:
 
 def copy_strided(plan: Plan, source: np.ndarray, target: np.ndarray) -> None:
     """As a copy engine does, which takes no stride below a row's bytes."""
-    for (at, to, length), (source_stride, target_stride, rows) in zip(
+    for (read, written, length), (source_stride, target_stride, rows) in zip(
         *map(np.ndarray.tolist, plan.strided()), strict=True
     ):
         assert rows > 1 or source_stride == target_stride == length
         for row in range(rows):
-            first, second = at + row * source_stride, to + row * target_stride
+            first, second = read + row * source_stride, written + row * target_stride
             target[second : second + length] = source[first : first + length]
 
 

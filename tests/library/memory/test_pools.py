@@ -52,10 +52,10 @@ class OneAllocation:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> OneAllocation:
-    made = OneAllocation()
+    card = OneAllocation()
     for module in (hbm, cuda_ipc.gpus):
-        monkeypatch.setattr(module, "gpu_at", lambda _: made)
-    return made
+        monkeypatch.setattr(module, "gpu_at", lambda _: card)
+    return card
 
 
 def test_hbm_is_all_zero_and_others_get_its_handle(gpu: OneAllocation) -> None:

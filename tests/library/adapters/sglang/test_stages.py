@@ -186,8 +186,11 @@ def test_a_stage_has_the_fact_of_all_stages_about_states(stages: int, monkeypatc
 def test_of_ranks_that_share_a_context_the_first_sends_alone(cp_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = with_stand_ins("backend", monkeypatch)
     manager, started = object.__new__(backend.Manager), list[str]()
-    manager.attn_cp_rank, manager._learn_ranks = cp_rank, lambda: started.append("ranks")
-    manager._start_prefill = lambda: started.append("node")
+    vars(manager).update(
+        attn_cp_rank=cp_rank,
+        _learn_ranks=lambda: started.append("ranks"),
+        _start_prefill=lambda: started.append("node"),
+    )
     monkeypatch.setattr(
         backend.dialect.KVManager, "register_to_bootstrap", lambda _: started.append("registered"), raising=False
     )

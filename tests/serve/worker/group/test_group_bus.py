@@ -160,15 +160,15 @@ async def test_a_group_is_known_once_every_rank_is_bound() -> None:
     await leader.joined()
     leader.meet(TENSORS, SECRET)
     await asyncio.gather(*joining)
-    known = asyncio.create_task(leader.members("l"))
+    members = asyncio.create_task(leader.members("l"))
     followers[1].bound("tcp://f2:1", "f2:2")
     await until(lambda: any(rank.bound for rank in leader.followers.values()))
     await asyncio.sleep(0)
-    assert not known.done()
+    assert not members.done()
     followers[0].bound("tcp://f1:1", "f1:2")
-    assert [member.endpoint for member in await known] == ["", "tcp://f1:1", "tcp://f2:1"]
-    for each in (*followers, leader):
-        await each.close()
+    assert [member.endpoint for member in await members] == ["", "tcp://f1:1", "tcp://f2:1"]
+    for end in (*followers, leader):
+        await end.close()
 
 
 @on_loop

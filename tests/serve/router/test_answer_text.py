@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtransfer.serve.router.backends.daemons import answer_text
-from pdtransfer.serve.router.backends.daemons.answer_text import AnswerText, TextPiece
+from pdtransfer.serve.router.backends.daemons import answer as answer_module
+from pdtransfer.serve.router.backends.daemons.answer import AnswerText
+from pdtransfer.serve.router.backends.daemons.answers import TextPiece
 from pdtransfer.serve.router.front.text import BytesText, token_name
 from pdtransfer.wire import Logprobs, Sampling
 
@@ -135,7 +136,7 @@ def test_tokens_without_text_behind_held_text_are_not_looked_at_again_and_again(
             looks += 1
             return self._offset
 
-    monkeypatch.setattr(answer_text, "ScoredToken", Scored)
+    monkeypatch.setattr(answer_module, "ScoredToken", Scored)
     answer, score = growing("ab", logprobs=True), Logprobs(-1.0).pack()
     for token in (97, *[300] * 500):
         assert answer.feed([token], score) == TextPiece()

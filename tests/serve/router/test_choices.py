@@ -16,8 +16,7 @@ from openai.types.chat.chat_completion_message import FunctionCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.backends.daemons.answer_text import AnswerText
-from pdtransfer.serve.router.backends.daemons.answering import TURN_TOKENS_MAX, Choice, GrowingAnswer
+from pdtransfer.serve.router.backends.daemons.answer import TURN_TOKENS_MAX, AnswerText, Choice, GrowingAnswer
 from pdtransfer.serve.router.backends.daemons.answers import AnswerForm
 from pdtransfer.serve.router.backends.daemons.backend import LOGPROBS_INLINE_MAX
 from pdtransfer.serve.router.backends.daemons.router_effects import Finish, Refusal, RoomReport

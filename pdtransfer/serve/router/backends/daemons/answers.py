@@ -7,10 +7,34 @@ from dataclasses import dataclass
 
 import msgspec
 
-from .....wire import End
+from .....wire import End, Logprobs
 from ...front.text import TextCodec, token_name
-from .answer_text import ScoredToken, TextPiece
 from .router_effects import RoomReport
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A generated token with its logprobs; its text begins at character `offset` of the generated text."""
+
+    id: int
+    offset: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What a choice gains: text, and the tokens that have logprobs."""
+
+    text: str = ""
+    tokens: tuple[ScoredToken, ...] = ()
+
+    def __add__(self, more: TextPiece) -> TextPiece:
+        return TextPiece(self.text + more.text, self.tokens + more.tokens)
+
+    @staticmethod
+    def joined(pieces: Sequence[TextPiece]) -> TextPiece:
+        """All pieces in one."""
+        return TextPiece("".join(piece.text for piece in pieces), tuple(t for piece in pieces for t in piece.tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,8 @@ from ...front.client_request import ClientRequest
 from ...front.json_bodies import RefusedRequestError
 from ...front.status import RouterMetrics
 from ...front.text import load_text
-from .answer_text import AnswerText, TextPiece
-from .answering import AnswerEvents, Choice, GrowingAnswer, failed_answer
-from .answers import AnswerForm, models, one_model, usage_of
+from .answer import AnswerEvents, AnswerText, Choice, GrowingAnswer, failed_answer
+from .answers import AnswerForm, TextPiece, models, one_model, usage_of
 from .completions import Completion, ReadBody, ReadCompletion, ReadText, completion_of
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_rooms import rooms_by_progress

@@ -1,19 +1,166 @@
-"""One answer while its rooms generate: the HTTP task waits here for pieces of its choices, or for a failure."""
+"""One answer while its rooms generate: its choices become text, and the HTTP task waits for what they gain."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
+from .....errors import SUCCESSES
+from .....wire import End, Sampling, unpack_logprobs
 from ....tracing.ended_request import EndedRequest
 from ...front.backend import AnswerFailedError
-from ...front.client_request import ClientRequest
-from .answer_text import AnswerText, TextPiece
-from .answers import AnswerForm, EndedChoice, usage_of
+from ...front.client_request import ClientRequest, spans_of
+from ...front.text import TextCodec
+from .answers import AnswerForm, EndedChoice, ScoredToken, TextPiece, usage_of
 from .completions import Completion
-from .room_records import RoomAttempt, room_record
 from .router_effects import Fail, Finish, Refusal, Retry
+
+
+@dataclass(slots=True, eq=False)
+class RoomAttempt:
+    """The latest room of one choice while it generates; times of the router's monotonic clock."""
+
+    began_s: float
+    first_s: float | None = None
+    tokens: int = 0
+
+
+def room_record(client: ClientRequest, attempt: RoomAttempt, end: Finish | Fail | Retry, now: float) -> EndedRequest:
+    """The record of a room of `client`."""
+    room, failure = end.room, None if isinstance(end, Finish) else end
+    prefill, decode = room.prefill, room.decode
+    first_s = None if attempt.first_s is None else attempt.first_s - attempt.began_s
+    # Without an End of decode the router ended the answer itself, at a stop string.
+    success = "stop" if decode is None else decode.reason
+    return EndedRequest(
+        scope="room",
+        role="router",
+        node=client.node,
+        rooms=(room.id,),
+        request_id=client.request_id,
+        trace=client.trace,
+        prefill=room.prefill_node,
+        decode=room.decode_node,
+        model=client.model,
+        path=client.path,
+        prompt_tokens=room.prompt_tokens,
+        tokens=attempt.tokens,
+        reason=success if failure is None else "",
+        cause=None if failure is None else failure.cause,
+        detail="" if failure is None else failure.detail,
+        retried=isinstance(end, Retry),
+        resumptions=room.resumptions,
+        stream=client.stream,
+        enable_hisparse=room.enable_hisparse,
+        ended_unix_s=time.time(),
+        total_s=now - attempt.began_s,
+        first_token_s=first_s,
+        spans=spans_of(room.id, first_s, now - attempt.began_s),
+        cached_tokens=decode.prefix if decode is not None and decode.reason in SUCCESSES else None,
+        kv_bytes=0 if decode is None else decode.kv_bytes,
+        queue_s=_seconds(prefill, "queue_us"),
+        prefill_s=_seconds(prefill, "compute_us"),
+        transfer_s=_seconds(prefill, "transfer_us"),
+        admission_s=_seconds(decode, "admission_us"),
+        copy_s=_seconds(prefill, "copy_us"),
+    )
+
+
+def _seconds(end: End | None, field: str) -> float | None:
+    """What a worker measured, in microseconds; 0 stands for what is not known."""
+    return None if end is None else getattr(end, field) / 1e6 or None
+
+
+class AnswerText:
+    """Turns the ids of one choice into pieces. Text that may be the beginning of a stop string is held back, and so are
+    the logprobs of its tokens. `stops` count from the end of the text of the first `min_tokens` on."""
+
+    def __init__(self, codec: TextCodec, sampling: Sampling, stops: tuple[str, ...], *, keep_stop: bool) -> None:
+        self._detokenizer, self._sampling = codec.detokenizer(), sampling
+        self._stops, self._keep_stop = stops, keep_stop
+        self._begun = [0] * len(stops)  # how many characters of each stop string the held text ends with
+        self._held = ""  # text that may begin a stop string
+        self._scored: list[ScoredToken] = []  # of text that is held back
+        self._released = 0  # characters
+        self.tokens = 0
+        self.stopped = False  # a stop string was met: nothing follows
+
+    def feed(self, ids: list[int], logprobs: bytes) -> TextPiece:
+        """Takes the next ids. Those after a stop string are dropped and not counted."""
+        scores = unpack_logprobs("logprobs", logprobs, self._sampling, len(ids))
+        text = ""
+        for index, token in enumerate(ids):
+            if self.stopped:
+                break
+            self.tokens += 1
+            if scores:
+                self._scored.append(ScoredToken(token, self._released + len(self._held), scores[index]))
+            text += self._release(self._detokenizer.feed(token), examine=self.tokens > self._sampling.min_tokens)
+        return self._piece(text)
+
+    def end(self) -> TextPiece:
+        """Returns all that was held back."""
+        text = ""
+        if not self.stopped:
+            text = self._release(self._detokenizer.end(), examine=self.tokens > self._sampling.min_tokens)
+        if not self.stopped:
+            self._released += len(self._held)
+            text, self._held = text + self._held, ""
+        return self._piece(text)
+
+    def _release(self, new: str, *, examine: bool) -> str:
+        """Returns the text that can go out."""
+        self._held += new
+        upto, end = len(self._held), len(self._held)
+        if self._stops and examine:
+            matches = [(position, stop) for stop in self._stops if (position := self._held.find(stop)) >= 0]
+            if matches:
+                upto, stop = min(matches)
+                upto += len(stop) if self._keep_stop else 0
+                self.stopped, end = True, upto
+            else:
+                self._begun = [_begun(*begun, new) for begun in zip(self._stops, self._begun, strict=True)]
+                upto -= max(self._begun)
+        text, self._held = self._held[:upto], self._held[upto:end]
+        self._released += len(text)
+        return text
+
+    def _piece(self, text: str) -> TextPiece:
+        # Without held text, tokens without any are out as well: special ones, and parts of a character.
+        count = len(self._scored)
+        if self._held or self.stopped:
+            count = bisect_left(self._scored, self._released, key=lambda scored: scored.offset)
+        out = tuple(self._scored[:count])
+        del self._scored[: None if self.stopped else count]
+        return TextPiece(text, out)
+
+
+def _begun(stop: str, begun: int, new: str) -> int:
+    """How many characters of the stop string a text ends with that ended with `begun` of them and gains `new`, by the
+    algorithm of Knuth, Morris and Pratt: its time does not grow with the stop's length. `new` completes no stop."""
+    borders = _borders(stop)
+    for character in new:
+        while begun and stop[begun] != character:
+            begun = borders[begun - 1]
+        begun += stop[begun] == character
+    return begun
+
+
+@lru_cache(maxsize=1_024)
+def _borders(stop: str) -> list[int]:
+    """For each beginning of a stop string, the longest shorter one that it ends with."""
+    borders = [0]
+    for character in stop[1:]:
+        length = borders[-1]
+        while length and stop[length] != character:
+            length = borders[length - 1]
+        borders.append(length + (stop[length] == character))
+    return borders
+
 
 TURN_TOKENS_MAX = 256  # of one answer that become text before the loop serves others: some milliseconds
 

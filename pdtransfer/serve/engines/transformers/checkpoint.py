@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from transformers.utils import logging as transformers_logging
 
 from .... import schema
-from ....adapters.kit.model_facts import dtype_name, model_facts
+from ....adapters.kit.facts import dtype_name, model_facts
 from ....client.labels import weights_digest
 from ....errors import ConfigError
 from ....hisparse.hot_requests import capacity_of

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from ....adapters.kit.model_facts import dtype_name
+from ....adapters.kit.facts import dtype_name
 from ....errors import ConfigError, LocalProtocolError
 from ....layout.layout import Component, Layout, Plane, Span
 from ....layout.layout_builders import host_layout

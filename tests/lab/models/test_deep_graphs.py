@@ -132,14 +132,14 @@ def test_work_is_replayed_on_a_gpu_and_done_again_elsewhere(cuda: Played) -> Non
         done.append(cuda.capturing > 0)
         return len(done)
 
-    here = Replayed(work, torch.device("cpu"))
-    assert [here(), here(), cuda.replays] == [1, 2, 0]
+    on_cpu = Replayed(work, torch.device("cpu"))
+    assert [on_cpu(), on_cpu(), cuda.replays] == [1, 2, 0]
     done.clear()
-    there = Replayed(work, torch.device("cuda", 0))
+    on_gpu = Replayed(work, torch.device("cuda", 0))
     assert done == [False, True], "what it uses is loaded before the capture"
-    assert [there(), there(), cuda.replays] == [2, 2, 2]
+    assert [on_gpu(), on_gpu(), cuda.replays] == [2, 2, 2]
     with captured():
-        assert there() == 3
+        assert on_gpu() == 3
     assert cuda.replays == 2
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.servers import upstream
@@ -561,6 +562,28 @@ async def test_requests_of_a_server_that_listens_no_more_are_tried_again_long_be
         await bad.stop_listening()
         status, answer, _ = await whole
         assert (status, answer["server"]) == (200, "d1")
+
+
+@on_loop
+async def test_a_stream_of_a_server_that_listens_no_more_goes_on_to_its_end() -> None:
+    piece = b'data: {"choices":[{"text":"a"}]}\n\n'
+
+    async def slowly(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(20):
+            await response.write(piece)
+            await asyncio.sleep(0.1)
+        return response
+
+    async with server_site(limits=replace(LIMITS, silence_ms=1_000, room_deadline_ms=3_600_000)) as served:
+        served.decode[0].reply = lambda request, _: slowly(request)  # type: ignore[method-assign]
+        body = {"prompt": "a", "stream": True}
+        async with served.http.post(served.url + "/v1/completions", json=body) as response:
+            assert await response.content.readexactly(len(piece)) == piece
+            await served.decode[0].stop_listening()
+            assert await response.read() == piece * 19
 
 
 BAD = [

@@ -26,7 +26,7 @@ from .exchange import Exchange
 from .hand_offs import ComputedHandOffs, differences, hand_offs_of
 from .kept_answers import KeptAnswers
 from .server_metrics import ServerMetrics
-from .server_pool import Server, ServerPair, ServerPool, Waiting, server_status
+from .server_pool import NO_LISTENER, Server, ServerPair, ServerPool, Waiting, server_status
 from .server_request import ServerRequest
 from .upstream import AttemptFailedError, Upstream
 
@@ -124,7 +124,8 @@ class Servers:
                 self._report(server, why)
             for rank in self.pool.ranks(server):
                 if self.pool.overdue(rank, loop.time()):
-                    self.upstream.lose(rank)
+                    # A process that listens no more may still bring answers to their end: these are not silent.
+                    self.upstream.lose(rank, self._limits.silence_ms / 1e3 if rank.why == NO_LISTENER else 0.0)
             await asyncio.sleep(self._limits.ping_ms / 1e3)
         del self._polls[server]
         log.info("%s %s was removed: its last request has ended", server.role, server.url)

@@ -67,7 +67,7 @@ class Upstream:
     def __init__(self, limits: Limits, unreachable: Callable[[Server, str], None]) -> None:
         self.limits, self._unreachable = limits, unreachable
         self._stopped = False
-        self._waits: dict[Server, set[asyncio.Timeout]] = {}
+        self._waits: dict[Server, dict[asyncio.Timeout, float]] = {}  # since when
         self.prefills: set[asyncio.Task[ServerIdentity | None]] = set()  # under way, some without their request
         self._orders: set[asyncio.Task[None]] = set()
         self._session = aiohttp.ClientSession(
@@ -108,11 +108,12 @@ class Upstream:
             return None
         return answer.body if answer.status == 200 else None
 
-    def lose(self, server: Server) -> None:
-        """Ends all waits for a server that has been down for too long."""
+    def lose(self, server: Server, lasted_s: float = 0.0) -> None:
+        """Ends all waits for a server that have lasted so long."""
         now = asyncio.get_running_loop().time()
-        for wait in self._waits.get(server, ()):
-            wait.reschedule(now)
+        for wait, began in self._waits.get(server, {}).items():
+            if now - began >= lasted_s:
+                wait.reschedule(now)
 
     def stop(self) -> None:
         """Ends all waits, those to come included: the router shuts down."""
@@ -125,14 +126,14 @@ class Upstream:
         """Waits for a server in this scope, until it ends or `lose`. Raises AttemptFailedError for what fails."""
         if self._stopped:
             raise _shutdown()
-        waits = self._waits.setdefault(server, set())
+        waits = self._waits.setdefault(server, {})
         try:
             async with asyncio.timeout(None) as wait:
-                waits.add(wait)
+                waits[wait] = asyncio.get_running_loop().time()
                 try:
                     yield
                 finally:
-                    waits.discard(wait)
+                    del waits[wait]
                     if not waits and self._waits.get(server) is waits:
                         del self._waits[server]
         except (aiohttp.ClientError, ConnectionError) as error:

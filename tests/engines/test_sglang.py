@@ -491,7 +491,7 @@ def test_many_requests_at_once_leave_nothing_behind(llama: Family) -> None:
 # Decode's memory
 
 
-POOL_TOKENS, RESERVED_TOKENS = 1_000, 32
+POOL_TOKENS, RESERVED_TOKENS = 992, 32  # whole pages
 
 
 def test_a_request_that_decode_has_no_memory_for_is_refused_or_waits_alone(
@@ -525,7 +525,8 @@ def test_a_request_that_decode_has_no_memory_for_is_refused_or_waits_alone(
                     for part in ("980", "--num-reserved-decode-tokens 32", str(POOL_TOKENS), "--max-total-tokens"):
                         assert part in answer["message"]
                     runs = asyncio.create_task(post(large, 600))
-                    await until(lambda: decode.used_tokens() >= len(large), seconds=ANSWER_S)
+                    # Once it generates, SGLang keeps free what it may grow to.
+                    await until(lambda: decode.used_tokens() >= len(large) + 40, seconds=ANSWER_S)
                     behind = asyncio.create_task(post(waits, 4))
                     await until(lambda: "1 requests wait for memory of decode" in decode.log.read_text(), seconds=60)
                     passed, state = await asyncio.gather(post(passes, 4), asyncio.to_thread(decode.ask, "/server_info"))

@@ -42,9 +42,9 @@ def why_never(queue: Any, req: Any) -> str:
         return ""
     reserved = queue.num_reserved_decode_tokens
     return (
-        f"a prompt of {len(req.origin_input_ids)} tokens and --num-reserved-decode-tokens "
-        f"{reserved} need {needed} tokens, decode's KV cache has {total}: use a shorter prompt, or start decode with a "
-        "smaller reserve or a larger --max-total-tokens"
+        f"a prompt of {len(req.origin_input_ids)} tokens and --num-reserved-decode-tokens {reserved} need {needed} "
+        f"tokens in whole pages, decode's KV cache has {total}: use a shorter prompt, or start decode with a smaller "
+        "reserve or a larger --max-total-tokens"
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import reduce
 from importlib import import_module
+from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
@@ -32,3 +35,27 @@ def check_version(
         raise ImportError(f"{adapter}: found {engine} {version}, {supported}")
     if not all_between and tuple(map(int, numbers)) not in versions:
         log.warning("%s: %s %s has not been tested, %s", adapter, engine, version, supported)
+
+
+class Since(NamedTuple):
+    """The first version that has something, as text, and a name that it and later ones have: MODULE:ATTRIBUTE."""
+
+    text: str
+    proof: str = ""
+
+
+def capabilities(engine: str, table: Mapping[str, Since], found: str) -> frozenset[str]:
+    """What of this table an engine of the version `found` has: its number decides. Raises ImportError for a proof that
+    is not there."""
+    has = {name: since for name, since in table.items() if _numbers(since.text) <= _numbers(found)}
+    for text, proof in has.values():
+        module, _, attributes = proof.partition(":")
+        try:
+            reduce(getattr, attributes.split("."), import_module(module)) if module else None
+        except AttributeError:
+            raise ImportError(f"{engine} {found}: has no {proof}, which {text} is the first to have") from None
+    return frozenset(has)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split("+", maxsplit=1)[0].split(".") if number.isdigit()]

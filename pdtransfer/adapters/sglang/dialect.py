@@ -23,19 +23,27 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from ...errors import ConfigError
+from ..kit.versions import Since, capabilities
 from .options import drafter_with_kv
 
-# Since 0.5.23 the common classes send, poll and fail by themselves, and all ranks of decode free the pages of a failed
-# request together, once nobody can write them.
-_COMPLETE = hasattr(common.CommonKVSender, "_poll_with_status")
-# Whether SGLang itself keeps the pages of a failed request until nobody can write them. 0.5.19 to 0.5.22 could, but
-# flush the cache meanwhile, and then free the pages again. There `_poll_transfers` keeps them, as in older versions.
-DEFERS_RELEASES = _COMPLETE
-DECODES_IN_STAGES = _COMPLETE  # earlier versions have not been tried
+_SRT = "sglang.srt.disaggregation"
+SINCE = {
+    # 0.5.17 and 0.5.18 unregister whole host buffers, and only log CUDA's error.
+    "registered_ranges": Since("0.5.19", "sglang.srt.mem_cache.pool_host.common:_CUDA_HOST_REGISTERED_RANGES_ATTR"),
+    "draft_buffers": Since("0.5.20", f"{_SRT}.base.conn:KVArgs.num_draft_entries"),
+    "destinations": Since("0.5.21", f"{_SRT}.base.conn:KVTransferDestination"),
+    # The common classes send, poll and fail by themselves.
+    "complete": Since("0.5.23", f"{_SRT}.common.conn:CommonKVSender._poll_with_status"),
+    # SGLang itself keeps the pages of a failed request until nobody can write them on any rank. 0.5.19 to 0.5.22 could,
+    # but flush the cache meanwhile, and then free the pages again: there `_poll_transfers` keeps them.
+    "defers_releases": Since("0.5.23"),
+    "decode_stages": Since("0.5.23"),  # earlier versions have not been tried
+    "cached_beginnings": Since("0.5.23"),
+}
+HAS = capabilities("SGLang", SINCE, sglang.__version__)  # pyright: ignore[reportAttributeAccessIssue]
+DEFERS_RELEASES = "defers_releases" in HAS
 _HOST_RECEIVE = "disaggregation_decode_host_receive_threshold"
-
-# The attribute of a host buffer with its ranges that are registered with the GPU. 0.5.17 and 0.5.18 unregister whole
-# buffers, and only log CUDA's error.
+# The attribute of a host buffer with its ranges that are registered with the GPU.
 REGISTERED_RANGES = getattr(pool_host, "_CUDA_HOST_REGISTERED_RANGES_ATTR", "_sglang_cuda_host_registered_ranges")
 
 
@@ -43,23 +51,25 @@ class _Destination(Enum):
     DEVICE, HOST = "device", "host"
 
 
-KVTransferDestination: Any = getattr(base, "KVTransferDestination", _Destination)  # since 0.5.21
+KVTransferDestination: Any = base.KVTransferDestination if "destinations" in HAS else _Destination
 
 
 def check_features(server_args: Any) -> None:
-    """Raises ConfigError for what this version cannot hand over, though 0.5.23 can."""
-    if drafter_with_kv(server_args) and "num_draft_entries" not in base.KVArgs.__annotations__:
-        _refuse("speculative_algorithm", "the buffers of a draft model", "0.5.20")
-    if server_args.pp_size > 1 and server_args.disaggregation_mode == "decode" and not DECODES_IN_STAGES:
-        _refuse("pp_size", "to each stage of a decode engine how a request has ended", "0.5.23")
-    hierarchical = server_args.enable_hierarchical_cache and server_args.disaggregation_mode == "decode"
-    if hierarchical and not _COMPLETE:
-        _refuse("enable_hierarchical_cache", "a request whose cached beginning cannot be loaded", "0.5.23")
+    """Raises ConfigError for what this version cannot hand over, though later ones can."""
+    decodes = server_args.disaggregation_mode == "decode"
+    if drafter_with_kv(server_args):
+        _require("draft_buffers", "speculative_algorithm", "the buffers of a draft model")
+    if server_args.pp_size > 1 and decodes:
+        _require("decode_stages", "pp_size", "to each stage of a decode engine how a request has ended")
+    if server_args.enable_hierarchical_cache and decodes:
+        _require("cached_beginnings", "enable_hierarchical_cache", "a request whose cached beginning cannot be loaded")
 
 
-def _refuse(option: str, missing: str, since: str) -> None:
-    version = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue]
-    raise ConfigError(f"{option}: SGLang {version} does not report {missing}; {since} is the first that does")
+def _require(name: str, option: str, missing: str) -> None:
+    if name not in HAS:
+        version = sglang.__version__  # pyright: ignore[reportAttributeAccessIssue]
+        first = SINCE[name].text
+        raise ConfigError(f"{option}: SGLang {version} does not report {missing}; {first} is the first that does")
 
 
 def receives_on_host(disagg: Any) -> bool:
@@ -226,9 +236,9 @@ class _OlderReceiver(_FailingRequest, common.CommonKVReceiver, _ReceivingRequest
     """Decode's request, as 0.5.23 has it."""
 
 
-KVManager: Any = common.CommonKVManager if _COMPLETE else _OlderManager
-KVSender: Any = common.CommonKVSender if _COMPLETE else _OlderSender
-KVReceiver: Any = common.CommonKVReceiver if _COMPLETE else _OlderReceiver
+KVManager: Any = common.CommonKVManager if "complete" in HAS else _OlderManager
+KVSender: Any = common.CommonKVSender if "complete" in HAS else _OlderSender
+KVReceiver: Any = common.CommonKVReceiver if "complete" in HAS else _OlderReceiver
 
 
 def _poll_transfers(original: Any, queue: Any) -> list[int]:
@@ -265,7 +275,7 @@ def _pop_transferred(original: Any, queue: Any, *given: Any, **named: Any) -> An
 
 _QUEUE = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 # Beside the hooks for all versions.
-HOOKS: tuple[tuple[str, Any], ...] = () if _COMPLETE else (
+HOOKS: tuple[tuple[str, Any], ...] = () if "complete" in HAS else (
     (f"{_QUEUE}._poll_with_metadata_gate", _poll_transfers), (f"{_QUEUE}._poll_with_staging", _poll_transfers),
     (f"{_QUEUE}.pop_transferred", _pop_transferred),
 )  # fmt: skip

@@ -275,5 +275,5 @@ HOOKS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks", _query_prefill_dp_ranks),
     ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", _get_internal_state),
     *dialect.HOOKS,
-    *(STAGE_HOOKS if dialect.DECODES_IN_STAGES else ()),
+    *(STAGE_HOOKS if "decode_stages" in dialect.HAS else ()),
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -66,7 +67,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     Prefill's KV leaves layer by layer as it is computed, and lands in the blocks that decode's scheduler chose.
     """
 
-    _cache_hit_source = dialect.HIT_SOURCE  # how vLLM's metrics label the tokens that were handed over
+    if "hit_source" in dialect.HAS:
+        _cache_hit_source = base.CacheHitSource.P2P  # how vLLM's metrics label the tokens that were handed over
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -76,9 +78,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = _settings_of(transfer.kv_connector_extra_config)
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
         parallel = vllm_config.parallel_config
-        dcp_sizes = dcp_sizes_of(
-            parallel, self._settings.dcp_size, receives=self._receives, pcp=dialect.FAILS_BY_REQUEST
-        )
+        needs = "" if "prefill_context" in dialect.HAS else dialect.SINCE["prefill_context"].text
+        dcp_sizes = dcp_sizes_of(parallel, self._settings.dcp_size, receives=self._receives, needs=needs)
         self._groups = dialect.groups_of(kv_cache_config, dcp_sizes)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -100,11 +101,11 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             )  # fmt: skip
             return
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        keep_blocks_whole(parallel, specs, may_set=dialect.FAILS_BY_REQUEST)
+        keep_blocks_whole(parallel, specs, may_set="sets_interleave" in dialect.HAS)
         self._host_blocks, self._host_bytes = host_pool_of(kv_cache_config, sends=self._sends)
         self._memory = CacheMemory(dialect.sizes_of(kv_cache_config))
         self._on_cpu = vllm_config.device_config.device_type == "cpu"
-        if not dialect.POOLS_BY_HOOK and (self._on_cpu or self._receives):
+        if "allocation_hook" not in dialect.HAS and (self._on_cpu or self._receives):
             # This version has no hook around the allocation, which follows at once and ends in register_kv_caches. It
             # would make a tensor a layer, and a GPU's memory can be named to peers as one allocation only.
             self._pooled = self._memory.pooled() if self._on_cpu else self._memory.pooled_on(torch.device("cuda"))
@@ -271,10 +272,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose blocks vLLM has back."""
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
         results = self._results(finished_req_ids)
-        return KVConnectorTransferResults(
+        return base.KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
 
@@ -292,7 +291,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return Results()
         results = self._worker.results(finished)
-        if not dialect.FAILS_BY_REQUEST:
+        if "fails_by_request" not in dialect.HAS:
             self._failed_blocks |= results.failed_blocks
         return results
 
@@ -392,7 +391,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Heads that lie apart, so that engines of other tensor parallel sizes can take theirs."""
         if vllm_config.model_config is None or all(layers.latent for layers in layers_with_kv(vllm_config)):
             return None
-        return dialect.layout_name()
+        return "LBHNC" if "layout" in dialect.HAS else "HND"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any] | None) -> bool:

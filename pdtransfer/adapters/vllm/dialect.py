@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
@@ -18,6 +17,7 @@ from ...errors import ConfigError
 from ...wire import Ranks
 from ..kit.facts import config_digest, dtype_name, model_facts, named_facts
 from ..kit.kinds import Heads, StatePart, described
+from ..kit.versions import Since, capabilities
 from . import kv_scales, token_rows
 from .drafter import is_of_drafter, layers_with_kv, speculation
 from .kinds import parts_of
@@ -26,9 +26,17 @@ from .token_rows import Kinds
 
 log = init_logger(f"vllm.{__name__}")
 
-FAILS_BY_REQUEST = hasattr(base, "KVConnectorTransferResults")  # else by the numbers of blocks, of one group
-POOLS_BY_HOOK = hasattr(base.KVConnectorBase_V1, "get_mem_pool_context")  # else nothing surrounds the allocation
-HIT_SOURCE = getattr(getattr(base, "CacheHitSource", None), "P2P", None)  # of tokens that a peer has computed
+_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+SINCE = {
+    "fails_by_request": Since("0.30", f"{_BASE}:KVConnectorTransferResults"),  # else by the numbers of blocks
+    "layout": Since("0.30"),  # LBHNC is the name of the one in which the heads of a block lie apart
+    "states": Since("0.30"),
+    "prefill_context": Since("0.30"),
+    "sets_interleave": Since("0.30"),  # that of decode context parallelism may be set by a connector
+    "allocation_hook": Since("0.31", f"{_BASE}:KVConnectorBase_V1.get_mem_pool_context"),
+    "hit_source": Since("0.32", f"{_BASE}:CacheHitSource.P2P"),  # of tokens that a peer has computed
+}
+HAS = capabilities("vLLM", SINCE, vllm.__version__)
 _SPECS = (
     "FullAttentionSpec", "SinkFullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec",
     "ChunkedLocalAttentionSpec",
@@ -42,11 +50,6 @@ def join_logs() -> None:
     if not ours.handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), theirs.propagate
         ours.setLevel(theirs.level)
-
-
-def layout_name() -> str:
-    """vLLM's name of the layout in which the heads of a block lie apart."""
-    return "LBHNC" if FAILS_BY_REQUEST else "HND"
 
 
 def prefill_context_rank(vllm_config: Any) -> int:
@@ -67,7 +70,7 @@ def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list
             continue
         spec = group.kv_cache_spec
         inner = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
-        if FAILS_BY_REQUEST and all(type(each).__name__ == _STATE for each in inner):
+        if "states" in HAS and all(type(each).__name__ == _STATE for each in inner):
             group_of_states = KVGroup(index, spec.block_size, state=True, replicated=inner[0].tp_replicated)
             groups.append((group_of_states, list(group.layer_names)))
             continue
@@ -87,8 +90,10 @@ def _kind(index: int, spec: Any) -> str:
     name = type(spec).__name__
     if name not in _SPECS:
         if name == _STATE:
-            raise ConfigError(f"KV cache group {index}: {name} needs vLLM 0.32, found {vllm.__version__}")
-        known = (*_SPECS, _STATE) if FAILS_BY_REQUEST else _SPECS
+            raise ConfigError(
+                f"KV cache group {index}: {name} needs vLLM {SINCE['states'].text}, found {vllm.__version__}"
+            )
+        known = (*_SPECS, _STATE) if "states" in HAS else _SPECS
         raise ConfigError(f"KV cache group {index}: {name} is not supported; must be one of {', '.join(known)}")
     return name
 

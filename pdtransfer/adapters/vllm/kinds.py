@@ -71,9 +71,9 @@ def _sections(kind: str, channels: int, states: Sequence[Shape]) -> Sections:
             return ()
 
 
-def dcp_sizes_of(parallel: Any, largest: int, *, receives: bool, pcp: bool) -> tuple[int, int]:
+def dcp_sizes_of(parallel: Any, largest: int, *, receives: bool, needs: str = "") -> tuple[int, int]:
     """The decode context parallel sizes of this engine, and of the largest that it exchanges KV with: `largest`, or 0
-    for its own. `parallel` is vLLM's configuration; `pcp`: whether this version of vLLM is one whose PCP can cross.
+    for its own. `parallel` is vLLM's configuration; `needs`: the first version with PCP, if this one has none.
 
     Raises ConfigError for context parallelism that cannot cross.
     """
@@ -83,7 +83,7 @@ def dcp_sizes_of(parallel: Any, largest: int, *, receives: bool, pcp: bool) -> t
         reasons = {
             "a --decode-context-parallel-size": size > 1,
             "a kv_role other than kv_producer": receives,
-            "a vLLM before 0.32": not pcp,
+            f"a vLLM before {needs}": bool(needs),
         }
         if reason := next((reason for reason, applies in reasons.items() if applies), ""):
             raise ConfigError(f"--prefill-context-parallel-size {pcp_size}: is not supported with {reason}")

@@ -23,7 +23,7 @@ class KVTransferError(Exception):
 
 
 class KVArgs:
-    __annotations__: dict[str, Any] = {}
+    pass
 
 
 class BaseKVReceiver:
@@ -133,11 +133,11 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch, **has: Any) -> None:
         setattr(sys.modules[parent], last, made)
 
 
-def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, **context: Any) -> Any:
+def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, version: str = "0.5.17", **context: Any) -> Any:
     """A module of the plugin that has imported these modules; nothing of it stays. `context` are fields of SGLang's
     settings and of this rank, wherever the plugin asks for them."""
     pytest.importorskip("torch")
-    module("sglang", monkeypatch, __version__="0.5.17")
+    module("sglang", monkeypatch, __version__=version)
     for package in ("srt", "srt.disaggregation", "srt.disaggregation.base", "srt.disaggregation.common",
                     "srt.mem_cache", "srt.plugins"):  # fmt: skip
         module(f"sglang.{package}", monkeypatch)
@@ -158,7 +158,7 @@ def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, **context: Any) -
     module("sglang.srt.disaggregation.base.conn", monkeypatch, **base)
     module("sglang.srt.disaggregation.common.conn", monkeypatch, **common)
     module("sglang.srt.mem_cache.pool_host", monkeypatch)
-    module("sglang.srt.mem_cache.pool_host.common", monkeypatch)
+    module("sglang.srt.mem_cache.pool_host.common", monkeypatch, _CUDA_HOST_REGISTERED_RANGES_ATTR="ranges")
     module("sglang.srt.server_args", monkeypatch, ServerArgs=ServerArgs, add_disagg_transfer_backend_choices=None)
     module("sglang.srt.plugins.hook_registry", monkeypatch, HookRegistry=None, HookType=Enum)
     asked = dict.fromkeys(

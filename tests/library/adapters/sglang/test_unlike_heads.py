@@ -163,8 +163,8 @@ def test_a_drafter_whose_heads_other_ranks_share_is_refused() -> None:
 def test_a_drafters_heads_are_those_of_its_own_configuration(
     drafter: str, path: str | None, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KVArgs, "__annotations__", {"num_draft_entries": int})
-    backend = with_stand_ins("backend", monkeypatch, enable_hisparse=False, device="cpu")
+    monkeypatch.setattr(KVArgs, "num_draft_entries", 0, raising=False)
+    backend = with_stand_ins("backend", monkeypatch, "0.5.20", enable_hisparse=False, device="cpu")
     models: list[HeadCounts] = []
 
     def refused(args: Any, model: HeadCounts, *_: Any, **__: Any) -> Any:

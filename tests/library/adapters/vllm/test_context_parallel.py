@@ -335,7 +335,7 @@ def sizes(dcp: int = 1, pcp: int = 1, interleave: int = 1) -> Any:
 
 def test_sizes_that_cross() -> None:
     def found(parallel: Any, largest: int, *, receives: bool = False) -> tuple[int, int]:
-        return dcp_sizes_of(parallel, largest, receives=receives, pcp=True)
+        return dcp_sizes_of(parallel, largest, receives=receives)
 
     assert found(SimpleNamespace(), 0) == (1, 1)
     assert found(sizes(2), 0) == (2, 2)
@@ -348,7 +348,7 @@ def test_sizes_that_cross() -> None:
     ("parallel", "largest", "more", "text"),
     [
         (sizes(4), 2, {}, "dcp_size = 2: must be a multiple of --decode-context-parallel-size 4"),
-        (sizes(pcp=2), 0, {"pcp": False}, "--prefill-context-parallel-size 2: is not supported with a vLLM before"),
+        (sizes(pcp=2), 0, {"needs": "0.30"}, "--prefill-context-parallel-size 2: is not supported with a vLLM before"),
         (sizes(pcp=2), 0, {"receives": True}, "--prefill-context-parallel-size 2: is not supported with a kv_role"),
         (sizes(2, 2), 0, {}, "--prefill-context-parallel-size 2: is not supported with a --decode-context-parallel"),
     ],
@@ -357,7 +357,14 @@ def test_sizes_that_do_not_cross_end_the_start_by_name(
     parallel: Any, largest: int, more: dict[str, bool], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
-        dcp_sizes_of(parallel, largest, **{"receives": False, "pcp": True} | more)
+        dcp_sizes_of(
+            parallel,
+            largest,
+            **{
+                "receives": False,
+            }
+            | more,
+        )
 
 
 def test_vllm_keeps_whole_blocks_at_a_rank() -> None:

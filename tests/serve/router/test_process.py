@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.waiting import PATIENCE_S
 
-LINES_MAX = 12_000
+LINES_MAX = 12_400
 BACKENDS = "pdtransfer.serve.router.backends"
 SCRIPT = """
 import sys

@@ -44,16 +44,16 @@ class Since(NamedTuple):
     proof: str = ""
 
 
-def capabilities(engine: str, table: Mapping[str, Since], found: str) -> frozenset[str]:
-    """What of this table an engine of the version `found` has: its number decides. Raises ImportError for a proof that
+def capabilities(engine: str, table: Mapping[str, Since], version: str) -> frozenset[str]:
+    """What of this table an engine of this version has: its number decides. Raises ImportError for a proof that
     is not there."""
-    has = {name: since for name, since in table.items() if _numbers(since.text) <= _numbers(found)}
+    has = {name: since for name, since in table.items() if _numbers(since.text) <= _numbers(version)}
     for text, proof in has.values():
         module, _, attributes = proof.partition(":")
         try:
             reduce(getattr, attributes.split("."), import_module(module)) if module else None
         except AttributeError:
-            raise ImportError(f"{engine} {found}: has no {proof}, which {text} is the first to have") from None
+            raise ImportError(f"{engine} {version}: has no {proof}, which {text} is the first to have") from None
     return frozenset(has)
 
 

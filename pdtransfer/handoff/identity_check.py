@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
-from ..limits import FACTS_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX
+from ..limits import FACTS_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX, TOKENS_MAX
 from ..wire import Fact, Identity, Ranks
 
 _VALUE_LENGTH_MAX = 96  # of a fact in a line that has two
@@ -20,19 +20,20 @@ Text = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
 
 
 class ShownIdentity(Struct, frozen=True):
-    """What decides whether a node fits its peers, as JSON."""
+    """What decides whether a node fits its peers, and the longest request that it takes, as JSON."""
 
     role: Literal["prefill", "decode", "both"]
     model: Text
     weights: Annotated[str, Meta(max_length=128, pattern=r"\A([0-9a-f]{2})*\Z")]
     facts: Annotated[dict[Annotated[str, Meta(max_length=NAME_LENGTH_MAX)], Text], Meta(max_length=FACTS_MAX)] = {}
+    context_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] = 0  # of a prompt and its answer at most; 0: not said
 
     def in_role(self, role: Literal["prefill", "decode"], node: str) -> Identity:
         """The identity of the node of this name, in `role` if it can be both."""
         facts = tuple(Fact(name, value) for name, value in self.facts.items())
         return Identity(
             node, role if self.role == "both" else self.role, 0, Ranks(), self.model, bytes.fromhex(self.weights), 1,
-            facts=facts,
+            context_tokens=self.context_tokens, facts=facts,
         )  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def shown(identity: Identity, *, both: bool = False) -> dict[str, object]:
     """The ShownIdentity of a node, as JSON; of one that is prefill and decode with `both`."""
     facts = {fact.name: fact.value for fact in identity.facts}
     role = "both" if both else "prefill" if identity.role == "prefill" else "decode"
-    return asdict(ShownIdentity(role, identity.model, identity.weights.hex(), facts))
+    return asdict(ShownIdentity(role, identity.model, identity.weights.hex(), facts, identity.context_tokens))
 
 
 def differences(theirs: Identity, ours: Identity, *, role: str) -> list[str]:

@@ -1,7 +1,7 @@
 """`pdtransfer doctor PREFILL DECODE`: whether two engines fit, by what their servers tell before the first request.
 
 An SGLang server tells it in /server_info, a daemon in /health, and a vLLM server in the answer to a request of one
-token, since vLLM has no page that a connector can write to.
+token, since vLLM has no page that a connector can write to. How long a request may be is what a router would read.
 """
 
 from __future__ import annotations
@@ -13,19 +13,24 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ...errors import ConfigError, RemoteProtocolError, WorldError
 from ...handoff.identity_check import ShownIdentity, differences
+from ...limits import TOKENS_MAX
 from ...schema import parse
 from ..process.logs import printable
+from ..router.backends.servers.dialects import DIALECTS
+from ..router.fleet.roles import longest_request
 from .http_client import HttpClient, read_api_key
 
 WAIT_S = 60.0  # for one answer: an engine on a CPU compiles at its first request
 ENGINES_MAX = 4_096  # of one SGLang server: its data parallel ranks
 ENGINE = "engine"  # the fact that names the engine's version, which people want to see and nothing depends on
+LONGEST = "longest request"  # the tokens of a prompt and its answer: two that differ in it fit
 State = Literal["equal", "differs", "may differ"]
 STYLES: dict[State, str] = {"equal": "", "differs": "bold red", "may differ": "dim"}
 
@@ -58,7 +63,7 @@ _DAEMON_HEALTH = msgspec.json.Decoder(_DaemonHealth)
 _REQUEST = dumps({"prompt": [0], "max_tokens": 1, "kv_transfer_params": {"identify": True}}).encode()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One fact of both engines; None where an engine does not have it."""
 
@@ -77,11 +82,14 @@ def run(prefill: str, decode: str, *, api_key: Path | None, json: bool) -> int:
     servers = [_Server(name, url, key) for name, url in (("prefill_url", prefill), ("decode_url", decode))]
     first, second = (server.identity() for server in servers)
     misfits = _misfits((servers[0].url, first), (servers[1].url, second))
+    longest = longest_request([first], [second], lambda shown: shown.context_tokens or TOKENS_MAX)
+    longest = None if misfits or longest >= TOKENS_MAX else longest
     rows = compare(first, second)
     if json:
-        print(dumps({"ok": not misfits, "differences": misfits, "facts": [asdict(row) for row in rows]}))
+        facts = [asdict(row) for row in rows]
+        print(dumps({"ok": not misfits, "differences": misfits, "facts": facts, "longest_request": longest}))
     else:
-        _show([f"prefill {servers[0].url}", f"decode {servers[1].url}"], rows, misfits)
+        _show([f"prefill {servers[0].url}", f"decode {servers[1].url}"], rows, misfits, longest)
     return int(bool(misfits))
 
 
@@ -93,15 +101,16 @@ def compare(prefill: ShownIdentity, decode: ShownIdentity) -> list[Row]:
     pairs += [(name, prefill.facts.get(name), decode.facts.get(name)) for name in names]
     if not equal and all(first == second for name, first, second in pairs[1:] if name != ENGINE):
         pairs.append(("weights", prefill.weights, decode.weights))
+    ours, theirs = [str(shown.context_tokens) if shown.context_tokens else None for shown in (prefill, decode)]
+    if ours or theirs:
+        pairs.append((LONGEST, ours, theirs))
 
     def state(name: str, first: str | None, second: str | None) -> State:
         if first == second:
             return "equal"
-        return "may differ" if name == ENGINE or (equal and name != "model") else "differs"
+        return "may differ" if name in (ENGINE, LONGEST) or (equal and name != "model") else "differs"
 
-    return [
-        Row(name=name, prefill=ours, decode=theirs, state=state(name, ours, theirs)) for name, ours, theirs in pairs
-    ]
+    return [Row(name, ours, theirs, state(name, ours, theirs)) for name, ours, theirs in pairs]
 
 
 def _misfits(prefill: tuple[str, ShownIdentity], decode: tuple[str, ShownIdentity]) -> list[str]:
@@ -140,7 +149,8 @@ class _Server:
         if status != 200 or b'"disaggregation_mode"' not in body:
             return None
         states = parse(body, _SERVER_INFO).internal_states
-        return next((state.pdtransfer for state in states if state.pdtransfer is not None), None)
+        shown = next((state.pdtransfer for state in states if state.pdtransfer is not None), None)
+        return shown and replace(shown, context_tokens=DIALECTS["sglang"].longest(body) or 0)
 
     def _of_daemon(self) -> ShownIdentity | None:
         status, body = self._ask("GET", "/health")
@@ -156,7 +166,10 @@ class _Server:
         if status != 200:
             return None
         params = parse(body, _ANSWER).kv_transfer_params
-        return None if params is None else params.identity
+        if params is None or params.identity is None:
+            return None
+        _, models = self._ask("GET", DIALECTS["vllm"].longest_path)
+        return replace(params.identity, context_tokens=DIALECTS["vllm"].longest(models) or 0)
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         status, answer = self._http.request(method, path, body)
@@ -165,7 +178,7 @@ class _Server:
         return status, answer
 
 
-def _show(heads: list[str], rows: list[Row], misfits: list[str]) -> None:
+def _show(heads: list[str], rows: list[Row], misfits: list[str], longest: int | None) -> None:
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in ("fact", *heads, ""):
@@ -177,5 +190,7 @@ def _show(heads: list[str], rows: list[Row], misfits: list[str]) -> None:
     for line in misfits:
         if line.startswith("role: "):  # no fact
             console.print(Text(printable(line)), soft_wrap=True)
+    if longest is not None:
+        console.print(f"The longest request has {longest} tokens, of its prompt and answer together.", soft_wrap=True)
     names = ", ".join(row.name for row in rows if row.state == "differs")
     console.print(f"The engines do not fit{names and ': '}{names}." if misfits else "The engines fit.", soft_wrap=True)

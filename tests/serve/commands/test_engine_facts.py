@@ -31,6 +31,8 @@ def vllm(identity: Any) -> Answer:
     def answer(path: str, body: bytes) -> tuple[int, bytes]:
         if path == "/health":
             return 200, b""
+        if path == "/v1/models" and "longest" in (identity or {}):
+            return 200, json.dumps({"data": [{"id": "m", "max_model_len": identity["longest"]}]}).encode()
         if path != "/v1/completions":
             return 404, b'{"detail":"Not Found"}'
         asked = json.loads(body)
@@ -169,6 +171,51 @@ def test_servers_of_each_kind_are_compared(
     assert capsys.readouterr().out.splitlines()[-1] == "The engines do not fit: block_size."
 
 
+OF_KIND = {"vllm": "longest", "sglang": "context_tokens", "daemon": "context_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "longest"),
+    [(512, 900, 512), (900, 512, 512), (0, 512, 512), (700, 0, 700), (0, 0, None)],
+)
+@pytest.mark.parametrize("decode_kind", KINDS)
+@pytest.mark.parametrize("prefill_kind", KINDS)
+def test_a_pair_is_as_long_as_for_a_router(
+    site: Site, prefill_kind: str, decode_kind: str, prefill: int, decode: int, longest: int | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By what a router reads: vLLM's /v1/models, SGLang's /server_info, and a daemon's identity."""
+    lengths = {"prefill": {OF_KIND[prefill_kind]: prefill}, "decode": {OF_KIND[decode_kind]: decode}}
+    urls = [
+        site.url(KINDS[kind](identity_of(role, **lengths[role])))
+        for kind, role in ((prefill_kind, "prefill"), (decode_kind, "decode"))
+    ]
+    assert main(["doctor", *urls]) == 0
+    *_, line, last = capsys.readouterr().out.splitlines()
+    assert last == "The engines fit."
+    assert (line == f"The longest request has {longest} tokens, of its prompt and answer together.") == bool(longest)
+    assert main(["doctor", *urls, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["longest_request"] == longest
+    rows = [fact for fact in report["facts"] if fact["name"] == "longest request"]
+    assert [(row["prefill"], row["decode"]) for row in rows] == (
+        [tuple(str(tokens) if tokens else None for tokens in (prefill, decode))] if longest else []
+    )
+    assert {row["state"] for row in rows} <= {"equal", "may differ"}
+
+
+def test_the_shortest_rank_of_a_server_bounds_the_pair_and_engines_that_do_not_fit_have_no_length(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [{"pdtransfer": identity_of("decode", context_tokens=tokens)} for tokens in (900, 400)]
+    info = json.dumps({"disaggregation_mode": "decode", "internal_states": ranks}).encode()
+    decode = site.url(lambda *_: (200, info))
+    for weights, longest in (("77", 400), ("78", None)):
+        prefill = site.url(daemon(identity_of("prefill", context_tokens=512, weights=weights)))
+        main(["doctor", prefill, decode, "--json"])
+        assert json.loads(capsys.readouterr().out)["longest_request"] == longest
+
+
 def test_the_table_has_both_values_of_every_fact(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,10 +327,10 @@ def test_any_value_in_any_field_of_a_servers_answer_is_one_line(site: Site, caps
 
 
 def test_what_a_node_shows_is_read_back_as_it_was() -> None:
-    identity = settings("d", facts=FACTS).identity("decode")
+    identity = settings("d", facts=FACTS, context_tokens=700).identity("decode")
     read = msgspec.convert(shown(identity, both=True), ShownIdentity)
     assert read.role == "both"
     assert shown(read.in_role("decode", "d")) == shown(identity)
     rows = engine_facts.compare(read, read)
-    assert [row.name for row in rows] == ["model", *FACTS]
+    assert [row.name for row in rows] == ["model", *FACTS, "longest request"]
     assert {row.state for row in rows} == {"equal"}

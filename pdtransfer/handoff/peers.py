@@ -59,18 +59,12 @@ class Peers(Generic[PeerType]):
     something."""
 
     def __init__(
-        self,
-        identity: Identity,
-        limits: Limits,
-        timers: Timers[TimerKey],
-        out: Callable[[Send], None],
-        *,
-        look: Callable[[PeerType, float], None],
-        peers_max: int,
+        self, identity: Identity, limits: Limits, timers: Timers[TimerKey], out: Callable[[Send], None], *,
+        look: Callable[[PeerType, float], None], peers_max: int,
         refused: Callable[[PeerRefused], None] = lambda _: None,
         ping: Callable[[PeerType, float], Ping | None] = lambda _, __: None,
         withdrawn: Callable[[PeerType, float], tuple[Withdrawn, ...]] = lambda _, __: (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`refused` gets the peers that are of no use. `ping` returns the Ping that is due to a peer that this node
         dials, if one is; `withdrawn` the rooms that the next Hello to it gives up."""
         self.identity, self._limits, self._timers, self._out = identity, limits, timers, out
@@ -173,15 +167,9 @@ class Peers(Generic[PeerType]):
     # Peers that have dialled this node
 
     def answer(
-        self,
-        name: str,
-        message: Hello,
-        now: float,
-        *,
-        misfits: Iterable[str],
-        new: Callable[[], PeerType],
+        self, name: str, message: Hello, now: float, *, misfits: Iterable[str], new: Callable[[], PeerType],
         replaced: Callable[[PeerType, float], None],
-    ) -> PeerProcess:
+    ) -> PeerProcess:  # fmt: skip
         """Answers Hello: with Welcome, or with Reject where `misfits` has a line for a field, no version is common, or
         there are too many peers. `new` makes the record of an unknown peer. `replaced` is called with a known one whose
         process is another one."""

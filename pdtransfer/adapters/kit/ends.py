@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 FAILURES_MAX = 5  # in a row, before they are a warning
 WHAT_TO_DO = {
-    Cause.DEADLINE: "check that the router sends each request to both engines, and how long prefill's queue is",
+    Cause.DEADLINE: "check that the router sends each request to both engines, prefill's queue, and decode's memory",
     Cause.PEER_LOST: "check that the other engine runs, and that this host reaches the address in its first line",
     Cause.PEER_RESTARTED: "read the other engine's log: it has been started again",
     Cause.BREACH: "install the same version of pdtransfer on both sides",

@@ -49,25 +49,13 @@ class PrefillPeers:
     """Peers and sessions of one decode node. Effects go to `out`; the callbacks report to the owner of the rooms."""
 
     def __init__(
-        self,
-        identity: Identity,
-        components: tuple[Component, ...],
-        landing: tuple[Component, ...],
-        limits: Limits,
-        mint: Callable[[], int],
-        out: Callable[[DecodeEffect], None],
-        *,
-        enable_hisparse: bool,
-        stand_ins: StandIns,
-        up: Callable[[PeerRecord], None],
-        lost: Callable[[SessionRecord, Cause, str, float], None],
-        unreachable: Callable[[PeerRecord, Cause, str, float], None],
-        quiet: Callable[[SessionRecord], None],
-        withdrawn: Callable[[str, float], tuple[Withdrawn, ...]],
-        merged: Callable[[str, str, float], None],
-        may_be_one: Callable[[str, str], bool],
-        unusable_changed: Callable[[], None],
-    ) -> None:
+        self, identity: Identity, components: tuple[Component, ...], landing: tuple[Component, ...], limits: Limits,
+        mint: Callable[[], int], out: Callable[[DecodeEffect], None], *, enable_hisparse: bool, stand_ins: StandIns,
+        up: Callable[[PeerRecord], None], lost: Callable[[SessionRecord, Cause, str, float], None],
+        unreachable: Callable[[PeerRecord, Cause, str, float], None], quiet: Callable[[SessionRecord], None],
+        withdrawn: Callable[[str, float], tuple[Withdrawn, ...]], merged: Callable[[str, str, float], None],
+        may_be_one: Callable[[str, str], bool], unusable_changed: Callable[[], None],
+    ) -> None:  # fmt: skip
         """`landing` are the components as writers see them that do not reach HBM. `merged` is called with an endpoint
         and the peer that it stands for from now on."""
         self.identity, self._components, self._limits, self._mint, self._out = identity, components, limits, mint, out

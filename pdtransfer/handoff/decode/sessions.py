@@ -252,7 +252,8 @@ class DecodeSessions:
                 case ("room", int(room_id), _):
                     room = self.rooms[room_id]
                     if room.state is not DecodeRoom.READY:
-                        self._fail(room, Cause.DEADLINE, f"not ready in time, still {room.state.value}", now)
+                        text = f"not ready in time, still {room.state.value}: {self._awaited(room)}"
+                        self._fail(room, Cause.DEADLINE, text, now)
                 case ("publish", int(room_id), _):
                     self.prefix_publish.publish(room_id)
                 case ("lease", int(session_id), number):
@@ -391,6 +392,25 @@ class DecodeSessions:
         for room in [room for room in self.rooms.values() if name in room.sources or name in room.leaders]:
             if room.rename(name, into) and room.state is not DecodeRoom.READY:
                 self._fail(room, Cause.PEER_LOST, f"sources: {name} and {into} are one rank", now)
+
+    def _awaited(self, room: RoomRecord) -> str:
+        """What a room waits for that is not READY, and from whom."""
+        peers = self.prefill_peers.peers
+        match room.state:
+            case DecodeRoom.CONNECTING:
+                missing = [name for name in room.sources if name not in room.reserved]
+                if down := [name for name in missing if name not in peers or peers[name].up is None]:
+                    return f"no session with prefill is up yet ({', '.join(down)})"
+                return f"the window of grants to prefill is full ({', '.join(missing)})"
+            case DecodeRoom.QUEUED:
+                return f"this node has granted it no memory yet ({len(self.admission)} rooms wait for some)"
+            case DecodeRoom.LANDING if room.id in self.staging.line:
+                return "this node has no room for its next piece in the staging buffer yet"
+            case DecodeRoom.LANDING:
+                writers = {lease.session.peer: None for lease in room.leases if lease.state is Lease.GRANTED}
+                return f"prefill has not sent all of it yet ({', '.join(writers)})"
+            case _:
+                return "this node has not verified it or copied it to HBM yet"
 
     def _connect(self, name: str) -> None:
         """Assigns free slots in this peer's window to the rooms that wait for them."""

@@ -97,6 +97,20 @@ class OpenRoom:
             grant.last and grant.state is WriterGrantState.LANDED for grant in self.grants.values()
         )
 
+    @property
+    def awaited(self) -> str:
+        """What it waits for, and from whom."""
+        granted = {grant.session.peer for grant in self.grants.values()}
+        if not self.leased:
+            names = ", ".join(sorted((self.peers or frozenset()) - granted))
+            names = names or (granted and f"{len(granted)} of {self.grant_count} ranks have")
+            return "decode has granted no memory yet" + (f" ({names})" if names else "")
+        if any(not grant.last and grant.state is WriterGrantState.LANDED for grant in self.grants.values()):
+            return "decode has granted no memory yet for the rest"
+        if self.state is PrefillRoom.OPEN:
+            return "this node's engine has yet to compute the rest"
+        return f"its bytes are on their way to {', '.join(sorted(granted))}"
+
     def meet(self, grant: WriterGrant, ranks: int) -> None:
         """Adds a grant, of a group of this many decode ranks; the first one decides what the engine left open. A
         further one of its session replaces the one before, which has landed."""

@@ -64,18 +64,12 @@ class DecodePeers:
     """Peers and sessions of one prefill rank. Effects go to `out`; the callbacks report to the owner of the rooms."""
 
     def __init__(
-        self,
-        identity: Identity,
-        components: Mapping[str, Component],
-        limits: Limits,
-        timers: Timers[TimerKey],
-        out: Callable[[PrefillEffect], None],
-        *,
+        self, identity: Identity, components: Mapping[str, Component], limits: Limits, timers: Timers[TimerKey],
+        out: Callable[[PrefillEffect], None], *,
         on_grant_message: Callable[[WriterSession, Grant | Abort | Released, float], None],
-        closed: Callable[[WriterSession, Cause, str, float], None],
-        withdraw: Callable[[int, str, str, float], None],
+        closed: Callable[[WriterSession, Cause, str, float], None], withdraw: Callable[[int, str, str, float], None],
         group_is_known: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._components, self._limits = components, limits
         self._out, self._on_grant_message, self._closed = out, on_grant_message, closed
         self._withdraw, self._group_is_known = withdraw, group_is_known

@@ -78,15 +78,9 @@ class PrefillSessions:
         self.decode_peers.set_group(members)
 
     def open(
-        self,
-        room_id: int,
-        *,
-        tokens: int | None,
-        now: float,
-        deadline: float,
-        grants: int | None = 1,
+        self, room_id: int, *, tokens: int | None, now: float, deadline: float, grants: int | None = 1,
         peers: Collection[str] | None = None,
-    ) -> list[PrefillEffect]:
+    ) -> list[PrefillEffect]:  # fmt: skip
         """Opens a room; grants that came before are waiting for it. Only `peers`, if given, may grant.
 
         Without `tokens` the room has as many as the first Grant, and without `grants` every rank of its group grants.
@@ -240,7 +234,8 @@ class PrefillSessions:
             match key:
                 case ("room", int(room_id), _):
                     room = self.rooms[room_id]
-                    self._fail(room, Cause.DEADLINE, f"not landed in time, still {room.state.value}", now)
+                    text = f"not landed in time, still {room.state.value}: {room.awaited}"
+                    self._fail(room, Cause.DEADLINE, text, now)
                 case ("grant", int(session_id), number):
                     grant = self.sessions[session_id].grants[number]
                     self._fail_grant(grant, Cause.DEADLINE, "the room was not opened in time", now)

@@ -279,7 +279,10 @@ def test_a_leader_that_does_not_know_its_group_answers_nobody() -> None:
     with fleet(GQA, (2, 1), (1, 1), led=True) as it:
         it.decode[0].client.expect(1, tokens=40, sources=it.sources[:1], whole_group=True, time_left_s=1.0)
         failed = it.fails(1)
-        assert (failed.cause, failed.detail) == (Cause.DEADLINE, "not ready in time, still connecting")
+        assert (failed.cause, failed.detail) == (
+            Cause.DEADLINE,
+            f"not ready in time, still connecting: no session with prefill is up yet ({it.sources[0]})",
+        )
 
 
 @pytest.mark.parametrize(

@@ -736,6 +736,35 @@ def test_a_room_without_progress_ends_at_its_deadline_and_is_forgotten_at_the_ne
     assert bench.routing.room_count == 0, "its workers never ended it"
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "text"),
+    [
+        ((), (), "prefill p0 has not answered, decode d0 has not answered"),
+        ((Begun(1),), (Begun(1),), "prefill p0 has not sent all of the KV, decode d0 has sent 0 tokens"),
+        ((End(1, "done", "", 0),), (Begun(1),), "prefill p0 has sent the KV, decode d0 has sent 0 tokens"),
+        (
+            (Begun(1),),
+            (Begun(1), replace_load(rooms_queued=3)),
+            "prefill p0 has not sent all of the KV, decode d0 has sent 0 tokens (3 rooms are queued there)",
+        ),
+        (
+            (End(1, "done", "", 0),),
+            (Tokens(1, 0, pack_ids([1])), replace_load(rooms_queued=3)),
+            "prefill p0 has sent the KV, decode d0 has sent 1 tokens",
+        ),
+    ],
+)
+def test_a_request_without_progress_names_what_each_worker_has_reported(
+    prefill: tuple[Message, ...], decode: tuple[Message, ...], text: str
+) -> None:
+    bench = Bench()
+    bench.submit()
+    bench.receive(P, *prefill)
+    bench.receive(D, *decode)
+    bench.wait(LIMITS.room_deadline_ms / 1e3 + 1)
+    assert bench.of(Fail)[0].detail == f"no progress in {LIMITS.room_deadline_ms} ms: {text}"
+
+
 # Workers that connect and disconnect
 
 

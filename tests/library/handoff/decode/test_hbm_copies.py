@@ -325,8 +325,20 @@ def test_a_room_that_nobody_copies_up_fails_at_its_deadline_and_keeps_its_slots(
     end.registers()
     assert of(end.land(end.piece(1, deadline=1.0)), Lift)
     (failed,) = of(end.live(1.5, P), RoomFailed)
-    assert failed.cause is Cause.DEADLINE
+    text = "still settling: this node has not verified it or copied it to HBM yet"
+    assert (failed.cause, failed.detail) == (Cause.DEADLINE, f"not ready in time, {text}")
     assert end.free[2] == DENSE_SLOTS - PIECE
+
+
+def test_a_room_that_waits_for_the_staging_buffer_fails_at_its_deadline_by_name() -> None:
+    end = ApartEnd()
+    end.registers()
+    while end.core.staging.line == {}:  # each takes a piece, until one finds no slots
+        end.land(end.granted(len(end.core.rooms) + 1, PIECE, deadline=end.now + 1.0))
+    (waits,) = end.core.staging.line
+    details = {failure.room: failure.detail for failure in of(end.live(1.5, P), RoomFailed)}
+    text = "still landing: this node has no room for its next piece in the staging buffer yet"
+    assert details[waits] == f"not ready in time, {text}"
 
 
 @pytest.mark.parametrize(("checksum", "given_up"), [(7, False), (8, False), (7, True)])

@@ -123,7 +123,9 @@ def test_a_deadline_and_an_abort_end_a_room_that_waits_for_its_leader(end: Decod
     end.expect(1, deadline=0.5, whole_group=True)
     end.expect(2, whole_group=True)
     assert failure(end.core.abort(2, end.now)) == (2, Cause.ABORTED)
-    assert failure(end.tick(0.6)) == (1, Cause.DEADLINE)
+    (failed,) = of(end.tick(0.6), fx.RoomFailed)
+    text = f"not ready in time, still connecting: no session with prefill is up yet ({P})"
+    assert (failed.cause, failed.detail) == (Cause.DEADLINE, text)
     assert not end.core.unnamed
     assert of(end.receive(end.welcome(group=GROUP)), fx.Dial) == []
 

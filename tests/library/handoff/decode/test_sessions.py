@@ -340,8 +340,21 @@ def test_a_room_that_reaches_its_deadline_before_its_grant_is_aborted_as_well() 
     end.expect(2, 16, deadline=0.1)
     effects = end.tick(0.11)
     assert failure(effects) == (2, Cause.DEADLINE)
-    detail = "deadline: not ready in time, still queued"
+    detail = "deadline: not ready in time, still queued: this node has granted it no memory yet (1 rooms wait for some)"
     assert sent(effects, Abort) == [Abort(first.session, first.grant + 1, 2, detail)]
+
+
+def test_a_room_past_its_deadline_names_the_sources_that_it_could_not_reach_or_grant() -> None:
+    end = DecodeEnd(replace(LIMITS, window=1))
+    end.up(P)
+    end.granted(1, 1, P)
+    end.expect(2, 1, P, deadline=1.0)
+    end.expect(3, 1, P, P2, deadline=1.0)
+    details = {failure.room: failure.detail for failure in of(end.live(1.1, P), RoomFailed)}
+    assert details == {
+        2: f"not ready in time, still connecting: the window of grants to prefill is full ({P})",
+        3: f"not ready in time, still connecting: no session with prefill is up yet ({P2})",
+    }
 
 
 def test_a_room_that_is_refused_at_once_is_aborted_on_a_session_that_is_made_for_it() -> None:
@@ -446,7 +459,9 @@ def test_a_deadline_fails_the_room_and_frees_nothing() -> None:
     end = DecodeEnd()
     end.up()
     end.granted(1, deadline=1.0)
-    assert failure(end.live(1.1, P)) == (1, Cause.DEADLINE)
+    (failed,) = of(end.live(1.1, P), RoomFailed)
+    text = f"not ready in time, still landing: prefill has not sent all of it yet ({P})"
+    assert (failed.cause, failed.detail) == (Cause.DEADLINE, text)
     assert end.free != ALL_FREE
     end.live(30.0, P)
     assert end.free != ALL_FREE

@@ -49,12 +49,12 @@ def landed(end: PrefillEnd, effects: list[Any]) -> list[Any]:
     return effects
 
 
-def begun() -> PrefillEnd:
+def begun(deadline: float = 60.0) -> PrefillEnd:
     """Decode has granted a piece of no tokens, then the first 8 of 16, and these have landed. Its engine has all."""
     end = PrefillEnd()
     end.up()
     end.up(OTHER, D2)
-    end.open(tokens=TOKENS, peers=[D])
+    end.open(tokens=TOKENS, peers=[D], deadline=deadline)
     assert of(end.receive(piece(1, 0, 0)), RoomLeased) == [RoomLeased(1, TOKENS)]
     assert [message.grant for message in sent(computed(end, 0, TOKENS), Landed)] == [1]
     assert [message.grant for message in sent(landed(end, end.receive(piece(2, 0, 8))), Landed)] == [2]
@@ -71,6 +71,11 @@ def test_a_room_lands_with_its_last_piece_and_is_leased_once() -> None:
     (whole,) = of(effects, RoomLanded)
     assert whole.kv_bytes == sum(end.components[index].bytes_of(rows) for index, rows in enumerate((TOKENS, 4)))
     assert of(effects, RoomDrained)
+
+
+def test_a_room_past_its_deadline_names_the_piece_that_was_not_granted() -> None:
+    (failed,) = of(begun(deadline=1.0).tick(1.0), RoomFailed)
+    assert failed.detail == "not landed in time, still open: decode has granted no memory yet for the rest"
 
 
 def test_a_piece_lands_when_the_engine_has_a_row_behind_it() -> None:

@@ -531,8 +531,36 @@ def test_a_room_that_meets_no_grant_fails_at_its_deadline() -> None:
     end.push()
     end.finish()
     effects = end.tick(1.0)
-    assert failure(effects) == (1, Cause.DEADLINE)
+    (failed,) = of(effects, RoomFailed)
+    text = "not landed in time, still finished: decode has granted no memory yet"
+    assert (failed.cause, failed.detail) == (Cause.DEADLINE, text)
     assert of(effects, RoomDrained) == [RoomDrained(1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "granted", "finished", "text"),
+    [
+        ({}, False, False, "open: decode has granted no memory yet"),
+        ({"peers": [D, D2]}, False, True, f"finished: decode has granted no memory yet ({D}, {D2})"),
+        ({"peers": [D, D2], "grants": 2}, True, True, f"finished: decode has granted no memory yet ({D2})"),
+        ({"grants": 2}, True, True, "finished: decode has granted no memory yet (1 of 2 ranks have)"),
+        ({"grants": None}, True, False, "open: this node's engine has yet to compute the rest"),
+        ({}, True, True, f"finished: its bytes are on their way to {D}"),
+    ],
+)
+def test_a_room_past_its_deadline_names_what_it_waited_for(
+    options: dict, granted: bool, finished: bool, text: str
+) -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open(deadline=1.0, **options)
+    if granted:
+        end.receive(grant())
+    if finished:
+        end.push()
+        end.finish()
+    (failed,) = of(end.tick(1.0), RoomFailed)
+    assert (failed.cause, failed.detail) == (Cause.DEADLINE, f"not landed in time, still {text}")
 
 
 def test_a_late_grant_for_a_room_that_has_ended_fails_at_once() -> None:

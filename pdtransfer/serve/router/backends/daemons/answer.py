@@ -180,15 +180,9 @@ class Choice:
     `news` is set at each change. `stop` ends its room where the text has met a stop string, and so the choice."""
 
     def __init__(
-        self,
-        client: ClientRequest,
-        news: asyncio.Event,
-        stop: Callable[[], None],
-        text: AnswerText,
-        *,
-        echo: str,
+        self, client: ClientRequest, news: asyncio.Event, stop: Callable[[], None], text: AnswerText, *, echo: str,
         began_s: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.client, self.room, self._news, self._stop = client, RoomAttempt(began_s), news, stop
         self.began_s = self.first_s = self.token_s = began_s  # token_s: when the latest token came
         self.streaming = False

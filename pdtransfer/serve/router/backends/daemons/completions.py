@@ -379,17 +379,9 @@ def _packed(name: str, ids: NDArray[np.int64] | list[int], text: TextCodec) -> b
 
 
 def completion_of(
-    read: ReadBody,
-    *,
-    seed: int,
-    text: TextCodec,
-    served: Served,
-    enable_hisparse: bool = False,
-    enable_resume: bool = False,
-    early: bool = False,
-    request_id: str = "",
-    traceparent: str = "",
-) -> Completion:
+    read: ReadBody, *, seed: int, text: TextCodec, served: Served, enable_hisparse: bool = False,
+    enable_resume: bool = False, early: bool = False, request_id: str = "", traceparent: str = "",
+) -> Completion:  # fmt: skip
     """The rooms of what was read. `seed`, `enable_hisparse` and `enable_resume` hold where the body has none; `early`
     is for streams. Raises RefusedRequestError that names the field."""
     fields, chat = read.fields, read.chat

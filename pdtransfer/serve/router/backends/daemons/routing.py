@@ -69,14 +69,9 @@ class Routing:
     """All requests of one router. A peer is the endpoint of a worker; decode dials prefill by the same endpoint."""
 
     def __init__(
-        self,
-        identity: Identity,
-        *,
-        prefill: Iterable[str],
-        decode: Iterable[str],
-        limits: Limits,
+        self, identity: Identity, *, prefill: Iterable[str], decode: Iterable[str], limits: Limits,
         mint: Callable[[], int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._limits, self._mint = limits, mint
         self._effects: list[RoutingEffect] = []
         self.workers = WorkerPool(identity, prefill, decode, limits, self._effects_append, self._lost)
@@ -219,15 +214,9 @@ class Routing:
         return self._take()
 
     def _open(
-        self,
-        request: CompletionRequest,
-        pair: WorkerPair,
-        request_id: int | None,
-        so_far: AnswerSoFar | None,
-        repeats: int | None,
-        deadline: float,
-        now: float,
-    ) -> RoutedRoom:
+        self, request: CompletionRequest, pair: WorkerPair, request_id: int | None, so_far: AnswerSoFar | None,
+        repeats: int | None, deadline: float, now: float,
+    ) -> RoutedRoom:  # fmt: skip
         room_id = self._mint()
         while not room_id or room_id in self._rooms or room_id in self._requests:  # 0 names none on the wire
             room_id = self._mint()
@@ -340,15 +329,9 @@ class Routing:
             self._settle(room)
 
     def _leg_failed(
-        self,
-        room: RoutedRoom,
-        leg: RoomLeg,
-        faulty: Sequence[RoomLeg],
-        cause: Cause,
-        detail: str,
-        retry_ms: int,
+        self, room: RoutedRoom, leg: RoomLeg, faulty: Sequence[RoomLeg], cause: Cause, detail: str, retry_ms: int,
         now: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """One leg failed. The room fails too, unless the leg was a prefill that had done its part."""
         if room.state is RouterRoom.OPEN and (leg is room.decode or not room.landed):
             self._fail(room, tuple(leg.worker for leg in faulty), cause, detail, retry_ms, now)
@@ -449,7 +432,8 @@ class Routing:
             if now < room.deadline:
                 self._timers.set(("deadline", room.id), room.deadline)
             else:
-                text = f"no progress in {self._limits.room_deadline_ms} ms"
+                progress = ", ".join([_progress(room, leg) for leg in room.legs])
+                text = f"no progress in {self._limits.room_deadline_ms} ms: {progress}"
                 self._fail(room, (), Cause.DEADLINE, text, 0, now)
             return
         # Its workers are alive and never ended it: their later messages count as those of an unknown room.
@@ -483,6 +467,19 @@ class Routing:
     def _take(self) -> list[RoutingEffect]:
         effects, self._effects = self._effects, []
         return effects
+
+
+def _progress(room: RoutedRoom, leg: RoomLeg) -> str:
+    """What a worker has reported of a room, and how many rooms are queued there."""
+    if leg.state is Leg.BEGINNING:
+        done = "has not answered"
+    elif leg is room.decode:
+        done = f"has sent {room.received} tokens"
+    else:
+        landed = room.received > 0 or (leg.end is not None and leg.end.reason in SUCCESSES)
+        done = "has sent the KV" if landed else "has not sent all of the KV"
+    queued = 0 if leg.worker.load is None or room.received else leg.worker.load.rooms_queued
+    return f"{leg.worker.role} {leg.node} {done}" + (f" ({queued} rooms are queued there)" if queued else "")
 
 
 def _report(room: RoutedRoom, *, ended: bool = True) -> RoomReport:

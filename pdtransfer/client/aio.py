@@ -10,7 +10,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from ..errors import RoomFailedError
+from ..bounds import label
+from ..errors import LocalProtocolError, RoomFailedError
 from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomReady
 from ..transports.device_events import Event
 from .clients import DecodeClient, PrefillClient
@@ -106,6 +107,8 @@ class _AsyncClient(Generic[Client, Handle]):
             await asyncio.to_thread(self.client.start)
             self._fd = self.client.fileno()
             asyncio.get_running_loop().add_reader(self._fd, self._poll)
+        except LocalProtocolError:  # a client that another has begun is left alone
+            raise
         except BaseException:  # also while `start` runs on: it is waited for
             await asyncio.to_thread(self.client.close)
             raise
@@ -134,6 +137,7 @@ def _begins(
     def begins(
         self: _AsyncClient[Client, Handle], room: int, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Handle:
+        room = label(room)
         call(self.client, room, *args, **kwargs)
         begun = self.rooms[room] = handle(self.client, room)
         return begun

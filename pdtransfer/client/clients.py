@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from enum import IntEnum
 from functools import partial
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -178,6 +178,15 @@ class _Client(Generic[Node, PolledEvent]):
         if tokens is not None and not 1 <= tokens <= TOKENS_MAX:
             raise LocalProtocolError(f"tokens: {tokens}, from 1 to {TOKENS_MAX} are possible")
 
+    def _begin(self, room: int, call: Callable[..., object], *args: Any, **named: Any) -> None:
+        """Has the loop begin a room; one that it has no place for did not begin."""
+        self._states[room] = KVPoll.BOOTSTRAPPING
+        try:
+            self._port.to_loop(call, *args, **named)
+        except WorldError:
+            del self._states[room]
+            raise
+
     def _end(self, room: int) -> None:
         """The room has ended; its state is kept for a while."""
         self._ended[room] = None
@@ -283,8 +292,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             )
         if not all(endpoints) or len(set(names)) < len(names) or len(set(endpoints)) < len(endpoints):
             raise LocalProtocolError(f"group: {list(endpoints)} of {list(names[1:])} are not one endpoint each")
-        self._group_is_known = True
         self._port.to_loop(self._node.set_group, members)
+        self._group_is_known = True
 
     def open(
         self,
@@ -308,9 +317,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         grants, time_left_s = None if grants is None else integer("grants", grants), seconds("time_left_s", time_left_s)
         peers = None if peers is None else listed("peers", peers, str)
         self._check_begins(room, tokens)
-        self._states[room] = KVPoll.BOOTSTRAPPING
-        self._port.to_loop(
-            self._node.open, room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers
+        self._begin(
+            room, self._node.open, room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers
         )  # fmt: skip
 
     def push(
@@ -494,12 +502,11 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 open_ended=self._open_ended,
             )  # fmt: skip
         keys = () if prompt is None else self._node.core.cache.keys(_token_ids(prompt, tokens), salt)
-        self._states[room] = KVPoll.BOOTSTRAPPING
         request = RoomRequest(
             room=room, tokens=tokens, sources=sources, time_left_s=time_left_s, growth=growth, prefix=prefix, keys=keys,
             enable_hisparse=enable_hisparse, chosen=chosen, whole_group=whole_group,
         )  # fmt: skip
-        self._port.to_loop(self._node.expect, request)
+        self._begin(room, self._node.expect, request)
 
     def withdraw(self, room: int, *, sources: Sequence[str], detail: str = "") -> None:
         """Informs the prefill ranks at `sources` that this client will not expect a room that they may have open: it

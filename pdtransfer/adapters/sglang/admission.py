@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from http import HTTPStatus
+from itertools import islice
 from typing import Any
 
 from sglang.srt.disaggregation import utils
@@ -83,16 +84,17 @@ def exceeds_capacity(original: Any, queue: Any, req: Any) -> bool:
 
 
 def pop_admitted(original: Any, queue: Any, *given: Any, **named: Any) -> Any:
-    """What is admitted now. Where the first request does not fit, those behind it that do pass it, as many of them on
-    each rank: nothing here depends on a clock."""
+    """What is admitted now. Where the first request does not fit and none was admitted, which SGLang counts within one
+    call alone, those behind it that fit pass it, as many of them on each rank: nothing here depends on a clock."""
     admitted, failed = original(queue, *given, **named)
     first, *behind = waiting(queue) or [None]
-    if behind and queue.pp_size == 1 and not given and not named:
+    may_pass = not admitted and queue.pp_size == 1 and not given and not named
+    if behind and may_pass and queue.req_to_token_pool.available_size() > 0:
         head, passed = getattr(queue, "pdtransfer_passed", ("", 0))
         passed = passed if head == first.rid else 0
         free = queue._allocatable_token_budgets()  # noqa: SLF001 -- what SGLang compares
-        fits = [req.rid for req in behind if queue._prealloc_required_tokens(req)[0] <= free]  # noqa: SLF001
-        if fits := fits[: PASSED_MAX - passed]:
+        fits = (req.rid for req in behind if queue._prealloc_required_tokens(req)[0] <= free)  # noqa: SLF001
+        if fits := list(islice(fits, PASSED_MAX - passed)):
             more, others = original(queue, fits)
             admitted, failed, passed = admitted + more, failed + others, passed + len(more)
         queue.pdtransfer_passed = first.rid, passed

@@ -116,12 +116,15 @@ def heads_of(vllm_config: Any, ranks: Ranks) -> Heads:
 def head_totals(vllm_config: Any, kv_cache_config: Any) -> dict[str, int]:
     """The KV heads of each layer, all ranks together, as the model's or its drafter's configuration has them."""
     model, *drafters = layers_with_kv(vllm_config)
+    of_text = getattr(vllm_config.model_config, "hf_text_config", None)
+    of_windows = getattr(of_text, "swa_num_key_value_heads", None)  # MiMo's, which has more in windows
     totals: dict[str, int] = {}
     for group in kv_cache_config.kv_cache_groups:
         for name in group.layer_names:
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
             layers = drafters[0] if drafters and is_of_drafter(name, model.count) else model
-            totals[name] = 1 if layers.latent or "MLA" in type(spec).__name__ else layers.heads
+            heads = (type(spec).__name__.startswith("SlidingWindow") and of_windows) or layers.heads
+            totals[name] = 1 if layers.latent or "MLA" in type(spec).__name__ else heads
     return totals
 
 

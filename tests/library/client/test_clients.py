@@ -23,7 +23,7 @@ import pytest
 from pdtransfer.bus import bus as bus_module
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.client import clients as client_module
-from pdtransfer.client import decode_node, prefill_node
+from pdtransfer.client import decode_node, prefill_node, thread_queues
 from pdtransfer.client.aio import AsyncDecode, AsyncPrefill
 from pdtransfer.client.clients import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
@@ -936,6 +936,26 @@ async def test_a_context_that_is_left_while_it_is_entered_leaves_no_client_behin
         assert pair.prefill.fileno() == -1
         with pytest.raises(LocalProtocolError, match="closed"):
             pair.prefill.open(1, tokens=1)
+
+
+@on_loop
+async def test_a_client_that_runs_already_is_left_alone_by_a_second_context() -> None:
+    with client_pair() as pair:
+        with pytest.raises(LocalProtocolError, match="started"):
+            await AsyncPrefill(pair.prefill).__aenter__()
+        pair.prefill.open(1, tokens=1)
+
+
+def test_what_was_not_begun_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with client_pair(start=False) as pair:
+        with pytest.raises(LocalProtocolError, match="start"):
+            pair.prefill.open(1, tokens=1)
+        pair.prefill.start()
+        monkeypatch.setattr(thread_queues, "CALLS_MAX", 0)
+        with pytest.raises(WorldError, match="wait for the loop"):
+            pair.prefill.open(1, tokens=1)
+        monkeypatch.undo()
+        pair.prefill.open(1, tokens=1)
 
 
 def test_a_client_that_was_never_started_closes() -> None:

@@ -242,8 +242,8 @@ def test_a_prompt_that_fits_to_the_last_slot_is_served(narrow: Running) -> None:
         ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
         ({"prompt": "x", "temperature": -1}, "temperature"),
         ({"prompt": "x", "n": 0}, "n"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": ["two", 2]}, "prompt"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": ["two", 2]}, "prompt[1]"),
     ],
 )
 def test_a_bad_body_names_its_field(narrow: Running, body: dict[str, object], param: str) -> None:

@@ -212,7 +212,7 @@ def test_what_serves_beside_the_answers(fleet: Running) -> None:
         status, refused = await post(site, "/tokenize", prompt=5)
         assert (status, refused["error"]["param"]) == (400, "prompt")
         status, refused = await post(site, "/detokenize", tokens=[-1])
-        assert (status, refused["error"]["param"]) == (400, "tokens")
+        assert (status, refused["error"]["param"]) == (400, "tokens[0]")
 
     fleet(case)
 

@@ -118,6 +118,17 @@ def test_those_behind_that_fit_pass_the_first_one_that_does_not(admission: Any) 
         assert part in admission.shown_wait(queue)["why"]
 
 
+def test_none_passes_in_a_turn_that_admitted_others_or_where_no_more_may_run(admission: Any) -> None:
+    """SGLang counts what it has admitted, as against device buffers and adapters, within one call alone."""
+    queue = Queue(request("a", 10), request("large", 650), request("b", 10), free=1_650)
+    assert admission.pop_admitted(admit, queue) == (["a"], [])
+    queue.req_to_token_pool.available_size = lambda: 0
+    assert admission.pop_admitted(admit, queue) == ([], [])
+    queue.req_to_token_pool.available_size = lambda: 1
+    assert admission.pop_admitted(admit, queue) == (["b"], [])
+    assert queue.calls == [None, None, None, ["b"]]
+
+
 def test_no_more_than_a_bounded_number_passes_until_the_first_one_is_admitted(admission: Any) -> None:
     few = [request(str(number), 1) for number in range(admission.PASSED_MAX + 5)]
     queue = Queue(request("large", 650), *few, free=1_100)

@@ -155,6 +155,16 @@ def test_each_layer_has_the_heads_of_its_own_model(
     assert tuple(dialect.head_totals(drafted(mla=mla, drafter_mla=drafter_mla), config).values()) == expected
 
 
+def test_windows_have_heads_of_their_own_where_the_configuration_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialect = dialect_of(monkeypatch, KVConnectorTransferResults=object)
+    config, model = groups("FullAttentionSpec", "SlidingWindowSpec"), drafted(mla=False, drafter_mla=False)
+    for index, group in enumerate(config.kv_cache_groups):
+        group.layer_names = [f"model.layers.{index}.attn"]
+    model.speculative_config = None
+    model.model_config.hf_text_config = SimpleNamespace(swa_num_key_value_heads=16)
+    assert tuple(dialect.head_totals(model, config).values()) == (8, 16)
+
+
 def test_a_drafter_with_heads_needs_them_apart_whatever_its_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
     connector = connector_of(monkeypatch)
     for mla, drafter_mla, expected in ((True, True, None), (True, False, "HND"), (False, True, "HND")):

@@ -41,17 +41,6 @@ def tokens_sent_once(patch: Patch) -> None:
     patch(Service, "_repeat", silent)
 
 
-def gap_in_tokens_unheeded(patch: Patch) -> None:
-    """The router takes tokens that come before those that they follow."""
-    tokens = Routing._tokens
-
-    def skip(self: Routing, room: Any, leg: Any, message: Tokens, now: float) -> None:
-        room.received = max(room.received, message.first)
-        tokens(self, room, leg, message, now)
-
-    patch(Routing, "_tokens", skip)
-
-
 def retried_after_a_token(patch: Patch) -> None:
     """A room that fails is tried again, whatever its client has seen."""
     second = Routing._retry

@@ -114,4 +114,5 @@ def test_ranks_wait_together_and_an_answer_of_another_form_is_unknown() -> None:
     counted = vllm.waiting(line % (0, 2) + line % (1, 3))
     assert counted is not None
     assert counted.requests == 5
+    assert vllm.waiting(b"vllm:num_requests_waiting_by_reason{" + b'reason="capacity",' * (1 << 18)) is None  # in time
     assert vllm.waiting(b"vllm:num_requests_waiting 5.0") is None

@@ -10,7 +10,7 @@ from aiohttp import web
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import FakeVllm, ServerSite, server_site
-from tests.support.waiting import on_loop, run_on_loop
+from tests.support.waiting import on_loop, run_on_loop, until
 
 
 async def published(site: ServerSite) -> int | None:
@@ -48,6 +48,20 @@ async def test_sglangs_servers_are_as_long_as_their_kv_caches() -> None:
         prefill.longest = decode.longest = 8_192
         prefill.shown, decode.shown = {"context_tokens": 4_096}, {"context_tokens": 688}
         assert await published(site) == 688
+
+
+@on_loop
+async def test_a_shorter_server_is_known_before_anybody_asks_for_the_models() -> None:
+    async with server_site(decode=2) as site:
+        shorter, longer = site.decode
+        refuses(shorter, 512)
+        longer.longest = 1_024
+        shorter.healthy = longer.healthy = False
+        await until(lambda: not any(server.usable for server in site.backend.pool.decode))
+        shorter.healthy = longer.healthy = True
+        await until(lambda: site.backend.pool.decode[0].is_shorter)
+        assert [(await site.post())[0] for _ in range(2)] == [200] * 2
+        assert shorter.seen, "it was asked"
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

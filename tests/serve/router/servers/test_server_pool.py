@@ -128,6 +128,13 @@ def test_they_are_lost_sooner_when_it_listens_no_more(now: float, overdue: bool)
     assert of.overdue(of.decode[0], now) == overdue
 
 
+def test_they_are_lost_by_the_deadline_whatever_reasons_take_turns() -> None:
+    of = pool(room_deadline_ms=60_000, silence_ms=10_000)
+    for number in range(10):
+        of.report(of.decode[0], (NO_LISTENER, "/health answers 503")[number % 2], 7.0 + 8.0 * number)
+        assert of.overdue(of.decode[0], 7.0 + 8.0 * number) == (8.0 * number >= 60.0)
+
+
 # Prompts that decode computes itself
 
 

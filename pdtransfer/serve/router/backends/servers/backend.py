@@ -105,16 +105,23 @@ class Servers:
         loop, share, asked = asyncio.get_running_loop(), ComputedHandOffs(), float("-inf")
         path = self._dialect.ranks_path
         while not self.pool.left(server):
+            was_down = bool(server.why)
             try:
                 why = await self.upstream.probe(server)
-                if path is not None and server.why and not why:  # it may have other ranks than before
+                if path is not None and was_down and not why:  # it may have other ranks than before
                     metrics = await self.upstream.metrics(server, path)
                     self.pool.resize(server, 1 if metrics is None else self._dialect.ranks(metrics))
                 self._report(server, why)
+                side = self.pool.prefill if server.role == "prefill" else self.pool.decode
+                if was_down and not why and len(side) > 1:
+                    for rank in self.pool.ranks(server):
+                        await self._measure(rank, {})
+                    self.pool.longest()
                 if server.role == "decode" and not why and loop.time() - asked >= METRICS_S:
                     asked, metrics = loop.time(), await self.upstream.metrics(server, self._dialect.metrics_path)
                     server.hand_offs = None if metrics is None else hand_offs_of(metrics)
-                    self._wait(server, None if metrics is None else self._dialect.waiting(metrics))
+                    if metrics is not None:
+                        self._wait(server, self._dialect.waiting(metrics))
                     if server.hand_offs is not None and (text := share.take(server.hand_offs)) is not None:
                         log.warning("decode %s: %s", server.url, text)
             except Exception as error:  # it is asked for as long as it is here
@@ -145,6 +152,7 @@ class Servers:
         changed = [self.pool.report(rank, why, now) for rank in ranks]
         if not any(changed):
             return
+        self.pool.longest()
         if why:
             log.warning("%s %s is left out: %s", server.role, server.url, why)
         else:
@@ -205,9 +213,9 @@ class Servers:
         return WholeAnswer(answer.status, answer.headers, with_longest(answer.body, self.pool.longest()))
 
     async def _measure(self, server: Server, headers: dict[str, str]) -> None:
-        """Asks a server for the longest request that it takes."""
+        """Asks a server for the longest request that it takes, for a short while."""
         with suppress(AttemptFailedError):
-            path, wait_ms = self._dialect.longest_path, self._limits.silence_ms
+            path, wait_ms = self._dialect.longest_path, self._limits.slow_ms
             answer = await self.upstream.get(server, path, headers, wait_ms=wait_ms)
             server.longest = self._dialect.longest(answer.body)
 

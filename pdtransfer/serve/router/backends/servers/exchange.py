@@ -359,7 +359,8 @@ class Exchange:
         except AttemptFailedError as error:
             late = error.cause is Cause.DEADLINE and self._dialect.prefill_waits
             failed = await self._not_taken(server) if late else error
-            if failed.again and server in failed.blamed:
+            of_length = failed.answer is not None and _may_be_longer(server, failed.answer.status)
+            if failed.again and server in failed.blamed and not of_length:
                 server.identity = None  # else the request was wrong, and others need not wait to meet it again
             raise failed from None
         self._reported = self._dialect.prompt_figures(answer.body)

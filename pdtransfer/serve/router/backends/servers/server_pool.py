@@ -50,6 +50,7 @@ class Server:
     known: KnownPrefixes  # blocks of the prompts sent there
     why: str = "has not answered yet"
     down_since: float = 0.0  # while `why` is set, in seconds
+    refused_since: float = 0.0  # while `why` is NO_LISTENER
     identity: ServerIdentity | None = None  # of a prefill server, by what it last reported
     departure: Departure = Departure.STAYS
     hand_offs: HandOffs | None = None  # of a decode server, by its metrics
@@ -260,15 +261,19 @@ class ServerPool:
         """Notes a server's health, empty `why` for healthy; returns whether it changed. A server that is down may come
         back as another process: what is known of it is forgotten."""
         changed = server.why != why
-        if (why and not server.why) or (why == NO_LISTENER != server.why):
+        if is_down := bool(why) and not server.why:
             server.down_since = now
+        if is_refused := why == NO_LISTENER != server.why:
+            server.refused_since = now
+        if is_down or is_refused:
             self._forget(server)
         server.why = why
         return changed
 
     def _forget(self, server: Server) -> None:
         """What is known of a process that has ended, or that has left this router, also what decode servers know."""
-        server.identity = server.longest = None
+        server.identity = server.longest = server.waiting = None
+        server.waits_seen = 0
         server.is_shorter = False
         server.known.clear()
         server.begins_alike.clear()
@@ -280,9 +285,10 @@ class ServerPool:
     def overdue(self, server: Server, now: float) -> bool:
         """Whether it has been down for so long that its requests are lost. Engines end what they have under way before
         they stop listening: what has no end then may never get one, and soon counts as lost."""
-        limits = self._limits
-        lost_ms = limits.silence_ms if server.why == NO_LISTENER else limits.room_deadline_ms
-        return bool(server.why) and now - server.down_since >= min(lost_ms, limits.room_deadline_ms) / 1e3
+        deadline_s = self._limits.room_deadline_ms / 1e3
+        if server.why == NO_LISTENER and now - server.refused_since >= min(self._limits.silence_ms / 1e3, deadline_s):
+            return True
+        return bool(server.why) and now - server.down_since >= deadline_s
 
     @property
     def serves_alone(self) -> bool:

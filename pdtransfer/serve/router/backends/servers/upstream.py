@@ -112,7 +112,7 @@ class Upstream:
         """Ends all waits for a server that have lasted so long."""
         now = asyncio.get_running_loop().time()
         for wait, began in self._waits.get(server, {}).items():
-            if now - began >= lasted_s:
+            if now - began >= lasted_s and not wait.expired():
                 wait.reschedule(now)
 
     def stop(self) -> None:

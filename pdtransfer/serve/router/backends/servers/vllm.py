@@ -45,7 +45,8 @@ class _VllmAnswer(Struct, frozen=True):
 # Of each engine behind this HTTP server; with vLLM's external load balancing that is one.
 _ENGINE = re.compile(rb'^vllm:num_requests_running\{[^\n]*\bengine="(\d{1,6})"', re.MULTILINE)
 _WAITING = re.compile(
-    rb'^vllm:num_requests_waiting_by_reason\{[^\n]*\breason="capacity"[^\n]*\} (\d{1,9}(?:\.\d{1,9})?)$', re.MULTILINE
+    rb'^vllm:num_requests_waiting_by_reason\{[^\n]{0,512}\breason="capacity"[^\n]{0,512}\} (\d{1,9}(?:\.\d{1,9})?)$',
+    re.MULTILINE,
 )
 _VLLM_ANSWER = msgspec.json.Decoder(_VllmAnswer)
 _VLLM_NOT_FOR_DECODE = ("facts", "first_token")  # of an identity

@@ -950,12 +950,12 @@ def test_what_was_not_begun_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) 
     with client_pair(start=False) as pair:
         with pytest.raises(LocalProtocolError, match="start"):
             pair.prefill.open(1, tokens=1)
-        pair.prefill.start()
-        monkeypatch.setattr(thread_queues, "CALLS_MAX", 0)
-        with pytest.raises(WorldError, match="wait for the loop"):
+        with pair.prefill:
+            monkeypatch.setattr(thread_queues, "CALLS_MAX", 0)
+            with pytest.raises(WorldError, match="wait for the loop"):
+                pair.prefill.open(1, tokens=1)
+            monkeypatch.undo()
             pair.prefill.open(1, tokens=1)
-        monkeypatch.undo()
-        pair.prefill.open(1, tokens=1)
 
 
 def test_a_client_that_was_never_started_closes() -> None:

@@ -32,7 +32,7 @@ from ..kit.facts import first_line, model_name
 from ..kit.peers import Reachable
 from . import dialect
 from .bootstrap import Bootstrap, name_of
-from .drafter import layers_with_kv
+from .drafter import drafter_layers, layers_with_kv
 from .kinds import dcp_sizes_of, host_pool_of, keep_blocks_whole, sparse_indices, tables_of
 from .kv_scales import check_cache_dtype
 from .orders import Orders
@@ -152,6 +152,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
                 pools, kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, locate=locate,
                 heads=dialect.heads_of(self._vllm_config, ranks), host_blocks=self._host_blocks, states=states,
                 totals=dialect.head_totals(self._vllm_config, self._kv_cache_config), indices=indices,
+                late=drafter_layers(self._vllm_config, kv_caches),
             )  # fmt: skip
             if rows != "auto":
                 return one(kinds=kinds)

@@ -19,7 +19,7 @@ from ..kit.facts import config_digest, dtype_name, model_facts, named_facts
 from ..kit.kinds import Heads, StatePart, described
 from ..kit.versions import Since, capabilities
 from . import kv_scales, token_rows
-from .drafter import is_of_drafter, layers_with_kv, speculation
+from .drafter import drafter_layers, layers_with_kv, speculation
 from .kinds import parts_of
 from .orders import KVGroup
 from .token_rows import Kinds
@@ -118,13 +118,16 @@ def head_totals(vllm_config: Any, kv_cache_config: Any) -> dict[str, int]:
     model, *drafters = layers_with_kv(vllm_config)
     of_text = getattr(vllm_config.model_config, "hf_text_config", None)
     of_windows = getattr(of_text, "swa_num_key_value_heads", None)  # MiMo's, which has more in windows
-    totals: dict[str, int] = {}
-    for group in kv_cache_config.kv_cache_groups:
-        for name in group.layer_names:
-            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-            layers = drafters[0] if drafters and is_of_drafter(name, model.count) else model
-            heads = (type(spec).__name__.startswith("SlidingWindow") and of_windows) or layers.heads
-            totals[name] = 1 if layers.latent or "MLA" in type(spec).__name__ else heads
+    specs = {
+        name: getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+    }
+    totals, drafts = dict[str, int](), drafter_layers(vllm_config, specs)
+    for name, spec in specs.items():
+        layers = drafters[0] if name in drafts else model
+        heads = (type(spec).__name__.startswith("SlidingWindow") and of_windows) or layers.heads
+        totals[name] = 1 if layers.latent or "MLA" in type(spec).__name__ else heads
     return totals
 
 

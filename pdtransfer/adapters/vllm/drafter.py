@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +50,17 @@ def layers_with_kv(vllm_config: Any) -> list[KVLayers]:
     ]
 
 
-def is_of_drafter(name: str, layer_count: int) -> bool:
-    """Whether vLLM gives this name to a layer of a drafter, whose model has this many layers: it counts on behind
-    them, or writes what the drafter is."""
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    return not {"draft_model", "mtp"}.isdisjoint(name.split(".")) or (bool(numbers) and numbers[0] >= layer_count)
+def drafter_layers(vllm_config: Any, names: Iterable[str]) -> set[str]:
+    """Those of a drafter, by vLLM's names: it counts on behind the model's layers, or writes what the drafter is. One
+    step computes them once for each token that it drafts."""
+    model, *drafters = layers_with_kv(vllm_config)
+
+    def is_of_drafter(name: str) -> bool:
+        parts = name.split(".")
+        numbers = [int(part) for part in parts if part.isdigit()]
+        return not {"draft_model", "mtp"}.isdisjoint(parts) or (bool(numbers) and numbers[0] >= model.count)
+
+    return {name for name in names if drafters and is_of_drafter(name)}
 
 
 def _drafts_with_kv(vllm_config: Any) -> bool:

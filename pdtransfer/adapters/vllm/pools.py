@@ -138,12 +138,15 @@ def pools(
     kinds: Mapping[str, Mapping[str, Any]] | None = None,
     states: Mapping[str, Sequence[StatePart]] | None = None,
     indices: Collection[str] = (),
+    late: Collection[str] = (),
 ) -> Pools:
     """Components of `groups`, each with the names of its layers. `locate` has what the planes of a cache at an address
     begin at offsets from, and its memory. The groups have `blocks`, or `host_blocks` in HiSparse's host pool.
     `heads` are the model's, and `totals` the numbers of heads of its layers and the drafter's, by name. Layers with
     other heads are components of their own: what a rank holds of one is one range of heads. So are the layers in
     `indices`: with HiSparse a sparse index is on the GPU, and what it chooses from is not.
+    The layers in `late` are complete with their step alone: a drafter writes behind the prompt, in its last block, for
+    each token that it drafts.
 
     `views` are torch tensors, [blocks, heads, tokens, width], and of layers with `states` pages, [blocks, 1, 1, bytes].
     Layers that share another one's cache are left out. With `kinds`, which has token_rows.Kinds by the layers' names,
@@ -181,7 +184,9 @@ def pools(
         rows += stripes
         replicas |= {stripe.component.name: replica for stripe in stripes}
     last = [_last_of_layers(part for part in parts if part.index == index) for index in range(len(groups))]
-    complete_after = {name: (index, layer) for index, names in enumerate(last) for layer, name in names.items()}
+    complete_after = {
+        name: (index, layer) for index, names in enumerate(last) for layer, name in names.items() if name not in late
+    }
     return Pools(tuple(rows), replicas, tuple(tuple(names) for names in last), complete_after)
 
 

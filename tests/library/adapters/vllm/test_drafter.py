@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.adapters.vllm.drafter import KVLayers, is_of_drafter, layers_with_kv, speculation
+from pdtransfer.adapters.vllm.drafter import KVLayers, drafter_layers, layers_with_kv, speculation
 
 
 def model(layers: int, heads: int, size: int, *, mla: bool = False, **config: Any) -> SimpleNamespace:
@@ -68,4 +68,5 @@ def test_the_most_planes_of_a_drafter_follow_from_its_configuration(mla: bool, p
     ],
 )  # fmt: skip
 def test_the_layers_of_a_drafter_are_known_by_name(name: str, expected: bool) -> None:
-    assert is_of_drafter(name, 32) is expected
+    assert (drafter_layers(engine("mtp", HEAD), [name]) == {name}) is expected
+    assert drafter_layers(ALONE, [name]) == set()

@@ -63,6 +63,15 @@ def test_a_row_is_a_block_of_one_layer() -> None:
     assert made.complete_after == {name: (0, at) for at, name in enumerate(tensors)}
 
 
+def test_layers_of_a_drafter_are_complete_with_their_step_alone() -> None:
+    """Else rows behind the prompt, which its last block has, would change while they are read, and no checksum fits."""
+    tensors = cache(3, 4)
+    groups = [(KVGroup(0, TOKENS), list(tensors))]
+    described = pools(tensors, groups, blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=ONE, late=list(tensors)[2:])
+    assert described.complete_after == dict(zip(list(tensors)[:2], [(0, 0), (0, 1)], strict=True))
+    assert described.layers == ((0, 1, 2),)
+
+
 def test_a_latent_without_an_axis_of_heads_has_one_head() -> None:
     """As vLLM 0.26 shows it."""
     tensors = cache(2, 1)

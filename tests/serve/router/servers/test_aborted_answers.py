@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from pdtransfer.serve.router.backends.servers.exchange import HELD_BYTES_MAX
+from pdtransfer.serve.router.backends.servers.attempt import HELD_BYTES_MAX
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import PIECES, FakeVllm, Seen, ServerSite, server_site
 from tests.support.waiting import on_loop, run_on_loop

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
-from pdtransfer.serve.router.backends.servers.attempts import Attempts
+from pdtransfer.serve.router.backends.servers.attempt import Relay
 from pdtransfer.serve.router.backends.servers.choices import JOINED_INLINE_BYTES_MAX, Choices
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
 from pdtransfer.serve.router.backends.servers.joined_choices import JoinedAnswers, JoinedEvents
@@ -428,21 +428,14 @@ def test_choices_are_asked_for_where_sglang_reads_them(path: str, body: dict, co
         assert changed == {"sampling_params" if path == GENERATE else "n"}
 
 
-class MadeAttempts:
+class AnsweredRelay(Relay):
     """A request for a choice that is answered at once."""
 
-    def __init__(self) -> None:
-        self.status, self.events, self.headers = 200, False, dict[str, str]()
-        self._pieces = [b"[{}]", b""]
-
     async def begin(self) -> None:
-        pass
+        self.status, self.pieces = 200, [b"[{}]", b""]
 
     async def more(self) -> bytes:
-        return self._pieces.pop(0)
-
-    def close(self, *, complete: bool) -> None:
-        pass
+        return self.pieces.pop(0)
 
 
 @on_loop
@@ -455,12 +448,14 @@ async def test_each_choice_is_made_in_a_turn_of_the_loop_of_its_own() -> None:
         if len(turns) < 9:
             loop.call_soon(count)
 
-    def request(number: int) -> Attempts:
+    request = relayed({"prompt": "a", "n": 9}, engine="sglang")
+
+    def of_choice(number: int) -> ServerRequest:
         turns[number] = turn
-        return cast("Attempts", MadeAttempts())
+        return request
 
     count()
-    choices = Choices(9, request, asyncio.Event())
+    choices = Choices(AnsweredRelay(request, *(cast("Any", None),) * 5), of_choice)
     assert not turns, "nothing is made before it is sent"
     await choices.begin()
     choices.close(complete=True)

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.servers import upstream
-from pdtransfer.serve.router.backends.servers.exchange import HELD_BYTES_MAX
+from pdtransfer.serve.router.backends.servers.attempt import HELD_BYTES_MAX
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
 from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site, texts

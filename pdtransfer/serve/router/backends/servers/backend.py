@@ -6,33 +6,26 @@ import asyncio
 import logging
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TypeVar
 
-from .....errors import Cause
-from .....limits import Limits
 from ....settings.router import RouterConfig
 from ...fleet.roles import Departure, NoPair, Role
 from ...fleet.status import WorkerStatus
-from ...front.backend import AnswerFailedError, BackendState, Paths, WholeAnswer
+from ...front.backend import BackendState, Paths, WholeAnswer
 from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ...front.status import RouterMetrics
 from ...front.text import BytesText
-from .attempts import Attempts
+from .attempt import Relay
 from .choices import Choices
 from .dialect import with_longest
 from .dialects import DIALECTS, ReadRelayed
-from .early_token import EARLY_WRONG_MAX, EarlyToken
-from .exchange import Exchange
 from .hand_offs import ComputedHandOffs, differences, hand_offs_of
-from .kept_answers import KeptAnswers
 from .server_metrics import ServerMetrics
-from .server_pool import NO_LISTENER, Server, ServerPair, ServerPool, Waiting, server_status
+from .server_pool import NO_LISTENER, Server, ServerPool, Waiting, server_status
 from .server_request import ServerRequest
-from .upstream import AttemptFailedError, Upstream
+from .upstream import AttemptFailedError, Upstream, no_server
 
 log = logging.getLogger(__name__)
 
-Choice = TypeVar("Choice")
 METRICS_S = 5.0  # between two looks at what a decode server counts
 TRACESTATE_LENGTH_MAX = 512  # W3C Trace Context asks for as many characters at least
 
@@ -202,7 +195,9 @@ class Servers:
     async def look_up(self, path: str, authorization: str) -> WholeAnswer:
         """Asks a decode server. Raises AnswerFailedError."""
         headers = {"Authorization": authorization} if authorization else {}
-        decode = _chosen(self.pool.one_decode(), self._limits)
+        decode = self.pool.one_decode()
+        if isinstance(decode, NoPair):
+            raise no_server(decode, self._limits)
         try:
             answer = await self.upstream.get(decode, path, headers, wait_ms=self._limits.silence_ms)
         except AttemptFailedError as failed:
@@ -229,47 +224,14 @@ class Servers:
         request.apart = 1 if self._dialect.apart(request) is None else request.choices
         return request
 
-    async def answer(self, request: ServerRequest, client: ClientRequest) -> Attempts | Choices:
+    async def answer(self, request: ServerRequest, client: ClientRequest) -> Relay | Choices:
         """Tries pairs of servers until an answer has begun."""
-        computed, kept, choice = asyncio.Event(), KeptAnswers(), self._dialect.apart(request)
-        if choice is None:
-            answer = self._attempts(request, client, computed, kept)
-        else:
-
-            def of_choice(number: int) -> Attempts:
-                return self._attempts(choice(number), client, computed, kept)
-
-            answer = Choices(request.choices, of_choice, computed)
+        early = self._config.stream_from == "prefill"
+        relay = Relay(request, client, self.pool, self.upstream, self._dialect, self.metrics, early)
+        of_choice = self._dialect.apart(request)
+        answer = relay if of_choice is None else Choices(relay, of_choice)
         await answer.begin()
         return answer
-
-    def _attempts(
-        self, request: ServerRequest, client: ClientRequest, computed: asyncio.Event, kept: KeptAnswers
-    ) -> Attempts:
-        early = self._config.stream_from == "prefill" and self._dialect.answers_early(request)
-
-        def exchange(pair: ServerPair, shown: EarlyToken | None, first: bool) -> Exchange:
-            ask = early and first and self.metrics.early_wrong < EARLY_WRONG_MAX
-            return Exchange(
-                self.upstream, self._dialect, pair, request, client, self.metrics, shown,
-                ask_early=ask, computed=computed, kept=kept,
-            )  # fmt: skip
-
-        return Attempts(
-            request, client, self.metrics,
-            choose=lambda avoid: self._choose(request.keys, avoid), exchange=exchange,
-            retry_ms=self._limits.resend_ms_max,
-        )  # fmt: skip
-
-    def _choose(self, keys: tuple[bytes, ...], avoid: set[Server]) -> ServerPair:
-        """Raises AnswerFailedError where no pair can be had."""
-        return _chosen(self.pool.choose(keys, avoid), self._limits)
-
-
-def _chosen(choice: Choice | NoPair, limits: Limits) -> Choice:
-    if isinstance(choice, NoPair):
-        raise AnswerFailedError(choice.detail, Cause.PEER_LOST, retry_ms=limits.resend_ms_max)
-    return choice
 
 
 def _headers(client: ClientRequest) -> dict[str, str]:

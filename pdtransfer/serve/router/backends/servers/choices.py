@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from .....errors import Cause, RemoteProtocolError
 from .....limits import HTTP_BODY_BYTES_MAX
 from ...front.backend import AnswerFailedError, WholeAnswer
-from .attempts import Attempts
+from .attempt import Relay
 from .joined_choices import JoinedAnswers, JoinedEvents
+from .server_request import ServerRequest
 
 JOINED_INLINE_BYTES_MAX = 32 << 10  # what is joined on the loop; more in a thread
 
@@ -21,10 +23,10 @@ class Choices:
     Each is made in a turn of the loop of its own, since it may have a large body.
     """
 
-    def __init__(self, count: int, request: Callable[[int], Attempts], computed: asyncio.Event) -> None:
-        """`request` makes that for choice i. `computed` is set when prefill has answered the first one."""
-        self._count, self._new, self._computed = count, request, computed
-        self._requests: dict[int, Attempts] = {}
+    def __init__(self, relay: Relay, of_choice: Callable[[int], ServerRequest]) -> None:
+        """`of_choice` makes the request for choice i of those of `relay`."""
+        self._count, self._relay, self._of_choice = relay.request.choices, relay, of_choice
+        self._requests: dict[int, Relay] = {}
         self._turn = asyncio.Lock()
         self._reads: dict[asyncio.Task[bytes], int] = {}  # of those that have not ended
         self._joined: JoinedAnswers | JoinedEvents | None = None
@@ -65,13 +67,13 @@ class Choices:
     async def _begin(self, number: int) -> bytes:
         """Returns the first bytes of an answer. One that is not of status 200 is the failure of all."""
         if number > 0:
-            await self._computed.wait()
+            await self._relay.computed.wait()
         async with self._turn:
             await asyncio.sleep(0)
-            request = self._requests[number] = self._new(number)
+            request = self._requests[number] = replace(self._relay, request=self._of_choice(number))
         await request.begin()
         if request.status == 200:
-            self._computed.set()
+            self._relay.computed.set()
             return await request.more()
         body = bytearray()
         while piece := await request.more():

@@ -16,6 +16,7 @@ import aiohttp
 
 from .....errors import Cause
 from .....limits import HTTP_BODY_BYTES_MAX, Limits
+from ...fleet.roles import NoPair
 from ...front.backend import AnswerFailedError, WholeAnswer
 from .dialect import ServerOrder
 from .hand_offs import METRICS_BYTES_MAX
@@ -216,6 +217,11 @@ def _reason(error: Exception) -> str:
 
 def _shutdown() -> AttemptFailedError:
     return AttemptFailedError("the router shuts down", Cause.SHUTDOWN, (), again=False)
+
+
+def no_server(why: NoPair, limits: Limits) -> AnswerFailedError:
+    """The failure of what no server can be had for."""
+    return AnswerFailedError(why.detail, Cause.PEER_LOST, retry_ms=limits.resend_ms_max)
 
 
 def refused(blamed: tuple[Server, ...], answer: WholeAnswer) -> AttemptFailedError:

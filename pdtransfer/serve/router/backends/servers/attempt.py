@@ -1,4 +1,4 @@
-"""One attempt at a request: posted to a prefill and a decode server at once, and decode's answer as it comes."""
+"""A request to HTTP servers: attempts one after the other, each at one pair, until one of them has its answer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import asyncio
 import logging
 import re
 import secrets
+import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import aiohttp
@@ -15,17 +18,18 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .....errors import Cause, RemoteProtocolError
+from .....limits import HTTP_BODY_BYTES_MAX, SERVER_ATTEMPTS_MAX
 from .....schema import parse
+from ...fleet.roles import NoPair
 from ...front.backend import WholeAnswer
 from ...front.client_request import ClientRequest
 from .dialect import Dialect, ServerOrder
-from .early_token import EARLY_KINDS_MAX, EVENT_END, EarlyToken, kind_of
+from .early_token import EARLY_KINDS_MAX, EARLY_WRONG_MAX, EVENT_END, EarlyToken, kind_of
 from .hand_offs import ANSWER_TAIL_BYTES, has_prompt_figures, received_of, with_prompt_figures
-from .kept_answers import KeptAnswers
 from .server_metrics import ServerMetrics
-from .server_pool import Server, ServerIdentity, ServerPair
+from .server_pool import Server, ServerIdentity, ServerPair, ServerPool
 from .server_request import ServerRequest
-from .upstream import AttemptFailedError, Upstream, end_to_end, refused, retriable
+from .upstream import AttemptFailedError, Upstream, end_to_end, no_server, refused, retriable
 
 log = logging.getLogger(__name__)
 
@@ -49,41 +53,135 @@ _ABORTED_LENGTH = 128  # as far as it may lie in what was passed on before
 _ROLE = re.compile(rb'"role":\s*"assistant",\s*"content":\s*""')  # of a chat's first event, before any token
 
 
-class Exchange:
-    """As AnswerStream. `begin` comes first. What an answer reports of its KV is noted for `client` and `metrics`."""
+@dataclass(slots=True, eq=False)
+class Relay:
+    """As AnswerStream: a request, and its attempts one after the other. `begin` comes first. A stream that began with
+    prefill's first token goes on behind it with decode's, and is tried again as long as decode's has not begun.
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        dialect: Dialect,
-        pair: ServerPair,
-        request: ServerRequest,
-        client: ClientRequest,
-        metrics: ServerMetrics,
-        shown: EarlyToken | None = None,
-        *,
-        ask_early: bool = False,
-        computed: asyncio.Event | None = None,
-        kept: KeptAnswers | None = None,
-    ) -> None:
-        """`shown`: what the client has of an earlier attempt. `ask_early`: prefill may answer before decode.
-        `computed` is set when prefill has answered. `kept` is of all choices of the client's request."""
-        self._upstream, self._dialect, self.pair, self._request = upstream, dialect, pair, request
-        self._client, self._metrics = client, metrics
+    `replace` makes that of one choice, which shares `computed` and `kept` with those of the others.
+    """
+
+    request: ServerRequest
+    client: ClientRequest
+    pool: ServerPool
+    upstream: Upstream
+    dialect: Dialect
+    metrics: ServerMetrics
+    early: bool = False  # prefill may answer before decode, where the dialect has that
+    computed: asyncio.Event = field(default_factory=asyncio.Event)  # set when prefill has answered
+    kept: Counter[str] = field(default_factory=Counter[str])  # bytes to be joined, by their servers' role
+    shown: EarlyToken | None = field(default=None, init=False)  # what the client has of an earlier attempt
+    status: int = field(default=0, init=False)
+    length: int | None = field(default=None, init=False)
+    events: bool = field(default=False, init=False)
+    headers: Mapping[str, str] = field(default_factory=dict[str, str], init=False)
+    _count: int = field(default=0, init=False)
+    _tried: set[ServerPair] = field(default_factory=set[ServerPair], init=False)
+    _avoid: set[Server] = field(default_factory=set[Server], init=False)
+    _last: AttemptFailedError | None = field(default=None, init=False)
+    _attempt: Attempt | None = field(default=None, init=False)
+
+    async def begin(self) -> None:
+        """Tries pairs of servers until an answer has begun; no pair is tried again that failed. Raises
+        AnswerFailedError."""
+        while self._attempt is None:
+            pair = self._pair()
+            self._count += 1
+            attempt = Attempt(self, pair)
+            try:
+                await attempt.begin()
+            except AttemptFailedError as why:
+                self._failed(why, pair)
+            else:
+                self._attempt = attempt
+                if self.shown is None:
+                    self._begun(attempt)
+
+    @property
+    def asks_early(self) -> bool:
+        """Whether prefill may answer before decode in this attempt."""
+        may = self.early and self._count == 1 and self.metrics.early_wrong < EARLY_WRONG_MAX
+        return may and self.dialect.answers_early(self.request)
+
+    def _begun(self, attempt: Attempt) -> None:
+        """The client's answer begins."""
+        self.status, self.length, self.events = attempt.status, attempt.length, attempt.events
+        self.headers, self.shown = attempt.headers, attempt.shown
+        client = self.client
+        client.stream = attempt.events
+        if attempt.events and client.first_s is None:  # no other choice of it has begun
+            client.first_s = time.monotonic()
+            self.metrics.first_token.observe(client.first_s - client.began_s)
+
+    async def more(self) -> bytes:
+        """As AnswerStream.more."""
+        while True:
+            await self.begin()
+            assert self._attempt is not None
+            attempt = self._attempt
+            try:
+                return await attempt.more()
+            except AttemptFailedError as why:
+                if attempt.begun:
+                    raise
+                self._attempt = None
+                attempt.close(complete=False)
+                self._failed(why, attempt.pair)
+
+    def close(self, *, complete: bool) -> None:
+        """As AnswerStream.close."""
+        attempt, self._attempt = self._attempt, None  # which refers to this one: nothing is to wait for the collector
+        if attempt is not None:
+            attempt.close(complete=complete)
+
+    def _pair(self) -> ServerPair:
+        """The next pair. Raises AnswerFailedError where there is no other."""
+        pair = self.pool.choose(self.request.keys, self._avoid)
+        if isinstance(pair, NoPair):
+            raise self._last or no_server(pair, self.upstream.limits)
+        if pair in self._tried:
+            assert self._last is not None
+            raise self._last
+        client, metrics = self.client, self.metrics
+        client.retried |= self._count > 0
+        client.prefill, client.decode = "" if pair.prefill is None else pair.prefill.name, pair.decode.name
+        metrics.retries += self._count > 0
+        metrics.served_alone += pair.prefill is None and pair.computed is None
+        metrics.kept += pair.computed is not None
+        return pair
+
+    def _failed(self, why: AttemptFailedError, pair: ServerPair) -> None:
+        """Notes a failure. Raises it where no other attempt may help."""
+        log.warning("request %s: an attempt failed: %s", self.request.request_id, why)
+        why.retry_ms, self._last = self.upstream.limits.resend_ms_max, why
+        self._avoid.update(why.blamed)
+        if why.blamed:
+            self._tried.add(pair)
+        if not why.again or self._count == SERVER_ATTEMPTS_MAX:
+            raise why
+
+
+class Attempt:
+    """As AnswerStream: a request posted to a prefill and a decode server at once, and decode's answer as it comes.
+    `begin` comes first. What an answer reports of its KV is noted for the client's request and the metrics."""
+
+    def __init__(self, relay: Relay, pair: ServerPair) -> None:
+        self._relay, self._request, self._client = relay, relay.request, relay.client
+        self._upstream, self._dialect, self._metrics = relay.upstream, relay.dialect, relay.metrics
+        self.pair, self.shown, self._ask_early = pair, relay.shown, relay.asks_early
         self._transfer = secrets.token_bytes(16)
         self._prefill: asyncio.Task[ServerIdentity | None] | None = None  # may outlive the answer
         self._decode: asyncio.Task[None] | None = None
         self._response: aiohttp.ClientResponse | None = None  # decode's
         self._first = self._tail = b""  # of its answer
-        self.shown, self._ask_early, self._prompt_computed = shown, ask_early, computed
         self._early: EarlyToken | None = None  # prefill's answer
         self._compares: tuple[object, bytes] | None = None  # in decode's `begins_alike`: the answer is not shown then
         self._head = b""  # of decode's stream, to be compared
-        self._joins = pair.prefill is not None and dialect.joins(request)
+        self._joins = pair.prefill is not None and self._dialect.joins(self._request)
         self._computed = b""  # prefill's answer, where it has a part of the whole one
-        self._reported = None if pair.prefill is None else dialect.prompt_figures(b"")
+        self._reported = None if pair.prefill is None else self._dialect.prompt_figures(b"")
         self._behind = b""  # what may be the begin of a figure of the prompt
-        self._kept, self._kept_here = kept or KeptAnswers(), Counter[str]()
+        self._kept = Counter[str]()  # of this attempt, as `Relay.kept`
         self.status, self.headers, self.length, self.events = 0, dict[str, str](), None, False
 
     async def begin(self) -> None:
@@ -127,10 +225,15 @@ class Exchange:
         self.length = len(self._first)
 
     def _keep(self, server: Server, byte_count: int) -> None:
-        """Counts what is kept until both answers are joined. Raises AttemptFailedError where that is too much."""
-        if self._joins:
-            self._kept_here[server.role] += byte_count
-            self._kept.take(server, byte_count)
+        """Counts what is kept until both answers are joined. Raises AttemptFailedError beyond the bound of all choices
+        together."""
+        if not self._joins:
+            return
+        self._kept[server.role] += byte_count
+        self._relay.kept[server.role] += byte_count
+        if self._relay.kept[server.role] > HTTP_BODY_BYTES_MAX:
+            text = f"{server.role}'s are larger than {HTTP_BODY_BYTES_MAX} bytes together"
+            raise AttemptFailedError(f"the answers to its choices do not fit: {text}", Cause.BREACH, (), again=False)
 
     @property
     def begun(self) -> bool:
@@ -209,7 +312,7 @@ class Exchange:
     def close(self, *, complete: bool) -> None:
         """As AnswerStream.close. If decode may not have its KV, both servers are notified."""
         self.pair.decode.unfinished -= self._request.answers
-        self._kept.give_back(self._kept_here)
+        self._relay.kept -= self._kept
         if not complete:
             if not self.begun or self.status >= 400 or not (self._prefill is None or self._prefill.done()):
                 self._give_up()
@@ -322,8 +425,8 @@ class Exchange:
             if (error := task.exception()) is not None:
                 ours = None if isinstance(error, AttemptFailedError) else error
                 log.log(logging.DEBUG if ours is None else logging.ERROR, "%s", error, exc_info=ours)
-            elif self._prompt_computed is not None:
-                self._prompt_computed.set()
+            else:
+                self._relay.computed.set()
 
         task.add_done_callback(ended)
         return task

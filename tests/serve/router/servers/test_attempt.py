@@ -18,8 +18,8 @@ from aiohttp import web
 from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
 from pdtransfer.serve.router.backends.servers import upstream
+from pdtransfer.serve.router.backends.servers.attempt import Attempt, Relay
 from pdtransfer.serve.router.backends.servers.dialects import DIALECTS
-from pdtransfer.serve.router.backends.servers.exchange import Exchange
 from pdtransfer.serve.router.backends.servers.server_metrics import ServerMetrics
 from pdtransfer.serve.router.backends.servers.server_pool import Server, ServerPool
 from pdtransfer.serve.router.backends.servers.upstream import AttemptFailedError, Upstream, end_to_end
@@ -289,7 +289,7 @@ async def test_a_prefill_whose_request_has_its_answer_is_forgotten_when_it_ends(
         it.prefill[0].more.clear()
         before = asyncio.all_tasks()
         assert (await it.post())[0] == 200
-        left = [weakref.ref(each) for each in asyncio.all_tasks() - before if "Exchange" in repr(each)]
+        left = [weakref.ref(each) for each in asyncio.all_tasks() - before if "Attempt." in repr(each)]
         assert [each() is not None for each in left] == [True]
         it.prefill[0].more.set()
         await until(lambda: not it.backend.pool.prefill[0].unfinished)
@@ -363,10 +363,10 @@ async def test_a_prefill_that_reports_nothing_of_itself_is_the_process_it_was() 
 
 
 @asynccontextmanager
-async def halves(prefill: Half, decode: Half) -> AsyncIterator[tuple[Exchange, asyncio.Task[None]]]:
-    """An exchange whose two parts are done so; decode's returns the response."""
+async def halves(prefill: Half, decode: Half) -> AsyncIterator[tuple[Attempt, asyncio.Task[None]]]:
+    """An attempt whose two parts are done so; decode's returns the response."""
 
-    class Halves(Exchange):
+    class Halves(Attempt):
         async def _post_prefill(self, *_: object) -> object:
             return await prefill()
 
@@ -377,9 +377,10 @@ async def halves(prefill: Half, decode: Half) -> AsyncIterator[tuple[Exchange, a
         server = replace(it.server, role="prefill", identity={"remote_engine_id": "p0"})
         pair, request = Pair(server, it.server), relayed({"prompt": "once"})
         client = ClientRequest(node="r", path="/v1/completions", request_id="r")
-        metrics = ServerMetrics(RouterMetrics(node="r"), ServerPool((), (), LIMITS))
-        exchange = Halves(it.upstream, DIALECTS["vllm"], pair, request, client, metrics)
-        yield exchange, asyncio.create_task(exchange.begin())
+        pool = ServerPool((), (), LIMITS)
+        metrics = ServerMetrics(RouterMetrics(node="r"), pool)
+        attempt = Halves(Relay(request, client, pool, it.upstream, DIALECTS["vllm"], metrics), pair)
+        yield attempt, asyncio.create_task(attempt.begin())
         assert it.server.unfinished == 0
 
 
@@ -394,10 +395,10 @@ async def test_an_answer_of_decode_counts_also_where_prefill_fails_with_it() -> 
     async def answers() -> object:
         return SimpleNamespace(close=closed.set)
 
-    async with halves(fails, answers) as (exchange, begun):
+    async with halves(fails, answers) as (attempt, begun):
         await begun
         assert not closed.is_set()
-        exchange.close(complete=True)
+        attempt.close(complete=True)
         assert closed.is_set()
 
 

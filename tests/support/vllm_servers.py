@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -336,6 +336,19 @@ class ServerSite:
         # A request on a kept connection whose end is not read yet would meet a server that dies, not one that refuses.
         port = int(fake.url.rpartition(":")[2])
         await until(lambda: not is_dialled(port), "the router has closed its connections to it")
+
+
+async def streamed(
+    request: web.Request, pieces: Iterable[bytes], *, pause_s: float = 0.05, kind: str = "text/event-stream"
+) -> web.StreamResponse:
+    """An answer that comes in these pieces, each by itself."""
+    await request.read()
+    response = web.StreamResponse(headers={"Content-Type": kind})
+    await response.prepare(request)
+    for piece in pieces:
+        await response.write(piece)
+        await asyncio.sleep(pause_s)
+    return response
 
 
 def is_dialled(port: int) -> bool:

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from pdtransfer.serve.router.backends.servers.attempt import HELD_BYTES_MAX
 from tests.support.sglang_servers import FakeSglang
-from tests.support.vllm_servers import PIECES, FakeVllm, Seen, ServerSite, server_site
+from tests.support.vllm_servers import PIECES, FakeVllm, Seen, ServerSite, server_site, streamed
 from tests.support.waiting import on_loop, run_on_loop
 
 COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
@@ -36,9 +36,6 @@ def events(path: str, *contents: dict[str, Any]) -> list[str]:
     return [f"data: {text}\n\n" for text in (*texts, "[DONE]")]
 
 
-PAUSE_S = 0.02  # each piece arrives by itself
-
-
 def answers(server: FakeVllm, path: str, text: str, reason: str) -> None:
     """The server answers so from now on: with a stream event by event, or with all that is held and then the rest."""
 
@@ -50,12 +47,7 @@ def answers(server: FakeVllm, path: str, text: str, reason: str) -> None:
         else:
             body = json.dumps(content(path, text, reason, delta=False), separators=(",", ":"))
             pieces, kind = [body[:HELD_BYTES_MAX], body[HELD_BYTES_MAX:]], "application/json"
-        response = web.StreamResponse(headers={"Content-Type": kind})
-        await response.prepare(request)
-        for piece in pieces:
-            await response.write(piece.encode())
-            await asyncio.sleep(PAUSE_S)
-        return response
+        return await streamed(request, map(str.encode, pieces), kind=kind)
 
     server.reply = reply  # type: ignore[method-assign]
 

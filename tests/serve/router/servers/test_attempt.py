@@ -10,6 +10,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ from pdtransfer.serve.router.fleet.roles import Pair
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.status import RouterMetrics
 from tests.serve.router.servers.relayed import relayed
-from tests.support.vllm_servers import LIMITS, server_site
+from tests.support.vllm_servers import LIMITS, server_site, streamed
 from tests.support.waiting import on_loop, run_on_loop, until
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -174,15 +175,7 @@ async def test_a_healthy_server_that_does_not_answer_fails_by_the_deadline() -> 
 
 @on_loop
 async def test_an_answer_is_read_whole_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def slow(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for piece in (b"in ", b"parts"):
-            await response.write(piece)
-            await asyncio.sleep(0.02)
-        return response
-
-    async with alone(slow) as it:
+    async with alone(partial(streamed, pieces=(b"in ", b"parts"))) as it:
         monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 8)
         assert await it.get() == b"in parts"
         monkeypatch.setattr(upstream, "HTTP_BODY_BYTES_MAX", 7)
@@ -217,16 +210,7 @@ async def test_each_event_is_relayed_when_it_comes() -> None:
 def test_a_stream_that_begins_otherwise_is_relayed(pieces: list[bytes]) -> None:
     async def case() -> None:
         async with server_site() as it:
-
-            async def streams(request: web.Request, _: object) -> web.StreamResponse:
-                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                await response.prepare(request)
-                for piece in pieces:
-                    await response.write(piece)
-                    await asyncio.sleep(0.05)
-                return response
-
-            it.decode[0].reply = streams  # type: ignore[method-assign]
+            it.decode[0].reply = lambda request, _: streamed(request, pieces)  # type: ignore[method-assign]
             assert (await it.stream()).encode() == b"".join(pieces)
             assert it.backend.metrics.retries == 0
 
@@ -317,17 +301,13 @@ async def test_a_client_that_leaves_is_no_error_of_ours() -> None:
 async def test_role_events_beyond_those_of_the_choices_are_passed_on() -> None:
     role, more = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n', asyncio.Event()
 
-    async def stutters(request: web.Request) -> web.StreamResponse:
-        await request.read()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for _ in range(3):
-            await response.write(role)
+    async def stutters(request: web.Request, _: object) -> web.StreamResponse:
+        response = await streamed(request, [role] * 3, pause_s=0)
         await more.wait()
         return response
 
     async with server_site() as site:
-        site.decode[0].reply = lambda request, _: stutters(request)  # type: ignore[method-assign]
+        site.decode[0].reply = stutters  # type: ignore[method-assign]
         body = {"messages": [], "stream": True, "n": 2}
         async with asyncio.timeout(20), site.http.post(site.url + "/v1/chat/completions", json=body) as response:
             assert await response.content.readexactly(3 * len(role)) == role * 3

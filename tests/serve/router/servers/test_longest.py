@@ -59,7 +59,7 @@ async def test_a_shorter_server_is_known_before_anybody_asks_for_the_models() ->
         shorter.healthy = longer.healthy = False
         await until(lambda: not any(server.usable for server in site.backend.pool.decode))
         shorter.healthy = longer.healthy = True
-        await until(lambda: site.backend.pool.decode[0].is_shorter)
+        await until(lambda: site.backend.pool.is_shorter(site.backend.pool.decode[0]))
         assert [(await site.post())[0] for _ in range(2)] == [200] * 2
         assert shorter.seen, "it was asked"
 

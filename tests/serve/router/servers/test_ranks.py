@@ -130,7 +130,7 @@ def test_ranks_leave_with_their_server_once_none_has_a_request() -> None:
     pool = ServerPool(["http://p"], ["http://d"], Limits())
     first = pool.prefill[0]
     pool.resize(first, 2)
-    assert [rank.name for rank in pool.ranks(first)] == ["http://p (rank 0)", "http://p (rank 1)"]
+    assert [rank.name for rank in first.ranks] == ["http://p (rank 0)", "http://p (rank 1)"]
     pool.prefill[1].unfinished = 1
     pool.depart("http://p", Departure.LEAVES)
     assert not pool.left(first)

@@ -10,14 +10,13 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from pdtransfer.errors import Cause
 from pdtransfer.serve.router.backends.servers import upstream
 from pdtransfer.serve.router.backends.servers.attempt import HELD_BYTES_MAX
 from pdtransfer.serve.router.process import router_of
 from pdtransfer.serve.settings.router import RouterConfig
-from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site, texts
+from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site, streamed, texts
 from tests.support.waiting import on_loop, run_on_loop, until
 
 WHOLE = "".join(PIECES)
@@ -565,20 +564,21 @@ async def test_requests_of_a_server_that_listens_no_more_are_tried_again_long_be
 
 
 @on_loop
+async def test_a_server_is_asked_again_after_a_failure_of_the_router_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with server_site() as served:
+        pool = served.backend.pool
+        monkeypatch.setattr(pool, "left", lambda server: 1 // 0 if server in pool.decode else False)
+        await until(lambda: not pool.decode[0].usable)
+        assert "ZeroDivisionError" in pool.decode[0].why
+        monkeypatch.undo()
+        await until(lambda: pool.decode[0].usable)
+
+
+@on_loop
 async def test_a_stream_of_a_server_that_listens_no_more_goes_on_to_its_end() -> None:
     piece = b'data: {"choices":[{"text":"a"}]}\n\n'
-
-    async def slowly(request: web.Request) -> web.StreamResponse:
-        await request.read()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for _ in range(20):
-            await response.write(piece)
-            await asyncio.sleep(0.1)
-        return response
-
     async with server_site(limits=replace(LIMITS, silence_ms=1_000, room_deadline_ms=3_600_000)) as served:
-        served.decode[0].reply = lambda request, _: slowly(request)  # type: ignore[method-assign]
+        served.decode[0].reply = lambda request, _: streamed(request, [piece] * 20, pause_s=0.1)  # type: ignore[method-assign]
         body = {"prompt": "a", "stream": True}
         async with served.http.post(served.url + "/v1/completions", json=body) as response:
             assert await response.content.readexactly(len(piece)) == piece

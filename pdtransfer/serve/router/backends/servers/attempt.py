@@ -455,14 +455,14 @@ class Attempt:
                 answer = await upstream.whole(server, response, kept=self._keep)
             if answer.status != 200:
                 failed = refused((server,), answer)
-                failed.again = failed.again or _may_be_longer(server, answer.status)
+                failed.again = failed.again or self._may_be_longer(server, answer.status)
                 if early and not failed.again:  # It may refuse what an early answer needs: the next one is not early.
                     failed.again, failed.blamed = True, ()
                 raise failed
         except AttemptFailedError as error:
             late = error.cause is Cause.DEADLINE and self._dialect.prefill_waits
             failed = await self._not_taken(server) if late else error
-            of_length = failed.answer is not None and _may_be_longer(server, failed.answer.status)
+            of_length = failed.answer is not None and self._may_be_longer(server, failed.answer.status)
             if failed.again and server in failed.blamed and not of_length:
                 server.identity = None  # else the request was wrong, and others need not wait to meet it again
             raise failed from None
@@ -478,6 +478,10 @@ class Attempt:
         if identity is not None:
             server.identity = identity
         return identity
+
+    def _may_be_longer(self, server: Server, status: int) -> bool:
+        """Whether a request may be refused only since it is longer than this server takes, and others take more."""
+        return status == 400 and self._relay.pool.is_shorter(server)
 
     async def _not_taken(self, prefill: Server) -> AttemptFailedError:
         """The failure where prefill waited for decode to take its KV: decode is asked whether it has the memory."""
@@ -500,7 +504,7 @@ class Attempt:
             body = self._dialect.decode_body(self._request, self._transfer, identity)
             response = await upstream.post(server, ServerOrder(self._request.path, body), self._request.headers)
             try:
-                if _may_be_longer(server, response.status):
+                if self._may_be_longer(server, response.status):
                     failed = refused((server,), await upstream.whole(server, response))
                     failed.again = True
                     raise failed
@@ -543,11 +547,6 @@ def _first_error(event: bytes) -> WholeAnswer | None:
     except RemoteProtocolError:  # it is none
         return None
     return WholeAnswer(status, {"Content-Type": "application/json"}, body)
-
-
-def _may_be_longer(server: Server, status: int) -> bool:
-    """Whether a request may be refused only since it is longer than this server takes, and others take more."""
-    return status == 400 and server.is_shorter
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:

@@ -97,38 +97,42 @@ class Servers:
     async def _poll(self, server: Server) -> None:
         loop, share, asked = asyncio.get_running_loop(), ComputedHandOffs(), float("-inf")
         path = self._dialect.ranks_path
-        while not self.pool.left(server):
-            was_down = bool(server.why)
+        while True:
             try:
+                if self.pool.left(server):
+                    break
+                for rank in [rank for rank in server.ranks if self.pool.overdue(rank, loop.time())]:
+                    # A process that listens no more may still bring answers to their end: these are not silent.
+                    self.upstream.lose(rank, self._limits.silence_ms / 1e3 if rank.why == NO_LISTENER else 0.0)
+                was_down = bool(server.why)
                 why = await self.upstream.probe(server)
                 if path is not None and was_down and not why:  # it may have other ranks than before
                     metrics = await self.upstream.metrics(server, path)
                     self.pool.resize(server, 1 if metrics is None else self._dialect.ranks(metrics))
                 self._report(server, why)
-                side = self.pool.prefill if server.role == "prefill" else self.pool.decode
-                if was_down and not why and len(side) > 1:
-                    for rank in self.pool.ranks(server):
+                if was_down and not why and len(self.pool.of(server.role)) > 1:
+                    for rank in server.ranks:
                         await self._measure(rank, {})
-                    self.pool.longest()
                 if server.role == "decode" and not why and loop.time() - asked >= METRICS_S:
-                    asked, metrics = loop.time(), await self.upstream.metrics(server, self._dialect.metrics_path)
-                    server.hand_offs = None if metrics is None else hand_offs_of(metrics)
-                    if metrics is not None:
-                        self._wait(server, self._dialect.waiting(metrics))
-                    if server.hand_offs is not None and (text := share.take(server.hand_offs)) is not None:
-                        log.warning("decode %s: %s", server.url, text)
+                    asked = loop.time()
+                    await self._count(server, share)
             except Exception as error:  # it is asked for as long as it is here
                 why = f"the router cannot ask for its health: {type(error).__name__}: {error}"
                 if why != server.why:
                     log.error("%s %s", server.role, server.url, exc_info=error)
                 self._report(server, why)
-            for rank in self.pool.ranks(server):
-                if self.pool.overdue(rank, loop.time()):
-                    # A process that listens no more may still bring answers to their end: these are not silent.
-                    self.upstream.lose(rank, self._limits.silence_ms / 1e3 if rank.why == NO_LISTENER else 0.0)
             await asyncio.sleep(self._limits.ping_ms / 1e3)
         del self._polls[server]
         log.info("%s %s was removed: its last request has ended", server.role, server.url)
+
+    async def _count(self, decode: Server, share: ComputedHandOffs) -> None:
+        """Notes what a decode server counts. Too many prompts that it computes itself are logged."""
+        metrics = await self.upstream.metrics(decode, self._dialect.metrics_path)
+        decode.hand_offs = None if metrics is None else hand_offs_of(metrics)
+        if metrics is not None:
+            self._wait(decode, self._dialect.waiting(metrics))
+        if decode.hand_offs is not None and (text := share.take(decode.hand_offs)) is not None:
+            log.warning("decode %s: %s", decode.url, text)
 
     def _wait(self, decode: Server, waiting: Waiting | None) -> None:
         """Notes which requests wait for a server's memory. A wait that is seen twice is logged, and its end."""
@@ -141,11 +145,10 @@ class Servers:
 
     def _report(self, server: Server, why: str) -> None:
         """Notes the health of a server, of all its ranks."""
-        ranks, now = self.pool.ranks(server), asyncio.get_running_loop().time()
+        ranks, now = server.ranks, asyncio.get_running_loop().time()
         changed = [self.pool.report(rank, why, now) for rank in ranks]
         if not any(changed):
             return
-        self.pool.longest()
         if why:
             log.warning("%s %s is left out: %s", server.role, server.url, why)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TypeAlias
 
 from .....limits import PREFIX_PLACED_BLOCKS_MAX, TOKENS_MAX, Limits
@@ -57,7 +56,6 @@ class Server:
     waiting: Waiting | None = None  # of a decode server, by what it last reported
     waits_seen: int = 0  # times in a row that some request waited
     longest: int | None = None  # tokens of a prompt and its answer that it takes, where it reports them
-    is_shorter: bool = False  # whether another server of its role takes more
     unfinished: int = 0  # answers of requests that it has not answered in full
     sent: int = 0  # requests since the start
     computing: int = 0  # tokens of prompts that a decode server computes itself, up to its first tokens
@@ -65,7 +63,11 @@ class Server:
     begins_alike: dict[tuple[object, bytes], bool] = field(default_factory=dict[tuple[object, bytes], bool])
     twin: Server | None = None  # the same server in its other role
     rank: int | None = None  # None where the server has only one
+    ranks: list[Server] = field(default_factory=list["Server"])  # all of this server, itself among them
     gone: bool = False  # a rank that the server had, and has no more
+
+    def __post_init__(self) -> None:
+        self.ranks.append(self)
 
     @property
     def name(self) -> str:
@@ -179,11 +181,8 @@ class ServerPool:
 
     @property
     def sites(self) -> list[list[Server]]:
-        """The same by role and URL: the ranks of each server, the first one first."""
-        sites: dict[tuple[Role, str], list[Server]] = {}
-        for server in self.all:
-            sites.setdefault((server.role, server.url), []).append(server)
-        return list(sites.values())
+        """The same, the ranks of each server together."""
+        return [server.ranks for server in self.all if server is server.ranks[0]]
 
     @property
     def usable(self) -> bool:
@@ -198,28 +197,28 @@ class ServerPool:
     def _new(self, url: str, role: Role) -> Server:
         return Server(url, role, KnownPrefixes(self._limits.prefix_keys_max))
 
-    def _of(self, role: Role) -> list[Server]:
+    def of(self, role: Role) -> list[Server]:
+        """The servers of this role, each rank of them."""
         return self.prefill if role == "prefill" else self.decode
 
     def _pair_twins(self) -> None:
-        for prefill, decode in product(self.prefill, self.decode):
-            if (prefill.url, prefill.rank or 0) == (decode.url, decode.rank or 0):
+        prefills = {(server.url, server.rank or 0): server for server in self.prefill}
+        for decode in self.decode:
+            if (prefill := prefills.get((decode.url, decode.rank or 0))) is not None:
                 prefill.twin, decode.twin = decode, prefill
-
-    def ranks(self, server: Server) -> list[Server]:
-        """All data parallel ranks of a server, itself among them."""
-        return [rank for rank in self._of(server.role) if rank.url == server.url]
 
     def resize(self, server: Server, count: int) -> None:
         """Notes that a server has that many data parallel ranks. `server` is the first of them and stays; one that is
         no more gets no new requests."""
-        ranks = {rank.rank or 0: rank for rank in self.ranks(server)}
+        ranks = {rank.rank or 0: rank for rank in server.ranks}
         server.rank = 0 if count > 1 else None
         for number in range(1, count):
             if number not in ranks:
                 rank = ranks[number] = self._new(server.url, server.role)
                 rank.rank, rank.why, rank.down_since = number, server.why, server.down_since
-                self._of(server.role).append(rank)
+                self.of(server.role).append(rank)
+                server.ranks.append(rank)
+                rank.ranks = server.ranks
         for number, rank in ranks.items():
             if number > 0:
                 rank.gone = number >= count
@@ -236,7 +235,7 @@ class ServerPool:
         if ranks:
             return None
         server = self._new(url, role)
-        self._of(role).append(server)
+        self.of(role).append(server)
         return server
 
     def depart(self, url: str, departure: Departure) -> None:
@@ -248,12 +247,12 @@ class ServerPool:
     def left(self, server: Server) -> bool:
         """Forgets a server that is to leave once none of its ranks has a request; returns whether it did. A rank that
         it has no more is forgotten before."""
-        ranks = self.ranks(server)
-        gone = [rank for rank in ranks if rank.departure is Departure.LEAVES and not rank.unfinished]
-        if server in gone and len(gone) < len(ranks):
+        gone = [rank for rank in server.ranks if rank.departure is Departure.LEAVES and not rank.unfinished]
+        if server in gone and len(gone) < len(server.ranks):
             return False
         for rank in gone:
-            self._of(rank.role).remove(rank)
+            server.ranks.remove(rank)
+            self.of(rank.role).remove(rank)
             self._forget(rank)
         return server in gone
 
@@ -274,7 +273,6 @@ class ServerPool:
         """What is known of a process that has ended, or that has left this router, also what decode servers know."""
         server.identity = server.longest = server.waiting = None
         server.waits_seen = 0
-        server.is_shorter = False
         server.known.clear()
         server.begins_alike.clear()
         engines = {rank.identity.get("remote_engine_id") for rank in self.prefill if rank.identity is not None}
@@ -308,12 +306,12 @@ class ServerPool:
     def longest(self) -> int:
         """The tokens of a prompt and its answer that some pair takes, or decode alone where there is no prefill server;
         TOKENS_MAX where none reports it."""
-        sides = [[server for server in side if server.usable] for side in (self.prefill, self.decode)]
-        for side in sides:
-            most = max((_tokens(server) for server in side), default=0)
-            for server in side:
-                server.is_shorter = _tokens(server) < most
-        return longest_request(sides[0] or sides[1], sides[1], _tokens)
+        prefill, decode = ([server for server in side if server.usable] for side in (self.prefill, self.decode))
+        return longest_request(prefill or decode, decode, _tokens)
+
+    def is_shorter(self, server: Server) -> bool:
+        """Whether another server of its role takes longer requests."""
+        return any(_tokens(other) > _tokens(server) for other in self.of(server.role) if other.usable)
 
     def choose(self, keys: tuple[bytes, ...], avoid: Collection[Server]) -> ServerPair | NoPair:
         """Chooses a pair by the policy for a prompt of these blocks, and counts it as sent there."""

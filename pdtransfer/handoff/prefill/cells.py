@@ -16,7 +16,7 @@ from ..effects import Write
 from ..ready_gate import ReadyGate
 from ..slot_allocator import ExtentSet
 from ..states import PrefillRoom, WriterGrantState
-from .writer_grants import WriterGrant, WriterSession
+from .writer_grants import WriterGrant
 
 
 @dataclass(slots=True, eq=False)
@@ -168,10 +168,3 @@ def started(grant: WriterGrant, cell: Cell) -> list[Write]:
         )  # fmt: skip
         orders.append(order)
     return orders
-
-
-def ended(session: WriterSession, write: int) -> tuple[WriterGrant, int]:
-    """Ends a write; returns its grant and its bytes."""
-    grant, byte_count = session.writes.pop(write)
-    grant.in_flight -= 1
-    return grant, byte_count

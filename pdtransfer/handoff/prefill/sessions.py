@@ -32,7 +32,7 @@ from ..states import (
 )
 from ..tables import step
 from ..timers import TimerKey, Timers
-from .cells import Cell, OpenRoom, ended, started
+from .cells import Cell, OpenRoom, started
 from .decode_peers import DecodePeer, DecodePeers
 from .writer_grants import GrantEnds, WriterGrant, WriterSession
 
@@ -196,10 +196,8 @@ class PrefillSessions:
             self._out.append(FenceWriter(session_id))
             self._fail_grant(session.writes[write][0], Cause.TRANSFER, detail, now)
             return self._effects()
-        grant, byte_count = ended(session, write)
-        if outcome is Outcome.LANDED:
-            grant.wrote(byte_count, checksum)
-        else:
+        grant = session.end(write, checksum if outcome is Outcome.LANDED else None)
+        if outcome is not Outcome.LANDED:
             self._fail_grant(grant, Cause.TRANSFER, detail, now)
         self._settle(grant, now)
         return self._effects()
@@ -214,7 +212,7 @@ class PrefillSessions:
         if session is not None:
             if session.open:
                 self.decode_peers.expel(session, Cause.TRANSFER, "its writer was fenced", now)
-            for grant, _ in [ended(session, write) for write in list(session.writes)]:
+            for grant in [session.end(write) for write in list(session.writes)]:
                 self._settle(grant, now)
         return self._effects()
 
@@ -369,7 +367,7 @@ class PrefillSessions:
             text = f"cells: {grant.written_bytes} bytes were offered, the grant is {grant.kv_bytes}"
             self._fail_grant(grant, Cause.ENGINE, text, now)
             return
-        self._grant_ends.land(grant, room.aux, now)
+        self._grant_ends.end(grant, WriterGrantEvent.COMPLETE, now, aux=room.aux)
         if room.landed:
             room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.LAND)
             room.detail = "the room has landed already"
@@ -401,7 +399,8 @@ class PrefillSessions:
         room = self._room_of(grant)
         if room is not None:
             self._complete(grant, room, now)
-        self._grant_ends.settle(grant, now)
+        if grant.state is WriterGrantState.STOPPING and not grant.in_flight:  # that was its last one: the proof
+            self._grant_ends.end(grant, WriterGrantEvent.QUIET, now)
         if room is not None:
             self._drain_if_quiet(room)
         self.decode_peers.settle(grant.session)

@@ -113,11 +113,6 @@ class WriterGrant:
         """Whether decode wants a checksum."""
         return self.message is not None and self.message.verify
 
-    def wrote(self, byte_count: int, checksum: int) -> None:
-        """Adds a write that has landed."""
-        self.written_bytes += byte_count
-        self.checksum = (self.checksum + checksum) & MASK
-
     def check_same(self, message: Grant) -> None:
         """Raises RemoteProtocolError where a repeated Grant differs from the first."""
         first = self.message
@@ -132,7 +127,7 @@ class WriterGrant:
             self.session.unclaim(self.shares)
 
     def stop(self, event: WriterGrantEvent) -> None:
-        """Takes FAIL or ABORT, in the form for writes in flight or for none."""
+        """Takes an event that ends it: FAIL and ABORT in the form for writes in flight or for none."""
         busy = {WriterGrantEvent.FAIL: WriterGrantEvent.FAIL_BUSY, WriterGrantEvent.ABORT: WriterGrantEvent.ABORT_BUSY}
         self.step(busy[event] if self.in_flight else event)
 
@@ -254,10 +249,18 @@ class WriterSession:
         return grant
 
     def refuse(self, number: int) -> WriterGrant:
-        """An aborted number that was never granted: it has ended from the start, for the Grant that may follow."""
+        """An aborted number that was never granted: it is to end at once, for the Grant that may follow."""
         grant = WriterGrant(self, number, None, (), 0.0)
-        grant.step(WriterGrantEvent.ABORT)
         self.grants[number], self.highest = grant, max(self.highest, number)
+        return grant
+
+    def end(self, write: int, checksum: int | None = None) -> WriterGrant:
+        """Ends a write, which has landed if it has a checksum; returns its grant."""
+        grant, byte_count = self.writes.pop(write)
+        grant.in_flight -= 1
+        if checksum is not None:
+            grant.written_bytes += byte_count
+            grant.checksum = (grant.checksum + checksum) & MASK
         return grant
 
     def unclaim(self, shares: tuple[Share, ...]) -> None:
@@ -319,22 +322,25 @@ class GrantEnds:
     def __init__(self, limits: Limits, timers: Timers[TimerKey], out: Callable[[PrefillEffect], None]) -> None:
         self._limits, self._timers, self._out = limits, timers, out
 
-    def land(self, grant: WriterGrant, aux: bytes, now: float) -> None:
-        """Lands a grant whose bytes are all written."""
-        grant.step(WriterGrantEvent.COMPLETE)
-        self._end(grant, now, aux=aux)
+    def end(
+        self, grant: WriterGrant, event: WriterGrantEvent, now: float, *,
+        aux: bytes = b"", cause: Cause = Cause.ABORTED, detail: str = "",
+    ) -> None:  # fmt: skip
+        """Ends a grant. One that has writes in flight is stopping until they have ended."""
+        grant.stop(event)
+        if grant.state is WriterGrantState.STOPPING:
+            self._out(StopWriting(grant.session.id, grant.number))
+        else:
+            grant.end = end_message(grant, aux=aux, cause=cause, detail=detail)
+            self.send_end(grant, now)
 
     def fail(self, grant: WriterGrant, cause: Cause, detail: str, now: float) -> None:
         """Fails a grant. With writes in flight, decode is informed now, and the proof follows when they have ended."""
         if grant.state not in (WriterGrantState.WAITING, WriterGrantState.ACTIVE):
             return
-        grant.stop(WriterGrantEvent.FAIL)
-        if not grant.in_flight:
-            self._end(grant, now, cause=cause, detail=detail)
-            return
+        self.end(grant, WriterGrantEvent.FAIL, now, cause=cause, detail=detail)
         session = grant.session
-        self._out(StopWriting(session.id, grant.number))
-        if session.state is WriterState.UP:
+        if grant.end is None and session.state is WriterState.UP:
             text = detail[:TEXT_LENGTH_MAX]
             self._out(Send(session.peer, Failed(session.id, grant.number, cause.value, text, quiescent=False)))
 
@@ -342,23 +348,14 @@ class GrantEnds:
         """Aborts a grant for decode, which repeats Abort until an end."""
         if grant.state in WRITER_GRANT_ENDS:
             self.send_end(grant, now)
-            return
-        if grant.state is not WriterGrantState.STOPPING:
-            grant.stop(WriterGrantEvent.ABORT)
-        if grant.in_flight:
+        elif grant.state is WriterGrantState.STOPPING:
             self._out(StopWriting(grant.session.id, grant.number))
         else:
-            self._end(grant, now)
+            self.end(grant, WriterGrantEvent.ABORT, now)
 
     def refuse(self, session: WriterSession, number: int, now: float) -> None:
         """Ends a number whose Abort came before its Grant."""
-        self._end(session.refuse(number), now)
-
-    def settle(self, grant: WriterGrant, now: float) -> None:
-        """A write has ended; the last one of a stopping grant is the proof."""
-        if grant.state is WriterGrantState.STOPPING and not grant.in_flight:
-            grant.step(WriterGrantEvent.QUIET)
-            self._end(grant, now)
+        self.end(session.refuse(number), WriterGrantEvent.ABORT, now)
 
     def send_end(self, grant: WriterGrant, now: float) -> None:
         """Sends the end of the grant and repeats it until Released, while the session is up."""
@@ -377,9 +374,3 @@ class GrantEnds:
             raise RemoteProtocolError("Released.grant", f"{number} has not ended, it is {grant.state.value}")
         self._timers.clear(("end", session.id, number))
         session.acknowledge(number)
-
-    def _end(
-        self, grant: WriterGrant, now: float, *, aux: bytes = b"", cause: Cause = Cause.ABORTED, detail: str = ""
-    ) -> None:
-        grant.end = end_message(grant, aux=aux, cause=cause, detail=detail)
-        self.send_end(grant, now)

@@ -121,7 +121,7 @@ def landed_bytes_unchecked(patch: Patch) -> None:
 
     def land(self: PrefillSessions, grant: WriterGrant, room: Any, now: float) -> None:
         if grant.state is WriterGrantState.ACTIVE and not grant.in_flight and room.state is PrefillRoom.FINISHED:
-            self._grant_ends.land(grant, room.aux, now)
+            self._grant_ends.end(grant, WriterGrantEvent.COMPLETE, now, aux=room.aux)
 
     patch(DecodeSessions, "_landed", blind)
     patch(PrefillSessions, "_complete", land)

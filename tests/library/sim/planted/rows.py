@@ -16,7 +16,7 @@ from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.decode.staging import StagingBuffer
 from pdtransfer.handoff.effects import Lift, Verify
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
-from pdtransfer.handoff.prefill.writer_grants import WriterGrant
+from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
 from pdtransfer.handoff.prefix import PrefixCache
 from pdtransfer.handoff.slot_allocator import Block, Holding
 from pdtransfer.wire import Granted
@@ -238,10 +238,10 @@ def wrong_rows_taken_for_a_breach(patch: Patch) -> None:
 
 def sum_of_the_last_write(patch: Patch) -> None:
     """Landed carries the checksum of the grant's last write alone."""
-    wrote = WriterGrant.wrote
+    end = WriterSession.end
 
-    def last(self: WriterGrant, byte_count: int, checksum: int) -> None:
-        self.checksum = 0
-        wrote(self, byte_count, checksum)
+    def last(self: WriterSession, write: int, checksum: int | None = None) -> WriterGrant:
+        self.writes[write][0].checksum = 0
+        return end(self, write, checksum)
 
-    patch(WriterGrant, "wrote", last)
+    patch(WriterSession, "end", last)

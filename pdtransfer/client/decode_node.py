@@ -25,7 +25,6 @@ from ..handoff.effects import (
     Fence,
     Forget,
     HangUp,
-    Lift,
     Offer,
     PeerRefused,
     RoomDrained,
@@ -34,9 +33,8 @@ from ..handoff.effects import (
     RoomReady,
     Send,
     SessionLost,
-    StopLifting,
-    StopVerifying,
-    Verify,
+    Settle,
+    StopSettling,
 )
 from ..handoff.slot_allocator import check_apart
 from ..handoff.states import SessionState
@@ -123,8 +121,8 @@ class DecodeNode:
         self._run: EffectRunner[DecodeEffect] = EffectRunner(self._perform, ticker)
         self._events = EventQueue(self._never_quiet)
         # Last, since their threads would outlive a node that cannot be made.
-        self._verifier = Verifier(arena.mapping.address, self._verified) if verify else None
-        self._lifter = HbmCopier(arena, arena.hbm, self._lifted) if arena.hbm is not None else None
+        self._verifier = Verifier(arena.mapping.address, self._settled) if verify else None
+        self._lifter = HbmCopier(arena, arena.hbm, self._settled) if arena.hbm is not None else None
 
     @staticmethod
     def _landing(components: Sequence[Component], arena: ArenaMemory) -> tuple[Component, ...] | None:
@@ -291,23 +289,20 @@ class DecodeNode:
         except (ConfigError, WorldError) as error:
             self._run(self.core.undialled(peer, Cause.PEER_LOST, str(error), self._clock.now()))
 
-    def _settle(self, effect: Verify | StopVerifying | Lift | StopLifting) -> None:
-        match effect:
-            case Verify():
-                assert self._verifier is not None
-                self._verifier.verify(effect)
-            case StopVerifying(session, grant):
-                assert self._verifier is not None
-                self._verifier.cancel(session, grant)
-            case Lift():
-                assert self._lifter is not None
-                self._lifter.lift(effect)
-            case StopLifting(session, grant):
-                assert self._lifter is not None
-                self._lifter.cancel(session, grant)
+    def _settle(self, effect: Settle | StopSettling) -> None:
+        if isinstance(effect, StopSettling):
+            for settling in (self._verifier, self._lifter):
+                if settling is not None:
+                    settling.cancel(effect.session, effect.grant)
+        elif effect.targets:
+            assert self._lifter is not None
+            self._lifter.lift(effect)
+        else:
+            assert self._verifier is not None
+            self._verifier.verify(effect)
 
-    def _lifted(self, order: Lift, detail: str) -> None:
-        self._run(self.core.lifted(order.session, order.grant, detail, self._clock.now()))
+    def _settled(self, order: Settle, checksum: int, detail: str) -> None:
+        self._run(self.core.settled(order.session, order.grant, checksum, detail, self._clock.now()))
 
     async def _offer(self, peer: str, session: int) -> None:
         loopback = await on_loopback(peer)
@@ -359,6 +354,3 @@ class DecodeNode:
 
     def _unoffered(self, session: int, text: str) -> None:
         self._run(self.core.unoffered(session, text, self._clock.now()))
-
-    def _verified(self, order: Verify, checksum: int, detail: str) -> None:
-        self._run(self.core.verified(order.session, order.grant, checksum, detail, self._clock.now()))

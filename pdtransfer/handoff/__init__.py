@@ -52,9 +52,8 @@ more.
     Fence(session)              revoke the hand-over; call fenced once it is proven that nobody can write through it
     Forget(session)             drop what the shell keeps of the session
     RoomLeased(room)            for the engine: its slots are leased
-    Verify / StopVerifying      read landed rows back; always call verified in the end, also after a stop
-    Lift / StopLifting          copy landed rows from the staging buffer to HBM; always call lifted in the end, once
-                                nothing is copied any more
+    Settle / StopSettling       verify landed rows, or copy them from the staging buffer to HBM; always call settled
+                                in the end, also after a stop, once nothing is read or copied any more
     RoomReady / RoomFailed      for the engine: exactly one of them a room
     RoomDrained(room)           for the engine, if it chose the slots: it may reuse them
     SessionLost, PeerRefused    for people
@@ -62,8 +61,8 @@ more.
 A room waits for the names of its sources (where it named leaders only), then for a window slot at each of them, then in
 one queue for slots of the arena; a room that waits for a peer is in no other room's way. Admission leases all
 components or none, growth included. A grant goes to each source, Landed comes from each. After the last one, and after
-Verify and Lift where these are due, the room is READY. `ready(bytes)` reports how much of the arena is backed:
-slots are leased only below that.
+Settle where that is due, the room is READY. `ready(bytes)` reports how much of the arena is backed: slots are leased
+only below that.
 
 A source that does not reach HBM gets several grants, one piece of the room after the other. The first has no rows, and
 lands once the engine there has some. Each further one waits in one line for slots of the staging buffer, takes a
@@ -91,8 +90,8 @@ the grants that follow. Landed, Failed and Drained repeat until Released.
 
 When memory may be reused
 -------------------------
-Never because time has passed. A slot of the arena has claims: its room's, one of each lease, one of each Verify and
-Lift. A slot of the staging buffer has the same but the room's. It is free when the last claim has ended. A room fails
+Never because time has passed. A slot of the arena has claims: its room's, one of each lease, one of each
+Settle. A slot of the staging buffer has the same but the room's. It is free when the last claim has ended. A room fails
 at once; its leases end later, each by itself:
 
     by proof    Landed, Failed(quiescent) or Drained of that grant: no write of it is in flight, or will be

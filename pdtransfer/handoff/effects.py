@@ -69,45 +69,23 @@ class ComponentRows(Struct, frozen=True):
     extents: Extents
 
 
-class Verify(Struct, frozen=True):
-    """Compute the checksum of a landed grant's rows in the arena, then call `verified`; its slots stay claimed until
-    then."""
+class Settle(Struct, frozen=True):
+    """Verify the rows of a landed grant, that is compute their checksum in the arena, or with `targets` lift them: copy
+    them from the staging buffer to HBM. Then call `settled`.
 
-    session: int
-    grant: int
-    room: int
-    parts: tuple[ComponentRows, ...]
-
-
-class StopVerifying(Struct, frozen=True):
-    """The checksum is not needed any more: stop reading soon, and call `verified` when nothing is read."""
-
-    session: int
-    grant: int
-
-
-class LiftedRows(Struct, frozen=True):
-    """One component's rows in the staging buffer, and where they belong in HBM: as many slots, in the same order."""
-
-    landed: ComponentRows
-    target: ComponentRows
-
-
-class Lift(Struct, frozen=True):
-    """Copy the rows of a landed grant from the staging buffer to their slots in HBM, then call `lifted`.
-
-    Both slots stay claimed until then. Call it only once nothing is copied any more, whether the copy succeeded or
+    All slots stay claimed until then. Call it only once nothing is read or copied any more, whether that succeeded or
     failed; where that cannot be known, never.
     """
 
     session: int
     grant: int
     room: int
-    parts: tuple[LiftedRows, ...]
+    parts: tuple[ComponentRows, ...]
+    targets: tuple[ComponentRows, ...] = ()  # of each part: as many slots, in the same order
 
 
-class StopLifting(Struct, frozen=True):
-    """The copy is not needed any more: stop soon, and call `lifted` when nothing is copied."""
+class StopSettling(Struct, frozen=True):
+    """The rows are not needed any more: stop soon, and call `settled` when nothing is read or copied."""
 
     session: int
     grant: int
@@ -233,8 +211,8 @@ class RoomDrained(Struct, frozen=True):
 
 
 DecodeEffect: TypeAlias = (
-    Send | Dial | Offer | Fence | Forget | RoomLeased | Verify | StopVerifying | Lift | StopLifting | RoomReady
-    | RoomFailed | RoomDrained | HangUp | SessionLost | PeerRefused
+    Send | Dial | Offer | Fence | Forget | RoomLeased | Settle | StopSettling | RoomReady | RoomFailed | RoomDrained
+    | HangUp | SessionLost | PeerRefused
 )  # fmt: skip
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | RoomAsked | RoomLeased | RoomLanded | RoomFailed

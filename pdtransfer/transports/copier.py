@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from .. import kernels
 from ..errors import TransportError
-from ..handoff.effects import Outcome, Write
+from ..handoff.effects import Outcome, Settle, Write
 from ..kernels import checksum_copy
 from ..kernels.cancel import CancelWord
 from ..layout.checksum import MASK, Lines
@@ -36,6 +36,10 @@ _Result = TypeVar("_Result")
 
 Piece = Callable[[], int]
 """Does a piece of a work, and returns its share of the work's checksum. Raises TransportError when it is cancelled."""
+
+Settled = Callable[[Settle, int, str], None]
+"""Called once for each Settle, on the loop's thread and never from within the call that began it, once nothing is read
+or copied any more. Gets the checksum of rows that were verified, or the reason why it is missing or a copy is."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

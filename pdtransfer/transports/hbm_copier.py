@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 
 from ..errors import TransportError
-from ..handoff.effects import Lift, LiftedRows
+from ..handoff.effects import ComponentRows, Settle
 from ..handoff.slot_allocator import slots_of
 from ..kernels.cancel import CancelWord
 from ..kernels.gpu import CudaEvent, gpu_at
@@ -18,14 +18,10 @@ from ..kernels.pools import Pool
 from ..layout.geometry import Int64s
 from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
-from .copier import PIECE_BYTES, Copier, CopyWork, Piece
+from .copier import PIECE_BYTES, Copier, CopyWork, Piece, Settled
 from .works import Turn
 
 log = logging.getLogger(__name__)
-
-Lifted = Callable[[Lift, str], None]
-"""Called once for each Lift, on the loop's thread and never from within lift(), once nothing of it is copied any more.
-The text says why not all of it was copied. Not called where the GPU cannot report the end of a copy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,8 +37,9 @@ class _ComponentRows:
 class HbmCopier:
     """Copies within this process, or to a GPU. Make it on the loop's thread; both memories outlive `close`."""
 
-    def __init__(self, arena: ArenaMemory, hbm: Hbm, lifted: Lifted, *, threads: int = 1) -> None:
-        self._arena, self._hbm, self._lifted = arena, hbm, lifted
+    def __init__(self, arena: ArenaMemory, hbm: Hbm, settled: Settled, *, threads: int = 1) -> None:
+        """`settled` is not called where the GPU cannot report the end of a copy."""
+        self._arena, self._hbm, self._settled = arena, hbm, settled
         self._queue: tuple[int, CudaEvent] | None = None  # a stream, and the event behind its last copy
         # One thread launches on one stream, and waits for it.
         self._copier = Copier(1 if hbm.device is not None else threads, name="lift")
@@ -50,9 +47,9 @@ class HbmCopier:
         self._counting = Lock()
         self.moved_bytes = 0  # of every piece that was copied, also for grants that failed
 
-    def lift(self, order: Lift) -> None:
+    def lift(self, order: Settle) -> None:
         """Starts copying, in turn between grants."""
-        parts = [self._rows(part) for part in order.parts]
+        parts = [self._rows(*rows) for rows in zip(order.parts, order.targets, strict=True)]
         self._copier.add(
             CopyWork(
                 turn=(order.session, order.grant), pieces=self._pieces(order, parts), cancel=CancelWord(),
@@ -68,17 +65,17 @@ class HbmCopier:
         """Stops copying, and returns once nothing is copied."""
         await self._copier.close()
 
-    def _rows(self, part: LiftedRows) -> _ComponentRows:
-        mapping, layout = self._arena.mapping, part.landed.component.layout
+    def _rows(self, part: ComponentRows, target: ComponentRows) -> _ComponentRows:
+        mapping, layout = self._arena.mapping, part.component.layout
         if self._hbm.device is None:
             source = Pool(layout=layout, address=mapping.address)
         else:
             assert mapping.registered is not None
             source = Pool(layout=layout, address=mapping.registered.device_address, device=self._hbm.device, host=True)
-        target = self._hbm.pool(part.target.component.layout)
-        return _ComponentRows(target, source, slots_of(part.target.extents), slots_of(part.landed.extents))
+        pool = self._hbm.pool(target.component.layout)
+        return _ComponentRows(pool, source, slots_of(target.extents), slots_of(part.extents))
 
-    def _pieces(self, order: Lift, parts: list[_ComponentRows]) -> Iterator[tuple[int, Piece]]:
+    def _pieces(self, order: Settle, parts: list[_ComponentRows]) -> Iterator[tuple[int, Piece]]:
         for part in parts:
             row_bytes = part.source.layout.row_bytes
             rows = max(1, PIECE_BYTES // row_bytes)
@@ -86,7 +83,7 @@ class HbmCopier:
                 count = len(part.source_slots[first : first + rows])
                 yield count * row_bytes, partial(self._piece, order, part, first, count)
 
-    def _piece(self, order: Lift, part: _ComponentRows, first: int, count: int) -> int:
+    def _piece(self, order: Settle, part: _ComponentRows, first: int, count: int) -> int:
         """In the copier's thread; counts what has moved."""
         slots = part.target_slots[first : first + count], part.source_slots[first : first + count]
         self._copy(order, part, *slots, count)
@@ -94,7 +91,7 @@ class HbmCopier:
             self.moved_bytes += count * part.target.layout.row_bytes
         return 0
 
-    def _copy(self, order: Lift, part: _ComponentRows, targets: Int64s, sources: Int64s, count: int) -> None:
+    def _copy(self, order: Settle, part: _ComponentRows, targets: Int64s, sources: Int64s, count: int) -> None:
         """In the copier's thread; returns once the rows are there."""
         if self._hbm.device is None:
             kv_copy(part.target, part.source, targets, sources, count)
@@ -116,9 +113,9 @@ class HbmCopier:
         if failure is not None:
             raise failure
 
-    def _ended(self, order: Lift, work: CopyWork) -> None:
+    def _ended(self, order: Settle, work: CopyWork) -> None:
         if work.turn in self._lost:
             text = "grant %d keeps its slots: the GPU cannot report whether a copy has ended: %s"
             log.critical(text, order.grant, work.text)
         else:
-            self._lifted(order, work.text)
+            self._settled(order, 0, work.text)

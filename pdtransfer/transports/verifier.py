@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from ..errors import TransportError
-from ..handoff.effects import Verify
+from ..handoff.effects import Settle
 from ..kernels import checksum_copy
 from ..kernels.cancel import CancelWord
 from ..layout.checksum import Lines, lines_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
 from ..layout.plan import pieces_of
-from .copier import CANCELLED, PIECE_BYTES, Copier, CopyWork, Piece
-
-Verified = Callable[[Verify, int, str], None]
-"""Called once for each Verify, on the loop's thread and never from within verify(), with the checksum, or with the
-reason why it is missing."""
+from .copier import CANCELLED, PIECE_BYTES, Copier, CopyWork, Piece, Settled
 
 _LINES_MAX = 256  # components whose Lines are cached
 
@@ -40,13 +36,13 @@ def _pieces(address: int, rows: Sequence[tuple[Lines, Int64s]], cancel: CancelWo
 class Verifier:
     """Reads an arena that is mapped at `address` until after close. Make it on the loop's thread."""
 
-    def __init__(self, address: int, verified: Verified, *, threads: int = 2) -> None:
-        self._address, self._verified = address, verified
+    def __init__(self, address: int, settled: Settled, *, threads: int = 2) -> None:
+        self._address, self._settled = address, settled
         self._native = asyncio.get_running_loop().run_in_executor(None, checksum_copy.native)  # may compile
         self._copier = Copier(threads, name="verify")
         self._lines: dict[Component, Lines] = {}
 
-    def verify(self, order: Verify) -> None:
+    def verify(self, order: Settle) -> None:
         """Starts reading, in turn between grants."""
         rows = [
             (self._lines_of(part.component), runs_of(part.extents[:, 0], part.extents[:, 1], part.first_row))
@@ -55,7 +51,7 @@ class Verifier:
         cancel, byte_count = CancelWord(), sum(lines.row_bytes * int(runs[:, 2].sum()) for lines, runs in rows)
         reading = CopyWork(
             turn=(order.session, order.grant), pieces=_pieces(self._address, rows, cancel), cancel=cancel,
-            report=lambda work: self._verified(order, work.checksum, work.text), byte_count=byte_count,
+            report=lambda work: self._settled(order, work.checksum, work.text), byte_count=byte_count,
         )  # fmt: skip
         self._copier.add(reading, here=self._native.done())
 

@@ -161,7 +161,7 @@ class DecodeEnd(_End):
         return self.receive(Landed(grant.session, grant.grant, rows * LAYERS * ROW, aux, checksum), peer=peer)
 
     def verified(self, grant: Grant, checksum: int, detail: str = "") -> list[Any]:
-        return self.core.verified(grant.session, grant.grant, checksum, detail, self.now)
+        return self.core.settled(grant.session, grant.grant, checksum, detail, self.now)
 
     @property
     def free(self) -> list[int]:

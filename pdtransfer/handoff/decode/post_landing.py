@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...layout.checksum import CHECKSUM_BYTES
 from ...wire import unpack_extents
-from ..effects import ComponentRows, DecodeEffect, Lift, LiftedRows, StopLifting, StopVerifying, Verify
+from ..effects import ComponentRows, DecodeEffect, Settle, StopSettling
 from ..prefix import PrefixCache
 from ..slot_allocator import cut, slot_count
 from ..states import DecodeRoom
@@ -27,7 +27,7 @@ INDEX_KIND = "index"  # of a plane that makes a component an index
 class LandedGrant:
     """One landed grant whose rows the shell reads back or copies."""
 
-    order: Verify | Lift
+    order: Settle
     room: RoomRecord
     lease: LeaseEntry
     checksum: bytes = b""  # from Landed, of rows that are read back
@@ -65,7 +65,7 @@ class PostLanding:
                 f"{lease.session.peer}: grant {lease.message.grant} landed with {len(checksum)} bytes of checksum, "
                 f"{CHECKSUM_BYTES} were requested"
             )
-        order = Verify(lease.session.id, lease.message.grant, room.id, _landed_rows(lease))
+        order = Settle(lease.session.id, lease.message.grant, room.id, _landed_rows(lease))
         self._begin(LandedGrant(order, room, lease, checksum))
         return ""
 
@@ -73,44 +73,44 @@ class PostLanding:
         """Has those rows of a landed grant copied that its writer could not write to HBM."""
         rows = _staged_rows(room, lease) if lease.session.stages else ()
         if rows:
-            order = Lift(lease.session.id, lease.message.grant, room.id, rows)
+            parts, targets = zip(*rows, strict=True)
+            order = Settle(lease.session.id, lease.message.grant, room.id, parts, targets)
             self._begin(LandedGrant(order, room, lease))
 
-    def verified(self, session: int, grant: int, checksum: int, detail: str) -> tuple[RoomRecord, str]:
-        """Answers Verify, or `detail` is why not; returns the room, which may have failed meanwhile, and what is
-        wrong. Wrong rows are not copied, nor those of an ended room."""
+    def settled(self, session: int, grant: int, checksum: int, detail: str) -> tuple[RoomRecord, str]:
+        """Answers Settle, or `detail` is why not; returns the room, which may have failed meanwhile, and what is wrong
+        with the grant."""
         landed = self._open.pop((session, grant))
+        wrong = self._lifted(landed, detail) if landed.order.targets else self._verified(landed, checksum, detail)
+        self._end(landed)
+        return landed.room, wrong and f"{landed.lease.session.peer}: grant {grant}{wrong}"
+
+    def _verified(self, landed: LandedGrant, checksum: int, detail: str) -> str:
+        """Wrong rows are not copied, nor those of an ended room."""
         wrong = detail or landed.unlike(checksum)
         if wrong:
             self.mismatched += not detail
-            wrong = f"{landed.lease.session.peer}: grant {grant}: {wrong}"
-        else:
-            self.matched += 1
-            if landed.room.state in (DecodeRoom.LANDING, DecodeRoom.SETTLING):
-                self.lift(landed.room, landed.lease)  # claims the rows before the claim of this check ends
-        self._end(landed)
-        return landed.room, wrong
+            return f": {wrong}"
+        self.matched += 1
+        if landed.room.state in (DecodeRoom.LANDING, DecodeRoom.SETTLING):
+            self.lift(landed.room, landed.lease)  # claims the rows before the claim of this check ends
+        return ""
 
-    def lifted(self, session: int, grant: int, detail: str) -> tuple[RoomRecord, str]:
-        """Answers Lift: nothing of this grant is copied any more. Returns as `verified`."""
-        landed = self._open.pop((session, grant))
-        self._end(landed)
+    def _lifted(self, landed: LandedGrant, detail: str) -> str:
         if detail:
-            return landed.room, f"{landed.lease.session.peer}: grant {grant} was not copied to HBM: {detail}"
-        assert isinstance(landed.order, Lift)
-        for target in [part.target for part in landed.order.parts]:
+            return f" was not copied to HBM: {detail}"
+        for target in landed.order.targets:
             kinds = {plane.kind for plane in target.component.layout.planes}
             kind = "index" if INDEX_KIND in kinds else "dense"
             self.copies[kind] += 1
             self.copied_bytes[kind] += target.component.bytes_of(slot_count(target.extents))
-        return landed.room, ""
+        return ""
 
     def stop(self, room: RoomRecord) -> None:
         """The room has failed: the shell stops reading and copying its rows."""
         for (session, grant), landed in self._open.items() if room.post_landing_count else ():
             if landed.room is room:
-                stopping = StopVerifying if isinstance(landed.order, Verify) else StopLifting
-                self._out(stopping(session, grant))
+                self._out(StopSettling(session, grant))
 
     def _begin(self, landed: LandedGrant) -> None:
         landed.lease.claim()
@@ -135,16 +135,16 @@ def _landed_rows(lease: LeaseEntry) -> tuple[ComponentRows, ...]:
     )
 
 
-def _staged_rows(room: RoomRecord, lease: LeaseEntry) -> tuple[LiftedRows, ...]:
-    """The rows of a landed grant in the staging buffer, and the room's own slots for them."""
-    session, holding, lifted = lease.session, lease.holding, list[LiftedRows]()
+def _staged_rows(room: RoomRecord, lease: LeaseEntry) -> list[tuple[ComponentRows, ComponentRows]]:
+    """The rows of a landed grant in the staging buffer, each with the room's own slots for them."""
+    session, holding, lifted = lease.session, lease.holding, list[tuple[ComponentRows, ComponentRows]]()
     for part, landed in zip(lease.message.parts, _landed_rows(lease), strict=True):
         component, index = session.components[part.component], session.component_indices[part.component]
         if component.memory == "hbm":
             first = part.first_row - (room.first_rows[index] if room.first_rows else 0)
             extents = cut(holding.extents[index], first=first, count=part.rows)
-            lifted.append(LiftedRows(landed, ComponentRows(component, part.first_row, extents)))
-    return tuple(lifted)
+            lifted.append((landed, ComponentRows(component, part.first_row, extents)))
+    return lifted
 
 
 class PrefixPublish:

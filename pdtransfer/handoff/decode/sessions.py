@@ -225,21 +225,15 @@ class DecodeSessions:
         self.prefill_peers.fenced(session_id, now)
         return self._effects(now)
 
-    def verified(self, session_id: int, grant: int, checksum: int, detail: str, now: float) -> list[DecodeEffect]:
-        """Answers Verify with the checksum of the rows; a non-empty `detail` is why it has none."""
-        self._after_landing(*self.post_landing.verified(session_id, grant, checksum, detail), now)
-        return self._effects(now)
-
-    def lifted(self, session_id: int, grant: int, detail: str, now: float) -> list[DecodeEffect]:
-        """Answers Lift: nothing is copied any more. Every row is in HBM, unless `detail` is a reason why not."""
-        self._after_landing(*self.post_landing.lifted(session_id, grant, detail), now)
-        return self._effects(now)
-
-    def _after_landing(self, room: RoomRecord, wrong: str, now: float) -> None:
+    def settled(self, session_id: int, grant: int, checksum: int, detail: str, now: float) -> list[DecodeEffect]:
+        """Answers Settle with the checksum of rows that were verified; a non-empty `detail` is why it is missing, or
+        why not every row is in HBM."""
+        room, wrong = self.post_landing.settled(session_id, grant, checksum, detail)
         if room.state is DecodeRoom.SETTLING and not wrong and not room.post_landing_count:
             self._ready(room, now)
         elif room.state in (DecodeRoom.LANDING, DecodeRoom.SETTLING) and wrong:
             self._fail(room, Cause.TRANSFER, wrong, now)
+        return self._effects(now)
 
     def next_tick(self) -> float | None:
         """When `tick` is due; None if nothing is."""

@@ -19,7 +19,7 @@ import pytest
 
 from pdtransfer.client.clients import DecodeClient
 from pdtransfer.errors import Cause
-from pdtransfer.handoff.effects import Lift, RoomFailed, RoomReady
+from pdtransfer.handoff.effects import RoomFailed, RoomReady, Settle
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.hbm_copier import HbmCopier
@@ -127,11 +127,11 @@ class HeldCopies:
     """Copies up that do not begin before they are let go, as on a GPU that takes its time; none can be cancelled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.orders: list[Lift] = []
+        self.orders: list[Settle] = []
         self._begin: list[Callable[[], None]] = []
         lift = HbmCopier.lift
 
-        def hold(copier: HbmCopier, order: Lift) -> None:
+        def hold(copier: HbmCopier, order: Settle) -> None:
             loop = asyncio.get_running_loop()
             self._begin.append(lambda: loop.call_soon_threadsafe(lift, copier, order))
             self.orders.append(order)
@@ -141,7 +141,7 @@ class HeldCopies:
 
     def slots_of(self, first: int, end: int) -> set[int]:
         """The first slots of the buffer's extents that these orders read."""
-        return {int(start) for order in self.orders[first:end] for start, _ in order.parts[0].landed.extents}
+        return {int(start) for order in self.orders[first:end] for start, _ in order.parts[0].extents}
 
     def let_go(self) -> None:
         for begin in self._begin:

@@ -106,7 +106,7 @@ class DecodeNode(Process):
         self.revoked: set[int] = set()
         self.offered: set[int] = set()  # sessions whose token is good: once
         self._read: set[tuple[int, int]] = set()  # grants that were read back, or are not to be
-        self.settling: set[tuple[int, int]] = set()  # grants that are being read back or copied up
+        self.settling: dict[tuple[int, int], fx.Settle] = {}  # of grants that are being read back or copied up
         self._staged: dict[int, list[Grant]] = {}  # by slot of the staging buffer: those of the latest room there
         self._evicted = 0
         self.ends: Counter[str] = Counter()  # of sessions by peer, and its deaths before this life
@@ -253,11 +253,6 @@ class DecodeNode(Process):
             case fx.Fence(session):
                 self.lines.detach(session)
                 self._fence(session)
-            case fx.Verify():
-                self.settling.add((effect.session, effect.grant))
-                self.later(world.stretch(world.profile.write, 1.0), lambda: self._verify(effect))
-            case fx.StopVerifying(session, grant):
-                self._stop_verifying(session, grant)
             case fx.Forget(session):
                 world.seen["fences"] += 1
                 self.promises.forgotten(session)
@@ -271,7 +266,7 @@ class DecodeNode(Process):
             case fx.SessionLost() | fx.PeerRefused() | fx.HangUp():
                 self._check_parting(effect)
             case _:
-                self.lifter.perform(effect)
+                self._settle(effect)
 
     def _reach(self) -> Reach:
         """What is to be read back is announced to nobody as HBM."""
@@ -364,7 +359,20 @@ class DecodeNode(Process):
         else:
             self.later(0.0005, lambda: self.perform(self.core.fenced(session_id, self.clock)))
 
-    def _verify(self, order: fx.Verify) -> None:
+    def _settle(self, effect: fx.Settle | fx.StopSettling) -> None:
+        key = effect.session, effect.grant
+        if isinstance(effect, fx.Settle):
+            self.settling[key] = effect
+            if effect.targets:
+                self.lifter.lift(effect)
+            else:
+                self.later(self.world.stretch(self.world.profile.write, 1.0), lambda: self._verify(effect))
+        elif self.settling[key].targets:
+            self.lifter.stop(*key)
+        else:
+            self._stop_verifying(*key)
+
+    def _verify(self, order: fx.Settle) -> None:
         """Reads a grant's rows back, unless it was stopped. Invariant 1: they are nobody else's meanwhile."""
         if (order.session, order.grant) in self._read:
             return
@@ -381,8 +389,8 @@ class DecodeNode(Process):
             total += checksum(part.component, holds(part.component).layers, part.first_row, got)
         world.seen["grants read back"] += 1
         world.seen["grants read back after the room failed"] += self.rooms[order.room].failed
-        self.settling.discard((order.session, order.grant))
-        self.perform(self.core.verified(order.session, order.grant, total & MASK, "", self.clock))
+        del self.settling[order.session, order.grant]
+        self.perform(self.core.settled(order.session, order.grant, total & MASK, "", self.clock))
 
     def _stop_verifying(self, session: int, grant: int) -> None:
         """Now and then it is too late."""
@@ -391,8 +399,8 @@ class DecodeNode(Process):
             self.later(0.0005, lambda: self._stopped(session, grant))
 
     def _stopped(self, session: int, grant: int) -> None:
-        self.settling.discard((session, grant))
-        self.perform(self.core.verified(session, grant, 0, "stopped", self.clock))
+        del self.settling[session, grant]
+        self.perform(self.core.settled(session, grant, 0, "stopped", self.clock))
 
     def _count_end(self, peer: str) -> None:
         """Where nothing is lost and nobody stops, a session ends because a process has died, and for nothing else."""

@@ -36,19 +36,15 @@ class Lifter:
         self._node = node
         self._stopped: set[tuple[int, int]] = set()
 
-    def perform(self, effect: fx.DecodeEffect) -> None:
-        """What is its own; the others need nothing."""
-        if isinstance(effect, fx.Lift):
-            self._node.settling.add((effect.session, effect.grant))
-            self._lift(effect)
-        elif isinstance(effect, fx.StopLifting):
-            self._stopped.add((effect.session, effect.grant))
+    def stop(self, session: int, grant: int) -> None:
+        """Now and then it is too late."""
+        self._stopped.add((session, grant))
 
-    def _lift(self, order: fx.Lift) -> None:
+    def lift(self, order: fx.Settle) -> None:
+        """Copies the rows up, in pieces and in any order."""
         node, world = self._node, self._node.world
         pieces: list[Rows] = []
-        for part in order.parts:
-            landed, target = part.landed, part.target
+        for landed, target in zip(order.parts, order.targets, strict=True):
             staged, slots = slots_of(landed.extents), slots_of(target.extents)
             source, whole = places(landed.component)[:, :, staged], places(target.component)[:, :, slots]
             place = next(
@@ -70,7 +66,7 @@ class Lifter:
         each = 3 * world.stretch(world.profile.write, 1.0) / (len(pieces) + 1)
         node.later(each, lambda: self._next(order, pieces, each, fails=fails))
 
-    def _next(self, order: fx.Lift, pieces: list[Rows], each: float, *, fails: bool) -> None:
+    def _next(self, order: fx.Settle, pieces: list[Rows], each: float, *, fails: bool) -> None:
         """Invariant 1: these slots are the room's still, on either side, and no other room's. And 3: what is read there
         has landed, and lies where this node's GPU reaches the arena."""
         node, world = self._node, self._node.world
@@ -78,8 +74,8 @@ class Lifter:
         if not pieces or stopped:
             detail = "the copy failed" if fails else "stopped" if pieces else ""
             world.seen["grants copied up"] += not detail
-            node.settling.discard((order.session, order.grant))
-            node.perform(node.core.lifted(order.session, order.grant, detail, node.clock))
+            del node.settling[order.session, order.grant]
+            node.perform(node.core.settled(order.session, order.grant, 0, detail, node.clock))
             return
         rows = pieces.pop()
         where = f"{node.name} copies up slots {rows.staged[0]}.. to {rows.slots[0]}.. for grant {order.grant}"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import WorldError
-from pdtransfer.handoff.effects import ComponentRows, Lift, LiftedRows
+from pdtransfer.handoff.effects import ComponentRows, Settle
 from pdtransfer.kernels import kv_copy
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.memory.hbm import Hbm
@@ -54,9 +54,9 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
     texts: list[str] = []
 
     async def run() -> None:
-        up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory, lambda _, text: texts.append(text))  # type: ignore[arg-type]
+        up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory, lambda _, __, text: texts.append(text))  # type: ignore[arg-type]
         rows = ComponentRows(component, 0, EXTENTS)
-        up.lift(Lift(1, 2, 3, (LiftedRows(rows, rows),)))
+        up.lift(Settle(1, 2, 3, (rows,), (rows,)))
         await until(lambda: texts or up._lost)
         await up.close()
         assert up.moved_bytes == (len(SLOTS) * source.layout.row_bytes if texts == [""] else 0)
@@ -84,9 +84,9 @@ def test_a_copy_that_is_stopped_ends_after_its_piece_and_is_reported(by: str, mo
     arena: Any = SimpleNamespace(mapping=SimpleNamespace(address=source.memory.ctypes.data, registered=None))
 
     async def run() -> None:
-        up = hbm_copier.HbmCopier(arena, memory, lambda _, text: texts.append(text))
+        up = hbm_copier.HbmCopier(arena, memory, lambda _, __, text: texts.append(text))
         rows = ComponentRows(Component("kv", "hbm", 1, Span(), source.layout), 0, EXTENTS)
-        up.lift(Lift(1, 2, 3, (LiftedRows(rows, rows),)))
+        up.lift(Settle(1, 2, 3, (rows,), (rows,)))
         await until(begun.is_set)
         up.cancel(1, 3)  # there is no such grant
         if by == "cancel":

@@ -10,7 +10,7 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.effects import Lift, Offer, RoomFailed, RoomReady, StopLifting, Verify
+from pdtransfer.handoff.effects import Offer, RoomFailed, RoomReady, Settle, StopSettling
 from pdtransfer.handoff.landing import staging_of
 from pdtransfer.layout.checksum import CHECKSUM_BYTES
 from pdtransfer.layout.layout import Component, Layout, Span
@@ -86,8 +86,13 @@ class ApartEnd(TwinEnd):
         free = self.core.staging.slots.free[2]
         return free.slots - free.free_slots
 
-    def lifted(self, lift: Lift, detail: str = "") -> list[Any]:
-        return self.core.lifted(lift.session, lift.grant, detail, self.now)
+    def lifted(self, lift: Settle, detail: str = "") -> list[Any]:
+        return self.core.settled(lift.session, lift.grant, 0, detail, self.now)
+
+
+def copies(effects: list[Any]) -> list[Settle]:
+    """The orders to copy rows up."""
+    return [order for order in of(effects, Settle) if order.targets]
 
 
 def test_a_dense_room_is_ready_when_its_rows_were_copied_up() -> None:
@@ -97,11 +102,11 @@ def test_a_dense_room_is_ready_when_its_rows_were_copied_up() -> None:
     assert (grant.prefix, grant.last, grant.send_aux) == (0, True, True)
     effects = end.land(grant)
     assert of(effects, RoomReady) == []
-    (lift,) = of(effects, Lift)
-    (rows,) = lift.parts
-    assert (rows.target.component, rows.target.first_row) == (twins()[2], 0)
-    assert (rows.landed.component, rows.landed.first_row) == (LANDING[2], 0)
-    assert rows.target.extents[:, 1].sum() == rows.landed.extents[:, 1].sum() == PIECE, "growth is not copied"
+    (lift,) = copies(effects)
+    (part,), (target,) = lift.parts, lift.targets
+    assert (target.component, target.first_row) == (twins()[2], 0)
+    assert (part.component, part.first_row) == (LANDING[2], 0)
+    assert target.extents[:, 1].sum() == part.extents[:, 1].sum() == PIECE, "growth is not copied"
     (ready,) = of(end.lifted(lift), RoomReady)
     assert ready.kv_bytes == kv_bytes(PIECE)
     assert end.staged == 0
@@ -119,9 +124,9 @@ def test_a_room_crosses_in_pieces_that_have_each_row_once() -> None:
         prefixes.append(grant.prefix)
         assert sum(part.rows for part in grant.parts if part.component == 2) <= PIECE
         effects = end.land(grant, aux=b"aux" if grant.last else b"")
-        (lift,) = of(effects, Lift)
+        (lift,) = copies(effects)
         effects += end.lifted(lift)
-        lifted += [lift.parts[0].target.first_row]
+        lifted += [lift.targets[0].first_row]
         ready = of(effects, RoomReady)
         grant = next(iter(sent(effects, Grant)), grant)
     assert prefixes == lifted == [0, 4, 8, 12]
@@ -133,7 +138,7 @@ def test_the_next_piece_lands_while_one_is_copied_up() -> None:
     end = ApartEnd()
     end.registers()
     effects = end.land(end.piece(1, 12))
-    assert of(effects, Lift)
+    assert copies(effects)
     (second,) = sent(effects, Grant)
     assert (second.prefix, second.stop) == (PIECE, 2 * PIECE)
     assert end.staged == 2 * PIECE
@@ -154,7 +159,7 @@ def test_a_peer_has_half_of_the_buffer_and_others_go_on() -> None:
     begun = [end.granted(room, tokens=PIECE) for room in (1, 2, 3)]
     granted = [sent(end.land(grant), Grant) for grant in begun]
     assert [len(each) for each in granted] == [1, 1, 0]
-    (lift,) = of(effects := end.land(granted[0][0]), Lift)
+    (lift,) = copies(effects := end.land(granted[0][0]))
     assert sent(effects, Grant) == [], "it has landed, and is still copied up"
     (third,) = sent(end.lifted(lift), Grant)
     assert third.room == 3
@@ -164,7 +169,7 @@ def test_rooms_of_one_peer_keep_their_order_though_a_later_one_would_fit() -> No
     end = ApartEnd()
     end.registers()
     effects = end.land(end.piece(1, PIECE + 2))
-    (lift,), (second,) = of(effects, Lift), sent(effects, Grant)
+    (lift,), (second,) = copies(effects), sent(effects, Grant)
     begun = [end.granted(2, PIECE), end.granted(3, 1)]
     assert [sent(end.land(grant), Grant) for grant in begun] == [[], []]
     assert [grant.room for grant in sent(end.lifted(lift), Grant)] == [2, 3]
@@ -202,8 +207,8 @@ def test_a_window_waits_for_slots_where_the_engine_has_all_tokens() -> None:
     assert nothing == [], "both windows do not fit"
     assert (grant.prefix, grant.last, grant.verify) == (PIECE, True, True)
     assert [(part.component, part.rows) for part in grant.parts] == [(1, PIECE)]
-    effects = end.verified(grant, 7) if of(end.land(grant, checksum=CHECKSUM), Verify) else []
-    (lift,) = of(effects, Lift)
+    effects = end.verified(grant, 7) if of(end.land(grant, checksum=CHECKSUM), Settle) else []
+    (lift,) = copies(effects)
     effects = end.lifted(lift)
     assert [ready.room for ready in of(effects, RoomReady)] == [1]
     assert [after.room for after in sent(effects, Grant)] == [2]
@@ -263,7 +268,7 @@ def test_a_sparse_rooms_kv_is_never_copied() -> None:
     end = ApartEnd()
     end.registers()
     effects = end.land(end.granted(1, tokens=8, enable_hisparse=True))
-    assert of(effects, Lift) == []
+    assert copies(effects) == []
     assert of(effects, RoomReady)
     assert not end.core.post_landing.copies
 
@@ -272,7 +277,7 @@ def test_what_its_writer_puts_there_itself_is_not_copied() -> None:
     end = ApartEnd(handle=HANDLE)
     end.registers(hbm_direct=True)
     effects = end.land(end.granted(1, tokens=8))
-    assert of(effects, Lift) == []
+    assert copies(effects) == []
     assert of(effects, RoomReady)
 
 
@@ -298,9 +303,9 @@ def test_nothing_lands_where_this_node_has_nothing_ready_to_be_copied_up_from() 
 def test_slots_are_claimed_as_long_as_they_are_copied() -> None:
     end = ApartEnd()
     end.registers()
-    (lift,) = of(end.land(end.piece(1)), Lift)
+    (lift,) = copies(end.land(end.piece(1)))
     effects = end.core.abort(1, end.now)
-    assert of(effects, StopLifting) == [StopLifting(lift.session, lift.grant)]
+    assert of(effects, StopSettling) == [StopSettling(lift.session, lift.grant)]
     assert of(effects, RoomFailed)[0].cause is Cause.ABORTED
     assert end.free == [SLOTS, SLOTS - 1, DENSE_SLOTS - PIECE], "its lease has ended, and it is still being copied"
     assert not end.core.idle
@@ -312,7 +317,7 @@ def test_slots_are_claimed_as_long_as_they_are_copied() -> None:
 def test_a_copy_that_fails_fails_its_room_and_gives_its_slots_back() -> None:
     end = ApartEnd()
     end.registers()
-    (lift,) = of(end.land(end.piece(1)), Lift)
+    (lift,) = copies(end.land(end.piece(1)))
     (failed,) = of(end.lifted(lift, "the GPU is gone"), RoomFailed)
     assert failed.cause is Cause.TRANSFER
     assert "not copied to HBM: the GPU is gone" in failed.detail
@@ -323,7 +328,7 @@ def test_a_copy_that_fails_fails_its_room_and_gives_its_slots_back() -> None:
 def test_a_room_that_nobody_copies_up_fails_at_its_deadline_and_keeps_its_slots() -> None:
     end = ApartEnd()
     end.registers()
-    assert of(end.land(end.piece(1, deadline=1.0)), Lift)
+    assert copies(end.land(end.piece(1, deadline=1.0)))
     (failed,) = of(end.live(1.5, P), RoomFailed)
     text = "still settling: this node has not verified it or copied it to HBM yet"
     assert (failed.cause, failed.detail) == (Cause.DEADLINE, f"not ready in time, {text}")
@@ -351,14 +356,14 @@ def test_rows_are_read_back_before_they_are_copied_and_wrong_or_unwanted_ones_ar
     assert not begun.verify, "it has no rows"
     (grant,) = sent(end.land(begun), Grant)
     effects = end.land(grant, checksum=CHECKSUM)
-    assert of(effects, Verify)
-    assert of(effects, Lift) == []
+    assert of(effects, Settle)
+    assert copies(effects) == []
     if given_up:
         end.core.abort(1, end.now)
         assert end.free[2] == DENSE_SLOTS - PIECE, "they are still read"
     effects = end.verified(grant, checksum)
     assert len(of(effects, RoomFailed)) == (checksum != 7)
-    if lifts := of(effects, Lift):
+    if lifts := copies(effects):
         assert of(end.lifted(lifts[0]), RoomReady)
     assert len(lifts) == (checksum == 7 and not given_up)
     assert end.free[2] == DENSE_SLOTS - (PIECE if lifts else 0)

@@ -13,7 +13,7 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.effects import RoomFailed, RoomReady, StopVerifying, Verify
+from pdtransfer.handoff.effects import RoomFailed, RoomReady, Settle, StopSettling
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.states import SessionState
 from pdtransfer.kernels import NativeCopy, checksum_copy
@@ -51,7 +51,7 @@ def test_a_room_is_ready_when_what_has_landed_was_read_back_and_is_what_was_sent
     effects = decode.land(grant, aux=b"first", checksum=SENT)
     assert sent(effects, Released), "Landed is the proof that writing has ended, whatever the bytes are"
     assert not of(effects, RoomReady)
-    (order,) = of(effects, Verify)
+    (order,) = of(effects, Settle)
     assert (order.session, order.grant, order.room) == (grant.session, grant.grant, 7)
     for asked, part in zip(order.parts, grant.parts, strict=True):
         assert asked.first_row == part.first_row
@@ -67,12 +67,12 @@ def test_a_room_is_ready_when_what_has_landed_was_read_back_and_is_what_was_sent
 def test_a_repeated_landed_is_read_once() -> None:
     decode = end()
     grant = decode.granted(7)
-    assert of(decode.land(grant, checksum=SENT), Verify)
+    assert of(decode.land(grant, checksum=SENT), Settle)
     again = decode.land(grant, checksum=bytes(8))
     assert sent(again, Released)
-    assert not of(again, Verify)
+    assert not of(again, Settle)
     assert of(decode.verified(grant, SUM), RoomReady)
-    assert not of(decode.land(grant, checksum=SENT), Verify)
+    assert not of(decode.land(grant, checksum=SENT), Settle)
 
 
 def test_a_sum_that_differs_fails_the_room_and_names_grant_peer_and_both_values() -> None:
@@ -96,7 +96,7 @@ def test_a_landed_without_a_checksum_fails_the_room_and_returns_its_slots(checks
     assert failed.cause is Cause.TRANSFER
     assert P in failed.detail
     assert f"{len(checksum)} bytes" in failed.detail
-    assert not of(effects, Verify)
+    assert not of(effects, Settle)
     assert not sent(effects, Abort), "there is nothing left to abort"
     assert sent(effects, Released)
     assert decode.free == ALL_FREE
@@ -119,7 +119,7 @@ def test_a_node_that_does_not_verify_asks_for_nothing_and_ignores_a_sum() -> Non
     assert not grant.verify
     effects = decode.land(grant, checksum=SENT)
     assert of(effects, RoomReady)
-    assert not of(effects, Verify)
+    assert not of(effects, Settle)
 
 
 @pytest.mark.parametrize("why", ["abort", "deadline"])
@@ -134,7 +134,7 @@ def test_slots_of_a_room_that_fails_while_it_is_read_are_reused_only_after_the_l
     (failed,) = of(effects, RoomFailed)
     assert failed.cause is (Cause.ABORTED if why == "abort" else Cause.DEADLINE)
     assert not sent(effects, Abort)
-    assert of(effects, StopVerifying) == [StopVerifying(grant.session, grant.grant)]
+    assert of(effects, StopSettling) == [StopSettling(grant.session, grant.grant)]
     assert decode.free[0] == 0, "it is still being read"
     assert not decode.core.idle
     assert not sent(decode.expect(8, tokens=SLOTS), Grant)
@@ -174,9 +174,9 @@ def test_every_grant_of_a_room_is_read_as_it_lands_and_the_wrong_one_is_named() 
     decode = of_two_ranks()
     grants = {each.session: each for each in sent(decode.expect(7, 8, P, P2), Grant)}
     first, second = (grants[decode.core.prefill_peers.peers[name].session.id] for name in (P, P2))
-    assert of(decode.land(first, checksum=SENT), Verify)
+    assert of(decode.land(first, checksum=SENT), Settle)
     assert not of(decode.verified(first, SUM), RoomReady), "the other has not landed"
-    assert of(decode.land(second, peer=P2, checksum=SENT), Verify)
+    assert of(decode.land(second, peer=P2, checksum=SENT), Settle)
     (failed,) = of(decode.verified(second, 0), RoomFailed)
     assert P2 in failed.detail
     assert decode.free == ALL_FREE

@@ -14,7 +14,6 @@ from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.decode.staging import StagingBuffer
-from pdtransfer.handoff.effects import Lift, Verify
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
 from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
 from pdtransfer.handoff.prefix import PrefixCache
@@ -119,24 +118,24 @@ def checksums_not_compared(patch: Patch) -> None:
 
 def ready_before_it_is_read(patch: Patch) -> None:
     """A room is READY with its last Landed, while its rows are read back."""
-    _uncounted(patch, Verify)
+    _uncounted(patch, lifts=False)
 
 
 def ready_before_it_is_copied_up(patch: Patch) -> None:
     """A room is READY with its last Landed, while its rows are copied up."""
-    _uncounted(patch, Lift)
+    _uncounted(patch, lifts=True)
 
 
-def _uncounted(patch: Patch, order: type[Verify | Lift]) -> None:
-    """A room does not wait for this order of one of its grants."""
+def _uncounted(patch: Patch, *, lifts: bool) -> None:
+    """A room does not wait while one of its grants is copied up, or read back."""
     begin, end = PostLanding._begin, PostLanding._end
 
     def uncounted(self: PostLanding, landed: LandedGrant) -> None:
         begin(self, landed)
-        landed.room.post_landing_count -= isinstance(landed.order, order)
+        landed.room.post_landing_count -= bool(landed.order.targets) is lifts
 
     def ended(self: PostLanding, landed: LandedGrant) -> None:
-        landed.room.post_landing_count += isinstance(landed.order, order)
+        landed.room.post_landing_count += bool(landed.order.targets) is lifts
         end(self, landed)
 
     patch(PostLanding, "_begin", uncounted)
@@ -145,19 +144,19 @@ def _uncounted(patch: Patch, order: type[Verify | Lift]) -> None:
 
 def slots_not_claimed_while_they_are_copied_up(patch: Patch) -> None:
     """The slots of a room that fails while it is copied up are free at once."""
-    _unclaimed(patch, Lift)
+    _unclaimed(patch, lifts=True)
 
 
-def _unclaimed(patch: Patch, order: type[Verify | Lift]) -> None:
-    """The room's slots are not claimed for this order of a grant."""
+def _unclaimed(patch: Patch, *, lifts: bool) -> None:
+    """The room's slots are not claimed while a grant is copied up, or read back."""
     begin, end = PostLanding._begin, PostLanding._end
 
     def unclaimed(self: PostLanding, landed: LandedGrant) -> None:
         begin(self, landed)
-        landed.lease.holding.claims -= isinstance(landed.order, order)
+        landed.lease.holding.claims -= bool(landed.order.targets) is lifts
 
     def ended(self: PostLanding, landed: LandedGrant) -> None:
-        wrong = isinstance(landed.order, order)
+        wrong = bool(landed.order.targets) is lifts
         landed.lease.holding.claims += 2 * wrong
         end(self, landed)
         landed.lease.holding.claims -= wrong
@@ -201,8 +200,8 @@ def landed_taken_for_lifted(patch: Patch) -> None:
 
 def wrong_rows_copied_all_the_same(patch: Patch) -> None:
     """A room whose copy failed is READY."""
-    lifted = PostLanding.lifted
-    patch(PostLanding, "lifted", lambda self, session, grant, detail: lifted(self, session, grant, ""))
+    lifted = PostLanding._lifted
+    patch(PostLanding, "_lifted", lambda self, landed, detail: lifted(self, landed, ""))
 
 
 def ready_with_the_first_sum(patch: Patch) -> None:
@@ -218,22 +217,22 @@ def ready_with_the_first_sum(patch: Patch) -> None:
 
 def rows_not_claimed_while_they_are_read(patch: Patch) -> None:
     """The slots of a room that fails while it is read back are free at once."""
-    _unclaimed(patch, Verify)
+    _unclaimed(patch, lifts=False)
 
 
 def wrong_rows_taken_for_a_breach(patch: Patch) -> None:
     """One wrong row ends its writer's session, and all its rooms."""
-    verified = DecodeSessions.verified
+    settled = DecodeSessions.settled
 
     def strict(self: DecodeSessions, session_id: int, *args: Any) -> Any:
         before, now = self.post_landing.mismatched, args[-1]
-        effects = verified(self, session_id, *args)
+        effects = settled(self, session_id, *args)
         session = self.prefill_peers.sessions.get(session_id)
         if self.post_landing.mismatched > before and session is not None:
             self.prefill_peers.condemn(session, Cause.TRANSFER, "wrong rows", now)
         return effects + self._effects(now)
 
-    patch(DecodeSessions, "verified", strict)
+    patch(DecodeSessions, "settled", strict)
 
 
 def sum_of_the_last_write(patch: Patch) -> None:

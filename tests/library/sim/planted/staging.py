@@ -11,7 +11,7 @@ from pdtransfer.handoff.decode.records import LeaseEntry, RoomPiece, RoomRecord,
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.decode.staging import StagingBuffer
 from pdtransfer.handoff.decode.waiting_rooms import Withdrawals
-from pdtransfer.handoff.effects import Lift, Verify
+from pdtransfer.handoff.effects import Settle
 from pdtransfer.handoff.prefill.cells import OpenRoom
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
@@ -23,20 +23,20 @@ from . import Patch
 
 def reused_before_its_copy_has_ended(patch: Patch) -> None:
     """Slots of the buffer go to another room when their lease ends, while they are copied up."""
-    _unclaimed(patch, Lift)
+    _unclaimed(patch, lifts=True)
 
 
 def reused_before_its_check_has_ended(patch: Patch) -> None:
     """The same, while they are read back."""
-    _unclaimed(patch, Verify)
+    _unclaimed(patch, lifts=False)
 
 
-def _unclaimed(patch: Patch, order: type[Verify | Lift]) -> None:
+def _unclaimed(patch: Patch, *, lifts: bool) -> None:
     begin, end, landed_staged = PostLanding._begin, PostLanding._end, dict[LandedGrant, Any]()
 
     def unclaimed(self: PostLanding, landed: LandedGrant) -> None:
         begin(self, landed)
-        if isinstance(landed.order, order):
+        if bool(landed.order.targets) is lifts:
             landed_staged[landed] = landed.lease.staged
             self._staging.drop(landed.lease.staged)
 
@@ -51,10 +51,12 @@ def _unclaimed(patch: Patch, order: type[Verify | Lift]) -> None:
 
 def free_between_check_and_copy(patch: Patch) -> None:
     """The claim of a check ends before that of the copy begins."""
-    verified, lift = PostLanding.verified, PostLanding.lift
+    settled, lift = PostLanding.settled, PostLanding.lift
 
     def unclaimed(self: PostLanding, session: int, grant: int, checksum: int, detail: str) -> tuple[RoomRecord, str]:
         landed = self._open[session, grant]
+        if landed.order.targets:
+            return settled(self, session, grant, checksum, detail)
         self._staging.drop(landed.lease.staged)
         staged, landed.lease.staged = landed.lease.staged, None
 
@@ -65,23 +67,23 @@ def free_between_check_and_copy(patch: Patch) -> None:
 
         PostLanding.lift = late
         try:
-            return verified(self, session, grant, checksum, detail)
+            return settled(self, session, grant, checksum, detail)
         finally:
             PostLanding.lift = lift
             landed.lease.staged = staged
 
-    patch(PostLanding, "verified", unclaimed)
+    patch(PostLanding, "settled", unclaimed)
 
 
 def reported_before_it_is_copied(patch: Patch) -> None:
     """A copy counts as ended when its last piece was queued, and the card has not passed it."""
     following = Lifter._next
 
-    def hasty(self: Lifter, order: Lift, pieces: list[Rows], each: float, *, fails: bool) -> None:
+    def hasty(self: Lifter, order: Settle, pieces: list[Rows], each: float, *, fails: bool) -> None:
         node = self._node
         if pieces and (order.session, order.grant) in node.settling and not fails:
-            node.settling.discard((order.session, order.grant))
-            node.perform(node.core.lifted(order.session, order.grant, "", node.clock))
+            del node.settling[order.session, order.grant]
+            node.perform(node.core.settled(order.session, order.grant, 0, "", node.clock))
         elif not pieces and (order.session, order.grant) not in node.settling:
             return
         following(self, order, pieces, each, fails=fails)

@@ -66,13 +66,12 @@ class DecodePeers:
     def __init__(
         self, identity: Identity, components: Mapping[str, Component], limits: Limits, timers: Timers[TimerKey],
         out: Callable[[PrefillEffect], None], *,
-        on_grant_message: Callable[[WriterSession, Grant | Abort | Released, float], None],
         closed: Callable[[WriterSession, Cause, str, float], None], withdraw: Callable[[int, str, str, float], None],
         group_is_known: bool,
     ) -> None:  # fmt: skip
         self._components, self._limits = components, limits
-        self._out, self._on_grant_message, self._closed = out, on_grant_message, closed
-        self._withdraw, self._group_is_known = withdraw, group_is_known
+        self._out, self._closed, self._withdraw = out, closed, withdraw
+        self._group_is_known = group_is_known
         self._table: Peers[DecodePeer] = Peers(
             identity, limits, timers, out, look=self._look, peers_max=limits.sessions_max, refused=out
         )
@@ -85,16 +84,12 @@ class DecodePeers:
         self._table.identity, self._group_is_known = msgspec.structs.replace(self._table.identity, group=members), True
 
     def receive(self, name: str, message: Message, now: float) -> None:
-        """Takes one message of a decode node. Raises RemoteProtocolError for a breach."""
+        """Takes one message of a decode node that is about no grant. Raises RemoteProtocolError for a breach."""
         if isinstance(message, Hello):
             self._hello(name, message, now)
             return
-        peer = self.peers.get(name)
-        if peer is None:
-            if not isinstance(message, Reject | Goodbye):
-                self._out(Send(name, Reject(0, "hello_required", ())))
+        if (peer := self._seen(name, message, now)) is None:
             return
-        peer.liveness.seen(now)
         match message:
             case Ping():
                 self._out(Send(name, Pong(self._table.identity.incarnation)))
@@ -103,17 +98,24 @@ class DecodePeers:
             case Goodbye():
                 if peer.liveness.receive(message, now) is PeerProcess.LEFT:
                     self._depart(peer, Cause.PEER_LOST, f"{name} said goodbye: {message.reason}", now)
-            case Grant() | Abort() | Released() | Reject():
-                session = self._of(name, message.session)
-                if isinstance(message, Reject):
-                    if session is not None:
-                        self.close(session, Cause.PEER_LOST, f"{name} ended the session: {message.reason}", now)
-                elif session is not None:
-                    self._on_message(session, message, now)
-                else:
-                    self._out(Send(name, Reject(message.session, "unknown_session", ())))
+            case Reject():
+                if (session := self._of(name, message.session)) is not None:
+                    self.close(session, Cause.PEER_LOST, f"{name} ended the session: {message.reason}", now)
             case _:
                 raise RemoteProtocolError("kind", f"{type(message).__name__} is not a message from decode to prefill")
+
+    def session_of(self, name: str, message: Grant | Abort | Released, now: float) -> WriterSession | None:
+        """The open session that a message of a decode node is about, which is in use from now on; where there is none
+        the node is informed. Raises RemoteProtocolError for a breach."""
+        if self._seen(name, message, now) is None:
+            return None
+        session = self._of(name, message.session)
+        if session is None:
+            self._out(Send(name, Reject(message.session, "unknown_session", ())))
+        elif not session.in_use:
+            session.in_use = True
+            self._supersede(session, now)
+        return session
 
     def group_size(self, name: str) -> int:
         """The ranks of a peer's group; 1 for a peer that has left."""
@@ -170,6 +172,15 @@ class DecodePeers:
     def _look(self, peer: DecodePeer, now: float) -> None:
         if peer.liveness.silent(now):
             self._depart(peer, Cause.PEER_LOST, peer.liveness.why(peer.name, now), now)
+
+    def _seen(self, name: str, message: Message, now: float) -> DecodePeer | None:
+        """The peer, which lives. One that has sent no Hello is asked for it."""
+        peer = self.peers.get(name)
+        if peer is not None:
+            peer.liveness.seen(now)
+        elif not isinstance(message, Reject | Goodbye):
+            self._out(Send(name, Reject(0, "hello_required", ())))
+        return peer
 
     def _of(self, name: str, session_id: int) -> WriterSession | None:
         session = self.sessions.get(session_id)
@@ -235,12 +246,6 @@ class DecodePeers:
         else:  # Nothing is mapped: a late Register of a dead process goes undetected.
             self._supersede(session, now)
             self.mapped(session.id, message.reach.arena_bytes)
-
-    def _on_message(self, session: WriterSession, message: Grant | Abort | Released, now: float) -> None:
-        if not session.in_use:
-            session.in_use = True
-            self._supersede(session, now)
-        self._on_grant_message(session, message, now)
 
     def _supersede(self, session: WriterSession, now: float) -> None:
         """Closes earlier sessions of the same peer, which it does not use any more.

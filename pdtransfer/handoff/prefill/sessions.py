@@ -56,8 +56,7 @@ class PrefillSessions:
         self._out: list[PrefillEffect] = []
         self.decode_peers = DecodePeers(
             identity, self._components, limits, self._timers, self._out.append,
-            on_grant_message=self._on_grant_message, closed=self._session_closed, withdraw=self._withdraw_ungranted,
-            group_is_known=group_is_known,
+            closed=self._session_closed, withdraw=self._withdraw_ungranted, group_is_known=group_is_known,
         )  # fmt: skip
         self._grant_ends = GrantEnds(limits, self._timers, self._out.append)
 
@@ -247,7 +246,10 @@ class PrefillSessions:
     def receive(self, name: str, message: Message, now: float) -> list[PrefillEffect]:
         """Takes one message of a decode node. A breach ends only the session that the message was about."""
         try:
-            self.decode_peers.receive(name, message, now)
+            if not isinstance(message, Grant | Abort | Released):
+                self.decode_peers.receive(name, message, now)
+            elif (session := self.decode_peers.session_of(name, message, now)) is not None:
+                self._on_grant_message(session, message, now)
         except RemoteProtocolError as error:
             self.decode_peers.breach(name, getattr(message, "session", 0), str(error), now)
         return self._effects()

@@ -16,15 +16,15 @@ from typing import TypeVar
 
 from .. import kernels
 from ..errors import TransportError
-from ..handoff.effects import Outcome, Settle, Write
+from ..handoff.effects import Settle, Write
 from ..kernels import checksum_copy
 from ..kernels.cancel import CancelWord
-from ..layout.checksum import MASK, Lines
+from ..layout.checksum import Lines
 from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
 from ..threads import in_thread
 from .turns import Queue, Turns
-from .works import OpenWorks, Turn
+from .works import OpenWorks, Work
 
 PIECE_BYTES = 4 << 20  # copied in one turn: some 0.5 ms
 SMALL_BYTES_MAX = 256 << 10  # of a work on the loop: some 30 us, less than a thread takes to wake and to report
@@ -43,37 +43,29 @@ or copied any more. Gets the checksum of rows that were verified, or the reason 
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class CopyWork:
-    """A Work, done piece by piece. Once it has ended, `text` is empty if all of it was done, else the reason.
+class CopyWork(Work):
+    """Done piece by piece. `pieces` has each piece with the bytes that it counts for in its grant's turn. Only the
+    thread that has taken the turn asks for the next one; what that raises fails the work."""
 
-    `pieces` has each piece with the bytes that it counts for in its grant's turn. Only the thread that has taken the
-    turn asks for the next one; what that raises fails the work.
-    """
-
-    turn: Turn
     pieces: Iterator[tuple[int, Piece]]
     cancel: CancelWord  # ends it at its next rows, from any thread
-    report: Callable[[CopyWork], None]
     byte_count: int = 0  # of all pieces
-    text: str = ""
-    checksum: int = 0  # of what was done, mod 2**64
     # For the Copier alone, under its lock:
     running: int = 0
     exhausted: bool = False
 
-    @property
-    def outcome(self) -> Outcome:
-        """Its outcome once it has ended. FAILED is as quiet as LANDED: the copy and its stores are complete."""
-        return Outcome.FAILED if self.text else Outcome.LANDED
-
     def stop(self) -> None:
-        """Ends it at its next rows, from any thread."""
         self.cancel.set()
 
     def carry(self) -> None:
         """Does all of it in the calling thread."""
-        checksum, self.text = attempt(lambda: sum(piece() for _, piece in self.pieces) & MASK)
-        self.checksum = checksum or 0
+        self.done(*attempt(lambda: sum(piece() for _, piece in self.pieces)))
+
+    def done(self, checksum: int | None, text: str) -> None:
+        """What was attempted of it has this checksum, or has failed for this reason."""
+        self.add(checksum or 0)
+        if text:
+            self.fail(text)
 
     def next(self) -> tuple[int, Piece] | None:
         """The next piece; None when there is none. Raises what planning raises, and TransportError once cancelled."""
@@ -83,7 +75,7 @@ class CopyWork:
 
 
 def copy_job(
-    order: Write, pairing: Pairing, report: Callable[[CopyWork], None], *, source_address: int, target_address: int,
+    order: Write, pairing: Pairing, report: Callable[[Work], None], *, source_address: int, target_address: int,
     lines: Lines | None = None,
 ) -> CopyWork:  # fmt: skip
     """One write between two mappings of this process. `lines` are of the source, where a checksum is wanted: it is of
@@ -132,7 +124,7 @@ class Copier:
         turn or a later one."""
         self._works.add(work)
         if self._closing:
-            work.text = CANCELLED
+            work.fail(CANCELLED)
             self._works.end(work)
         elif not here or work.byte_count > SMALL_BYTES_MAX:
             with self._changed:
@@ -183,8 +175,7 @@ class Copier:
             found, text = (None, job.text) if job.text else attempt(job.next)
             over = self._put_back(queue, None if found is None else found[0], text)
             if found is not None:
-                checksum, text = attempt(found[1])
-                over = self._done(job, checksum or 0, text)
+                over = self._done(job, *attempt(found[1]))
             if over:
                 self._works.end(job)
 
@@ -204,7 +195,8 @@ class Copier:
             job = queue.items[0]
             if byte_count is None:
                 queue.items.popleft()
-                job.exhausted, job.text = True, job.text or text
+                job.exhausted = True
+                job.done(None, text)
                 self._turns.put_back(queue)
             else:
                 job.running += 1
@@ -215,12 +207,11 @@ class Copier:
                 self._changed.notify_all()  # a thread may wait for this to close
             return job.exhausted and not job.running
 
-    def _done(self, job: CopyWork, checksum: int, text: str) -> bool:
+    def _done(self, job: CopyWork, checksum: int | None, text: str) -> bool:
         """Whether that was the last piece of an exhausted work."""
         with self._changed:
             job.running -= 1
-            job.checksum = (job.checksum + checksum) & MASK
-            job.text = job.text or text
+            job.done(checksum, text)
             return job.exhausted and not job.running
 
 

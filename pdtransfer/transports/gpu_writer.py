@@ -26,14 +26,14 @@ from ..handoff.ready_gate import ReadyGate
 from ..kernels import checksum_copy
 from ..kernels.pools import PinnedCancel, Pool, State
 from ..kernels.ring.lanes import NEVER_NS
-from ..layout.checksum import MASK, Lines, lines_of, runs_of
+from ..layout.checksum import Lines, lines_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout, Plane
 from ..threads import in_thread
 from .copier import CANCELLED, attempt
 from .gpu_launcher import IN_FLIGHT_MAX, GpuLauncher
 from .turns import Turns
-from .works import OpenWorks, Turn
+from .works import OpenWorks, Turn, Work
 
 PIECE_BYTES = 16 << 20  # of one launch to the host: some 0.3 ms of the bus
 PEER_PIECE_BYTES = 128 << 20  # of one to another GPU: no shorter than the CPU takes to make the next
@@ -64,19 +64,16 @@ class Staged:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class GpuWrite:
-    """A Work: one write from a pool of a GPU to registered memory. `outcome` and `text` are final once it has ended."""
+class GpuWrite(Work):
+    """One write from a pool of a GPU to registered memory."""
 
+    turn: Turn = field(init=False)
     order: Write
     source: Pool
     target: Pool
-    report: Callable[[GpuWrite], None]
     then: Callable[[], object] = lambda: None  # in the writer's thread, once all has landed; what it raises fails it
     staged: Staged | None = None  # where a checksum is wanted
     apart: bool = False  # its target is memory of another GPU
-    outcome: Outcome = Outcome.LANDED
-    text: str = ""
-    checksum: int = 0
     # For the GpuWriter alone:
     rows_taken: int = 0
     running: int = 0
@@ -87,23 +84,16 @@ class GpuWrite:
     stopped: bool = False
     word: PinnedCancel | None = None  # that its launches look at
 
-    @property
-    def turn(self) -> Turn:
-        return self.order.session, self.order.grant
+    def __post_init__(self) -> None:
+        self.turn = self.order.session, self.order.grant
 
     @property
     def row_bytes(self) -> int:
         """Of all its planes."""
         return self.target.layout.row_bytes
 
-    def fail(self, outcome: Outcome, text: str) -> None:
-        """UNKNOWN outweighs FAILED; of two texts the first is kept."""
-        if self.outcome is not Outcome.UNKNOWN:
-            self.outcome = outcome
-        self.text = self.text or text
-
     def stop(self) -> None:
-        """Ends it at its next rows, from any thread; never waits for the GPU."""
+        """Never waits for the GPU."""
         with self.lock:
             self.stopped = True
             if self.word is not None:
@@ -329,7 +319,7 @@ class GpuWriter:
     def _refuse(self, launcher: GpuLauncher | None, write: GpuWrite, outcome: Outcome, text: str) -> None:
         """Launches no more of a write: it has failed once all that was queued of it has ended."""
         with self._changed:
-            write.fail(outcome, text)
+            write.fail(text, outcome)
             self._turns.remove(write.turn, write)
             over = not write.running
         if over:
@@ -409,7 +399,7 @@ class GpuWriter:
                 runs = runs_of(np.array([0]), np.array([len(slots)]), write.order.first_row + first)
                 checksum = checksum_copy.checksum(staged.lines, runs, address)
                 assert checksum is not None
-                write.checksum = (write.checksum + checksum) & MASK
+                write.add(checksum)
         except Exception as error:  # noqa: BLE001 (nothing writes the rows any more)
             return Outcome.FAILED, str(error) or type(error).__name__
         return Outcome.LANDED, ""
@@ -420,7 +410,7 @@ class GpuWriter:
         if word is not None and launcher is not None and write.outcome is not Outcome.UNKNOWN:
             launcher.reuse(word)
         if write.outcome is Outcome.LANDED and (text := attempt(write.then)[1]):
-            write.fail(Outcome.FAILED, text)
+            write.fail(text)
         self._works.end(write)
 
 

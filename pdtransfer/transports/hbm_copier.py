@@ -19,7 +19,7 @@ from ..layout.geometry import Int64s
 from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
 from .copier import PIECE_BYTES, Copier, CopyWork, Piece, Settled
-from .works import Turn
+from .works import Turn, Work
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class HbmCopier:
         if failure is not None:
             raise failure
 
-    def _ended(self, order: Settle, work: CopyWork) -> None:
+    def _ended(self, order: Settle, work: Work) -> None:
         if work.turn in self._lost:
             text = "grant %d keeps its slots: the GPU cannot report whether a copy has ended: %s"
             log.critical(text, order.grant, work.text)

@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
+from ..handoff.effects import Outcome
+from ..layout.checksum import MASK
 from ..threads import LoopCalls
 
 Turn: TypeAlias = tuple[int, int]  # session and grant: what takes turns, and is stopped
 
 
-class Work(Protocol):
-    """A work for a grant, compared by identity."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Work:
+    """A work for a grant, compared by identity. `report` gets it on the loop's thread, once nothing of it is under way
+    any more; its outcome is final by then. FAILED is as quiet as LANDED, and after UNKNOWN bytes may still move."""
 
-    @property
-    def turn(self) -> Turn: ...
-
-    @property
-    def report(self) -> Callable[[Any], None]:
-        """Gets the work on the loop's thread, once nothing of it is under way any more."""
-        ...
+    turn: Turn
+    report: Callable[[Any], None]
+    outcome: Outcome = Outcome.LANDED
+    text: str = ""  # why it has not landed
+    checksum: int = 0  # of what was done, mod 2**64
 
     def stop(self) -> None:
         """Ends it early, from any thread; it is reported all the same."""
-        ...
+        raise NotImplementedError
+
+    def add(self, checksum: int) -> None:
+        """Adds the checksum of a part."""
+        self.checksum = (self.checksum + checksum) & MASK
+
+    def fail(self, text: str, outcome: Outcome = Outcome.FAILED) -> None:
+        """UNKNOWN outweighs FAILED; of two texts the first is kept."""
+        if self.outcome is not Outcome.UNKNOWN:
+            self.outcome = outcome
+        self.text = self.text or text
 
 
 class OpenWorks:

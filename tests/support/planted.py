@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdtransfer.handoff.effects import Outcome
 from pdtransfer.transports.engines.arena import EngineArena
 from pdtransfer.transports.engines.gather import RingJob
 from pdtransfer.transports.engines.writer import EngineSession, EngineWriter
@@ -32,14 +31,19 @@ def unknown_is_failed() -> None:
     def died(self: EngineWriter, mapped: EngineSession) -> None:
         self._drop(mapped)
 
-    RingJob.outcome = property(lambda self: Outcome.FAILED if self.text else Outcome.LANDED)
+    _know_every_outcome()
     EngineWriter._died = died
 
 
 def landed_when_submitted() -> None:
     """Prefill says that a write has landed once its engine has been told of all of it."""
     RingJob.over = lambda self, *, known: self.exhausted and not self.gathering
-    RingJob.outcome = property(lambda self: Outcome.FAILED if self.text else Outcome.LANDED)
+    _know_every_outcome()
+
+
+def _know_every_outcome() -> None:
+    fail = RingJob.fail
+    RingJob.fail = lambda self, text, outcome: fail(self, text) if text else None
 
 
 DEFENCES: dict[str, Callable[[], None]] = {

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 from msgspec import structs
 
 from ... import kernels
 from ...errors import TransportError
-from ...handoff.effects import Outcome, Write
+from ...handoff.effects import Write
 from ...handoff.sharing import facing
 from ...kernels import checksum_copy
 from ...kernels.cancel import CancelWord
@@ -24,12 +24,12 @@ from ...layout.pairing import Pairing
 from ..copier import CANCELLED, Copier, CopyWork
 from ..gpu_launcher import WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
+from ..works import Work
 from .ring import Cut, Piece, SendRing, cut
 
 _STAGED_MAX = 64
 
-GatherWork: TypeAlias = CopyWork | GpuWrite
-Gathered = Callable[["RingJob", GatherWork], None]
+Gathered = Callable[["RingJob", Work], None]
 """Called on the loop's thread once a work of a job has ended."""
 
 
@@ -47,8 +47,8 @@ class Gather:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class RingJob:
-    """One write. Once it has ended, `text` is empty if all of it has landed."""
+class RingJob(Work):
+    """One write, piece by piece."""
 
     order: Write
     cut: Cut
@@ -58,12 +58,9 @@ class RingJob:
     pieces: Iterator[Piece] = field(init=False)
     all_runs: Int64s | None = None  # where all its bytes go, once `planned`: None where each piece is planned
     planned: bool = False
-    text: str = ""
-    checksum: int = 0
     exhausted: bool = False  # no piece of it is left to take
-    gathering: dict[GatherWork, Gather] = field(default_factory=dict[GatherWork, Gather])  # slots being filled
+    gathering: dict[Work, Gather] = field(default_factory=dict[Work, Gather])  # slots being filled
     sent: set[int] = field(default_factory=set[int])  # slots that may still be under way
-    lost: bool = False  # a gather of it is
 
     def __post_init__(self) -> None:
         self.pieces = self.cut.pieces(len(self.order.source_slots), straight=self.straight)
@@ -76,21 +73,15 @@ class RingJob:
             return self.cut.runs(piece, self.order.target_slots)
         return self.cut.runs_within(piece, self.all_runs)
 
-    def fail(self, text: str) -> None:
-        """Takes no more pieces of it."""
-        self.text, self.exhausted = self.text or text, True
+    def stop(self) -> None:
+        """On the loop: fills no more slots. What was sent goes on."""
+        for work in self.gathering:
+            work.stop()
 
     def over(self, *, known: bool) -> bool:
         """Whether the pool is not read for it any more, and nothing of it is under way; without `known` slots that were
         sent do not count, since their end will never be reported."""
         return self.exhausted and not self.gathering and (not self.sent or not known)
-
-    @property
-    def outcome(self) -> Outcome:
-        """Its outcome once it has ended."""
-        if self.sent or self.lost:
-            return Outcome.UNKNOWN
-        return Outcome.FAILED if self.text else Outcome.LANDED
 
 
 class Gatherer(Protocol):
@@ -105,7 +96,7 @@ class Gatherer(Protocol):
         """How rows of this pairing pass through a ring."""
         ...
 
-    def add(self, gather: Gather) -> GatherWork:
+    def add(self, gather: Gather) -> Work:
         """Makes the work of a gather, and queues it behind those of its own grant."""
         ...
 
@@ -127,11 +118,10 @@ class CopyGatherer:
     def cut(self, pairing: Pairing) -> Cut:
         return cut(pairing)
 
-    def add(self, gather: Gather) -> GatherWork:
-        order, byte_count = gather.job.order, gather.job.cut.byte_count(gather.piece)
-        cancel = CancelWord()
+    def add(self, gather: Gather) -> Work:
+        cancel, byte_count = CancelWord(), gather.job.cut.byte_count(gather.piece)
         work = CopyWork(
-            turn=(order.session, order.grant), pieces=iter([(byte_count, partial(self._fill, gather, cancel))]),
+            turn=gather.job.turn, pieces=iter([(byte_count, partial(self._fill, gather, cancel))]),
             cancel=cancel, report=partial(self._over, gather.job),
         )  # fmt: skip
         self._copier.add(work)
@@ -194,11 +184,11 @@ class LaunchGatherer:
     def cut(self, pairing: Pairing) -> Cut:
         return cut(pairing, paged=True)
 
-    def add(self, gather: Gather) -> GatherWork:
+    def add(self, gather: Gather) -> Work:
         job, piece = gather.job, gather.piece
         if job.straight:
             plan = CopyWork(
-                turn=(job.order.session, job.order.grant), pieces=iter([(0, partial(_plan_straight, gather))]),
+                turn=job.turn, pieces=iter([(0, partial(_plan_straight, gather))]),
                 cancel=CancelWord(), report=partial(self._over, job),
             )  # fmt: skip
             self._planner.add(plan)

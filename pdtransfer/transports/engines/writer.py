@@ -17,7 +17,7 @@ from functools import partial
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
 from ...handoff.slot_allocator import Extents
-from ...layout.checksum import MASK, Lines
+from ...layout.checksum import Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
 from ...memory.cuda_ipc import Handle
@@ -28,9 +28,10 @@ from ..copier import CANCELLED, attempt
 from ..gpu_launcher import WriterGpu
 from ..options import WriterOptions
 from ..turns import Turns
+from ..works import Work
 from . import child
 from .cards import CardMemory, CardUse
-from .gather import CopyGatherer, Gather, Gatherer, GatherWork, LaunchGatherer, RingJob
+from .gather import CopyGatherer, Gather, Gatherer, LaunchGatherer, RingJob
 from .library import Library
 from .process import EngineProcess, Sending
 from .ring import Cut, SendRing
@@ -283,7 +284,11 @@ class EngineWriter:
         straight = mapped.straight and not order.verify and cut.long(order.source_slots, order.target_slots)
         lines = lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None
         theirs = mapped.components[order.component]
-        return RingJob(order=order, cut=cut, straight=straight, theirs=theirs, lines=lines)
+        return RingJob(
+            turn=(order.session, order.grant),
+            report=lambda job: self._wrote(order, job.outcome, job.text, job.checksum),
+            order=order, cut=cut, straight=straight, theirs=theirs, lines=lines,
+        )  # fmt: skip
 
     def _advance(self, mapped: EngineSession) -> None:
         """Gives the free slots of the ring to grants, in turn."""
@@ -312,25 +317,24 @@ class EngineWriter:
         job.exhausted = True
         mapped.turns.remove(job.order.grant, job)
 
-    def _fail(self, mapped: EngineSession, job: RingJob, text: str) -> None:
+    def _fail(self, mapped: EngineSession, job: RingJob, text: str, outcome: Outcome = Outcome.FAILED) -> None:
         """Gathers no more of it."""
-        job.fail(text)
+        job.fail(text, outcome)
         self._exhaust(mapped, job)
-        for work in job.gathering:
-            work.stop()
+        job.stop()
 
-    def _gathered(self, job: RingJob, work: GatherWork) -> None:
+    def _gathered(self, job: RingJob, work: Work) -> None:
         """On the loop: a slot is full, or will never be."""
         gather, mapped = job.gathering.pop(work), self._sessions[job.order.session]
         mapped.busy -= 1
-        if work.text:
-            self._fail(mapped, job, work.text)
+        if work.outcome is not Outcome.LANDED:
+            self._fail(mapped, job, work.text, work.outcome)
         if work.outcome is Outcome.UNKNOWN:
-            job.lost = mapped.lost = True
-        elif job.text or mapped.broken:
+            mapped.lost = True
+        elif job.outcome is not Outcome.LANDED or mapped.broken:
             mapped.release(gather.slot, job.order.grant)
         else:
-            job.checksum = (job.checksum + work.checksum) & MASK
+            job.add(work.checksum)
             self._send(mapped, job, gather)
         self._advance(mapped)
         self._settle(mapped, job)
@@ -410,8 +414,10 @@ class EngineWriter:
         jobs.remove(job)
         if not jobs:
             del mapped.jobs[grant]
+        if job.sent:
+            job.fail(mapped.broken, Outcome.UNKNOWN)
         try:
-            self._wrote(job.order, job.outcome, job.text, job.checksum)
+            job.report(job)
         finally:
             if mapped.leaving and not mapped.jobs:
                 self._leave(mapped)

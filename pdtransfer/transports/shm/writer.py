@@ -31,6 +31,7 @@ from ..copier import CANCELLED, Copier, CopyWork, attempt, copy_job
 from ..gpu_launcher import Exported, WriterGpu, prepare_copies
 from ..gpu_writer import GpuWrite, GpuWriter, Staged
 from ..options import WriterOptions
+from ..works import Work
 from .entering import EnteredArena, parts_of
 from .handover import receive
 
@@ -384,7 +385,7 @@ class ShmWriter:
         apart = not target.host and arena.hbm is not None and not arena.hbm.same_gpu
         return GpuWrite(order=order, source=source, target=target, report=report, staged=staged, apart=apart)
 
-    def _ended(self, order: Write, work: CopyWork | GpuWrite) -> None:
+    def _ended(self, order: Write, work: Work) -> None:
         """On the loop."""
         mapped = self._sessions[order.session]
         mapped.unknown |= work.outcome is Outcome.UNKNOWN

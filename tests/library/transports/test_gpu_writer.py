@@ -97,7 +97,7 @@ def test_a_launch_to_another_gpu_is_as_long_as_one_across_the_bus(
     byte_count = 4 << 20
     layout = Layout((Plane(0, "kv", "uint8", 0, 1, 0, byte_count, byte_count, byte_count),), 1, SLOTS)
     target = Pool(layout=layout, address=0, device=0, host=host)
-    order: Any = SimpleNamespace(source_slots=EVERY)
+    order: Any = SimpleNamespace(session=1, grant=1, source_slots=EVERY)
     write = GpuWrite(order=order, source=target, target=target, report=print, apart=apart)
     assert write.piece_end == rows
     write.rows_taken = SLOTS - 1

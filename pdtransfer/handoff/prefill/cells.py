@@ -16,7 +16,7 @@ from ..effects import Write
 from ..ready_gate import ReadyGate
 from ..slot_allocator import ExtentSet
 from ..states import PrefillRoom, WriterGrantState
-from .writer_grants import WriterGrant
+from .records import WriterGrant
 
 
 @dataclass(slots=True, eq=False)

@@ -40,7 +40,7 @@ from ..sharing import pair_share
 from ..states import WRITER, WriterEvent, WriterState
 from ..tables import step
 from ..timers import TimerKey, Timers
-from .writer_grants import WriterSession, check_repeated
+from .records import WriterSession, check_repeated
 
 
 @dataclass(slots=True, eq=False)

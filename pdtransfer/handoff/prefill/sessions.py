@@ -34,7 +34,8 @@ from ..tables import step
 from ..timers import TimerKey, Timers
 from .cells import Cell, OpenRoom, started
 from .decode_peers import DecodePeer, DecodePeers
-from .writer_grants import GrantEnds, WriterGrant, WriterSession
+from .grant_ends import GrantEnds
+from .records import WriterGrant, WriterSession
 
 
 class PrefillSessions:

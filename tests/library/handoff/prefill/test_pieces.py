@@ -11,7 +11,7 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, Unmap, Write
-from pdtransfer.handoff.prefill.writer_grants import Numbers
+from pdtransfer.handoff.prefill.records import Numbers
 from pdtransfer.wire import Abort, Failed, Goodbye, Grant, Granted, Landed, Part, pack_extents
 from tests.library.sim.pools import LAYERS
 from tests.support.session_ends import D2, D, PrefillEnd, failure, grant, of, refusal, sent

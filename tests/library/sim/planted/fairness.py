@@ -14,8 +14,8 @@ from pdtransfer.handoff.decode.records import SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.decode.waiting_rooms import WindowSlots
 from pdtransfer.handoff.peers import Peers
-from pdtransfer.handoff.prefill import writer_grants
-from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
+from pdtransfer.handoff.prefill import grant_ends
+from pdtransfer.handoff.prefill.records import WriterGrant, WriterSession
 from pdtransfer.handoff.slot_allocator import Holding
 from pdtransfer.handoff.timers import Timers
 from pdtransfer.wire import Grant
@@ -109,13 +109,13 @@ def timers_not_moved(patch: Patch) -> None:
 
 def backoff_without_a_cap(patch: Patch) -> None:
     """Each pause is twice the one before."""
-    for module in (liveness, leases, prefill_peers, writer_grants):
+    for module in (liveness, leases, prefill_peers, grant_ends):
         patch(module, "backoff_ms", lambda last_ms, first_ms, max_ms: max(2 * last_ms, first_ms))
 
 
 def backoff_that_does_not_grow(patch: Patch) -> None:
     """All pauses are as short as the first."""
-    for module in (liveness, leases, prefill_peers, writer_grants):
+    for module in (liveness, leases, prefill_peers, grant_ends):
         patch(module, "backoff_ms", lambda last_ms, first_ms, max_ms: first_ms)
 
 

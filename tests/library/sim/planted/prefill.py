@@ -11,8 +11,9 @@ from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.decode.records import LeaseEntry
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
+from pdtransfer.handoff.prefill.grant_ends import GrantEnds
+from pdtransfer.handoff.prefill.records import WriterGrant, WriterSession
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
-from pdtransfer.handoff.prefill.writer_grants import GrantEnds, WriterGrant, WriterSession
 from pdtransfer.handoff.states import PrefillRoom, WriterGrantEvent, WriterGrantState, WriterState
 from pdtransfer.wire import Drained, Landed
 

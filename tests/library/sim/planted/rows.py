@@ -15,7 +15,7 @@ from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.decode.staging import StagingBuffer
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
-from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
+from pdtransfer.handoff.prefill.records import WriterGrant, WriterSession
 from pdtransfer.handoff.prefix import PrefixCache
 from pdtransfer.handoff.slot_allocator import Block, Holding
 from pdtransfer.wire import Granted

@@ -13,8 +13,8 @@ from pdtransfer.handoff.decode.staging import StagingBuffer
 from pdtransfer.handoff.decode.waiting_rooms import Withdrawals
 from pdtransfer.handoff.effects import Settle
 from pdtransfer.handoff.prefill.cells import OpenRoom
+from pdtransfer.handoff.prefill.records import WriterGrant, WriterSession
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
-from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
 from pdtransfer.handoff.states import WRITER_GRANT_ENDS
 from tests.library.sim.lifts import Lifter, Rows
 

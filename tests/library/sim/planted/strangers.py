@@ -11,11 +11,11 @@ from pdtransfer.errors import Cause
 from pdtransfer.handoff.decode import prefill_peers
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import SessionRecord
-from pdtransfer.handoff.prefill import decode_peers, writer_grants
+from pdtransfer.handoff.prefill import decode_peers, records
 from pdtransfer.handoff.prefill.cells import OpenRoom
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
+from pdtransfer.handoff.prefill.records import WriterGrant, WriterSession
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
-from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
 from pdtransfer.wire import Goodbye, Message, Registered, Reject, Welcome
 
 from . import Patch
@@ -31,7 +31,7 @@ def overlapping_grants_taken(patch: Patch) -> None:
         def remove(self, extents: object) -> None:
             pass
 
-    patch(writer_grants, "ExtentSet", Anything)
+    patch(records, "ExtentSet", Anything)
 
 
 def other_slots_taken_for_a_repeat(patch: Patch) -> None:

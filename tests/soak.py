@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests.support import networks
 from tests.support.kv_fleet import DECODES, LARGE, MEGABITS, PAIRS, PREFILLS, SMALL, Fleet, Pair, Room
 from tests.support.networks import Network

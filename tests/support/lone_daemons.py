@@ -16,7 +16,7 @@ import pytest
 from pdtransfer.serve.process.fleet import Daemon
 from pdtransfer.serve.settings.router import RouterConfig
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests.support.waiting import PATIENCE_S, wait_for
 
 TRANSPORTS = ("shm", pytest.param("mooncake", marks=pytest.mark.skipif(bool(why_not()), reason=why_not())))

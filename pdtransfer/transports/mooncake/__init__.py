@@ -8,7 +8,7 @@ from ...environment import pip_install
 from ...probe import Probe
 from ..engines import card
 from ..options import Network
-from .settings import environment, why_not
+from .host import environment, wheel, why_not
 
 
 class MooncakeLibrary:
@@ -33,6 +33,4 @@ class MooncakeLibrary:
         return environment(network, engines)
 
     def probe(self) -> Probe:
-        from .probes import wheel
-
         return Probe("Mooncake", wheel, pip_install("mooncake"))

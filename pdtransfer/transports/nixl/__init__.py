@@ -9,7 +9,7 @@ import os
 
 from ...probe import Probe
 from ..options import Network
-from .settings import INSTALL, check, environment, why_not
+from .host import INSTALL, check, environment, package, why_not
 
 
 class NixlLibrary:
@@ -37,6 +37,4 @@ class NixlLibrary:
         return environment(network, host=host)
 
     def probe(self) -> Probe:
-        from .probes import package
-
         return Probe("NIXL", package, INSTALL)

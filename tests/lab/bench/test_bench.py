@@ -17,7 +17,7 @@ from pdtransfer_lab.bench.ranks import RankPair
 
 import pdtransfer
 from pdtransfer.errors import WorldError
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests.support.bench_output import printed, sizes
 
 ROW_BYTES = 4 * 576 * 4  # of a token in the reference model's MLA: layers, elements, float32

@@ -20,7 +20,7 @@ from pdtransfer_lab.bench.fleets.storm_fleet import KINDS, StormFleet, StormKind
 from pdtransfer_lab.bench.fleets.storms import ROW, Known, Storm, StormAnswer, StormOutcome, judged
 from pdtransfer_lab.commands.comparisons import bench as app
 
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests.support.waiting import on_loop, until
 
 ONE = Known("abc", 2, {"tokens_digest": "01", "logits_digest": "02", "kv_digest": "03"})

@@ -21,7 +21,7 @@ from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from pdtransfer.transports.options import ArenaOptions, WriterOptions
 from pdtransfer.wire import pack_ids
 from tests.support.client_pair import settings

@@ -28,7 +28,7 @@ from pdtransfer.serve.commands.probes import builds, cards, host, kernel, networ
 from pdtransfer.serve.settings.worker import DecodeConfig, PrefillConfig
 from pdtransfer.transports.engines import probes as engine_probes
 from pdtransfer.transports.mooncake import MooncakeLibrary
-from pdtransfer.transports.mooncake import probes as mooncake
+from pdtransfer.transports.mooncake import host as mooncake
 from tests.support.paths import REPO
 
 PLAIN = {"fd": -1, "byte_count": 4_096, "close": lambda: None}
@@ -448,7 +448,7 @@ def test_doctor_checks_the_ports_from_flag_environment_or_file(
 def wheels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Sets the installed wheels, by name."""
     installed = {"mooncake-transfer-engine-non-cuda": "1.2"}
-    monkeypatch.setattr(mooncake, "version_of", lambda name: installed.get(name, ""))
+    monkeypatch.setattr(engine_probes, "version_of", lambda name: installed.get(name, ""))
     monkeypatch.setattr(mooncake, "why_not", lambda: "")
     monkeypatch.setattr(MooncakeLibrary, "why_not", lambda _: "")
     return installed

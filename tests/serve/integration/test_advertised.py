@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests.support.advertised import NAT, firewall
 from tests.support.networks import APART, why_not_apart
 from tests.support.paths import REPO

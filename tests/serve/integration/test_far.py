@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests.serve.integration.far import CASES, DECODES, PREFILLS
 from tests.support import networks
 from tests.support.paths import REPO

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests.support import kv_fleet, networks
 from tests.support.kv_fleet import DECODES, LARGE, MEGABITS, PREFILLS, Fleet, Host, Room, Side
 from tests.support.networks import Network

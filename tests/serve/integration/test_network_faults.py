@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests import soak
 from tests.support import networks
 from tests.support.effort import some

@@ -20,7 +20,7 @@ import numpy as np
 from pdtransfer.errors import WorldError
 from pdtransfer.serve.engine_api import EngineConfig
 from pdtransfer.serve.engines.stamp.factory import generate_many
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from pdtransfer.wire import Sampling
 
 from ..report import load, print_tables

@@ -11,7 +11,7 @@ import pytest
 from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.handoff.effects import Outcome
 from pdtransfer.transports.engines import ring, writer
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests.library.transports.engines.far_pair import (
     CASES,
     LARGE,

@@ -17,7 +17,7 @@ from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import driver
 from pdtransfer.kernels import gpu as gpus
 from pdtransfer.transports.gpu_launcher import WriterGpu
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from tests.library.transports.engines.far_pair import (
     CASES,
     LARGE,

@@ -31,7 +31,7 @@ from pdtransfer.transports.engines.cards import remembered, why_no_card
 from pdtransfer.transports.engines.settings import hbm_address, packed_address
 from pdtransfer.transports.engines.writer import EngineWriter
 from pdtransfer.transports.mooncake import MooncakeLibrary
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from pdtransfer.wire import Reach
 from tests.library.transports.engines.far_pair import LARGE, SESSION, FarPair, wide

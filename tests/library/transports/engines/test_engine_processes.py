@@ -41,7 +41,7 @@ from pdtransfer.transports.engines.library import Library
 from pdtransfer.transports.engines.ring import SLOT_BYTES, SLOTS, Cut, SendRing
 from pdtransfer.transports.engines.writer import targets_of
 from pdtransfer.transports.mooncake import MooncakeLibrary
-from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.host import why_not
 from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from tests.library.transports.engines.engine_pair import LARGE, SESSION, SMALL, Both, both, latent, mapped_by, shuffled
 from tests.library.transports.fake_transport import ignore_end

@@ -15,8 +15,8 @@ from pdtransfer.handoff.effects import Outcome
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.serve.settings.worker import DecodeConfig
 from pdtransfer.transports.engines.arena import EngineArena
-from pdtransfer.transports.nixl import NixlLibrary, probes
-from pdtransfer.transports.nixl import settings as nixl
+from pdtransfer.transports.nixl import NixlLibrary
+from pdtransfer.transports.nixl import host as nixl
 from pdtransfer.transports.options import Network
 from tests.library.transports.engines.engine_pair import LARGE, SESSION, both, mapped_by
 from tests.support.internals import sessions_of
@@ -58,17 +58,17 @@ def test_rdma_without_a_device_is_refused_at_the_start(tmp_path: Path, monkeypat
 def test_a_host_without_it_gets_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "find_spec", lambda _: None)
     assert nixl.why_not.__wrapped__().endswith(": pip install --no-deps nixl-cu12")
-    monkeypatch.setattr(probes, "why_not", nixl.why_not.__wrapped__)
-    seen = probes.package(Path("/"))
+    monkeypatch.setattr(nixl, "why_not", nixl.why_not.__wrapped__)
+    seen = nixl.package(Path("/"))
     assert (seen.state, "not installed" in seen.found) == ("ok", True), "nobody needs it who does not name it"
 
 
 @pytest.mark.slow
 @installed
 def test_doctor_names_the_package_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probes.package(Path("/")).found.endswith("(UCX)")
-    monkeypatch.setattr(probes, "_TRY", "raise SystemExit('a library is missing')")
-    seen = probes.package(Path("/"))
+    assert nixl.package(Path("/")).found.endswith("(UCX)")
+    monkeypatch.setattr(nixl, "_TRY", "raise SystemExit('a library is missing')")
+    seen = nixl.package(Path("/"))
     assert seen.state == "warn"
     assert "a library is missing" in seen.found
 

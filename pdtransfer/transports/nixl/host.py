@@ -8,9 +8,11 @@ import socket
 import struct
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 from ...environment import child_environment
 from ...errors import ConfigError
+from ...probe import Seen, ok, warn
 from ..options import Network
 from .driver import PACKAGES
 
@@ -36,6 +38,13 @@ RDMA_DEVICES = "/sys/class/infiniband"
 _SIOCGIFADDR = 0x8915
 _INTERFACE = struct.Struct("16s16x8x")
 _ADDRESS_IN_REPLY = slice(20, 24)
+
+_TRY = """
+import sys
+from importlib import import_module
+nixl = import_module(sys.argv[1] + "._bindings")
+sys.exit("UCX" not in nixl.nixlAgent("doctor", nixl.nixlAgentConfig()).getAvailPlugins() and "it has no UCX plugin")
+"""
 
 
 @cache
@@ -81,3 +90,20 @@ def interface_to(host: str) -> str:
             if reply[_ADDRESS_IN_REPLY] == address:
                 return name
     return ""
+
+
+def package(_root: Path) -> Seen:
+    """Which package of NIXL is installed, and whether it loads, tried in a process of its own."""
+    from ..engines.probes import version_of, why_not_loaded
+
+    if why_not():
+        return ok(f"not installed, and needed only for --transport nixl: {INSTALL}")
+    present = [name for name in PACKAGES if version_of(name)]
+    versions = (
+        ", ".join(f"{name.replace('_', '-')} {version_of(name)}" for name in present) or "a package without a version"
+    )
+    try:
+        why = why_not_loaded(_TRY, (present or PACKAGES)[0])
+    except TimeoutError as error:
+        why = str(error)
+    return warn(f"{versions} {why}", INSTALL) if why else ok(f"{versions} (UCX)")

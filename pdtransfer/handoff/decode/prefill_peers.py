@@ -17,19 +17,7 @@ from itertools import chain
 from ...errors import Cause, RemoteProtocolError
 from ...layout.layout import Component
 from ...limits import Limits
-from ...wire import (
-    VERSION,
-    Goodbye,
-    Identity,
-    Ping,
-    Pong,
-    Reach,
-    Register,
-    Registered,
-    Reject,
-    Welcome,
-    Withdrawn,
-)
+from ...wire import VERSION, Goodbye, Identity, Ping, Pong, Reach, Register, Registered, Reject, Welcome, Withdrawn
 from ..component_variants import StandIns, used_with
 from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, Send
 from ..identity_check import differences

@@ -21,13 +21,7 @@ from ...layout.layout import Component
 from ...wire import Drained, Failed, Grant, Landed, Part, Register, unpack_extents
 from ..prefix import piece_rows
 from ..slot_allocator import Extents, ExtentSet, end_of, slot_count, slots_below, slots_of
-from ..states import (
-    WRITER_GRANT,
-    WRITER_GRANT_ENDS,
-    WriterGrantEvent,
-    WriterGrantState,
-    WriterState,
-)
+from ..states import WRITER_GRANT, WRITER_GRANT_ENDS, WriterGrantEvent, WriterGrantState, WriterState
 from ..tables import step
 
 EndMessage: TypeAlias = Landed | Failed | Drained

@@ -22,14 +22,7 @@ from ..effects import (
     RoomLeased,
     Send,
 )
-from ..states import (
-    PREFILL_ROOM,
-    WRITER_GRANT_ENDS,
-    PrefillRoom,
-    PrefillRoomEvent,
-    WriterGrantEvent,
-    WriterGrantState,
-)
+from ..states import PREFILL_ROOM, WRITER_GRANT_ENDS, PrefillRoom, PrefillRoomEvent, WriterGrantEvent, WriterGrantState
 from ..tables import step
 from ..timers import TimerKey, Timers
 from .cells import Cell, OpenRoom, started

@@ -16,9 +16,14 @@ from openai.types.chat.chat_completion_message import FunctionCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.backends.daemons.answer import TURN_TOKENS_MAX, AnswerText, Choice, GrowingAnswer
+from pdtransfer.serve.router.backends.daemons.answer import (
+    LOGPROBS_INLINE_MAX,
+    TURN_TOKENS_MAX,
+    Answer,
+    AnswerText,
+    Choice,
+)
 from pdtransfer.serve.router.backends.daemons.answers import AnswerForm
-from pdtransfer.serve.router.backends.daemons.backend import LOGPROBS_INLINE_MAX
 from pdtransfer.serve.router.backends.daemons.router_effects import Finish, Refusal, RoomReport
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.text import BytesText
@@ -285,7 +290,8 @@ def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> N
         for index, room in enumerate(completion.rooms):
             text = AnswerText(BytesText(), room.sampling, completion.stops, keep_stop=False)
             choices.append(Choice(client, news, partial(stopping, index), text, echo="", began_s=0.0))
-        answer = GrowingAnswer(completion, choices, news)
+        form = AnswerForm(chat=True, request=1, model="m", created=0, text=BytesText(), logprobs=True)
+        answer = Answer(completion, form, choices, news, lambda: None)
         for index, choice in enumerate(choices):
             choice.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
             if index or stop is None:
@@ -293,24 +299,27 @@ def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> N
 
         async def other() -> None:
             nonlocal turns
-            while not answer.ended:
+            while len(answer.ended) < len(choices):
                 turns += 1
                 await asyncio.sleep(0)
 
         texts, own = ["", "", ""], [[], [], []]
         task = asyncio.create_task(other())
-        while not answer.ended:
-            pieces = await answer.next()
-            assert sum(len(piece.piece.text) for piece in pieces) <= TURN_TOKENS_MAX
-            for piece in pieces:
-                texts[piece.index] += piece.piece.text
-                own[piece.index] += [token.logprobs.own for token in piece.piece.tokens]
-                assert piece.first == (texts[piece.index] == piece.piece.text)
+        while events := (await answer.more()).decode().split("\n\n")[:-1]:
+            gained = [
+                json.loads(event.removeprefix("data: "))["choices"][0] for event in events if "[DONE]" not in event
+            ]
+            assert sum(len(choice["delta"]["content"]) for choice in gained) <= TURN_TOKENS_MAX
+            for choice in gained:
+                index, delta = choice["index"], choice["delta"]
+                assert ("role" in delta) == (texts[index] == "")
+                texts[index] += delta["content"]
+                own[index] += [token["logprob"] for token in choice["logprobs"]["content"]]
         await task
         assert texts == ["a" * count + ("" if stop else "b")] * 3
         assert own == [[-float(index) for index in range(count)] + ([] if stop else [-1.0])] * 3
         assert (turns >= 9, stopped) == (True, [0] if stop else [])
-        assert [choice.tokens for choice in answer.choices] == [count + 1] * 3
+        assert [choice.tokens for choice in answer.ended] == [count + 1] * 3
 
     run_on_loop(case)
 

@@ -6,7 +6,6 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 from .....errors import SUCCESSES
@@ -18,61 +17,6 @@ from ...front.text import TextCodec
 from .answers import AnswerForm, EndedChoice, ScoredToken, TextPiece, usage_of
 from .completions import Completion
 from .router_effects import Fail, Finish, Refusal, Retry
-
-
-@dataclass(slots=True, eq=False)
-class RoomAttempt:
-    """The latest room of one choice while it generates; times of the router's monotonic clock."""
-
-    began_s: float
-    first_s: float | None = None
-    tokens: int = 0
-
-
-def room_record(client: ClientRequest, attempt: RoomAttempt, end: Finish | Fail | Retry, now: float) -> EndedRequest:
-    """The record of a room of `client`."""
-    room, failure = end.room, None if isinstance(end, Finish) else end
-    prefill, decode = room.prefill, room.decode
-    first_s = None if attempt.first_s is None else attempt.first_s - attempt.began_s
-    # Without an End of decode the router ended the answer itself, at a stop string.
-    success = "stop" if decode is None else decode.reason
-    return EndedRequest(
-        scope="room",
-        role="router",
-        node=client.node,
-        rooms=(room.id,),
-        request_id=client.request_id,
-        trace=client.trace,
-        prefill=room.prefill_node,
-        decode=room.decode_node,
-        model=client.model,
-        path=client.path,
-        prompt_tokens=room.prompt_tokens,
-        tokens=attempt.tokens,
-        reason=success if failure is None else "",
-        cause=None if failure is None else failure.cause,
-        detail="" if failure is None else failure.detail,
-        retried=isinstance(end, Retry),
-        resumptions=room.resumptions,
-        stream=client.stream,
-        enable_hisparse=room.enable_hisparse,
-        ended_unix_s=time.time(),
-        total_s=now - attempt.began_s,
-        first_token_s=first_s,
-        spans=spans_of(room.id, first_s, now - attempt.began_s),
-        cached_tokens=decode.prefix if decode is not None and decode.reason in SUCCESSES else None,
-        kv_bytes=0 if decode is None else decode.kv_bytes,
-        queue_s=_seconds(prefill, "queue_us"),
-        prefill_s=_seconds(prefill, "compute_us"),
-        transfer_s=_seconds(prefill, "transfer_us"),
-        admission_s=_seconds(decode, "admission_us"),
-        copy_s=_seconds(prefill, "copy_us"),
-    )
-
-
-def _seconds(end: End | None, field: str) -> float | None:
-    """What a worker measured, in microseconds; 0 stands for what is not known."""
-    return None if end is None else getattr(end, field) / 1e6 or None
 
 
 class AnswerText:
@@ -163,42 +107,39 @@ def _borders(stop: str) -> list[int]:
 
 
 TURN_TOKENS_MAX = 256  # of one answer that become text before the loop serves others: some milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceNews:
-    """What one choice gains. `first`: nothing of it came before."""
-
-    index: int
-    piece: TextPiece
-    first: bool
-    ended: EndedChoice | None
+LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
 
 
 class Choice:
     """One choice of an answer: its tokens wait here for the HTTP task, at most max_tokens of them, and become `text`.
-    `news` is set at each change. `stop` ends its room where the text has met a stop string, and so the choice."""
+    `news` is set at each change. `stop` ends its room where the text has met a stop string, and so the choice. Times
+    are those of the router's monotonic clock."""
 
     def __init__(
         self, client: ClientRequest, news: asyncio.Event, stop: Callable[[], None], text: AnswerText, *, echo: str,
         began_s: float,
     ) -> None:  # fmt: skip
-        self.client, self.room, self._news, self._stop = client, RoomAttempt(began_s), news, stop
+        self.client, self._news, self._stop = client, news, stop
         self.began_s = self.first_s = self.token_s = began_s  # token_s: when the latest token came
         self.streaming = False
         self._ids: list[int] = []
         self._logprobs = bytearray()
-        self.text, self._echo, self._begun = text, echo, False
+        self.text, self._echo, self.shown = text, echo, False  # shown: a stream has a part of it
         self.end: Finish | Fail | None = None  # of its last room
         self.ended: EndedChoice | None = None  # once its text is complete
+        self._begin_room(began_s)
+
+    def _begin_room(self, now: float) -> None:
+        self._room_began_s, self._room_tokens = now, 0
+        self._room_first_s: float | None = None
 
     def put(self, ids: list[int], logprobs: bytes, now: float) -> None:
         """Appends ids, with their packed logprobs."""
         if not self.streaming:
             self.first_s, self.client.first_s = now, self.client.first_s or now
-        if self.room.first_s is None:
-            self.room.first_s = now
-        self.room.tokens += len(ids)
+        if self._room_first_s is None:
+            self._room_first_s = now
+        self._room_tokens += len(ids)
         self.streaming, self.token_s = True, now
         self._ids += ids
         self._logprobs += logprobs
@@ -206,10 +147,10 @@ class Choice:
 
     def room_ended(self, end: Finish | Fail | Retry, now: float) -> EndedRequest:
         """Its room has ended, and with Retry the choice has another one now. Returns the room's record."""
-        record = room_record(self.client, self.room, end, now)
+        record = self._record(end, now)
         self.client.ended_rooms.append(record)
         if isinstance(end, Retry):
-            self.room = RoomAttempt(now)
+            self._begin_room(now)
             self.client.retried = True
             self.client.rooms.append(end.next_room)
             self.client.resumptions += end.resumed
@@ -217,6 +158,45 @@ class Choice:
             self.end = end
             self._news.set()
         return record
+
+    def _record(self, end: Finish | Fail | Retry, now: float) -> EndedRequest:
+        client, room, failure = self.client, end.room, None if isinstance(end, Finish) else end
+        prefill, decode = room.prefill, room.decode
+        first_s = None if self._room_first_s is None else self._room_first_s - self._room_began_s
+        # Without an End of decode the router ended the answer itself, at a stop string.
+        success = "stop" if decode is None else decode.reason
+        return EndedRequest(
+            scope="room",
+            role="router",
+            node=client.node,
+            rooms=(room.id,),
+            request_id=client.request_id,
+            trace=client.trace,
+            prefill=room.prefill_node,
+            decode=room.decode_node,
+            model=client.model,
+            path=client.path,
+            prompt_tokens=room.prompt_tokens,
+            tokens=self._room_tokens,
+            reason=success if failure is None else "",
+            cause=None if failure is None else failure.cause,
+            detail="" if failure is None else failure.detail,
+            retried=isinstance(end, Retry),
+            resumptions=room.resumptions,
+            stream=client.stream,
+            enable_hisparse=room.enable_hisparse,
+            ended_unix_s=time.time(),
+            total_s=now - self._room_began_s,
+            first_token_s=first_s,
+            spans=spans_of(room.id, first_s, now - self._room_began_s),
+            cached_tokens=decode.prefix if decode is not None and decode.reason in SUCCESSES else None,
+            kv_bytes=0 if decode is None else decode.kv_bytes,
+            queue_s=_seconds(prefill, "queue_us"),
+            prefill_s=_seconds(prefill, "compute_us"),
+            transfer_s=_seconds(prefill, "transfer_us"),
+            admission_s=_seconds(decode, "admission_us"),
+            copy_s=_seconds(prefill, "copy_us"),
+        )
 
     @property
     def waiting(self) -> int:
@@ -231,101 +211,106 @@ class Choice:
         del self._ids[:count], self._logprobs[:of_logprobs]
         return taken
 
-    def advance(self, index: int, ids: list[int], logprobs: bytes) -> ChoiceNews | None:
+    def advance(self, ids: list[int], logprobs: bytes) -> TextPiece | None:
         """Makes text of what was taken; None where it has nothing new."""
         if not ids and (self.end is None or self.waiting):
             return None
-        first, self._begun = not self._begun, True
         piece = self.text.feed(ids, logprobs)
         if self.text.stopped and self.end is None:
             self._stop()
         finish = None if self.waiting and not self.text.stopped else self.end
         if isinstance(finish, Finish):
             piece += self.text.end()
-        if first and self._echo:
-            piece = TextPiece(self._echo) + piece
-        if isinstance(finish, Finish):
             decoded = finish.room.decode is None or finish.room.decode.reason == "stop"
             reason = "stop" if self.text.stopped or decoded else "length"
             self.ended = EndedChoice(reason, self.text.tokens, finish.room)
-        return ChoiceNews(index, piece, first, self.ended)
+        if self._echo:
+            piece, self._echo = TextPiece(self._echo) + piece, ""
+        return piece
 
 
-class GrowingAnswer:
-    """All choices of one answer."""
+def _seconds(end: End | None, field: str) -> float | None:
+    """What a worker measured, in microseconds; 0 stands for what is not known."""
+    return None if end is None else getattr(end, field) / 1e6 or None
 
-    def __init__(self, completion: Completion, choices: list[Choice], news: asyncio.Event) -> None:
-        self.completion, self._choices, self._news = completion, choices, news
-        self.failed: Fail | None = None  # one failure fails the answer
+
+class Answer:
+    """All choices of one answer: as AnswerStream its server-sent events, or all of it. One failure fails the answer.
+    `close` is called at its end."""
+
+    status, length, events = 200, None, True
+    headers: Mapping[str, str] = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+
+    def __init__(
+        self, completion: Completion, form: AnswerForm, choices: list[Choice], news: asyncio.Event,
+        close: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._completion, self._form, self._choices, self._news, self._close = completion, form, choices, news, close
+        self._pieces: dict[int, TextPiece] = {}
+        self._complete = False
 
     @property
-    def ended(self) -> bool:
-        """Whether all choices are complete."""
-        return len(self.choices) == len(self._choices)
-
-    @property
-    def choices(self) -> list[EndedChoice]:
-        """Those that are complete."""
+    def ended(self) -> list[EndedChoice]:
+        """Choices that are complete."""
         return [choice.ended for choice in self._choices if choice.ended is not None]
 
-    async def next(self) -> list[ChoiceNews]:
-        """Waits for the next pieces, of TURN_TOKENS_MAX tokens together. None come once the answer has failed."""
+    async def _next(self) -> dict[int, TextPiece]:
+        """Waits for the next pieces, by the number of their choice: of TURN_TOKENS_MAX tokens together. Raises
+        AnswerFailedError."""
         if self._news.is_set():
             await asyncio.sleep(0)  # A client that was slow to read left many tokens: others have their turn first.
         await self._news.wait()
         self._news.clear()
-        news: list[ChoiceNews] = []
+        pieces: dict[int, TextPiece] = {}
         left = TURN_TOKENS_MAX
         for index, choice in enumerate(self._choices):
             if choice.ended is not None:
                 continue
             if isinstance(choice.end, Fail):
-                self.failed = choice.end
-                return []
+                raise failed_answer(choice.end)
             ids, logprobs = choice.take(left)
             left -= len(ids)
-            if (gained := choice.advance(index, ids, logprobs)) is not None:
-                news.append(gained)
+            if (piece := choice.advance(ids, logprobs)) is not None:
+                pieces[index] = piece
             if choice.waiting and choice.ended is None:
                 self._news.set()
-        return news
+        return pieces
 
+    @property
+    def _usage(self) -> dict[str, object]:
+        return usage_of(self._completion.prompt_tokens, self.ended, self._completion.n)
 
-def failed_answer(end: Fail | Refusal) -> AnswerFailedError:
-    """The error of a room that failed, or was not accepted."""
-    return AnswerFailedError(end.detail, end.cause, retry_ms=end.retry_ms)
-
-
-class AnswerEvents:
-    """As AnswerStream: an answer as server-sent events. `close` is called at its end."""
-
-    status, length, events = 200, None, True
-    headers: Mapping[str, str] = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-
-    def __init__(self, form: AnswerForm, answer: GrowingAnswer, close: Callable[[], None]) -> None:
-        self._form, self._answer, self._close = form, answer, close
-        self._news: list[ChoiceNews] = []
-        self._complete = False
+    async def whole(self) -> bytes:
+        """All of it. Raises AnswerFailedError."""
+        pieces: list[list[TextPiece]] = [[] for _ in self._choices]
+        while len(self.ended) < len(self._choices):
+            for index, piece in (await self._next()).items():
+                pieces[index].append(piece)
+        texts = [TextPiece.joined(choice) for choice in pieces]
+        if sum(len(text.tokens) for text in texts) <= LOGPROBS_INLINE_MAX:
+            return self._form.whole(texts, self.ended, self._usage)
+        return await asyncio.to_thread(self._form.whole, texts, self.ended, self._usage)
 
     async def begin(self) -> None:
         """Waits for the first pieces. Raises AnswerFailedError: nothing was sent yet, so a status can report it."""
-        while not self._news:
-            self._news = await self._answer.next()
-            if self._answer.failed is not None:
-                raise failed_answer(self._answer.failed)
+        while not self._pieces:
+            self._pieces = await self._next()
 
     async def more(self) -> bytes:
         """As AnswerStream.more."""
         if self._complete:
             return b""
         await self.begin()
-        form, news, self._news = self._form, self._news, []
-        events = [form.chunk(new.index, new.piece, first=new.first, ended=new.ended) for new in news]
-        if self._answer.ended:
-            self._complete, completion = True, self._answer.completion
-            if completion.include_usage:
-                usage = usage_of(completion.prompt_tokens, self._answer.choices, completion.n)
-                events.append(form.usage_chunk(usage))
+        pieces, self._pieces = self._pieces, {}
+        events: list[bytes] = []
+        for index, piece in pieces.items():
+            choice = self._choices[index]
+            events.append(self._form.chunk(index, piece, first=not choice.shown, ended=choice.ended))
+            choice.shown = True
+        if len(self.ended) == len(self._choices):
+            self._complete = True
+            if self._completion.include_usage:
+                events.append(self._form.usage_chunk(self._usage))
             events.append(b"[DONE]")
         return b"".join(b"data: " + event + b"\n\n" for event in events)
 
@@ -333,3 +318,8 @@ class AnswerEvents:
         """As AnswerStream.close. A room knows itself whether it is complete."""
         del complete
         self._close()
+
+
+def failed_answer(end: Fail | Refusal) -> AnswerFailedError:
+    """The error of a room that failed, or was not accepted."""
+    return AnswerFailedError(end.detail, end.cause, retry_ms=end.retry_ms)

@@ -31,8 +31,8 @@ from ...front.client_request import ClientRequest
 from ...front.json_bodies import RefusedRequestError
 from ...front.status import RouterMetrics
 from ...front.text import load_text
-from .answer import AnswerEvents, AnswerText, Choice, GrowingAnswer, failed_answer
-from .answers import AnswerForm, TextPiece, models, one_model, usage_of
+from .answer import Answer, AnswerText, Choice, failed_answer
+from .answers import AnswerForm, models, one_model
 from .completions import Completion, ReadBody, ReadCompletion, ReadText, completion_of
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_rooms import rooms_by_progress
@@ -42,7 +42,6 @@ from .workers import model_text, worker_status
 
 log = logging.getLogger(__name__)
 
-LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
 CHAT, MODELS, VERSION = "/v1/chat/completions", "/v1/models", "/version"
 
 
@@ -262,31 +261,21 @@ class Daemons:
         self.metrics.of(client.model)  # however the request ends, it counts as one of this model
         return completion
 
-    async def answer(self, request: Completion, client: ClientRequest) -> WholeAnswer | AnswerEvents:
+    async def answer(self, request: Completion, client: ClientRequest) -> WholeAnswer | Answer:
         """Begins all rooms, or none, and answers with them."""
         choices, streams = dict[int, Choice](), False
         try:
             answer = await self._begin(request, client, choices)
-            form = AnswerForm(
-                chat=request.chat,
-                request=next(iter(choices)),
-                model=request.model or "",
-                created=int(time.time()),
-                text=self.text,
-                logprobs=request.rooms[0].sampling.logprobs,
-                usage_follows=request.include_usage,
-            )
             if not request.stream:
-                return WholeAnswer.of_json(await _whole(form, answer))
-            events = AnswerEvents(form, answer, lambda: self._end(choices, request))
-            await events.begin()
+                return WholeAnswer.of_json(await answer.whole())
+            await answer.begin()
             streams = True
-            return events
+            return answer
         finally:
             if not streams:
                 self._end(choices, request)
 
-    async def _begin(self, request: Completion, client: ClientRequest, choices: dict[int, Choice]) -> GrowingAnswer:
+    async def _begin(self, request: Completion, client: ClientRequest, choices: dict[int, Choice]) -> Answer:
         """Begins a room for each choice, and adds it. Raises AnswerFailedError for the first that is refused."""
         news, of = asyncio.Event(), self.metrics.of(client.model)
         for index, room in enumerate(request.rooms):
@@ -303,7 +292,16 @@ class Daemons:
             client.rooms.append(accepted.request)
             self._perform(accepted.effects)
             of.prompt_tokens.inc(len(room.prompt) // 4)
-        return GrowingAnswer(request, list(choices.values()), news)
+        form = AnswerForm(
+            chat=request.chat,
+            request=next(iter(choices)),
+            model=request.model or "",
+            created=int(time.time()),
+            text=self.text,
+            logprobs=request.rooms[0].sampling.logprobs,
+            usage_follows=request.include_usage,
+        )
+        return Answer(request, form, list(choices.values()), news, lambda: self._end(choices, request))
 
     def _stop(self, request: int) -> None:
         """A stop string was met."""
@@ -317,21 +315,6 @@ class Daemons:
             del self._choices[room]
         if self._spans is not None and len(choices) == len(request.rooms):
             _draw(self._spans, list(choices.values()))
-
-
-async def _whole(form: AnswerForm, answer: GrowingAnswer) -> bytes:
-    """Raises AnswerFailedError."""
-    pieces: list[list[TextPiece]] = [[] for _ in answer.completion.rooms]
-    while not answer.ended:
-        for news in await answer.next():
-            pieces[news.index].append(news.piece)
-        if answer.failed is not None:
-            raise failed_answer(answer.failed)
-    texts = [TextPiece.joined(choice) for choice in pieces]
-    usage = usage_of(answer.completion.prompt_tokens, answer.choices, answer.completion.n)
-    if sum(len(text.tokens) for text in texts) <= LOGPROBS_INLINE_MAX:
-        return form.whole(texts, answer.choices, usage)
-    return await asyncio.to_thread(form.whole, texts, answer.choices, usage)
 
 
 def _draw(spans: Spans, choices: list[Choice]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPO
+from tools import plots
 
 GENERATED = {REPO / "docs" / "flags.md", REPO / "docs" / "metrics.md"}
 OTHERS = {REPO / name / "README.md" for name in ("deploy", "kernels", "tests/serve/stranger")} | {
@@ -19,6 +20,7 @@ DOCUMENTS = sorted({*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), *OTHERS}
 PLACES = ("pdtransfer/", "kernels/", "tests/", "tools/", "examples/", "docs/", "deploy/", "lab/")
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+README = (REPO / "README.md").read_text(encoding="utf-8")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -67,10 +69,24 @@ def test_documents_name_tests_that_exist() -> None:
 
 
 def test_readme_is_short_and_plain_enough_for_a_package_index() -> None:
-    text = (REPO / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 120
-    assert "mermaid" not in text
-    assert "![" not in text
+    assert len(README.splitlines()) < 120
+    assert "mermaid" not in README
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_readme_has_the_commands_of_an_engines_document(engine: str) -> None:
+    """As they stand there."""
+    [block] = re.findall(rf"\(docs/{engine}\.md\) .*?^```\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    document = (REPO / "docs" / f"{engine}.md").read_text(encoding="utf-8")
+    commands = re.split(r"\n(?=\S)", block.strip())
+    assert len(commands) == 3
+    assert [command for command in commands if command.strip() not in document] == []
+
+
+def test_the_plot_of_readme_has_the_figures_of_its_table() -> None:
+    assert plots.PLOT.read_text(encoding="utf-8") == plots.drawn(
+        plots.medians(plots.SOURCE.read_text(encoding="utf-8"))
+    )
 
 
 def test_architecture_is_short_and_links_every_decision() -> None:

@@ -339,11 +339,12 @@ class ServerSite:
 
 
 async def streamed(
-    request: web.Request, pieces: Iterable[bytes], *, pause_s: float = 0.05, kind: str = "text/event-stream"
+    request: web.Request, pieces: Iterable[bytes], *, pause_s=0.05, kind="text/event-stream", length: int | None = None
 ) -> web.StreamResponse:
     """An answer that comes in these pieces, each by itself."""
     await request.read()
     response = web.StreamResponse(headers={"Content-Type": kind})
+    response.content_length = length
     await response.prepare(request)
     for piece in pieces:
         await response.write(piece)

@@ -16,14 +16,8 @@ from openai.types.chat.chat_completion_message import FunctionCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from pdtransfer.errors import Cause
-from pdtransfer.serve.router.backends.daemons.answer import (
-    LOGPROBS_INLINE_MAX,
-    TURN_TOKENS_MAX,
-    Answer,
-    AnswerText,
-    Choice,
-)
-from pdtransfer.serve.router.backends.daemons.answers import AnswerForm
+from pdtransfer.serve.router.backends.daemons.answer import TURN_TOKENS_MAX, Answer, AnswerText, Choice
+from pdtransfer.serve.router.backends.daemons.answers import LOGPROBS_INLINE_MAX, AnswerForm
 from pdtransfer.serve.router.backends.daemons.router_effects import Finish, Refusal, RoomReport
 from pdtransfer.serve.router.front.client_request import ClientRequest
 from pdtransfer.serve.router.front.text import BytesText

@@ -6,57 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ....errors import Cause, WorldError
 from ..fleet.membership import WorkerSite
 from .body_readers import BodyReading, Read
 from .client_request import ClientRequest
+from .json_bodies import WholeAnswer
 from .text import TextCodec
-
-JSON = "application/json"
-STATUSES = {
-    Cause.ABORTED: 499,
-    Cause.DEADLINE: 504,
-    Cause.PEER_LOST: 503,
-    Cause.PEER_RESTARTED: 503,
-    Cause.BREACH: 502,
-    Cause.REFUSED: 400,
-    Cause.FULL: 429,
-    Cause.TRANSFER: 502,
-    Cause.ENGINE: 500,
-    Cause.SHUTDOWN: 503,
-}  # of an answer that failed
-
-
-@dataclass(frozen=True, slots=True)
-class WholeAnswer:
-    """An answer that is complete."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-    @classmethod
-    def of_json(cls, body: bytes) -> WholeAnswer:
-        """Of a request that was served."""
-        return cls(200, {"Content-Type": JSON}, body)
-
-
-class AnswerFailedError(WorldError):
-    """A request gets no answer, or the rest of one does not come. `retry_ms` is when to ask again, 0 for unknown;
-    `answer` is what a server answered, which is passed on."""
-
-    def __init__(
-        self,
-        text: str,
-        cause: Cause,
-        *,
-        status: int | None = None,
-        retry_ms: int = 0,
-        answer: WholeAnswer | None = None,
-    ) -> None:
-        super().__init__(text)
-        self.cause, self.retry_ms, self.answer = cause, retry_ms, answer
-        self.status = STATUSES[cause] if status is None else status
 
 
 class AnswerStream(Protocol):
@@ -178,7 +132,7 @@ class Backend(WorkerSite, Protocol[Asked]):
         ...
 
     async def look_up(self, path: str, authorization: str) -> WholeAnswer:
-        """Answers a GET; `authorization` is the client's header. Raises RefusedRequestError and AnswerFailedError."""
+        """Answers a GET; `authorization` is the client's header. Raises AnswerFailedError."""
         ...
 
     def usable(self) -> bool:

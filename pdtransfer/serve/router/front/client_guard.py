@@ -16,7 +16,7 @@ from ....errors import ConfigError
 from ...process.signals import read_again
 from ...settings.router import RouterConfig
 from .json_bodies import RefusedRequestError
-from .openai_http import API_KEY_USE, error_response, refusal
+from .openai_http import API_KEY_USE, error_response, failure
 
 if TYPE_CHECKING:
     from .api_keys import ApiKeys
@@ -84,7 +84,7 @@ def authenticated(keys: ApiKeys, count: Callable[[int], None]) -> Middleware:
                 return await handler(request)
         except RefusedRequestError as why:
             count(why.status)
-            return refusal(why)
+            return failure(why)
 
     return through
 

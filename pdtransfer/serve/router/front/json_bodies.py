@@ -1,31 +1,76 @@
-"""JSON bodies of clients: decoded, with errors that name the field. No I/O."""
+"""JSON bodies of clients: decoded, with errors that name the field; and the error of what gets no answer. No I/O."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import msgspec
 from msgspec import Raw
 
-from ....errors import LocalProtocolError
+from ....errors import Cause, PDTransferError
 
 _NAMED_BYTES_MAX = 1 << 20  # of a body in which the field with half a character is looked for
 _PATH = re.compile(r"^(.*) - at `\$\.?([^`]*?)(?:\[\.\.\.\][^`]*)?`$", re.DOTALL)  # a dict's keys are not in it
 _MISSING = re.compile(r"^Object missing required field `(\w+)`")
 Parsed = TypeVar("Parsed")
 
+JSON = "application/json"
+STATUSES = {
+    Cause.ABORTED: 499,
+    Cause.DEADLINE: 504,
+    Cause.PEER_LOST: 503,
+    Cause.PEER_RESTARTED: 503,
+    Cause.BREACH: 502,
+    Cause.REFUSED: 400,
+    Cause.FULL: 429,
+    Cause.TRANSFER: 502,
+    Cause.ENGINE: 500,
+    Cause.SHUTDOWN: 503,
+}  # of an answer that failed
 
-class RefusedRequestError(LocalProtocolError):
-    """The request is invalid, or beyond a limit. `param` is the field, None for the request as a whole; `code` is
-    OpenAI's error code. `retry_ms` is when to ask again, of 429."""
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """An answer that is complete."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @classmethod
+    def of_json(cls, body: bytes) -> WholeAnswer:
+        """Of a request that was served."""
+        return cls(200, {"Content-Type": JSON}, body)
+
+
+class AnswerFailedError(PDTransferError):
+    """A request gets no answer, or the rest of one does not come. `code` is OpenAI's error code. `retry_ms` is when to
+    ask again, 0 for unknown; `answer` is what a server answered, which is passed on."""
+
+    param: str | None = None
+
+    def __init__(
+        self, text: str, cause: Cause | None, *, status: int | None = None, code: str | None = None, retry_ms: int = 0,
+        answer: WholeAnswer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(text)
+        self.cause, self.retry_ms, self.answer = cause, retry_ms, answer
+        self.code = code if cause is None else cause.value
+        self.status = status or (400 if cause is None else STATUSES[cause])
+
+
+class RefusedRequestError(AnswerFailedError):
+    """The request is invalid, or beyond a limit. `param` is the field, None for the request as a whole."""
 
     def __init__(
         self, param: str | None, text: str, *, code: str | None = None, status: int = 400, retry_ms: int = 0
     ) -> None:
-        super().__init__(f"{param}: {text}" if param else text)
-        self.param, self.text, self.code, self.status, self.retry_ms = param, text, code, status, retry_ms
+        super().__init__(f"{param}: {text}" if param else text, None, status=status, code=code, retry_ms=retry_ms)
+        self.param, self.text = param, text
 
 
 def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:

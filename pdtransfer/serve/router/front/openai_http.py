@@ -15,10 +15,9 @@ from aiohttp.typedefs import Handler, Middleware
 from ....errors import Cause
 from ....limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
 from ...settings.router import RouterConfig
-from .backend import JSON, AnswerFailedError, WholeAnswer
 from .body_readers import BodyReaders, BodyReading, Read
 from .client_request import REQUEST_ID, ClientRequest
-from .json_bodies import RefusedRequestError
+from .json_bodies import JSON, AnswerFailedError, RefusedRequestError, WholeAnswer
 from .key_limits import KeyUse, check_answers
 
 API_KEY_USE = web.RequestKey("api_key_use", KeyUse)  # whose request it is, where API keys are on
@@ -160,12 +159,7 @@ def failure(failed: AnswerFailedError) -> web.Response:
     """Returns the answer to a request that failed before anything of its answer was sent."""
     if failed.answer is not None:
         return written(failed.answer)
-    return error_response(failed.status, str(failed), code=failed.cause.value, retry_ms=failed.retry_ms)
-
-
-def refusal(why: RefusedRequestError) -> web.Response:
-    """Returns the answer to a request that is not accepted."""
-    return error_response(why.status, str(why), param=why.param, code=why.code, retry_ms=why.retry_ms)
+    return error_response(failed.status, str(failed), param=failed.param, code=failed.code, retry_ms=failed.retry_ms)
 
 
 def openai_errors(paths: str, others: tuple[str, ...] = ()) -> Middleware:

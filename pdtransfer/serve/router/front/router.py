@@ -17,13 +17,13 @@ from ...process.http import Health, HttpListener, application
 from ...settings.router import RouterConfig
 from ...tracing.ended_request import EndedRequests
 from ..fleet.status import FleetStatus, RouterStatus, TotalsStatus
-from .backend import JSON, AnswerFailedError, AnswerStream, Backend, WholeAnswer
+from .backend import AnswerStream, Backend
 from .body_readers import BodyReaders
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
-from .json_bodies import RefusedRequestError
+from .json_bodies import JSON, AnswerFailedError, WholeAnswer
 from .loop_delay import LoopDelay
-from .openai_http import OpenRequests, accept, error, failure, openai_errors, refusal, stamp, written
+from .openai_http import OpenRequests, accept, error, failure, openai_errors, stamp, written
 from .status import RecentRequests, RouterMetrics, StatusPages
 
 EVENT_END = b"\n\n"
@@ -123,8 +123,6 @@ class Router:
     async def _look_up(self, http: web.Request) -> web.Response:
         try:
             return written(await self.backend.look_up(http.path, http.headers.get("Authorization", "")))
-        except RefusedRequestError as why:
-            return refusal(why)
         except AnswerFailedError as failed:
             return failure(failed)
 
@@ -134,18 +132,14 @@ class Router:
             with self.open_requests.begun():
                 answer, _ = await self.open_requests.read(http, self.backend.reading(http.path))
             return web.Response(body=answer.parts[0], content_type=JSON)
-        except RefusedRequestError as why:
-            return refusal(why)
+        except AnswerFailedError as failed:
+            return failure(failed)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         client = accept(http, self._config)
         try:
             with self.open_requests.begun():
                 return await self._answer(http, client)
-        except RefusedRequestError as why:
-            response = refusal(why)
-            client.answered(response.status, detail=str(why))
-            return response
         except AnswerFailedError as failed:
             client.answered(failed.status, failed.cause, str(failed))
             return failure(failed)
@@ -193,7 +187,7 @@ class Router:
         except AnswerFailedError as failed:
             client.answered(failed.status, failed.cause, f"cut off: {failed}")
             if answer.events and end == EVENT_END:
-                event = error(failed.status, str(failed), code=failed.cause.value)
+                event = error(failed.status, str(failed), code=failed.code)
                 await self._write(response, b"data: " + event + EVENT_END)
                 await response.write_eof()
             elif http.transport is not None:

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from pdtransfer.serve.router.backends.servers.hand_offs import ANSWER_TAIL_BYTES, with_prompt_figures
-from tests.support.vllm_servers import ServerSite, server_site
+from tests.support.vllm_servers import ServerSite, server_site, streamed
 from tests.support.waiting import on_loop, run_on_loop, until
 
 CHAT = {"messages": [{"role": "user", "content": "once"}], "prompt": None}
@@ -124,14 +124,8 @@ def test_a_figure_that_comes_in_two_pieces_is_prefills(split: int) -> None:
 
             async def reply(request: web.Request, seen: Any) -> web.StreamResponse:
                 await site.decode[0].hand_over(seen)
-                response = web.StreamResponse(headers={"Content-Type": "application/json"})
-                response.content_length = len(whole)
-                await response.prepare(request)
-                cut = len(whole) - split
-                await response.write(whole[:cut])
-                await asyncio.sleep(0.02)
-                await response.write(whole[cut:])
-                return response
+                pieces = whole[:-split], whole[-split:]
+                return await streamed(request, pieces, kind="application/json", length=len(whole))
 
             site.decode[0].reply = reply
             site.prefill[0].more_params = {"remote_prefill_cached_tokens": 32}

@@ -11,10 +11,10 @@ from functools import lru_cache
 from .....errors import SUCCESSES
 from .....wire import End, Sampling, unpack_logprobs
 from ....tracing.ended_request import EndedRequest
-from ...front.backend import AnswerFailedError
 from ...front.client_request import ClientRequest, spans_of
+from ...front.json_bodies import AnswerFailedError
 from ...front.text import TextCodec
-from .answers import AnswerForm, EndedChoice, ScoredToken, TextPiece, usage_of
+from .answers import LOGPROBS_INLINE_MAX, AnswerForm, EndedChoice, ScoredToken, TextPiece, usage_of
 from .completions import Completion
 from .router_effects import Fail, Finish, Refusal, Retry
 
@@ -107,7 +107,6 @@ def _borders(stop: str) -> list[int]:
 
 
 TURN_TOKENS_MAX = 256  # of one answer that become text before the loop serves others: some milliseconds
-LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
 
 
 class Choice:

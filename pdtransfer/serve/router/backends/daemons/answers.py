@@ -11,6 +11,8 @@ from .....wire import End, Logprobs
 from ...front.text import TextCodec, token_name
 from .router_effects import RoomReport
 
+LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:

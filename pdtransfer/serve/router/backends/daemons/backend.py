@@ -26,9 +26,9 @@ from ....settings.router import RouterConfig
 from ....tracing.ended_request import EndedRequests
 from ...fleet.roles import Role
 from ...fleet.status import WorkerStatus
-from ...front.backend import BackendState, Paths, WholeAnswer
+from ...front.backend import BackendState, Paths
 from ...front.client_request import ClientRequest
-from ...front.json_bodies import RefusedRequestError
+from ...front.json_bodies import RefusedRequestError, WholeAnswer
 from ...front.status import RouterMetrics
 from ...front.text import load_text
 from .answer import Answer, AnswerText, Choice, failed_answer

@@ -21,8 +21,8 @@ from .....errors import Cause, RemoteProtocolError
 from .....limits import HTTP_BODY_BYTES_MAX, SERVER_ATTEMPTS_MAX
 from .....schema import parse
 from ...fleet.roles import NoPair
-from ...front.backend import WholeAnswer
 from ...front.client_request import ClientRequest
+from ...front.json_bodies import WholeAnswer
 from .dialect import Dialect, ServerOrder
 from .early_token import EARLY_KINDS_MAX, EARLY_WRONG_MAX, EVENT_END, EarlyToken, kind_of
 from .hand_offs import ANSWER_TAIL_BYTES, has_prompt_figures, received_of, with_prompt_figures

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from ....settings.router import RouterConfig
 from ...fleet.roles import Departure, NoPair, Role
 from ...fleet.status import WorkerStatus
-from ...front.backend import BackendState, Paths, WholeAnswer
+from ...front.backend import BackendState, Paths
 from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
+from ...front.json_bodies import WholeAnswer
 from ...front.status import RouterMetrics
 from ...front.text import BytesText
 from .attempt import Relay

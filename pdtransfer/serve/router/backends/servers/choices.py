@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .....errors import Cause, RemoteProtocolError
 from .....limits import HTTP_BODY_BYTES_MAX
-from ...front.backend import AnswerFailedError, WholeAnswer
+from ...front.json_bodies import AnswerFailedError, WholeAnswer
 from .attempt import Relay
 from .joined_choices import JoinedAnswers, JoinedEvents
 from .server_request import ServerRequest

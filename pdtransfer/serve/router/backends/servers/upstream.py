@@ -17,7 +17,7 @@ import aiohttp
 from .....errors import Cause
 from .....limits import HTTP_BODY_BYTES_MAX, Limits
 from ...fleet.roles import NoPair
-from ...front.backend import AnswerFailedError, WholeAnswer
+from ...front.json_bodies import AnswerFailedError, WholeAnswer
 from .dialect import ServerOrder
 from .hand_offs import METRICS_BYTES_MAX
 from .server_pool import NO_LISTENER, Server, ServerIdentity

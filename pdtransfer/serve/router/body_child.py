@@ -13,20 +13,21 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
 import msgspec
 
 from ...errors import ConfigError
-from .backends.daemons.completions import ReadCompletion, ReadText
-from .backends.servers.dialects import ReadRelayed
+from .backends.daemons.completions import detokenized, read_body, tokenized
+from .backends.servers.dialects import read_for_servers
 from .front.body_readers import ANSWER, ASK, FAILED, PART, READ, READY, REFUSED
-from .front.json_bodies import RefusedRequestError
+from .front.json_bodies import Read, RefusedRequestError
 from .front.text import TextCodec, load_text
 
-READINGS: msgspec.msgpack.Decoder[ReadCompletion | ReadText | ReadRelayed] = msgspec.msgpack.Decoder(
-    ReadCompletion | ReadText | ReadRelayed
-)
+READINGS: Mapping[str, Callable[..., Read]] = {
+    function.__name__: function for function in (read_body, tokenized, detokenized, read_for_servers)
+}
 MEMORY_BYTES_MAX = 4 << 30  # private memory of this process: a body of the largest size makes some 300 MB of objects
 NICE = 5  # answers that are under way come before prompts that are to be read
 _PR_SET_PDEATHSIG = 1
@@ -59,7 +60,8 @@ def main() -> None:
 
 def _read(pipe: socket.socket, text: TextCodec, reading: bytes, body: bytes) -> None:
     try:
-        read = READINGS.decode(reading).read(body, text)
+        name, arguments = msgspec.msgpack.decode(reading)
+        read = READINGS[name](body, text=text, **arguments)
         parts, read.parts = read.parts, []
         head = msgspec.msgpack.encode(read)
     except RefusedRequestError as error:

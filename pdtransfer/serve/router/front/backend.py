@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ..fleet.membership import WorkerSite
-from .body_readers import BodyReading, Read
+from .body_readers import BodyReading
 from .client_request import ClientRequest
-from .json_bodies import WholeAnswer
+from .json_bodies import Read, WholeAnswer
 from .text import TextCodec
 
 

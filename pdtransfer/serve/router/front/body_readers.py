@@ -13,17 +13,17 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Struct
 
 from ....environment import child_environment
-from .json_bodies import RefusedRequestError
+from .json_bodies import Read, RefusedRequestError
 from .text import TextCodec
 
 ASK = struct.Struct("<II")  # lengths of what to do, and of the body: both follow
@@ -32,32 +32,20 @@ PART = struct.Struct("<I")  # length of a part, which follows
 READY, READ, REFUSED, FAILED = range(4)  # kinds of answers; READY comes once, before all others
 Refusal: TypeAlias = tuple[str | None, str, str | None, int]  # param, text, code and status of a RefusedRequestError
 
-Result_co = TypeVar("Result_co", bound="Read", covariant=True)
+Result_co = TypeVar("Result_co", bound=Read, covariant=True)
 
 
-class Read(Protocol):
-    """What was read: a struct that has its large parts in a list."""
+@dataclass(frozen=True, slots=True)
+class BodyReading(Generic[Result_co]):
+    """How a body is read: by a function that reading processes know by its name, with these arguments."""
 
-    parts: list[bytes]
-
-
-class BodyReading(Protocol[Result_co]):
-    """One kind of reading."""
-
-    @property
-    def result(self) -> type[Result_co]:
-        """The type of what is read."""
-        ...
+    function: Callable[..., Result_co]
+    result: type[Result_co]
+    arguments: Mapping[str, object]
 
     def read(self, body: bytes, text: TextCodec) -> Result_co:
         """Reads a body. Raises RefusedRequestError."""
-        ...
-
-
-class WrittenAnswer(Struct, kw_only=True):
-    """The answer to a request that takes no worker: its JSON is the only part."""
-
-    parts: list[bytes] = []
+        return self.function(body, text=text, **self.arguments)
 
 
 log = logging.getLogger(__name__)
@@ -180,7 +168,7 @@ class ReadingProcess:
         be closed, as after a cancellation."""
         self.usable = False
         answers, asks = self._pipe or await self._start()
-        call = msgspec.msgpack.encode(reading)
+        call = msgspec.msgpack.encode((reading.function.__name__, reading.arguments))
         async with asyncio.timeout(READ_S):
             asks.writelines((ASK.pack(len(call), len(body)), call, body))
             await asks.drain()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from ....errors import Cause, PDTransferError
 
@@ -71,6 +71,12 @@ class RefusedRequestError(AnswerFailedError):
     ) -> None:
         super().__init__(f"{param}: {text}" if param else text, None, status=status, code=code, retry_ms=retry_ms)
         self.param, self.text = param, text
+
+
+class Read(Struct, kw_only=True):
+    """What was read of a body. Its large parts are in a list: as a whole answer, where it takes no worker."""
+
+    parts: list[bytes] = []
 
 
 def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from pdtransfer.serve.router.backends.servers.dialects import ReadRelayed
+from pdtransfer.serve.router.backends.servers.dialects import read_for_servers
 from pdtransfer.serve.router.backends.servers.server_request import ServerRequest
 from pdtransfer.serve.router.front.text import BytesText
 
@@ -14,5 +14,5 @@ def relayed(
 ) -> ServerRequest:
     """The request of this body: bytes, or what is to be JSON."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    read = ReadRelayed(engine, block_tokens, path).read(raw, BytesText())
+    read = read_for_servers(raw, text=BytesText(), engine=engine, block_tokens=block_tokens, path=path)
     return read.received(raw, path=path, request_id="r", headers={"X-Request-Id": "r"})

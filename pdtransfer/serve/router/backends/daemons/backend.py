@@ -27,13 +27,14 @@ from ....tracing.ended_request import EndedRequests
 from ...fleet.roles import Role
 from ...fleet.status import WorkerStatus
 from ...front.backend import BackendState, Paths
+from ...front.body_readers import BodyReading
 from ...front.client_request import ClientRequest
-from ...front.json_bodies import RefusedRequestError, WholeAnswer
+from ...front.json_bodies import Read, RefusedRequestError, WholeAnswer
 from ...front.status import RouterMetrics
 from ...front.text import load_text
 from .answer import Answer, AnswerText, Choice, failed_answer
 from .answers import AnswerForm, models, one_model
-from .completions import Completion, ReadBody, ReadCompletion, ReadText, completion_of
+from .completions import Completion, ReadBody, completion_of, detokenized, read_body, tokenized
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_rooms import rooms_by_progress
 from .routing import Routing
@@ -236,11 +237,13 @@ class Daemons:
         longest = {name: min(longest_here, theirs) for name, theirs in self.routing.workers.models().items()}
         return {name: None if tokens == TOKENS_MAX else tokens for name, tokens in longest.items()}
 
-    def reading(self, path: str) -> ReadCompletion | ReadText:
+    def reading(self, path: str) -> BodyReading[Read]:
         """How a body is read."""
-        if path in self.paths.texts:
-            return ReadText(path == "/tokenize", self._served())
-        return ReadCompletion(path == CHAT)
+        if path == "/tokenize":
+            return BodyReading(tokenized, Read, {"served": self._served()})
+        if path == "/detokenize":
+            return BodyReading(detokenized, Read, {})
+        return BodyReading(read_body, ReadBody, {"chat": path == CHAT})
 
     def request(self, read: ReadBody, body: bytes, client: ClientRequest) -> Completion:
         """The rooms that a body asks for. Raises RefusedRequestError."""

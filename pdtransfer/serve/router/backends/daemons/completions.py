@@ -31,8 +31,7 @@ from .....limits import (
     TOP_LOGPROBS_MAX,
 )
 from .....wire import Sampling, pack_biases, pack_ids
-from ...front.body_readers import WrittenAnswer
-from ...front.json_bodies import RefusedRequestError, decoded, decoded_field
+from ...front.json_bodies import Read, RefusedRequestError, decoded, decoded_field
 from ...front.text import TextCodec
 from .router_rooms import CompletionRequest
 
@@ -95,7 +94,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     best_of: Annotated[int, Meta(ge=1)] | None = None
 
 
-class ReadBody(Struct, kw_only=True):
+class ReadBody(Read, kw_only=True):
     """What a body asks for. `parts` are the packed ids of each prompt, then with `echo` the UTF-8 text of each."""
 
     chat: bool
@@ -104,7 +103,6 @@ class ReadBody(Struct, kw_only=True):
     logprobs: bool
     top_logprobs: int
     echo: bool = False
-    parts: list[bytes] = []
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
@@ -506,7 +504,7 @@ class DetokenizeBody(Struct):
 _TOKENIZE, _DETOKENIZE = msgspec.json.Decoder(TokenizeBody), msgspec.json.Decoder(DetokenizeBody)
 
 
-def tokenized(body: bytes, text: TextCodec, served: Served) -> bytes:
+def tokenized(body: bytes, *, text: TextCodec, served: Served) -> Read:
     """Answers /tokenize. Raises RefusedRequestError."""
     fields = decoded(_TOKENIZE, body)
     if (fields.prompt is None) == (fields.messages is None):
@@ -521,41 +519,9 @@ def tokenized(body: bytes, text: TextCodec, served: Served) -> bytes:
             "prompt" if fields.messages is None else "messages", f"{len(ids)} tokens, at most {PROMPT_TOKENS_MAX}"
         )
     longest = _context(fields.model, text, served)
-    return msgspec.json.encode({"count": len(ids), "max_model_len": longest, "tokens": ids.tolist()})
+    return Read(parts=[msgspec.json.encode({"count": len(ids), "max_model_len": longest, "tokens": ids.tolist()})])
 
 
-def detokenized(body: bytes, text: TextCodec) -> bytes:
+def detokenized(body: bytes, *, text: TextCodec) -> Read:
     """Answers /detokenize. Raises RefusedRequestError."""
-    return msgspec.json.encode({"prompt": text.decode(decoded(_DETOKENIZE, body).tokens)})
-
-
-# How bodies are read, perhaps in another process
-
-
-class ReadCompletion(Struct, frozen=True, tag=True):
-    """Of /v1/completions and /v1/chat/completions."""
-
-    chat: bool
-
-    @property
-    def result(self) -> type[ReadBody]:
-        return ReadBody
-
-    def read(self, body: bytes, text: TextCodec) -> ReadBody:
-        """Decodes, renders and tokenises."""
-        return read_body(body, chat=self.chat, text=text)
-
-
-class ReadText(Struct, frozen=True, tag=True):
-    """Of /tokenize and /detokenize, whose answers it writes."""
-
-    ids: bool  # whether ids are the answer, or the text
-    served: dict[str, int | None]
-
-    @property
-    def result(self) -> type[WrittenAnswer]:
-        return WrittenAnswer
-
-    def read(self, body: bytes, text: TextCodec) -> WrittenAnswer:
-        """Answers."""
-        return WrittenAnswer(parts=[tokenized(body, text, self.served) if self.ids else detokenized(body, text)])
+    return Read(parts=[msgspec.json.encode({"prompt": text.decode(decoded(_DETOKENIZE, body).tokens)})])

@@ -11,6 +11,7 @@ from ....settings.router import RouterConfig
 from ...fleet.roles import Departure, NoPair, Role
 from ...fleet.status import WorkerStatus
 from ...front.backend import BackendState, Paths
+from ...front.body_readers import BodyReading
 from ...front.client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ...front.json_bodies import WholeAnswer
 from ...front.status import RouterMetrics
@@ -18,7 +19,7 @@ from ...front.text import BytesText
 from .attempt import Relay
 from .choices import Choices
 from .dialect import with_longest
-from .dialects import DIALECTS, ReadRelayed
+from .dialects import DIALECTS, read_for_servers
 from .hand_offs import ComputedHandOffs, differences, hand_offs_of
 from .server_metrics import ServerMetrics
 from .server_pool import NO_LISTENER, Server, ServerPool, Waiting, server_status
@@ -218,9 +219,11 @@ class Servers:
             answer = await self.upstream.get(server, path, headers, wait_ms=wait_ms)
             server.longest = self._dialect.longest(answer.body)
 
-    def reading(self, path: str) -> ReadRelayed:
+    def reading(self, path: str) -> BodyReading[ServerRequest]:
         """How a body is read."""
-        return ReadRelayed(self._config.engine, self._limits.prefix_block_tokens if self.pool.places else 0, path)
+        block_tokens = self._limits.prefix_block_tokens if self.pool.places else 0
+        arguments = {"engine": self._config.engine, "block_tokens": block_tokens, "path": path}
+        return BodyReading(read_for_servers, ServerRequest, arguments)
 
     def request(self, read: ServerRequest, body: bytes, client: ClientRequest) -> ServerRequest:
         """The request that is passed on."""

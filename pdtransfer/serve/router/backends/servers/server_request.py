@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 import numpy as np
-from msgspec import Raw, Struct
+from msgspec import Raw
 
 from .....handoff.prefix_keys import block_keys, root_key
 from .....limits import BODY_FIELDS_MAX, PREFIX_PLACED_BLOCKS_MAX
-from ...front.json_bodies import RefusedRequestError, decoded, decoded_field
+from ...front.json_bodies import Read, RefusedRequestError, decoded, decoded_field
 
 # In the order in which a server renders them; the last two are of SGLang's /generate.
 _PREFIX_FIELDS = ("tools", "messages", "prompt", "text", "input_ids")
@@ -29,7 +29,7 @@ GENERATE = "/generate"  # of SGLang, where it reads sampling parameters; on the 
 Fields = Mapping[str, Raw]
 
 
-class ServerRequest(Struct, kw_only=True, omit_defaults=True):
+class ServerRequest(Read, kw_only=True, omit_defaults=True):
     """One client's request. Reading its body finds where in it the value of each field lies, the keys of its text's
     blocks, and how many answers it asks for; `received` adds the rest."""
 
@@ -37,12 +37,11 @@ class ServerRequest(Struct, kw_only=True, omit_defaults=True):
     keys: tuple[bytes, ...] = ()
     prompts: int = 1
     choices: int = 1  # of each prompt
-    parts: list[bytes] = []
     body: bytes = b""
     path: str = ""
     request_id: str = ""
-    headers: dict[str, str] = {}  # that servers get
-    changes: dict[str, Raw] = {}  # fields with other values than the body's
+    headers: dict[str, str] = {}  # noqa: RUF012 -- that servers get; a Struct copies it
+    changes: dict[str, Raw] = {}  # noqa: RUF012 -- fields with other values than the body's
     apart: int = 1  # requests that servers get instead of it, one for each choice
 
     def received(self, body: bytes, *, path: str, request_id: str, headers: dict[str, str]) -> ServerRequest:

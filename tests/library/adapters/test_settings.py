@@ -19,11 +19,8 @@ def test_settings_come_as_json_writes_them() -> None:
     written = {"bind": "tcp://127.0.0.1:7801", "time_left_s": 30, "verify": True, "copy_threads": 3, "key": None}
     settings = Settings.of(written, WHERE)
     assert (settings.bind, settings.time_left_s, settings.verify, settings.copy_threads) == (
-        "tcp://127.0.0.1:7801",
-        30.0,
-        True,
-        3,
-    )
+        "tcp://127.0.0.1:7801", 30.0, True, 3,
+    )  # fmt: skip
     assert isinstance(settings.time_left_s, float)
     assert settings.host == "127.0.0.1"
     assert Settings.of({}, WHERE) == Settings()

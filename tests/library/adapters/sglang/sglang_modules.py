@@ -148,12 +148,9 @@ def with_stand_ins(name: str, monkeypatch: pytest.MonkeyPatch, version: str = "0
     module("sglang.srt.configs", monkeypatch)
     module("sglang.srt.configs.model_config", monkeypatch, ModelConfig=ModelConfig)
     common = {
-        "CommonKVBootstrapServer": CommonKVBootstrapServer,
-        "CommonKVManager": CommonKVManager,
-        "CommonKVSender": CommonKVSender,
-        "CommonKVReceiver": CommonKVReceiver,
-        "KVTransferError": KVTransferError,
-    }
+        "CommonKVBootstrapServer": CommonKVBootstrapServer, "CommonKVManager": CommonKVManager,
+        "CommonKVSender": CommonKVSender, "CommonKVReceiver": CommonKVReceiver, "KVTransferError": KVTransferError,
+    }  # fmt: skip
     base = {"BaseKVReceiver": BaseKVReceiver, "KVArgs": KVArgs, "KVPoll": KVPoll}
     module("sglang.srt.disaggregation.base.conn", monkeypatch, **base)
     module("sglang.srt.disaggregation.common.conn", monkeypatch, **common)

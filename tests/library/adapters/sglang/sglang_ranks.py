@@ -114,9 +114,8 @@ class CompressedPool(Pool):
         self.shapes = {
             "kv": [(fours, pages + 3, 72), (fours, pages + 3, 24), (wides, pages + 9, 8)],
             "swa": [(len(RATIOS), pages, 104), (fours, pages + 1, 48), (fours, pages + 1, 16)],
-            "swa_draft": [(1, pages, 104)],
-            "c128_state": [(wides, REQUESTS, 64)],
-        }
+            "swa_draft": [(1, pages, 104)], "c128_state": [(wides, REQUESTS, 64)],
+        }  # fmt: skip
         wanted = {name: self.shapes[name] for name in ("kv", *states)}
         byte_count = sum(int(np.prod(shape)) for shapes in wanted.values() for shape in shapes)
         raw = np.zeros(byte_count, np.uint8) if raw is None else raw[:byte_count]

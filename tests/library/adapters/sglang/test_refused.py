@@ -1,5 +1,5 @@
-"""What an engine refuses at its start, by the text that docs/compatibility.md has: a manager with modules and pools in
-the place of SGLang's."""
+"""What an engine refuses at its start, by the text that docs/compatibility.md has, and its rank: a manager with modules
+and pools in the place of SGLang's."""
 
 from __future__ import annotations
 
@@ -86,3 +86,15 @@ def test_a_second_host_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "^disaggregation_decode_host_receive_threshold: requests can land in one host pool, .* has another of swa$"
     with pytest.raises(ConfigError, match=text):
         start(DisaggregationMode.DECODE, monkeypatch, states=("swa",), host_state_data_ptrs=[[1]], **fields)
+
+
+@pytest.mark.parametrize(("dp_size", "rank"), [(2, 0), (2, 1), (1, 0)])
+def test_an_engine_has_the_rank_that_rooms_choose(dp_size: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's sender fails a request whose room names another rank. Without DP attention SGLang itself takes all these
+    engines for the first one there."""
+    backend = with_stand_ins("backend", monkeypatch)
+    args = Pool(None, 4, HEADS, (), latent=False).args
+    args.system_dp_rank = rank
+    mode = DisaggregationMode.PREFILL
+    manager = backend.Manager(args, mode, ServerArgs(dp_size=dp_size, disaggregation_mode=mode.value))
+    assert manager.attn_dp_rank == rank

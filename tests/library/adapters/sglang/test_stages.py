@@ -187,10 +187,9 @@ def test_of_ranks_that_share_a_context_the_first_sends_alone(cp_rank: int, monke
     backend = with_stand_ins("backend", monkeypatch)
     manager, started = object.__new__(backend.Manager), list[str]()
     vars(manager).update(
-        attn_cp_rank=cp_rank,
-        _learn_ranks=lambda: started.append("ranks"),
+        attn_cp_rank=cp_rank, _learn_ranks=lambda: started.append("ranks"),
         _start_prefill=lambda: started.append("node"),
-    )
+    )  # fmt: skip
     monkeypatch.setattr(
         backend.dialect.KVManager, "register_to_bootstrap", lambda _: started.append("registered"), raising=False
     )

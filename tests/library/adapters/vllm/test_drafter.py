@@ -12,12 +12,9 @@ from pdtransfer.adapters.vllm.drafter import KVLayers, drafter_layers, layers_wi
 
 def model(layers: int, heads: int, size: int, *, mla: bool = False, **config: Any) -> SimpleNamespace:
     return SimpleNamespace(
-        use_mla=mla,
-        get_total_num_hidden_layers=lambda: layers,
-        get_total_num_kv_heads=lambda: heads,
-        get_head_size=lambda: size,
-        hf_config=SimpleNamespace(to_dict=lambda: config),
-    )
+        use_mla=mla, get_total_num_hidden_layers=lambda: layers, get_total_num_kv_heads=lambda: heads,
+        get_head_size=lambda: size, hf_config=SimpleNamespace(to_dict=lambda: config),
+    )  # fmt: skip
 
 
 def engine(method: str, drafter: SimpleNamespace | None) -> SimpleNamespace:

@@ -36,9 +36,7 @@ class Settings:
     model: str = ""  # the name under which peers know the weights; by default the model's name or path
     time_left_s: float = 120.0  # after which a hand-off that has not ended fails
     silence_s: float = Limits().silence_ms / 1e3  # after which a peer that does not answer counts as lost
-    client_cpus: str = (
-        AUTO  # of this connector's threads: auto undoes the engine's binding, inherit leaves it; or 0-3,6
-    )
+    client_cpus: str = AUTO  # of its threads: auto undoes the engine's binding, inherit leaves it; or 0-3,6
     transport: str = "auto"  # how KV travels: auto, or a transport's name
     transport_ports: str = "21000-21999"  # of transports between hosts
     transport_protocol: Protocol = "tcp"

@@ -144,8 +144,8 @@ class ReceivingSide:
 
     @staticmethod
     def _rows(part: CachePart, tokens: int, indices: Indices) -> NDArray[np.int64]:
-        """One slot a row: SGLang names those of the last rows, and the first ones do not cross."""
-        slots, rows = part.slots(indices), part.component.rows(tokens)
+        """One slot a row: SGLang names those of the last rows, and the first ones are not transferred."""
+        slots, rows = part.kind.slots(indices, tokens), part.kind.rows(tokens)
         if len(slots) > rows:
             raise LocalProtocolError(f"{part.name}: {len(slots)} rows, expected {rows} for {tokens} tokens")
-        return np.append(np.full(rows - len(slots), -1, np.int64), slots)
+        return slots

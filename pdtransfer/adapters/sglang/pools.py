@@ -19,24 +19,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import gcd
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...errors import ConfigError
-from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
+from ...layout.layout import DTYPE_BYTES, Component, Plane
 from ...limits import AUX_BYTES_MAX, COMPONENTS_MAX
-from ...wire import Ranks
 from ..kit.cache_memory import Extent, Target
-from ..kit.kinds import Heads, StatePart, state_planes
+from ..kit.kinds import CacheKind, Heads, StatePart, state_planes
 from .states import LINEAR, Sections, item_parts
 
 Memory = Literal["dram", "hbm"]
-Rows = Literal["tokens", "pages", "once"]
-Kind = tuple[str, int]  # of a buffer, and its layer
+Named = tuple[str, int]  # what a buffer has, and its layer
 Locate = Callable[[int], tuple[int, Memory]]
 """What a buffer at an address counts its base from, and the memory that it is in."""
 
@@ -50,12 +44,15 @@ PAGE_SIZE_MAX = 256
 
 WINDOW = "swa"  # the state of sliding windows
 MINIMAX_INDEX = "minimax_index_k"  # the state of MiniMax's sparse layers
-_ROWS: dict[str, Rows] = {
-    WINDOW: "tokens", "dsa": "pages", LINEAR: "once", "qsa_pending": "once", "qsa_compressed": "pages",
-    "block_scale": "pages", "block_scale_swa": "pages", MINIMAX_INDEX: "pages", "minimax_dense_kv": "pages",
+_TOKENS, _OWN_PAGES = CacheKind("token", "filled", "heads"), CacheKind("page", "whole", "own")
+_SAME_PAGES = CacheKind("page", "whole", "every")
+# By SGLang's names of states: what is not here cannot be transferred yet.
+KINDS = {
+    WINDOW: _TOKENS, "dsa": _SAME_PAGES, LINEAR: CacheKind("request", "whole", "shares"), MINIMAX_INDEX: _SAME_PAGES,
+    "minimax_dense_kv": _OWN_PAGES, "qsa_pending": CacheKind("request", "whole", "own"), "qsa_compressed": _OWN_PAGES,
+    "block_scale": _OWN_PAGES, "block_scale_swa": _OWN_PAGES,
 }  # fmt: skip
-_REPLICATED = {"dsa", MINIMAX_INDEX}  # the same on all ranks; of the others each rank has its own part
-_COMPRESSED_ROWS: dict[str, Rows] = {WINDOW: "pages", "c128_state": "once"}  # DeepSeek V4's, the same on all ranks
+_COMPRESSED_KINDS = {WINDOW: _SAME_PAGES, "c128_state": CacheKind("request", "whole", "every")}  # DeepSeek V4's
 _RATIOS = {0, 4, 128}  # tokens of a row, in DeepSeek V4's layers; 0 for a window alone
 
 
@@ -70,11 +67,6 @@ class Buffers:
     def part(self, first: int, end: int) -> Buffers:
         """Buffers [first, end)."""
         return Buffers(self.addresses[first:end], self.byte_counts[first:end], self.item_bytes[first:end])
-
-    @property
-    def ends(self) -> list[int]:
-        """One past the last byte of each."""
-        return [first + count for first, count in zip(self.addresses, self.byte_counts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +88,12 @@ class CachePart:
     """One component, and how SGLang's indices of it become rows."""
 
     component: Component
-    rows: Rows
-    page_size: int
+    kind: CacheKind
 
     @property
     def name(self) -> str:
         """The component's name."""
         return self.component.name
-
-    def slots(self, indices: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """The slots of SGLang's indices, int64: of pages the slots of their tokens, else the indices themselves."""
-        slots = np.asarray(indices, np.int64).reshape(-1)
-        if self.rows != "tokens":
-            return slots
-        return (slots[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +134,8 @@ def state_buffers(args: Any) -> list[Buffers]:
 
 def extent_of(buffers: Sequence[Buffers], device: int | None) -> Extent:
     """The range that holds all buffers, on a GPU or in this process's memory."""
-    first, end = min(chain(*[pool.addresses for pool in buffers])), max(chain(*[pool.ends for pool in buffers]))
-    return Extent(first, end, device)
+    ranges = [extent for pool in buffers for extent in zip(pool.addresses, pool.byte_counts, strict=True)]
+    return Extent(min(first for first, _ in ranges), max(first + count for first, count in ranges), device)
 
 
 def host_buffers(args: Any, target: Target) -> Buffers:
@@ -180,50 +164,55 @@ def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: 
     """
     _check(args, states)
     ranks = model.heads.ranks
-    if ratios := _ratios(args):
-        return _compressed_pools(args, ratios, ranks, locate, kv=kv, states=states)
     builder = _Pools(model, locate, int(args.page_size))
+    if ratios := _ratios(args):
+        builder.add_compressed(ratios, kv, zip(_kinds(args), states, strict=True))
+        return builder.made()
     drafts = _draft_count(args)
     first_layer = int(getattr(args, "prefill_start_layer", 0) or 0)
     named = getattr(args, "kv_layer_ids", None)
     layers = list(named or range(first_layer, first_layer + len(kv.addresses) - drafts))
     if has_rows_of_pages(args):
-        builder.add(KV, "pages", _items(kv, _numbered(layers), ranks.tp_rank, locate), kv)
+        builder.add(KV, _OWN_PAGES, _items(kv, _numbered(layers), ranks.tp_rank, locate), kv)
     elif kv.addresses or not states:
         builder.add_kv(kv, layers, drafts)
 
-    for index, (kind, buffers) in enumerate(zip(_kinds(args), states, strict=True)):
+    for index, (name, buffers) in enumerate(zip(_kinds(args), states, strict=True)):
         named = args.state_layer_ids[index] if index < len(args.state_layer_ids) else None
-        rows = _ROWS[kind]
         numbers = list(named or range(len(buffers.addresses)))
-        if rows == "tokens":
-            planes = builder.planes_of(kind, buffers, numbers, model.window_heads, latent=model.latent)
-            builder.add(kind, rows, planes, buffers)
-            continue
-        replicated = kind in _REPLICATED
-        builder.replicas[kind] = (ranks.tp_rank, ranks.tp_size) if replicated else (0, 1)
-        if kind == LINEAR:
-            of_items = item_parts(args, index, ranks.tp_size, model.conv_sections)
-            planes = _parts_of_items(buffers, _numbered(numbers), of_items, ranks.tp_rank, locate)
-        else:
-            planes = _items(buffers, _numbered(numbers), 0 if replicated else ranks.tp_rank, locate)
-        builder.add(kind, rows, planes, buffers)
-    return KVPools(tuple(builder.parts), builder.replicas, builder.page_size)
+        match KINDS[name].holder:
+            case "heads":
+                planes = builder.planes_of(name, buffers, numbers, model.window_heads, latent=model.latent)
+            case "shares":
+                of_items = item_parts(args, index, ranks.tp_size, model.conv_sections)
+                planes = _parts_of_items(buffers, _numbered(numbers), of_items, ranks.tp_rank, locate)
+            case _:
+                planes = _items(buffers, _numbered(numbers), KINDS[name].share(ranks), locate)
+        builder.add(name, KINDS[name], planes, buffers)
+    return builder.made()
 
 
 class _Pools:
     """Components of which the planes are made one after another."""
 
     def __init__(self, model: HeadCounts, locate: Locate, page_size: int) -> None:
-        self._model, self._locate, self.page_size = model, locate, page_size
-        self.parts: list[CachePart] = []
-        self.replicas: dict[str, tuple[int, int]] = {}
+        self._model, self._locate, self._page_size = model, locate, page_size
+        self._parts: list[CachePart] = []
+        self._replicas: dict[str, tuple[int, int]] = {}
 
-    def add(self, name: str, rows: Rows, planes: list[Plane], buffers: Buffers) -> None:
-        """A component of these buffers."""
+    def made(self) -> KVPools:
+        """All that was added."""
+        return KVPools(tuple(self._parts), self._replicas, self._page_size)
+
+    def add(self, name: str, kind: CacheKind, planes: list[Plane], buffers: Buffers, slots: int = 0) -> None:
+        """A component of these buffers, of this many slots where they are not all of one number."""
+        kind = kind.of(self._page_size)
         memories: set[Memory] = {self._locate(address)[1] for address in buffers.addresses}
-        slots = _slots(name, buffers, self.page_size if rows == "tokens" else 1)
-        self.parts.append(_part(name, rows, planes, slots, memories, self.page_size))
+        if len(memories) > 1:
+            raise ConfigError(f"{name}: some of its buffers are in host memory, and some are not")
+        component = kind.component(name, memories.pop(), planes, slots or _slots(name, buffers, kind.of_page))
+        self._replicas.setdefault(name, kind.replica(self._model.heads.ranks))
+        self._parts.append(CachePart(component, kind))
 
     def add_kv(self, kv: Buffers, layers: Sequence[int], drafts: int) -> None:
         """The KV cache, whose last buffers are a drafter's: a component of its own if its heads are not the model's,
@@ -237,12 +226,12 @@ class _Pools:
             draft_planes = self.planes_of(DRAFT_KV, of_drafter, numbers, heads, latent=latent)
             same_total = (heads.total, latent) == (model.heads.total, model.latent)
             if not same_total or draft_planes[0].head_count != planes[0].head_count:
-                self.add(KV, "tokens", planes, kv.part(0, layer_count))
-                self.add(DRAFT_KV, "tokens", draft_planes, of_drafter)
+                self.add(KV, _TOKENS, planes, kv.part(0, layer_count))
+                self.add(DRAFT_KV, _TOKENS, draft_planes, of_drafter)
                 return
-            del self.replicas[DRAFT_KV]
+            del self._replicas[DRAFT_KV]
             planes += draft_planes
-        self.add(KV, "tokens", planes, kv)
+        self.add(KV, _TOKENS, planes, kv)
 
     def planes_of(
         self, name: str, buffers: Buffers, layers: Sequence[int], heads: Heads, *, latent: bool
@@ -253,8 +242,8 @@ class _Pools:
         if rest or not of_kind:
             raise ConfigError(f"{name}: {len(buffers.addresses)} buffers are not {' and '.join(kinds)} of each layer")
         count = heads.count
-        self.replicas[name] = heads.replica(count)
-        rows = [_whole(name, item, self.page_size) for item in buffers.item_bytes]
+        self._replicas[name] = heads.replica(count)
+        rows = [_whole(name, item, self._page_size) for item in buffers.item_bytes]
         head_bytes = count * DTYPE_BYTES[dtype]
         # Keys and values may have unequal numbers: what a rank holds is one range of heads all the same.
         size = 1 if latent or dtype == OPAQUE else gcd(*(row // head_bytes for row in rows))
@@ -272,56 +261,38 @@ class _Pools:
             for index, (address, row) in enumerate(zip(buffers.addresses, rows, strict=True))
         ]  # fmt: skip
 
+    def add_compressed(self, ratios: Sequence[int], kv: Buffers, states: Iterable[tuple[str, Buffers]]) -> None:
+        """DeepSeek V4's, of layers with these ratios: the same on all ranks."""
 
-def _compressed_pools(
-    args: Any, ratios: Sequence[int], ranks: Ranks, locate: Locate, *, kv: Buffers, states: Sequence[Buffers]
-) -> KVPools:
-    """DeepSeek V4's, of layers with these ratios: the same on all ranks."""
-    page_size, parts = int(args.page_size), list[CachePart]()
+        def add(name: str, kind: CacheKind, buffers: Buffers, kinds: Sequence[Named]) -> None:
+            if len(buffers.addresses) != len(kinds):
+                counts = Counter(kind for kind, _ in kinds).items()
+                wanted = " and ".join(f"{count} of {kind}" for kind, count in counts)
+                raise ConfigError(
+                    f"{name}: {len(buffers.addresses)} buffers are not {wanted}, as DeepSeek V4's layers have"
+                )
+            # SGLang rounds each kind up by itself: all of them have the pages that its allocator hands out.
+            slots = min(count // item for count, item in zip(buffers.byte_counts, buffers.item_bytes, strict=True))
+            self.add(name, kind, _items(buffers, kinds, 0, self._locate), buffers, slots)
 
-    def add(name: str, rows: Rows, buffers: Buffers, kinds: Sequence[Kind]) -> None:
-        if len(buffers.addresses) != len(kinds):
-            wanted = " and ".join(f"{count} of {kind}" for kind, count in Counter(kind for kind, _ in kinds).items())
-            raise ConfigError(
-                f"{name}: {len(buffers.addresses)} buffers are not {wanted}, as DeepSeek V4's layers have"
-            )
-        # SGLang rounds each kind up by itself: all of them have the pages that its allocator hands out.
-        slots = min(count // item for count, item in zip(buffers.byte_counts, buffers.item_bytes, strict=True))
-        memories: set[Memory] = {locate(address)[1] for address in buffers.addresses}
-        parts.append(_part(name, rows, _items(buffers, kinds, 0, locate), slots, memories, page_size))
-
-    add(KV, "pages", kv, _kinds_of(ratios, ("c4", 4), ("c4_index", 4), ("c128", 128)))
-    for kind, buffers in zip(_kinds(args), states, strict=True):
-        count = len(buffers.addresses)
-        if kind != WINDOW:
-            add(kind, _COMPRESSED_ROWS[kind], buffers, _kinds_of(ratios, ("c128_state", 128)))
-        elif any(part.name == kind for part in parts):
-            # A draft model has windows alone.
-            add(f"{kind}_draft", "pages", buffers, [("window", DRAFT_LAYER + layer) for layer in range(count)])
-        else:
-            # A page of the window has the ring of the tokens that wait for their row of 4 there.
-            waiting = _kinds_of(ratios, ("c4_state", 4), ("c4_index_state", 4))
-            windows = [("window", layer) for layer in range(min(len(ratios), count - len(waiting)))]
-            add(kind, "pages", buffers, windows + waiting)
-    return KVPools(tuple(parts), {part.name: (ranks.tp_rank, ranks.tp_size) for part in parts}, page_size)
+        add(KV, _SAME_PAGES, kv, _kinds_of(ratios, ("c4", 4), ("c4_index", 4), ("c128", 128)))
+        for name, buffers in states:
+            count, kind = len(buffers.addresses), _COMPRESSED_KINDS[name]
+            if name != WINDOW:
+                add(name, kind, buffers, _kinds_of(ratios, ("c128_state", 128)))
+            elif name in self._replicas:
+                # A draft model has windows alone.
+                add(f"{name}_draft", kind, buffers, [("window", DRAFT_LAYER + layer) for layer in range(count)])
+            else:
+                # A page of the window has the ring of the tokens that wait for their row of 4 there.
+                waiting = _kinds_of(ratios, ("c4_state", 4), ("c4_index_state", 4))
+                windows = [("window", layer) for layer in range(min(len(ratios), count - len(waiting)))]
+                add(name, kind, buffers, windows + waiting)
 
 
-def _kinds_of(ratios: Sequence[int], *kinds: tuple[str, int]) -> list[Kind]:
+def _kinds_of(ratios: Sequence[int], *kinds: tuple[str, int]) -> list[Named]:
     """Kind by kind, each with its ratio, a buffer for each layer that has this ratio: the order of SGLang's lists."""
     return [(kind, layer) for kind, ratio in kinds for layer, layer_ratio in enumerate(ratios) if layer_ratio == ratio]
-
-
-def _part(name: str, rows: Rows, planes: list[Plane], slots: int, memories: set[Memory], page_size: int) -> CachePart:
-    try:
-        layout = Layout(tuple(planes), 1, slots)
-        if len(memories) > 1:
-            raise ConfigError(f"{name}: some of its buffers are in host memory, and some are not")
-        tokens_per_row = page_size if rows == "pages" else 1
-        span = Span("once" if rows == "once" else "all")
-        component = Component(name, memories.pop(), tokens_per_row, span, layout)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    return CachePart(component, rows, page_size)
 
 
 def _check(args: Any, states: Sequence[Buffers]) -> None:
@@ -330,12 +301,12 @@ def _check(args: Any, states: Sequence[Buffers]) -> None:
     if 1 + len(states) > COMPONENTS_MAX:
         raise ConfigError(f"KV cache: {len(states)} states, must be at most {COMPONENTS_MAX - 1}")
     compressed = bool(_ratios(args))
-    rows = _COMPRESSED_ROWS if compressed else _ROWS
+    known = _COMPRESSED_KINDS if compressed else KINDS
     kinds = _kinds(args)
     for kind in kinds:
         # SGLang lists the windows of a draft model of DeepSeek V4's as a second state.
-        if kind not in rows or kinds.count(kind) > (2 if compressed and kind == WINDOW else 1):
-            raise ConfigError(f"state {kind}: is not supported; must be one each of {', '.join(sorted(rows))}")
+        if kind not in known or kinds.count(kind) > (2 if compressed and kind == WINDOW else 1):
+            raise ConfigError(f"state {kind}: is not supported; must be one each of {', '.join(sorted(known))}")
         layout = getattr(args, "swa_kv_cache_layout", "nhd")  # before 0.5.22 there is no other
         if kind == WINDOW and not compressed and layout != "nhd":
             raise ConfigError(f"state swa: its layout is {layout}, must be nhd")
@@ -365,17 +336,17 @@ def _kinds(args: Any) -> list[str]:
     return [str(getattr(kind, "value", kind)) for kind in args.state_types]
 
 
-def _numbered(layers: Sequence[int]) -> list[Kind]:
+def _numbered(layers: Sequence[int]) -> list[Named]:
     """Items of these layers; several of one layer are of several kinds."""
     counts: Counter[int] = Counter()
-    kinds: list[Kind] = []
+    kinds: list[Named] = []
     for layer in layers:
         kinds.append((f"item{counts[layer] or ''}", layer))
         counts[layer] += 1
     return kinds
 
 
-def _items(buffers: Buffers, kinds: Sequence[Kind], head: int, locate: Locate) -> list[Plane]:
+def _items(buffers: Buffers, kinds: Sequence[Named], head: int, locate: Locate) -> list[Plane]:
     """One plane a buffer, of whole items that only SGLang understands."""
     return [
         Plane(
@@ -387,7 +358,7 @@ def _items(buffers: Buffers, kinds: Sequence[Kind], head: int, locate: Locate) -
 
 
 def _parts_of_items(
-    buffers: Buffers, kinds: Sequence[Kind], of_items: Sequence[Sequence[StatePart]], rank: int, locate: Locate
+    buffers: Buffers, kinds: Sequence[Named], of_items: Sequence[Sequence[StatePart]], rank: int, locate: Locate
 ) -> list[Plane]:
     """One plane for each part of a buffer's items."""
     return [

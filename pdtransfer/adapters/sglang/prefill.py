@@ -103,14 +103,14 @@ class SendingSide:
         sent.pushed, last = True, aux is not None
         first = self.prefix(bootstrap_room) + first_page * self._page_size
         for kv in self._pools.kv:
-            self._push(sent, kv, first // kv.component.tokens_per_row, kv.slots(pages), after, last=last)
+            self._push(sent, kv, first // kv.component.tokens_per_row, kv.kind.expand(pages), after, last=last)
         if aux is None:
             return
         end = first + len(pages) * self._page_size
         for part, indices in zip(self._pools.states, states or [None] * len(self._pools.states), strict=True):
             if indices is not None:
-                slots = part.slots(indices)
-                rows = end if part.rows == "tokens" else part.component.rows(sent.tokens)
+                slots = part.kind.expand(indices)
+                rows = end if part.kind.tail == "filled" else part.kind.rows(sent.tokens)
                 self._push(sent, part, rows - len(slots), slots, after, last=True)
         self._client.finish(sent.room, aux=aux)
 
@@ -164,14 +164,14 @@ class SendingSide:
     ) -> None:
         """Offers the rows from `first` on. The two sides' pages may end at other tokens: rows that only decode's pages
         have are filled with a copy of the row beside them, and nobody reads them."""
-        rows = part.component.rows(sent.tokens)
+        rows, is_filled = part.kind.rows(sent.tokens), part.kind.tail == "filled"
         slots = slots[max(0, -first) : max(0, rows - first)]
         first = max(0, first)
         if not len(slots):
             return
-        if last and part.rows == "tokens" and 0 < rows - first - len(slots) < PAGE_SIZE_MAX:
+        if last and is_filled and 0 < rows - first - len(slots) < PAGE_SIZE_MAX:
             slots = np.append(slots, np.repeat(slots[-1:], rows - first - len(slots)))
-        if part.name not in OF_KV and part.rows == "tokens" and first > 0:
+        if part.name not in OF_KV and is_filled and first > 0:
             lead = min(first, PAGE_SIZE_MAX - 1)
             slots, first = np.append(np.repeat(slots[:1], lead), slots), first - lead
         unused = np.zeros(first, np.int64)

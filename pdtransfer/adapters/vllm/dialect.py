@@ -16,11 +16,11 @@ from vllm.logger import init_logger
 from ...errors import ConfigError
 from ...wire import Ranks
 from ..kit.facts import config_digest, dtype_name, model_facts, named_facts
-from ..kit.kinds import Heads, StatePart, described
+from ..kit.kinds import CacheKind, Heads, StatePart, described
 from ..kit.versions import Since, capabilities
 from . import kv_scales, token_rows
 from .drafter import drafter_layers, layers_with_kv, speculation
-from .kinds import parts_of
+from .kinds import KINDS, PAGED, kind_of, parts_of
 from .orders import KVGroup
 from .token_rows import Kinds
 
@@ -37,11 +37,6 @@ SINCE = {
     "hit_source": Since("0.32", f"{_BASE}:CacheHitSource.P2P"),  # of tokens that a peer has computed
 }
 HAS = capabilities("vLLM", SINCE, vllm.__version__)
-_SPECS = (
-    "FullAttentionSpec", "SinkFullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec",
-    "ChunkedLocalAttentionSpec",
-)  # fmt: skip
-_STATE = "MambaSpec"  # of whatever keeps a state in place of KV: Mamba, gated delta nets, short convolutions
 
 
 def join_logs() -> None:
@@ -70,41 +65,26 @@ def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list
             continue
         spec = group.kv_cache_spec
         inner = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
-        if "states" in HAS and all(type(each).__name__ == _STATE for each in inner):
-            group_of_states = KVGroup(index, spec.block_size, state=True, replicated=inner[0].tp_replicated)
-            groups.append((group_of_states, list(group.layer_names)))
-            continue
-        facts = {(_kind(index, each), *_reach(each)) for each in inner}
-        if len({fact[1:] for fact in facts}) > 1:
-            windows = ", ".join(f"{window or chunk or 'all'} tokens ({name})" for name, window, chunk in sorted(facts))
+        kinds = {_kind(index, of_layer, spec.block_size): type(of_layer).__name__ for of_layer in inner}
+        if len({(kind.row, kind.window, kind.chunk) for kind in kinds}) > 1:
+            windows = ", ".join(f"{kind.window or kind.chunk or 'all'} tokens ({name})" for kind, name in kinds.items())
             raise ConfigError(f"KV cache group {index} mixes attention windows: {windows}")
-        _, window, chunk = facts.pop()
-        size, stripes = (1, 1) if window or chunk or not getattr(spec, "dcp_sharded", True) else dcp_sizes
+        kind, *_ = kinds
+        sharded = kind.row == "page" and not kind.window and not kind.chunk and getattr(spec, "dcp_sharded", True)
+        size, stripes = dcp_sizes if sharded else (1, 1)
         host = getattr(group, "host_resident", False)
-        kv_group = KVGroup(index, spec.block_size, window, chunk, dcp_size=size, stripes=stripes, host=host)
-        groups.append((kv_group, list(group.layer_names)))
+        groups.append((KVGroup(index, kind, dcp_size=size, stripes=stripes, host=host), list(group.layer_names)))
     return groups
 
 
-def _kind(index: int, spec: Any) -> str:
+def _kind(index: int, spec: Any, block_size: int) -> CacheKind:
     name = type(spec).__name__
-    if name not in _SPECS:
-        if name == _STATE:
-            raise ConfigError(
-                f"KV cache group {index}: {name} needs vLLM {SINCE['states'].text}, found {vllm.__version__}"
-            )
-        known = (*_SPECS, _STATE) if "states" in HAS else _SPECS
-        raise ConfigError(f"KV cache group {index}: {name} is not supported; must be one of {', '.join(known)}")
-    return name
-
-
-def _reach(spec: Any) -> tuple[int, int]:
-    """Tokens of the window, with those that vLLM keeps behind it, and of a chunk; 0 for none."""
-    if type(spec).__name__.startswith("SlidingWindow"):
-        return spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), 0
-    if type(spec).__name__ == "ChunkedLocalAttentionSpec":
-        return 0, spec.attention_chunk_size
-    return 0, 0
+    supported = [spec_class for spec_class, kind in KINDS.items() if kind.row != "request" or "states" in HAS]
+    if name in KINDS and name not in supported:
+        raise ConfigError(f"KV cache group {index}: {name} needs vLLM {SINCE['states'].text}, found {vllm.__version__}")
+    if name not in supported:
+        raise ConfigError(f"KV cache group {index}: {name} is not supported; must be one of {', '.join(supported)}")
+    return kind_of(spec, block_size)
 
 
 def heads_of(vllm_config: Any, ranks: Ranks) -> Heads:
@@ -126,8 +106,9 @@ def head_totals(vllm_config: Any, kv_cache_config: Any) -> dict[str, int]:
     totals, drafts = dict[str, int](), drafter_layers(vllm_config, specs)
     for name, spec in specs.items():
         layers = drafters[0] if name in drafts else model
-        heads = (type(spec).__name__.startswith("SlidingWindow") and of_windows) or layers.heads
-        totals[name] = 1 if layers.latent or "MLA" in type(spec).__name__ else heads
+        kind = KINDS.get(type(spec).__name__, PAGED)
+        heads = (kind.window and of_windows) or layers.heads
+        totals[name] = 1 if layers.latent or kind.holder == "every" else heads
     return totals
 
 
@@ -180,7 +161,7 @@ def facts_of_blocks(
         # Not how many layers they have here: of a stage's layers these are a part, and the configuration has them all.
         # With HiSparse a sparse index is in a group of its own, whose blocks are those of what it chooses from.
         "groups": [
-            [group.block_size, group.window, group.chunk]
+            [group.kind.page_size, group.kind.window, group.kind.chunk]
             for group, names in groups
             if not group.state and not indices.issuperset(names)
         ],
@@ -214,10 +195,12 @@ def states_fact(kv_cache_config: Any, groups: list[tuple[KVGroup, list[str]]], t
     """The fact that says what states the groups have; none of a model without states."""
     parts = states_of(kv_cache_config, groups)
     texts = [
-        f"{group.name} {'all of ' if group.replicated else ''}{text}"
+        f"{group.name} {'all of ' if group.kind.holder == 'every' else ''}{text}"
         for group, names in groups
         if group.state
-        for text in dict.fromkeys(described(parts[name], 1 if group.replicated else tp_size) for name in names)
+        for text in dict.fromkeys(
+            described(parts[name], 1 if group.kind.holder == "every" else tp_size) for name in names
+        )
     ]
     return {"states": ", ".join(texts)} if texts else {}
 
@@ -287,7 +270,7 @@ def rows_of(
             raise ConfigError('rows = "tokens": decode context parallelism needs rows = "blocks"')
         return wanted, kinds_of(vllm_config, views)
     on_cpu = all(view.device.type == "cpu" for view in views.values())
-    whole = [group for group, _ in groups if not (group.state or group.window or group.chunk)]
+    whole = [group for group, _ in groups if not (group.state or group.kind.window or group.kind.chunk)]
     if wanted == "blocks" or striped or not on_cpu or len(whole) != 1 or len(groups) != 1:
         return "blocks", None
     try:

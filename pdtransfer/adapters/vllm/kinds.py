@@ -1,4 +1,4 @@
-"""What vLLM's caches hold beside plain KV: states, tokens in turn (context parallelism), HiSparse's host pool. No vLLM.
+"""What vLLM's caches hold: `KINDS`, states, tokens in turn (context parallelism), HiSparse's host pool. No vLLM.
 
 States: linear attention, Mamba, gated delta nets and convolutions keep no KV. vLLM packs a layer's states into one
 page: first what a convolution still needs of the last tokens, channel by channel or token by token, then the recurrent
@@ -25,8 +25,18 @@ from math import gcd, prod
 from typing import Any
 
 from ...errors import ConfigError
-from ..kit.kinds import StatePart
+from ..kit.kinds import CacheKind, StatePart
 from .orders import NULL_BLOCK, KVGroup
+
+PAGED, STATE = CacheKind("page", "whole", "heads"), CacheKind("request", "whole", "shares")
+LATENT = CacheKind("page", "whole", "every")
+# Of the layers whose spec has this class; of windows and chunks the spec has the size. What is not here cannot be
+# transferred yet.
+KINDS = {
+    "FullAttentionSpec": PAGED, "SinkFullAttentionSpec": PAGED, "MLAAttentionSpec": LATENT,
+    "SlidingWindowSpec": PAGED.of(1, window=1), "SlidingWindowMLASpec": LATENT.of(1, window=1),
+    "ChunkedLocalAttentionSpec": PAGED.of(1, chunk=1), "MambaSpec": STATE,
+}  # fmt: skip
 
 Sections = tuple[tuple[str, int], ...]  # of a convolution: names and channels
 Shape = Sequence[int]
@@ -69,6 +79,14 @@ def _sections(kind: str, channels: int, states: Sequence[Shape]) -> Sections:
             return ("q", rest // 2), ("k", rest // 2), ("v", heads * size)
         case _:
             return ()
+
+
+def kind_of(spec: Any, block_size: int) -> CacheKind:
+    """The kind of a spec in `KINDS`, whose pages are blocks of this size."""
+    kind = KINDS[type(spec).__name__]
+    window = spec.sliding_window + getattr(spec, "extra_retained_tokens", 0) if kind.window else 0
+    holder = "every" if kind.row == "request" and spec.tp_replicated else kind.holder
+    return kind.of(block_size, window=window, chunk=kind.chunk and spec.attention_chunk_size, holder=holder)
 
 
 def dcp_sizes_of(parallel: Any, largest: int, *, receives: bool, needs: str = "") -> tuple[int, int]:

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from ..kit.kinds import CacheKind
 
 NULL_BLOCK = 0  # stands in a window's block table for blocks that are gone
 
@@ -24,11 +27,7 @@ class KVGroup:
     """One KV cache group: layers that share a block table."""
 
     index: int  # in vLLM's list of groups, and in every block table
-    block_size: int  # tokens
-    window: int = 0  # tokens that attention looks back at, itself included; 0: all
-    chunk: int = 0  # tokens of a chunk of chunked local attention; 0: none
-    state: bool = False  # whether its layers keep a state of a request in place of KV
-    replicated: bool = False  # of a state: whether every tensor parallel rank has all of it
+    kind: CacheKind  # a page is a block
     dcp_size: int = 1  # ranks that have its blocks in turn
     stripes: int = 1  # components that have its blocks in turn: a multiple of dcp_size
     host: bool = False  # whether it lies in HiSparse's host pool, which has blocks of its own
@@ -38,28 +37,16 @@ class KVGroup:
         """Its component's name."""
         return f"group{self.index}"
 
-    def rows(self, tokens: int) -> int:
-        """Rows of a prompt of this many tokens: its blocks, or the one state behind its last token."""
-        return min(tokens, 1) if self.state else -(-tokens // self.block_size)
-
-    def rows_before(self, tokens: int) -> int:
-        """Rows that are complete once the first `tokens` of a longer prompt are computed: a state changes until its
-        end."""
-        return 0 if self.state else tokens // self.block_size
+    @property
+    def state(self) -> bool:
+        """Whether its layers keep a state of a request in place of KV."""
+        return self.kind.row == "request"
 
     def blocks(self, table: Sequence[int], tokens: int) -> tuple[int, ...]:
         """Of a request's block table, the block of each row of a prompt of this many tokens."""
-        end = -(-tokens // self.block_size)
+        end = -(-tokens // self.kind.page_size)
         blocks = table if self.dcp_size == 1 else [block for block in table for _ in range(self.dcp_size)]
-        return tuple(blocks[end - self.rows(tokens) : end])
-
-    def first_row(self, tokens: int) -> int:
-        """The first row that is still needed once this many tokens are computed: vLLM frees the blocks before it."""
-        if self.window:
-            return max(0, tokens - self.window + 1) // self.block_size
-        if self.chunk:
-            return tokens // self.chunk * self.chunk // self.block_size
-        return 0
+        return tuple(blocks[end - self.kind.rows(tokens) : end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +111,15 @@ class Refuse:
     blocks: tuple[int, ...] = ()
 
 
+@dataclass
+class RankRuns:
+    """What a rank that runs announces to the scheduler."""
+
+    endpoint: str  # prefill: where it listens, [KEY@]tcp://host:port; else empty
+    identity: dict[str, Any]  # what peers compare, as `shown` makes it
+    block_bytes: tuple[int, ...]  # of each group, of a block in all of its components at this rank
+
+
 @dataclass(slots=True)
 class Orders:
     """All that is to be done in one step, in this order."""
@@ -140,7 +136,7 @@ class Orders:
 def slots_of(group: KVGroup, table: Sequence[int], tokens: int, prefix: int) -> tuple[int, ...]:
     """A block table as a room's slots: -1 for blocks of the prefix, which are there, and for a window's null blocks.
     Blocks behind the prompt are left out."""
-    first = group.rows_before(prefix)
+    first = group.kind.whole_rows(prefix)
     return tuple(
         -1 if row < first or block == NULL_BLOCK else block for row, block in enumerate(group.blocks(table, tokens))
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -27,6 +27,7 @@ Text = Annotated[str, Meta(min_length=1, max_length=TEXT_LENGTH_MAX, pattern=r"\
 # Some proxies have no integers: a float counts that is one.
 Port = Annotated[int, Meta(ge=1, le=0xFFFF)] | Annotated[float, Meta(ge=1, le=0xFFFF)]
 Size = Annotated[int, Meta(ge=1, le=SIZE_MAX)] | Annotated[float, Meta(ge=1, le=SIZE_MAX)]
+Value = TypeVar("Value")
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 _ENGINES_OWN = re.compile(r"-[0-9a-f]{8}$")  # what each vLLM engine adds to the id that a request came with
 
@@ -204,16 +205,14 @@ def _checked(params: object) -> TransferParams:
         raise RequestError(f"kv_transfer_params: {error}") from None
 
 
-def _required(name: str, text: str | None) -> str:
-    if text is None:
+def _required(name: str, value: Value | None) -> Value:
+    if value is None:
         raise RequestError(f"{name}: missing")
-    return text
+    return value
 
 
 def _whole(name: str, number: float | None, *, default: int | None = None) -> int:
-    number = default if number is None else number
-    if number is None:
-        raise RequestError(f"{name}: missing")
+    number = _required(name, default if number is None else number)
     if number != int(number):
         raise RequestError(f"{name}: {number}, expected an integer")
     return int(number)

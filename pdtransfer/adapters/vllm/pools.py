@@ -27,11 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError, LocalProtocolError
-from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
+from ...layout.layout import DTYPE_BYTES, Component, Plane
 from ...layout.layout_builders import Axis, strided_layout
 from ...limits import COMPONENTS_MAX
-from ...wire import Ranks
-from ..kit.kinds import Heads, StatePart, state_planes
+from ..kit.kinds import CacheKind, Heads, StatePart, state_planes
 from .orders import KVGroup
 
 Memory = Literal["dram", "hbm"]
@@ -46,21 +45,16 @@ class BlockRows:
 
     group: int  # its index in the list of groups
     component: Component
-    block_size: int  # tokens; 1 of a state, which is one row
+    kind: CacheKind  # of the component: a page is a block, or the blocks from one of a stripe to the next
     layer_names: frozenset[str]
     parts: int = 1  # pages of a block, where rows are tokens
     stripe: int = 0
     stripes: int = 1
 
-    @property
-    def of_block(self) -> int:
-        """Rows of a block."""
-        return self.block_size * self.stripes // self.component.tokens_per_row
-
     def rows_of(self, first: int, end: int) -> tuple[int, int]:
         """The rows of blocks [first, end) of a request; of a stripe possibly none."""
         first, end = (-(-(block - self.stripe) // self.stripes) for block in (first, end))
-        return first * self.of_block, end * self.of_block
+        return first * self.kind.of_page, end * self.kind.of_page
 
     def pages(self, blocks: Sequence[int]) -> NDArray[np.int64]:
         """The pages of these blocks of a request, int64."""
@@ -68,12 +62,8 @@ class BlockRows:
         return (striped[:, None] * self.parts + np.arange(self.parts)).reshape(-1)
 
     def slots(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int64]:
-        """The slots of a prompt in these blocks, int64, one a row; -1 for each row of a block -1, and for the last row
-        of a stripe that has one block less than others."""
-        striped, rows = np.array(blocks[self.stripe :: self.stripes], np.int64), self.component.rows(tokens)
-        slots = striped[:, None] * self.of_block + np.arange(self.of_block)
-        slots = np.where(slots < 0, -1, slots).reshape(-1)[:rows]
-        return np.append(slots, -1) if len(slots) == rows - 1 and self.stripes > 1 else slots
+        """The slots of a prompt in these blocks, as the kind has them."""
+        return self.kind.slots(blocks[self.stripe :: self.stripes], tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +96,7 @@ class Pools:
         sizes = [0] * len(self.layers)
         for block_rows in self.rows:
             if block_rows.component.name not in self.stand_ins:
-                sizes[block_rows.group] += block_rows.component.bytes_of(block_rows.of_block)
+                sizes[block_rows.group] += block_rows.component.bytes_of(block_rows.kind.of_page)
         return tuple(sizes)
 
     def or_tokens(self, tokens: Pools, fact: str) -> Pools:
@@ -176,13 +166,9 @@ def pools(
         planes = _planes(part, kinds, states or {}, blocks=count, base=base)
         replica = _replica(part, count)
         component = part.name if kinds is None or len(groups) > 1 else part.name.replace(part.group.name, KV)
-        try:
-            whole = _rows_of(part, component, memory, planes, count, by_token=kinds is not None)
-            stripes = _stripes(whole, part.group, heads.ranks)
-        except ValueError as error:
-            raise ConfigError(f"{part.name}: {error}") from None
-        rows += stripes
-        replicas |= {stripe.component.name: replica for stripe in stripes}
+        of_part = _rows_of(part, component, memory, planes, count, by_token=kinds is not None)
+        rows += of_part
+        replicas |= {block_rows.component.name: replica for block_rows in of_part}
     last = [_last_of_layers(part for part in parts if part.index == index) for index in range(len(groups))]
     complete_after = {
         name: (index, layer) for index, names in enumerate(last) for layer, name in names.items() if name not in late
@@ -197,10 +183,10 @@ def with_heads(views: Mapping[str, Any]) -> dict[str, Any]:
 
 def range_of(views: Iterable[Any]) -> tuple[int, int]:
     """The addresses from the first byte of all views to one past the last."""
-    ranges = [
-        (view.data_ptr(), view.data_ptr() + view.element_size() * (1 + _last_element(view.shape, view.stride())))
-        for view in views
-    ]
+    ranges: list[tuple[int, int]] = []
+    for view in views:
+        last = sum((count - 1) * stride for count, stride in zip(view.shape, view.stride(), strict=True))
+        ranges.append((view.data_ptr(), view.data_ptr() + view.element_size() * (1 + last)))
     return min(first for first, _ in ranges), max(end for _, end in ranges)
 
 
@@ -296,13 +282,16 @@ def _planes(
     `kinds`."""
     planes: list[Plane] = []
     for layer in part.layers:
-        if part.group.state:
-            rank = 0 if part.group.replicated else part.heads.ranks.tp_rank
-            planes += _state_planes(layer, states[layer.name], blocks=blocks, base=base, rank=rank)
-        elif kinds is None:
-            planes += _block_planes(layer, blocks=blocks, base=base, heads=part.heads)
-        else:
-            planes += _token_planes(layer, kinds[layer.name], base=base, heads=part.heads)
+        try:
+            if part.group.state:
+                rank = part.group.kind.share(part.heads.ranks)
+                planes += _state_planes(layer, states[layer.name], blocks=blocks, base=base, rank=rank)
+            elif kinds is None:
+                planes += _block_planes(layer, blocks=blocks, base=base, heads=part.heads)
+            else:
+                planes += _token_planes(layer, kinds[layer.name], base=base, heads=part.heads)
+        except (LocalProtocolError, ValueError) as error:
+            raise ConfigError(f"{layer.name}: {error}") from None
     return planes
 
 
@@ -311,7 +300,7 @@ def _block_planes(layer: _Layer, *, blocks: int, base: int, heads: Heads) -> lis
     view, kind = layer.view, f"kv{layer.suffix}"
     if view.ndim != 4 or view.shape[0] % blocks:
         shape = f"{list(view.shape)}, not [{blocks}, heads, tokens, width]"
-        raise ConfigError(f"{layer.name}: a KV cache of shape {shape}")
+        raise ConfigError(f"a KV cache of shape {shape}")
     count = view.shape[1]
     first = heads.first(count)
     head_range = range(first, first + count)
@@ -322,17 +311,14 @@ def _block_planes(layer: _Layer, *, blocks: int, base: int, heads: Heads) -> lis
         axes = ("page",)
     parts = view.shape[0] // blocks
     dtype = str(view.dtype).removeprefix("torch.")
-    try:
-        return [
-            plane
-            for part in range(parts)
-            for plane in strided_layout(
-                {(layer.number, f"{kind}.{part}" if part else kind): view[part::parts]}, axes=axes, heads=head_range,
-                origin=base, dtype=dtype if dtype in DTYPE_BYTES else "uint8",
-            ).planes
-        ]  # fmt: skip
-    except (LocalProtocolError, ValueError) as error:
-        raise ConfigError(f"{layer.name}: {error}") from None
+    return [
+        plane
+        for part in range(parts)
+        for plane in strided_layout(
+            {(layer.number, f"{kind}.{part}" if part else kind): view[part::parts]}, axes=axes, heads=head_range,
+            origin=base, dtype=dtype if dtype in DTYPE_BYTES else "uint8",
+        ).planes
+    ]  # fmt: skip
 
 
 def _state_planes(layer: _Layer, parts: Sequence[StatePart], *, blocks: int, base: int, rank: int) -> list[Plane]:
@@ -340,7 +326,7 @@ def _state_planes(layer: _Layer, parts: Sequence[StatePart], *, blocks: int, bas
     view, byte_count = layer.view, sum(part.shares * part.share_bytes for part in parts)
     if view.shape[0] != blocks or view[0].nbytes != byte_count or not view[0].is_contiguous():
         shape = f"{list(view.shape)}, not {blocks} pages of {byte_count} bytes"
-        raise ConfigError(f"{layer.name}: states of shape {shape}")
+        raise ConfigError(f"states of shape {shape}")
     offset, stride = view.data_ptr() - base, view.stride(0) * view.element_size()
     return state_planes(parts, layer=layer.number, name=f"{{}}{layer.suffix}", base=offset, stride=stride, rank=rank)
 
@@ -348,21 +334,17 @@ def _state_planes(layer: _Layer, parts: Sequence[StatePart], *, blocks: int, bas
 def _token_planes(layer: _Layer, kinds: Mapping[str, Any], *, base: int, heads: Heads) -> list[Plane]:
     """One for each kind and head, or number of a head where these lie apart; a latent has one head."""
     planes: list[Plane] = []
-    try:
-        for kind, view in kinds.items():
-            name = layer.number, kind + layer.suffix
-            *_, count, size = view.shape
-            if kind == LATENT:
-                planes += strided_layout({name: view[:, :, 0]}, axes=("page", "row"), origin=base).planes
-                continue
-            first = heads.first(count) * size
-            for head in range(count):
-                head_range = range(first + head * size, first + (head + 1) * size)
-                planes += strided_layout(
-                    {name: view[:, :, head]}, axes=("page", "row", "head"), heads=head_range, origin=base
-                ).planes
-    except (LocalProtocolError, ValueError) as error:
-        raise ConfigError(f"{layer.name}: {error}") from None
+    for kind, view in kinds.items():
+        name = layer.number, kind + layer.suffix
+        *_, count, size = view.shape
+        if kind == LATENT:
+            planes += strided_layout({name: view[:, :, 0]}, axes=("page", "row"), origin=base).planes
+            continue
+        axes: Sequence[Axis] = ("page", "row", "head")
+        first = heads.first(count) * size
+        for head in range(count):
+            head_range = range(first + head * size, first + (head + 1) * size)
+            planes += strided_layout({name: view[:, :, head]}, axes=axes, heads=head_range, origin=base).planes
     return planes
 
 
@@ -370,7 +352,7 @@ def _replica(part: _Part, blocks: int) -> tuple[int, int]:
     """This rank's number among those that have the same of these layers' KV, and how many there are."""
     group, heads = part.group, part.heads
     if group.state:
-        return (heads.ranks.tp_rank, heads.ranks.tp_size) if group.replicated else (0, 1)
+        return group.kind.replica(heads.ranks)
     for layer in part.layers:
         _, replicas = heads.replica(layer.view.shape[1])
         if group.stripes > 1 and (layer.view.shape[0] != blocks or replicas % group.dcp_size):
@@ -383,52 +365,35 @@ def _replica(part: _Part, blocks: int) -> tuple[int, int]:
 
 def _rows_of(
     part: _Part, component: str, memory: Memory, planes: Sequence[Plane], blocks: int, *, by_token: bool
-) -> BlockRows:
-    """A part's rows, before any stripes. Raises ValueError for planes that cannot be one component."""
-    group = part.group
-    block_size = tokens_per_row = 1 if group.state else group.block_size
-    page_size, pages = 1, 1
-    if by_token and not group.state:
-        page_size, tokens_per_row = _page_size(part), 1
-        pages = block_size // page_size
-    layout = Layout(tuple(planes), page_size, blocks * pages * page_size)
-    span = Span("once" if group.state else "all")
-    described = Component(component, memory, tokens_per_row, span, layout)
-    return BlockRows(part.index, described, block_size, frozenset(part.names), pages)
+) -> list[BlockRows]:
+    """A part's rows, or those of the stripes that this rank has."""
+    kind, page_size, pages, stripes = part.group.kind, 1, 1, part.group.stripes
+    if by_token and kind.row == "page":
+        page_size = _page_size(part)
+        kind, pages = replace(kind, row="token", tail="exact"), kind.page_size // page_size
+    if stripes > 1:
+        kind = kind.of(kind.page_size * stripes, tail="open")
+    of_stripes: list[BlockRows] = []
+    for stripe in range(part.heads.ranks.tp_rank % part.group.dcp_size, stripes, part.group.dcp_size):
+        name = f"{component}.{stripe}" if stripes > 1 else component
+        described = kind.component(name, memory, planes, blocks * pages * page_size, page_size)
+        of_stripes.append(BlockRows(part.index, described, kind, frozenset(part.names), pages, stripe, stripes))
+    return of_stripes
 
 
 def _page_size(part: _Part) -> int:
     """The tokens of a page where rows are tokens."""
     group, page_sizes = part.group, {layer.view.shape[2] for layer in part.layers}
     page_size = min(page_sizes)
-    if group.window or group.chunk:
+    if group.kind.window or group.kind.chunk:
         raise ConfigError(
             f"{group.name}: attention windows cannot be transferred token by token: set rows = "
             '"blocks", or --disable-hybrid-kv-cache-manager'
         )
-    if page_sizes != {page_size} or group.block_size % page_size:
+    if page_sizes != {page_size} or group.kind.page_size % page_size:
         sizes = ", ".join(map(str, sorted(page_sizes)))
         raise ConfigError(
-            f"{group.name}: blocks of {group.block_size} tokens in pages of {sizes} cannot be transferred token by "
+            f"{group.name}: blocks of {group.kind.page_size} tokens in pages of {sizes} cannot be transferred token by "
             'token: set rows = "blocks"'
         )
     return page_size
-
-
-def _stripes(whole: BlockRows, group: KVGroup, ranks: Ranks) -> list[BlockRows]:
-    """The stripes of a group that this rank has."""
-    component = whole.component
-    if group.stripes == 1:
-        return [whole]
-    striped = msgspec.structs.replace(component, tokens_per_row=component.tokens_per_row * group.stripes)
-    return [
-        replace(
-            whole, component=msgspec.structs.replace(striped, name=f"{component.name}.{stripe}"), stripe=stripe,
-            stripes=group.stripes,
-        )
-        for stripe in range(ranks.tp_rank % group.dcp_size, group.stripes, group.dcp_size)
-    ]  # fmt: skip
-
-
-def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
-    return sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 from ...client.api import room_id
 from ...errors import ConfigError
 from ..kit.peers import Reachable, Remembered, RequestError
-from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw, slots_of
+from .orders import Chunk, KVGroup, Open, Orders, RankRuns, Receive, Refuse, Rows, Withdraw, slots_of
 from .params import GiveUp, Identify, ReceiveFrom, SendTo, Wanted, answer, own_label, parse, shared_id
 
 log = logging.getLogger(__name__)
@@ -115,25 +115,6 @@ class _Receive:
     behind: _Receive | None = None  # of the same prompt and label, whose load serves this one as well
 
 
-class RankAnnouncement(Protocol):
-    """What a rank that runs announces to the scheduler."""
-
-    @property
-    def endpoint(self) -> str:
-        """Where a rank of prefill listens, [KEY@]tcp://host:port; else empty."""
-        ...
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What peers compare, as `handoff.identity_check.shown` makes it."""
-        ...
-
-    @property
-    def block_bytes(self) -> tuple[int, ...]:
-        """Of each group, the bytes of a block in all of its components at this rank."""
-        ...
-
-
 class SchedulerSide:
     """Answers vLLM's scheduler. `groups` are those whose KV crosses; `engine_id` names this engine to peers.
 
@@ -168,7 +149,7 @@ class SchedulerSide:
         self._received = Remembered[str, str](LABELS_MAX)  # that of each label
         self._orders = Orders()
 
-    def on_ranks(self, announced: Mapping[tuple[int, int], RankAnnouncement]) -> None:
+    def on_ranks(self, announced: Mapping[tuple[int, int], RankRuns]) -> None:
         """What all ranks announce, by (stage, tensor parallel rank). Raises ConfigError where they would send or
         receive unequal rows: no request could be handed over."""
         ranks = sorted(announced)
@@ -360,7 +341,7 @@ class SchedulerSide:
         tokens = request.num_prompt_tokens
         if self._has_states:
             return crossing if (crossing := self._crossing_tokens(request)) < tokens else 0
-        return tokens if any((tokens - 1) % group.block_size == 0 for group in self._groups) else tokens - 1
+        return tokens if any((tokens - 1) % group.kind.page_size == 0 for group in self._groups) else tokens - 1
 
     def _check_role(self, wanted: Wanted | None) -> None:
         if isinstance(wanted, SendTo | GiveUp) and not self._can_send:
@@ -380,7 +361,7 @@ class SchedulerSide:
         if receive.source is None:
             return
         receive.declined, source = True, receive.source
-        none = tuple((-1,) * group.rows(receive.tokens) for group in self._groups)
+        none = tuple((-1,) * group.kind.rows(receive.tokens) for group in self._groups)
         self._orders.receives.append(
             Receive(name, source.room(name), source.sources, receive.tokens, receive.tokens, none, awaited=False)
         )
@@ -408,7 +389,7 @@ class SchedulerSide:
     def _order_chunk(self, name: str, send: _Send, before: int, after: int, orders: Orders) -> None:
         if send.complete:
             if self._has_states or any(
-                group.first_row(before) > group.first_row(send.tokens - 1) for group in self._groups
+                group.kind.needed_from(before) > group.kind.needed_from(send.tokens - 1) for group in self._groups
             ):
                 # It generates beyond its prompt: its states change, and its windows lose blocks that may still be read.
                 self._give_up(name, send, orders)
@@ -416,13 +397,13 @@ class SchedulerSide:
             return
         if not send.opened:
             send.opened = True
-            send.ordered = [group.first_row(send.tokens - 1) for group in self._groups]
+            send.ordered = [group.kind.needed_from(send.tokens - 1) for group in self._groups]
             orders.opens.append(Open(name, self._label(send), send.tokens))
         send.complete = after >= send.tokens
         rows: list[Rows] = []
         for index, group in enumerate(self._groups):
             # Blocks that this engine's prefix cache has had count as computed by this chunk.
-            end = group.rows(send.tokens) if send.complete else group.rows_before(after)
+            end = group.kind.rows(send.tokens) if send.complete else group.kind.whole_rows(after)
             if (first := send.ordered[index]) < end:
                 rows.append(Rows(index, first, end, group.blocks(send.blocks[group.index], send.tokens)[:end]))
                 send.ordered[index] = end
@@ -433,14 +414,14 @@ class SchedulerSide:
             kept = self._kept[name] = list[Any]()
             for group in self._groups:
                 blocks = group.blocks(send.blocks[group.index], send.tokens)
-                first, end = group.first_row(send.tokens - 1), group.first_row(send.tokens)
+                first, end = group.kind.needed_from(send.tokens - 1), group.kind.needed_from(send.tokens)
                 kept += [self.block_pool.blocks[block] for block in blocks[first:end]]
             self.block_pool.touch(kept)
 
     def _loses_blocks(self, tokens: int) -> bool:
         """Whether the token behind a prompt of this many does not see a block that its last one sees: vLLM frees that
         as the request ends, and decode needs it, as it computes the last token."""
-        return any(group.first_row(tokens - 1) < group.first_row(tokens) for group in self._groups)
+        return any(group.kind.needed_from(tokens - 1) < group.kind.needed_from(tokens) for group in self._groups)
 
     def _give_up(self, name: str, send: _Send, orders: Orders) -> None:
         """The request loses blocks that were to be sent. Unless decode may know the room already, it gets another."""

@@ -56,11 +56,8 @@ class TransferMetrics(KVConnectorPromMetrics):
         self._computed = counter(
             "vllm:pdtransfer_computed", "Requests whose hand-off failed, so that decode computed their prompt itself."
         )
-        self._refusals = counter(
-            "vllm:pdtransfer_refusals",
-            "Hand-offs that failed since the engines do not fit, by what differs.",
-            "fact",
-        )
+        text = "Hand-offs that failed since the engines do not fit, by what differs."
+        self._refusals = counter("vllm:pdtransfer_refusals", text, "fact")
         self._copied = counter("vllm:pdtransfer_copied_up_bytes", "Bytes copied from host memory to the KV cache.")
         self._seconds = self._histogram_cls(
             name="vllm:pdtransfer_transfer_seconds", buckets=_SECONDS, labelnames=labelnames,

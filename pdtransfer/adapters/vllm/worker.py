@@ -267,8 +267,8 @@ class WorkerSide:
         assert self._decode is not None
         room = order.room
         # Requests that run may have the prefix as well: its blocks do not fail.
-        expected = order.slots[0][order.prefix // self._rows[0].block_size :]
-        blocks = tuple(slot for slot in expected if slot >= 0) if order.awaited else ()
+        first, expected = self._rows[0].kind.whole_rows(order.prefix), order.slots[0]
+        blocks = tuple(slot for slot in expected[first:] if slot >= 0) if order.awaited else ()
         try:
             self._decode.expect(
                 room, tokens=order.tokens, prefix=order.prefix, sources=order.sources, time_left_s=self._time_left_s,

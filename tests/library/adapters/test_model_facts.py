@@ -43,15 +43,12 @@ def test_what_engines_add_changes_nothing(added: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"num_hidden_layers": 5},
-        {"num_key_value_heads": 4},
-        {"head_dim": 128},
-        {"rms_norm_eps": 1e-5},
+        {"num_hidden_layers": 5}, {"num_key_value_heads": 4}, {"head_dim": 128}, {"rms_norm_eps": 1e-5},
+        {"model_type": "mistral"},
         {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
         {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}},
-        {"model_type": "mistral"},
     ],
-)
+)  # fmt: skip
 def test_another_model_has_other_facts(other: dict[str, Any]) -> None:
     assert digest(LLAMA | other) != digest(LLAMA)
 

@@ -12,9 +12,9 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 from pdtransfer import KVPoll
 from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, KVPools, kv_buffers, pools, state_buffers
 from pdtransfer.errors import ConfigError
-from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.wire import Ranks
 from tests.library.adapters.sglang.sglang_ranks import AUX, SLOTS, CompressedPool, Rank, model_of, world
+from tests.support.covered import check_covered
 
 STATES = ("swa", "c128_state")
 
@@ -58,14 +58,7 @@ def test_each_kind_of_buffer_is_planes_of_its_layers() -> None:
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2)])
 def test_any_prefill_ranks_share_what_a_decode_rank_has(sizes: tuple[int, int]) -> None:
     """All ranks have the same."""
-    held = []
-    for rank in range(sizes[0]):
-        source = made_of(CompressedPool(None, 4, states=STATES), Ranks(rank, sizes[0]))
-        held.append(holds_of(source.components, Ranks(rank, sizes[0]), source.replicas))
-    for rank in range(sizes[1]):
-        target = made_of(CompressedPool(None, 4, states=STATES), Ranks(rank, sizes[1])).components
-        shares = {str(number): share_of(target, holds, rank) for number, holds in enumerate(held)}
-        assert uncovered(target, shares) == ""
+    check_covered(lambda rank, size: made_of(CompressedPool(None, 4, states=STATES), Ranks(rank, size)), *sizes)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, HeadCounts, KVPools, kv_buffers, pools, state_buffers
 from pdtransfer.errors import ConfigError
-from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.wire import Ranks
 from tests.library.adapters.sglang.sglang_ranks import HEADS, ITEM, LAYERS, SLOTS, STATES, WIDTH, Pool, model_of
+from tests.support.covered import check_covered
 
 MINIMAX = ("minimax_index_k", "minimax_dense_kv")
 
@@ -47,13 +47,6 @@ def test_a_row_is_a_token_of_one_layer_and_kind() -> None:
         assert (plane.head_start, plane.head_count) == (0, HEADS)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_indices_of_pages_become_slots(page_size: int) -> None:
-    [part] = made_of(a_pool(page_size=page_size)).parts
-    assert part.slots(np.array([1, 0], np.int32)).tolist() == [*range(page_size, 2 * page_size), *range(page_size)]
-    assert part.component.layout.row_bytes == 2 * LAYERS * HEADS * WIDTH * 4  # whatever the pages are
-
-
 def test_a_latent_is_one_head_that_every_rank_has() -> None:
     ranks = Ranks(1, 2)
     made = made_of(a_pool(latent=True), model_of(ranks, latent=True))
@@ -66,17 +59,10 @@ def test_a_latent_is_one_head_that_every_rank_has() -> None:
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2), (4, 1), (2, 8), (8, 2)])
 @pytest.mark.parametrize("total", [2, 4])
 def test_the_shares_of_all_prefill_ranks_are_what_a_decode_rank_has(sizes: tuple[int, int], total: int) -> None:
-    def made(size: int, at: int) -> KVPools:
+    def made(at: int, size: int) -> KVPools:
         return made_of(a_pool(heads=max(1, total // size)), model_of(Ranks(at, size), total=total))
 
-    sources = [made(sizes[0], index) for index in range(sizes[0])]
-    held = [
-        holds_of(source.components, Ranks(index, sizes[0]), source.replicas) for index, source in enumerate(sources)
-    ]
-    for index in range(sizes[1]):
-        target = made(sizes[1], index).components
-        shares = {str(number): share_of(target, holds, index) for number, holds in enumerate(held)}
-        assert uncovered(target, shares) == ""
+    check_covered(made, *sizes)
 
 
 def test_layers_of_a_stage_and_of_a_draft_model_keep_their_numbers() -> None:
@@ -128,7 +114,7 @@ def test_one_buffer_of_each_layer_of_minimax_has_rows_of_pages() -> None:
     assert [(plane.layer, plane.kind) for plane in kv.layout.planes] == [
         *((layer, "item") for layer in range(5)), (4, "item1"),
     ]  # fmt: skip
-    assert made.parts[0].slots(np.array([5, 2])).tolist() == [5, 2]
+    assert made.parts[0].kind.expand(np.array([5, 2])).tolist() == [5, 2]
 
 
 def test_several_items_of_a_layer_are_several_kinds() -> None:

@@ -46,12 +46,10 @@ class Model:
 
 
 MODELS = {
-    "gated delta nets": Model((8, 8, 16), 8),
-    "Kimi's delta attention": Model((16, 8, 8), 4, tokens_first=True),
-    "Mamba 2": Model((24, 8, 8), 12, named=False),
-    "Mamba": Model((12,), 12, (1, 7), named=False),
+    "gated delta nets": Model((8, 8, 16), 8), "Kimi's delta attention": Model((16, 8, 8), 4, tokens_first=True),
+    "Mamba 2": Model((24, 8, 8), 12, named=False), "Mamba": Model((12,), 12, (1, 7), named=False),
     "short convolutions": Model((20,), 0, named=False),
-}
+}  # fmt: skip
 
 
 def pool_of(model: Model) -> type[Pool]:

@@ -13,10 +13,10 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, pools
 from pdtransfer.errors import ConfigError
-from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.wire import Ranks
 from tests.library.adapters.sglang.sglang_modules import DisaggregationMode, KVArgs, ServerArgs, with_stand_ins
 from tests.library.adapters.sglang.sglang_ranks import HEADS, SLOTS, Pool, slots_of, world
+from tests.support.covered import check_covered
 
 SIZES = [(8, 4), (4, 8), (8, 2), (4, 2), (2, 4), (1, 8), (2, 1), (8, 8)]
 
@@ -111,15 +111,8 @@ def test_each_head_of_a_drafter_has_one_sender(
         args.page_size = 1
         return pools(args, model, lambda _: (0, "dram"), kv=buffers, states=[])
 
-    sources = [described(number, prefill) for number in range(prefill)]
-    claims = [
-        holds_of(source.components, Ranks(number, prefill), source.replicas) for number, source in enumerate(sources)
-    ]
-    for tp_rank in range(decode):
-        target = described(tp_rank, decode).components
-        assert [component.name for component in target] == ["kv", "kv_draft"]
-        shares = {str(number): share_of(target, holds, tp_rank) for number, holds in enumerate(claims)}
-        assert uncovered(target, shares) == ""
+    for target, _ in check_covered(described, prefill, decode):
+        assert [component.name for component in target.components] == ["kv", "kv_draft"]
 
 
 @pytest.mark.parametrize(("prefill", "decode"), SIZES)
@@ -132,14 +125,7 @@ def test_keys_and_values_of_unequal_numbers_divide_between_ranks(prefill: int, d
         args = Pool(None, 1, HEADS, (), False).args
         return pools(args, HeadCounts(False, heads, heads, "float32"), lambda _: (0, "dram"), kv=buffers, states=[])
 
-    sources = [described(number, prefill) for number in range(prefill)]
-    claims = [
-        holds_of(source.components, Ranks(number, prefill), source.replicas) for number, source in enumerate(sources)
-    ]
-    for tp_rank in range(decode):
-        target = described(tp_rank, decode).components
-        shares = {str(number): share_of(target, holds, tp_rank) for number, holds in enumerate(claims)}
-        assert uncovered(target, shares) == ""
+    check_covered(described, prefill, decode)
 
 
 def test_a_drafter_whose_heads_other_ranks_share_is_refused() -> None:

@@ -21,7 +21,7 @@ import torch
 from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.kit.peers import Reachable
-from pdtransfer.adapters.vllm.kinds import dcp_sizes_of, keep_blocks_whole
+from pdtransfer.adapters.vllm.kinds import PAGED, dcp_sizes_of, keep_blocks_whole
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.scheduler import ScheduledStep, SchedulerSide
@@ -144,7 +144,7 @@ def engines(
     prefill: Shape, decode: Shape, kv_heads: int, stripes: int | None = None
 ) -> Iterator[tuple[Engine, Engine]]:
     stripes = stripes or max(prefill.dcp, decode.dcp)
-    groups = [KVGroup(0, TOKENS, dcp_size=shape.dcp, stripes=stripes) for shape in (prefill, decode)]
+    groups = [KVGroup(0, PAGED.of(TOKENS), dcp_size=shape.dcp, stripes=stripes) for shape in (prefill, decode)]
     schedulers = [
         SchedulerSide(
             [group], engine_id="p0", tp_size=shape.tp, sends=role == "p", receives=role == "d",
@@ -182,14 +182,9 @@ def engines(
             cache[:] = UNTOUCHED
             described_pools = described(cache, arena.mapping.address, groups[1], Heads(kv_heads, ranks))
             client = DecodeClient(
-                settings("d", ranks),
-                described_pools.components,
-                arena,
-                engine_slots=True,
-                open_ended=described_pools.open_ended,
-                prefix_cache=False,
-                verify=True,
-            )
+                settings("d", ranks), described_pools.components, arena, engine_slots=True, prefix_cache=False,
+                open_ended=described_pools.open_ended, verify=True,
+            )  # fmt: skip
             stack.enter_context(client)
             receives.caches.append(cache)
             receives.workers.append(WorkerSide(pools=described_pools, prefill=None, decode=client, time_left_s=60))
@@ -390,19 +385,16 @@ def test_vllm_keeps_whole_blocks_at_a_rank() -> None:
 def test_caches_that_no_rank_can_have_in_turn_are_refused_by_name(blocks: int, kv_heads: int) -> None:
     """Blocks that the attention backend cuts, and heads of which each rank has its own."""
     view = torch.zeros(blocks, 1, TOKENS, WIDTH)
-    group = KVGroup(0, TOKENS, dcp_size=2, stripes=2)
+    group = KVGroup(0, PAGED.of(TOKENS), dcp_size=2, stripes=2)
     with pytest.raises(ConfigError, match=r"model\.layers\.0\.attn: not supported with decode context parallelism"):
         pools(
-            {NAMES[0]: view},
-            [(group, NAMES)],
-            blocks=BLOCKS,
-            locate=lambda _: (0, "dram"),
+            {NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, locate=lambda _: (0, "dram"),
             heads=Heads(kv_heads, Ranks(0, 2)),
-        )
+        )  # fmt: skip
 
 
 def test_more_stripes_than_a_peer_may_have_components_are_refused() -> None:
     view = torch.zeros(BLOCKS, 1, TOKENS, WIDTH)
-    group = KVGroup(0, TOKENS, stripes=17)
+    group = KVGroup(0, PAGED.of(TOKENS), stripes=17)
     with pytest.raises(ConfigError, match="KV cache groups: 17, must be 1 to 16"):
         pools({NAMES[0]: view}, [(group, NAMES)], blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=Heads(1, Ranks()))

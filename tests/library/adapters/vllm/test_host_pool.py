@@ -20,7 +20,7 @@ from pdtransfer import DecodeClient, NodeSettings, PrefillClient, WriterOptions,
 from pdtransfer.adapters.kit.cache_memory import CacheMemory, Extent
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm import worker
-from pdtransfer.adapters.vllm.kinds import host_pool_of, sparse_indices, tables_of
+from pdtransfer.adapters.vllm.kinds import PAGED, host_pool_of, sparse_indices, tables_of
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows, slots_of
 from pdtransfer.adapters.vllm.pools import INDEX, Pools, pools, range_of
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
@@ -94,12 +94,11 @@ def site() -> Iterator[Site]:
     host_bytes = HOST_BLOCKS * source[0][0].nbytes
     latents = memory.beside(extent, host_bytes).view(torch.float32).view(HOST_BLOCKS, *shapes[0])
     target = memory.target(extent)
-    of_prefill = described(sent, [(KVGroup(0, TOKENS), [*LATENTS, *INDICES])], lambda _: (0, "dram"))
+    of_prefill = described(sent, [(KVGroup(0, PAGED.of(TOKENS)), [*LATENTS, *INDICES])], lambda _: (0, "dram"))
     of_decode = described(
         views_of(LATENTS, latents) | views_of(INDICES, index),
-        [(KVGroup(0, TOKENS, host=True), LATENTS), (KVGroup(1, TOKENS), INDICES)],
-        target.locate,
-    )
+        [(KVGroup(0, PAGED.of(TOKENS), host=True), LATENTS), (KVGroup(1, PAGED.of(TOKENS)), INDICES)], target.locate,
+    )  # fmt: skip
     options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
     prefill = PrefillClient(
         NodeSettings(node="p", **options), of_prefill.components, writer=WriterOptions(pool_address=0)
@@ -150,7 +149,7 @@ def test_components_have_the_same_names_whatever_the_groups() -> None:
     whole = torch.zeros(BLOCKS, len(LATENTS), 1, TOKENS, LATENT_WIDTH), torch.zeros(BLOCKS, 2, 1, TOKENS, INDEX_WIDTH)
     views = views_of(LATENTS, whole[0]) | views_of(INDICES, whole[1])
     for names, expected in (([*INDICES, *LATENTS], ["group0", INDEX]), (LATENTS, ["group0"])):
-        of_side = described(views, [(KVGroup(0, TOKENS), names)], lambda _: (0, "dram"))
+        of_side = described(views, [(KVGroup(0, PAGED.of(TOKENS)), names)], lambda _: (0, "dram"))
         assert [component.name for component in of_side.components] == expected
         assert {block_rows.group for block_rows in of_side.rows} == {0}
         assert of_side.complete_after == {name: (0, layer) for layer, name in enumerate(LATENTS)}
@@ -158,22 +157,21 @@ def test_components_have_the_same_names_whatever_the_groups() -> None:
 
 def test_layers_of_one_component_in_two_memories_are_refused() -> None:
     views = views_of(LATENTS, torch.zeros(BLOCKS, len(LATENTS), 1, TOKENS, LATENT_WIDTH))
-    first = views[LATENTS[0]].data_ptr()
+    first, group = views[LATENTS[0]].data_ptr(), KVGroup(0, PAGED.of(TOKENS))
     with pytest.raises(ConfigError, match="group0: its layers have no KV cache, or in several memories"):
-        described(views, [(KVGroup(0, TOKENS), LATENTS)], lambda address: (0, "dram" if address == first else "hbm"))
+        described(views, [(group, LATENTS)], lambda address: (0, "dram" if address == first else "hbm"))
 
 
 def test_an_index_in_several_groups_is_refused() -> None:
     views = views_of(INDICES, torch.zeros(BLOCKS, 2, 1, TOKENS, INDEX_WIDTH))
+    groups = [(KVGroup(index, PAGED.of(TOKENS)), [name]) for index, name in enumerate(INDICES)]
     with pytest.raises(ConfigError, match="index: sparse index layers must be in one KV cache group"):
-        described(
-            views, [(KVGroup(index, TOKENS), [name]) for index, name in enumerate(INDICES)], lambda _: (0, "dram")
-        )
+        described(views, groups, lambda _: (0, "dram"))
 
 
 def test_nothing_lands_in_host_blocks_that_vllm_has_of_the_prompt() -> None:
     """Of this request's four, two are in the prefix cache: both groups have the first, the host pool the second too."""
-    host, index = KVGroup(0, TOKENS, host=True), KVGroup(1, TOKENS)
+    host, index = KVGroup(0, PAGED.of(TOKENS), host=True), KVGroup(1, PAGED.of(TOKENS))
 
     def block(number: int, block_hash: bytes | None) -> SimpleNamespace:
         return SimpleNamespace(block_id=number, block_hash=block_hash)

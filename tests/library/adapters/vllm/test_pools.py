@@ -13,13 +13,13 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 import torch
 
 from pdtransfer.adapters.kit.kinds import Heads, StatePart, described, state_planes
-from pdtransfer.adapters.vllm.kinds import parts_of
+from pdtransfer.adapters.vllm.kinds import PAGED, STATE, parts_of
 from pdtransfer.adapters.vllm.orders import KVGroup
 from pdtransfer.adapters.vllm.pools import Pools, layer_number, pools, range_of, with_heads
 from pdtransfer.errors import ConfigError, LayoutMismatchError
-from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.layout.pairing import pair
 from pdtransfer.wire import Ranks
+from tests.support.covered import check_covered
 
 BLOCKS, TOKENS, WIDTH = 8, 16, 32
 ONE = Heads(4, Ranks())
@@ -36,7 +36,7 @@ def made_of(
     tensors: dict[str, torch.Tensor], heads: Heads = ONE, groups: list[tuple[KVGroup, list[str]]] | None = None
 ) -> Pools:
     base, _ = range_of(tensors.values())
-    groups = groups or [(KVGroup(0, TOKENS), list(tensors))]
+    groups = groups or [(KVGroup(0, PAGED.of(TOKENS)), list(tensors))]
     return pools(tensors, groups, blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=heads)
 
 
@@ -66,7 +66,7 @@ def test_a_row_is_a_block_of_one_layer() -> None:
 def test_layers_of_a_drafter_are_complete_with_their_step_alone() -> None:
     """Else rows behind the prompt, which its last block has, would change while they are read, and no checksum fits."""
     tensors = cache(3, 4)
-    groups = [(KVGroup(0, TOKENS), list(tensors))]
+    groups = [(KVGroup(0, PAGED.of(TOKENS)), list(tensors))]
     described = pools(tensors, groups, blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=ONE, late=list(tensors)[2:])
     assert described.complete_after == dict(zip(list(tensors)[:2], [(0, 0), (0, 1)], strict=True))
     assert described.layers == ((0, 1, 2),)
@@ -115,22 +115,12 @@ def test_ranks_of_unequal_groups_send_every_head_once(prefill: int, decode: int,
     def rank(at: int, size: int) -> Pools:
         return made_of(cache(2, max(1, total // size)), Heads(total, Ranks(at, size)))
 
-    sources = [rank(at, prefill) for at in range(prefill)]
-    holds = [holds_of(each.components, Ranks(at, prefill), each.replicas) for at, each in enumerate(sources)]
-    for at in range(decode):
-        target = rank(at, decode).components
-        shares = {str(number): share_of(target, held, at) for number, held in enumerate(holds)}
-        assert uncovered(target, shares) == ""
+    for _, shares in check_covered(rank, prefill, decode):
         for number, share in shares.items():
             for each in share:
-                [source] = sources[int(number)].components
-                first, *_, end = sorted(
-                    {
-                        at
-                        for plane in each.layout.planes
-                        for at in (plane.head_start, plane.head_start + plane.head_count)
-                    }
-                )
+                [source] = rank(number, prefill).components
+                first = min(plane.head_start for plane in each.layout.planes)
+                end = max(plane.head_start + plane.head_count for plane in each.layout.planes)
                 pair(source.layout.heads(first, end), each.layout)
 
 
@@ -145,7 +135,8 @@ def test_groups_in_the_same_memory_are_components_in_the_same_memory() -> None:
     tensors = cache(2, 4)
     names = list(tensors)
     tensors = {names[0]: tensors[names[0]], names[1]: tensors[names[0]], names[1] + ".again": tensors[names[0]]}
-    groups = [(KVGroup(0, TOKENS), names[:1]), (KVGroup(2, TOKENS, window=64), [names[1], names[1] + ".again"])]
+    window = KVGroup(2, PAGED.of(TOKENS, window=64))
+    groups = [(KVGroup(0, PAGED.of(TOKENS)), names[:1]), (window, [names[1], names[1] + ".again"])]
     made = made_of(tensors, groups=groups)
     one, two = made.components
     assert (one.name, two.name) == ("group0", "group2")
@@ -179,11 +170,10 @@ def test_a_cache_that_cannot_cross_is_named(tensor: torch.Tensor, text: str) -> 
 
 # By the kind of layer: the states of all ranks together, at 4 bytes a number, with channels first and last.
 STATES = {
-    "SHORT_CONV": lambda tp: [(32 // tp, 2)],
-    "MAMBA1": lambda tp: [(32 // tp, 3), (32 // tp, 8)],
+    "SHORT_CONV": lambda tp: [(32 // tp, 2)], "MAMBA1": lambda tp: [(32 // tp, 3), (32 // tp, 8)],
     "MAMBA2": lambda tp: [((32 + 8) // tp, 3), (8 // tp, 4, 8)],
     "GDN_ATTN": lambda tp: [((16 + 32) // tp, 3), (4 // tp, 8, 8)],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -194,7 +184,7 @@ def test_ranks_of_unequal_groups_share_the_heads_and_channels_of_a_state(
 ) -> None:
     """Each byte of a page of decode's has one source, which is the same number of the model's state."""
 
-    def rank(at: int, size: int) -> tuple[torch.Tensor, Pools]:
+    def rank(at: int, size: int) -> Pools:
         shapes = STATES[kind](size)
         if not channels_first:
             shapes = [shapes[0][::-1], *shapes[1:]]
@@ -203,12 +193,11 @@ def test_ranks_of_unequal_groups_share_the_heads_and_channels_of_a_state(
         assert count == 4 * sum(prod(shape) for shape in shapes)
         pages = torch.zeros(BLOCKS, count + 24, dtype=torch.int8)
         view = pages[:, :count].view(BLOCKS, 1, 1, count)
-        groups = [(KVGroup(0, 1024, state=True), ["model.layers.1.mixer"])]
-        made = pools(
+        groups = [(KVGroup(0, STATE.of(1024)), ["model.layers.1.mixer"])]
+        return pools(
             {"model.layers.1.mixer": view}, groups, blocks=BLOCKS, locate=lambda _: (pages.data_ptr(), "dram"),
             heads=Heads(4, Ranks(at, size)), states={"model.layers.1.mixer": parts},
         )  # fmt: skip
-        return pages, made
 
     def numbers(made: Pools) -> dict[tuple[str, int], int]:
         """Where each head's bytes begin in page 3, by plane and head of the model."""
@@ -219,17 +208,12 @@ def test_ranks_of_unequal_groups_share_the_heads_and_channels_of_a_state(
             for head in range(plane.head_count)
         }
 
-    sources = [rank(at, prefill)[1] for at in range(prefill)]
-    holds = [holds_of(each.components, Ranks(at, prefill), each.replicas) for at, each in enumerate(sources)]
-    seen: set[tuple[str, int]] = set()
-    for at in range(decode):
-        _, target = rank(at, decode)
-        shares = {str(number): share_of(target.components, held, at) for number, held in enumerate(holds)}
-        assert uncovered(target.components, shares) == ""
+    sources, seen = [rank(at, prefill) for at in range(prefill)], set[tuple[str, int]]()
+    for target, _ in check_covered(rank, prefill, decode):
         found = numbers(target)
         assert sorted(found.values()) == sorted(set(found.values()))
         seen |= found.keys()
-    assert seen == {key for made in sources for key in numbers(made)} == set(numbers(rank(0, 1)[1]))
+    assert seen == {key for made in sources for key in numbers(made)} == set(numbers(rank(0, 1)))
 
 
 @pytest.mark.parametrize("kind", ["SHORT_CONV", "MAMBA2", "GDN_ATTN"])
@@ -266,12 +250,9 @@ def test_a_state_is_one_row_a_request_in_memory_that_it_shares_with_kv() -> None
     [page] = kv.values()
     name = "model.layers.1.mixer"
     views = kv | {name: page.view(BLOCKS, 1, 1, -1).view(torch.int8)[..., :100]}
-    groups = [(KVGroup(0, 1024, state=True), [name]), (KVGroup(1, TOKENS), list(kv))]
-    options: dict[str, Any] = {
-        "blocks": BLOCKS,
-        "locate": lambda _: (page.data_ptr(), "dram"),
-        "heads": Heads(8, Ranks(1, 2)),
-    }
+    groups = [(KVGroup(0, STATE.of(1024)), [name]), (KVGroup(1, PAGED.of(TOKENS)), list(kv))]
+    options: dict[str, Any] = {"blocks": BLOCKS, "locate": lambda _: (page.data_ptr(), "dram")}
+    options["heads"] = Heads(8, Ranks(1, 2))
     made = pools(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
     states, rows = made.components
     assert (states.span.kind, states.tokens_per_row, states.rows(700), rows.rows(700)) == ("once", 1, 1, 44)
@@ -280,7 +261,7 @@ def test_a_state_is_one_row_a_request_in_memory_that_it_shares_with_kv() -> None
     assert states.layout.address(0, 5) == rows.layout.address(0, 5)
     assert made.rows[0].slots((5,), 700).tolist() == made.rows[0].pages((5,)).tolist() == [5]
     assert made.replicas == {"group0": (0, 1), "group1": (0, 1)}
-    groups[0] = KVGroup(0, 1024, state=True, replicated=True), [name]
+    groups[0] = KVGroup(0, STATE.of(1024, holder="every")), [name]
     replicated = pools(views, groups, states={name: [StatePart("x", 5, 20)]}, **options)
     assert replicated.components[0].layout.planes[0].head_start == 0
     assert replicated.replicas["group0"] == (1, 2)
@@ -296,8 +277,8 @@ def test_bytes_of_a_block_are_those_of_its_layers() -> None:
         "model.layers.0.indexer": whole[..., :6].contiguous(),
         "model.layers.3.mixer": whole.view(BLOCKS, 1, 1, -1).view(torch.int8)[..., :100],
     }
-    groups = [(KVGroup(0, TOKENS), [*latents, "model.layers.0.indexer"]),
-              (KVGroup(1, 1024, state=True), ["model.layers.3.mixer"])]  # fmt: skip
+    groups = [(KVGroup(0, PAGED.of(TOKENS)), [*latents, "model.layers.0.indexer"]),
+              (KVGroup(1, STATE.of(1024)), ["model.layers.3.mixer"])]  # fmt: skip
     states = {"model.layers.3.mixer": [StatePart("x", 5, 20)]}
     kinds = {name: {"latent": view.transpose(1, 2)} for name, view in views.items()}
     for more in ({}, {"indices": ["model.layers.0.indexer"]}, {"kinds": kinds}):
@@ -310,7 +291,7 @@ def test_bytes_of_a_block_are_those_of_its_layers() -> None:
 @pytest.mark.parametrize("dcp_size", [1, 2, 4])
 def test_bytes_of_a_block_are_in_one_stripe(dcp_size: int) -> None:
     tensors = cache(2, 1)
-    groups = [(KVGroup(0, TOKENS, dcp_size=dcp_size, stripes=4), list(tensors))]
+    groups = [(KVGroup(0, PAGED.of(TOKENS), dcp_size=dcp_size, stripes=4), list(tensors))]
     of_ranks = [made_of(tensors, Heads(1, Ranks(rank, 4)), groups) for rank in range(4)]
     copies = 4 // dcp_size  # of each block, in all ranks
     assert sum(rank.block_bytes[0] for rank in of_ranks) // 4 == copies * 2 * TOKENS * WIDTH * 4
@@ -318,7 +299,7 @@ def test_bytes_of_a_block_are_in_one_stripe(dcp_size: int) -> None:
 
 def test_too_many_groups_are_refused() -> None:
     tensors = cache(1, 1)
-    groups = [(KVGroup(at, TOKENS), list(tensors)) for at in range(17)]
+    groups = [(KVGroup(at, PAGED.of(TOKENS)), list(tensors)) for at in range(17)]
     with pytest.raises(ConfigError, match="KV cache groups: 17, must be 1 to 16"):
         made_of(tensors, groups=groups)
 
@@ -328,17 +309,3 @@ def test_numbers_of_layers_are_read_from_their_names() -> None:
         "model.layers.12.self_attn.attn": 12, "language_model.model.layers.3": 3, "encoder": 7, "h.5.attn.k8": 5
     }  # fmt: skip
     assert {name: layer_number(name, 7) for name in names} == names
-
-
-@pytest.mark.parametrize(
-    ("group", "tokens", "first"),
-    [
-        (KVGroup(0, 16), 700, 0),
-        (KVGroup(0, 16, window=64), 700, 39),  # tokens 637 on are seen by the next one
-        (KVGroup(0, 16, window=64), 63, 0),
-        (KVGroup(0, 16, chunk=128), 700, 40),
-        (KVGroup(0, 16, chunk=128), 128, 8),
-    ],
-)
-def test_a_window_needs_its_last_blocks(group: KVGroup, tokens: int, first: int) -> None:
-    assert group.first_row(tokens) == first

@@ -11,6 +11,7 @@ import pytest
 from pdtransfer import room_id
 from pdtransfer.adapters.kit.peers import Reachable
 from pdtransfer.adapters.vllm import scheduler
+from pdtransfer.adapters.vllm.kinds import PAGED, STATE
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.params import ReceiveFrom, parse
 from pdtransfer.adapters.vllm.scheduler import BlockTable, SchedulerSide
@@ -23,6 +24,7 @@ RECEIVES: dict[str, Any] = {
 }  # fmt: skip
 ADDRESS = ("tcp://127.0.0.1:7801",)
 STOPPED, ABORTED = "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED"
+PAGE, WINDOW, CHUNKS = PAGED.of(16), PAGED.of(16, window=20), PAGED.of(16, chunk=32)
 
 
 @dataclass
@@ -101,7 +103,7 @@ class Rank:
 
 
 def side(*groups: KVGroup, **roles: bool) -> SchedulerSide:
-    found = groups or (KVGroup(0, 16),)
+    found = groups or (KVGroup(0, PAGE),)
     made = SchedulerSide(found, engine_id="p0", **{"sends": True, "receives": True} | roles)
     made.on_ranks({(0, 0): Rank(*ADDRESS, block_bytes=(1_000,) * len(found))})
     made.block_pool = Pool()
@@ -151,7 +153,7 @@ def test_what_prefills_own_cache_has_leaves_with_the_first_chunk() -> None:
 
 
 def test_of_a_window_only_the_blocks_that_stay_are_pushed() -> None:
-    made = side(KVGroup(0, 16), KVGroup(1, 16, window=20))
+    made = side(KVGroup(0, PAGE), KVGroup(1, WINDOW))
     begun(made, 100)
     table = [list(range(1, 8)), [0, 0, 3, 4, 5, 6, 7]]
     assert rows(made.orders(new("a", [table[0][:4], table[1][:4]], 64))) == [(0, 0, 4)]
@@ -160,22 +162,22 @@ def test_of_a_window_only_the_blocks_that_stay_are_pushed() -> None:
 
 @pytest.mark.parametrize(
     ("group", "tokens", "first"),
-    [(KVGroup(0, 16, window=20), 35, 0), (KVGroup(0, 16, window=20), 36, 1), (KVGroup(0, 16, chunk=32), 64, 2)],
+    [(KVGroup(0, WINDOW), 35, 0), (KVGroup(0, WINDOW), 36, 1), (KVGroup(0, CHUNKS), 64, 2)],
 )
 def test_what_the_prompts_last_token_sees_crosses(group: KVGroup, tokens: int, first: int) -> None:
     """Decode computes that token anew, so its window begins one token before that of the next."""
     made = side(group)
     begun(made, tokens)
-    end = group.rows(tokens)
+    end = group.kind.rows(tokens)
     orders = made.orders(new("a", [list(range(1, 1 + end))], tokens))
     assert [(each.rows[0].first, each.rows[0].end, each.last) for each in orders.chunks] == [(first, end, True)]
-    assert group.first_row(made.matched_tokens(begun(made, tokens, RECEIVES, "b"), 0) or 0) == first
+    assert group.kind.needed_from(made.matched_tokens(begun(made, tokens, RECEIVES, "b"), 0) or 0) == first
     gives_up = made.orders(more("a", None, 1, tokens)).quiesce
-    assert gives_up == ["a"] * (group.first_row(tokens) > first), "vLLM frees these with the first generated token"
+    assert gives_up == ["a"] * (group.kind.needed_from(tokens) > first), "vLLM frees these with the first one generated"
 
 
 def test_a_request_that_generates_on_gives_its_window_up_before_its_blocks_are_reused() -> None:
-    made = side(KVGroup(0, 16, window=20))
+    made = side(KVGroup(0, WINDOW))
     request = begun(made, 40)
     made.orders(new("a", [[1, 2, 3]], 40))
     assert made.orders(more("a", None, 1, 40)).quiesce == []
@@ -417,11 +419,11 @@ def test_every_row_of_a_room_has_a_block(tokens: int, received: int) -> None:
     blocks = [*range(1, 1 + -(-received // 16))]
     made.on_blocks(request, [blocks], received)
     [order] = made.orders(Step()).receives
-    assert (order.tokens, order.prefix, len(order.slots[0])) == (tokens, 0, KVGroup(0, 16).rows(tokens))
+    assert (order.tokens, order.prefix, len(order.slots[0])) == (tokens, 0, PAGE.rows(tokens))
 
 
 def test_a_windows_lost_blocks_and_blocks_behind_the_prompt_are_no_slots() -> None:
-    made = side(KVGroup(0, 16), KVGroup(2, 16, window=20))
+    made = side(KVGroup(0, PAGE), KVGroup(2, WINDOW))
     request = begun(made, 40, RECEIVES)
     made.on_blocks(request, [[7, 3, 5, 9], [1, 1, 1], [0, 4, 6]], 39)
     assert made.orders(Step()).receives[0].slots == ((7, 3, 5), (-1, 4, 6))
@@ -540,7 +542,7 @@ def test_ranks_that_would_hand_over_unequal_rows_end_the_start_by_name() -> None
 
 def test_bytes_of_an_answer_are_those_that_the_ranks_have_of_its_blocks() -> None:
     """Ranks have other layers of two groups each; a block of the second is in one of its stripes alone."""
-    engine = side(KVGroup(0, 16), KVGroup(1, 16, dcp_size=2, stripes=4))
+    engine = side(KVGroup(0, PAGE), KVGroup(1, PAGE, dcp_size=2, stripes=4))
     sizes = {(0, 0): (10, 200), (0, 1): (10, 200), (1, 0): (7, 600), (1, 1): (7, 600)}
     engine.on_ranks({rank: Rank(*ADDRESS, block_bytes=of_rank) for rank, of_rank in sizes.items()})
     request = begun(engine, 40, RECEIVES)
@@ -561,8 +563,8 @@ def test_a_request_without_a_hand_off_is_left_alone() -> None:
 # Blocks that vLLM frees as a request ends, while decode's last token still sees them
 
 AT_THE_EDGE = [
-    ((KVGroup(0, 16), KVGroup(1, 16, window=20)), 51, {5}),  # token 50 sees from 31 on, the next one from 32 on
-    ((KVGroup(0, 16), KVGroup(1, 16, chunk=32)), 64, {3, 9}),  # token 63 ends a chunk
+    ((KVGroup(0, PAGE), KVGroup(1, WINDOW)), 51, {5}),  # token 50 sees from 31 on, the next one from 32 on
+    ((KVGroup(0, PAGE), KVGroup(1, CHUNKS)), 64, {3, 9}),  # token 63 ends a chunk
 ]
 
 
@@ -589,7 +591,7 @@ def test_what_only_the_prompts_last_token_sees_is_kept_until_it_is_sent(
 
 @pytest.mark.parametrize("tokens", [50, 52, 63])
 def test_no_other_block_is_kept(tokens: int) -> None:
-    made = side(KVGroup(0, 16), KVGroup(1, 16, window=20), KVGroup(2, 16, chunk=64))
+    made = side(KVGroup(0, PAGE), KVGroup(1, WINDOW), KVGroup(2, PAGED.of(16, chunk=64)))
     begun(made, tokens)
     made.orders(new("a", [[11, 12, 13, 14], [7, 5, 3, 9], [1, 2, 4, 6]], tokens))
     assert kept_by(made) == set()
@@ -626,8 +628,8 @@ def test_without_vllms_pool_such_a_hand_off_fails(caplog: pytest.LogCaptureFixtu
 
 # States of layers that keep no KV
 
-STATES = KVGroup(0, 1024, state=True), KVGroup(1, 16)
-CACHED_STATES = KVGroup(0, 16, state=True), KVGroup(1, 16)
+STATES = KVGroup(0, STATE.of(1024)), KVGroup(1, PAGE)
+CACHED_STATES = KVGroup(0, STATE.of(16)), KVGroup(1, PAGE)
 
 
 def prompt_of(tokens: int, params: Any, **more: Any) -> Request:

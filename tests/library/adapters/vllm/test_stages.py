@@ -17,6 +17,7 @@ import torch
 from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions, room_id
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm import figures
+from pdtransfer.adapters.vllm.kinds import PAGED
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.worker import WorkerSide
@@ -33,7 +34,8 @@ def described(cache: np.ndarray, base: int, first_layer: int, ranks: Ranks) -> P
     names = [f"model.layers.{first_layer + index}.attn" for index in range(len(cache))]
     views = dict(zip(names, torch.from_numpy(cache), strict=True))
     return pools(
-        views, [(KVGroup(0, TOKENS), names)], blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=Heads(HEADS, ranks)
+        views, [(KVGroup(0, PAGED.of(TOKENS)), names)], blocks=BLOCKS, locate=lambda _: (base, "dram"),
+        heads=Heads(HEADS, ranks),
     )  # fmt: skip
 
 

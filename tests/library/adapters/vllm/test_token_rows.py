@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed: pip install '.[tran
 import torch
 
 from pdtransfer.adapters.kit.kinds import Heads
+from pdtransfer.adapters.vllm.kinds import PAGED
 from pdtransfer.adapters.vllm.orders import KVGroup
 from pdtransfer.adapters.vllm.pools import Pools, pools, range_of
 from pdtransfer.adapters.vllm.token_rows import kinds_of
@@ -68,7 +69,7 @@ class LatentBackend:
 def made(way: str, tokens: int = TOKENS) -> tuple[Any, torch.Tensor, Pools]:
     """A layer, its cache and the component of it, whose bases are offsets from the cache."""
     layer, cache = SimpleNamespace(impl=Backend(way)), torch.zeros(BLOCKS, HEADS, tokens, 2 * SIZE)
-    groups = [(KVGroup(0, tokens), [NAME])]
+    groups = [(KVGroup(0, PAGED.of(tokens)), [NAME])]
     base, _ = range_of([cache])
     kinds = {NAME: kinds_of(NAME, layer, cache)}
     found = pools(
@@ -124,9 +125,8 @@ def test_latents_are_rows() -> None:
     layer, cache = SimpleNamespace(impl=LatentBackend()), torch.zeros(BLOCKS, 1, TOKENS, 32)
     kinds = {NAME: kinds_of(NAME, layer, cache)}
     found = pools(
-        {NAME: cache}, [(KVGroup(0, TOKENS), [NAME])], blocks=BLOCKS,
-        locate=lambda _: (cache.data_ptr(), "dram"), heads=Heads(1, Ranks()),
-        kinds=kinds,
+        {NAME: cache}, [(KVGroup(0, PAGED.of(TOKENS)), [NAME])], blocks=BLOCKS,
+        locate=lambda _: (cache.data_ptr(), "dram"), heads=Heads(1, Ranks()), kinds=kinds,
     )  # fmt: skip
     [component] = found.components
     other = strided_layout({(0, "latent"): torch.zeros(64, 32)}, axes=("row",))
@@ -138,8 +138,8 @@ def test_smaller_pages_of_the_backend_are_parts_of_a_block() -> None:
     layer, cache = SimpleNamespace(impl=Backend("number by number")), torch.zeros(2 * BLOCKS, HEADS, TOKENS, 2 * SIZE)
     kinds = {NAME: kinds_of(NAME, layer, cache)}
     [held] = pools(
-        {NAME: cache}, [(KVGroup(0, 2 * TOKENS), [NAME])], blocks=BLOCKS, locate=lambda _: (cache.data_ptr(), "dram"),
-        heads=Heads(HEADS, Ranks()), kinds=kinds,
+        {NAME: cache}, [(KVGroup(0, PAGED.of(2 * TOKENS)), [NAME])], blocks=BLOCKS,
+        locate=lambda _: (cache.data_ptr(), "dram"), heads=Heads(HEADS, Ranks()), kinds=kinds,
     ).rows  # fmt: skip
     assert held.component.layout.slots == 2 * BLOCKS * TOKENS
     assert held.pages([3, 1]).tolist() == [6, 7, 2, 3]
@@ -158,6 +158,6 @@ def test_windows_do_not_cross_by_tokens() -> None:
     layer, cache = SimpleNamespace(impl=Backend("side by side")), torch.zeros(BLOCKS, HEADS, TOKENS, 2 * SIZE)
     with pytest.raises(ConfigError, match=r"group0: attention windows cannot be transferred token by token"):
         pools(
-            {NAME: cache}, [(KVGroup(0, TOKENS, window=16), [NAME])], blocks=BLOCKS, locate=lambda _: (0, "dram"),
-            heads=Heads(HEADS, Ranks()), kinds={NAME: kinds_of(NAME, layer, cache)},
+            {NAME: cache}, [(KVGroup(0, PAGED.of(TOKENS, window=16)), [NAME])], blocks=BLOCKS,
+            locate=lambda _: (0, "dram"), heads=Heads(HEADS, Ranks()), kinds={NAME: kinds_of(NAME, layer, cache)},
         )  # fmt: skip

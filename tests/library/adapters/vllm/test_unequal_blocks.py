@@ -30,6 +30,7 @@ from pdtransfer import (
 )
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm.drafter import KVLayers
+from pdtransfer.adapters.vllm.kinds import PAGED
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.token_rows import planes_of, too_many_planes
@@ -57,7 +58,7 @@ def described(cache: np.ndarray, base: int) -> Pools:
     views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
     by_token = {name: view.transpose(1, 2) for name, view in views.items()}
     kinds = {name: {"k": view[..., :SIZE], "v": view[..., SIZE:]} for name, view in by_token.items()}
-    groups = [(KVGroup(0, tokens), NAMES)]
+    groups = [(KVGroup(0, PAGED.of(tokens)), NAMES)]
     heads = Heads(HEADS, Ranks())
     described_by = partial(pools, views, groups, blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=heads)
     if tokens.bit_count() > 1:

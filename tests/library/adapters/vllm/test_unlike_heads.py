@@ -14,13 +14,13 @@ import torch
 
 from pdtransfer import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions, room_id
 from pdtransfer.adapters.kit.kinds import Heads
+from pdtransfer.adapters.vllm.kinds import PAGED
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Rows
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.worker import WorkerSide
-from pdtransfer.handoff.component_variants import used_with
-from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.wire import Ranks
 from tests.support.client_pair import LIMITS
+from tests.support.covered import check_covered
 from tests.support.waiting import wait_for
 
 BLOCKS, TOKENS, MODEL, PROMPT = 8, 4, 8, 12
@@ -58,8 +58,8 @@ class Rank:
 
         def described(**more: Any) -> Pools:
             return pools(
-                views, [(KVGroup(0, TOKENS), list(views))], blocks=BLOCKS, locate=lambda _: (base, "dram"), heads=model,
-                totals=dict.fromkeys(list(views)[1:], drafter), **more,
+                views, [(KVGroup(0, PAGED.of(TOKENS)), list(views))], blocks=BLOCKS, locate=lambda _: (base, "dram"),
+                heads=model, totals=dict.fromkeys(list(views)[1:], drafter), **more,
             )  # fmt: skip
 
         match rows:
@@ -109,16 +109,7 @@ def test_each_head_of_a_drafter_has_one_sender(
     prefill: int, decode: int, latent: bool, drafter: int, size: int, rows: str
 ) -> None:
     model: dict[str, Any] = {"latent": latent, "drafter": drafter, "size": size, "rows": rows}
-    sources = [rank_of(number, prefill, **model).pools for number in range(prefill)]
-    claims = [
-        holds_of(source.components, Ranks(number, prefill), source.replicas) for number, source in enumerate(sources)
-    ]
-    for tp_rank in range(decode):
-        pool = rank_of(tp_rank, decode, **model).pools
-        names = {claim.component for claim in claims[0]}
-        target = used_with(pool.components, names, pool.stand_ins)
-        shares = {str(number): share_of(target, holds, tp_rank) for number, holds in enumerate(claims)}
-        assert uncovered(target, shares) == ""
+    check_covered(lambda tp_rank, tp_size: rank_of(tp_rank, tp_size, **model).pools, prefill, decode)
 
 
 @pytest.mark.parametrize("rows", ["blocks", "tokens", "auto", "auto, other blocks"])
@@ -185,7 +176,7 @@ def test_layers_of_which_a_rank_cannot_know_the_heads_are_other_components_at_ot
         views = {"model.layers.0.attn": torch.zeros(BLOCKS, 1, TOKENS, 8)}
         heads = Heads(MODEL, Ranks(1, tp_size))
         [component] = pools(
-            views, [(KVGroup(0, TOKENS), list(views))], blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=heads
+            views, [(KVGroup(0, PAGED.of(TOKENS)), [*views])], blocks=BLOCKS, locate=lambda _: (0, "dram"), heads=heads
         ).components
         return component.name
 

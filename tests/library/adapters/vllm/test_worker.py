@@ -30,7 +30,7 @@ from pdtransfer import (
 )
 from pdtransfer.adapters.kit.kinds import Heads
 from pdtransfer.adapters.vllm import figures, worker
-from pdtransfer.adapters.vllm.kinds import StatePart
+from pdtransfer.adapters.vllm.kinds import PAGED, STATE, StatePart
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, Withdraw
 from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
@@ -49,8 +49,8 @@ NAMES = [f"model.layers.{at}.attn" for at in range(LAYERS)]
 
 
 Groups = list[tuple[KVGroup, list[str]]]
-ONE: Groups = [(KVGroup(0, TOKENS), NAMES)]
-TWO: Groups = [(KVGroup(0, TOKENS), NAMES[:2]), (KVGroup(1, TOKENS), NAMES[2:])]
+ONE: Groups = [(KVGroup(0, PAGED.of(TOKENS)), NAMES)]
+TWO: Groups = [(KVGroup(0, PAGED.of(TOKENS)), NAMES[:2]), (KVGroup(1, PAGED.of(TOKENS)), NAMES[2:])]
 
 
 def described(cache: np.ndarray, base: int, groups: Groups, rows: str, memory: Any = "dram") -> Pools:
@@ -330,7 +330,7 @@ def test_groups_leave_from_blocks_of_their_own() -> None:
 @pytest.mark.parametrize("rows", ["blocks", "tokens"])
 def test_a_state_lands_beside_the_kv(rows: str) -> None:
     """Of a layer whose name vLLM never reports, also where decode has the beginning of the prompt."""
-    groups: Groups = [(KVGroup(0, 1024, state=True), NAMES[2:]), (KVGroup(1, TOKENS), NAMES[:2])]
+    groups: Groups = [(KVGroup(0, STATE.of(1024)), NAMES[2:]), (KVGroup(1, PAGED.of(TOKENS)), NAMES[:2])]
     with made_site(groups, rows) as site:
         slots = {"slots": ((11,), (4, 9, 2)), "prefix": 16}
         site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [], **slots)]))
@@ -347,7 +347,7 @@ def test_a_state_lands_beside_the_kv(rows: str) -> None:
 @pytest.mark.parametrize("copied_up", [False, True])
 def test_stripes_of_a_prompt_may_have_unequal_rows(copied_up: bool) -> None:
     """Three blocks of 16 tokens, the last of which is part of a row of 32 tokens."""
-    with made_site([(KVGroup(0, TOKENS, stripes=2), NAMES)], copied_up=copied_up) as made:
+    with made_site([(KVGroup(0, PAGED.of(TOKENS), stripes=2), NAMES)], copied_up=copied_up) as made:
         made.decode.begin(Orders(receives=[made.receive("d", "room", 40, [4, 9, 2])]))
         made.send("p", "room", 40, [7, 3, 5])
         made.until(lambda: made.received.received)
@@ -359,7 +359,7 @@ def test_stripes_of_a_prompt_may_have_unequal_rows(copied_up: bool) -> None:
 
 def test_a_prompt_whose_last_block_is_missing_is_refused() -> None:
     """Of a group that is not striped, beside one that is."""
-    groups: Groups = [(KVGroup(0, TOKENS, stripes=2), NAMES[:2]), (KVGroup(1, TOKENS), NAMES[2:])]
+    groups: Groups = [(KVGroup(0, PAGED.of(TOKENS), stripes=2), NAMES[:2]), (KVGroup(1, PAGED.of(TOKENS)), NAMES[2:])]
     with made_site(groups) as site:
         slots = {"slots": ((4, 9, 2), (-1, 8, -1))}
         site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [], **slots)]))
@@ -490,11 +490,9 @@ def test_a_failed_load_is_received_only_once_nobody_can_write_its_blocks() -> No
     client = PolledClient()
     cache = np.zeros(SHAPE, np.float32)
     side = WorkerSide(
-        pools=described(cache, cache.ctypes.data, ONE, "blocks"),
-        prefill=None,
-        decode=cast("Any", client),
+        pools=described(cache, cache.ctypes.data, ONE, "blocks"), prefill=None, decode=cast("Any", client),
         time_left_s=20.0,
-    )
+    )  # fmt: skip
     side.begin(Orders(receives=[Receive("d", 7, ("tcp://127.0.0.1:1",), 40, 0, ((4, 9, 2),))]))
     client.events = [RoomFailed(7, Cause.DEADLINE, "not ready in time")]
     failed = side.results(())

@@ -8,7 +8,6 @@ import atexit
 import ctypes
 import logging
 import os
-import re
 import secrets
 import socket
 import time
@@ -23,16 +22,14 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_memory, get_parallel
 
-from ...bus.keys import address_of
-from ...client.api import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
 from ...errors import Cause, ConfigError, LocalProtocolError
-from ...handoff.identity_check import shown
 from ...layout.layout import DTYPE_BYTES
-from ...wire import Identity, Ranks
+from ...wire import Ranks
 from ..kit.cache_memory import CacheMemory, Extent
-from ..kit.facts import dtype_name, first_line, model_facts, model_name, named_facts
+from ..kit.facts import dtype_name, model_facts, named_facts
 from ..kit.kinds import Heads
 from ..kit.peers import Reachable, Remembered, RequestError
+from ..kit.rank import Rank
 from . import dialect, process
 from .decode import ReceivingSide
 from .options import ELSEWHERE, check_options, speculation
@@ -150,30 +147,28 @@ class Manager(dialect.KVManager):
         device = self.kv_args.gpu_id if get_device().device == "cuda" else None
         return memory, process.extent or extent_of([kv_buffers(self.kv_args), *state_buffers(self.kv_args)], device)
 
+    def _rank(self, memory: CacheMemory, extent: Extent) -> Rank:
+        return Rank(
+            settings=self._settings, name=f"{socket.gethostname()[:64]}-{os.getpid()}", number=self._number(),
+            ranks=self._ranks, facts=self._facts(), shown=self._shown_facts(), memory=memory, extent=extent,
+            model=str(self.server_args.served_model_name or self.server_args.model_path),
+        )  # fmt: skip
+
     def _start_prefill(self) -> None:
-        settings, (memory, extent) = self._settings, self._memory()
+        memory, extent = self._memory()
         described = self._pools(lambda _: (memory.base(extent), "dram"))
-        writer = WriterOptions(
-            pool_address=memory.base(extent), pool_fd=memory.pool_fd(extent), copy_threads=settings.copy_threads,
-            device=extent.device, transport=settings.transport, network=settings.network,
-        )  # fmt: skip
-        node = self._node("p")
-        client = PrefillClient(
-            node, described.components, bind=settings.bind_of(self._number()), writer=writer,
-            replicas=described.replicas,
-        )  # fmt: skip
-        client.start()
-        self._prefill = SendingSide(client, described, time_left_s=settings.time_left_s)
+        rank = self._rank(memory, extent)
+        client, endpoint = rank.prefill(described.components, described.replicas)
+        self._prefill = SendingSide(client, described, time_left_s=self._settings.time_left_s)
         # What decode learns from the bootstrap server is where our client listens.
-        self.rank_port = int(client.endpoint.rpartition(":")[2])
-        key = f"{node.keys.public}@" if node.keys is not None else ""
-        self.local_ip = key + settings.host
-        self._announce(node.identity("prefill"), f"listens on {key}{address_of(settings.host, self.rank_port)}")
+        self.rank_port = int(endpoint.rpartition(":")[2])
+        self.local_ip = endpoint.partition("tcp://")[0] + self._settings.host
+        process.identity, line = rank.announced(endpoint, None, "")
+        log.info("%s", line)
 
     def _start_decode(self) -> None:
-        memory, extent = self._memory()
+        (memory, extent), args = self._memory(), self.kv_args
         target = memory.target(extent, host_buffer_gib=self._settings.host_buffer_gib)
-        args = self.kv_args
         args.prefill_start_layer = process.first_layer  # SGLang names it on prefill alone
         described = self._pools(target.locate)
         components = described.components
@@ -181,12 +176,8 @@ class Manager(dialect.KVManager):
             host = host_buffers(args, target)
             components += pools(args, self._model(), target.locate, kv=host, states=()).components
             self.supports_host_destination = True
-        client = DecodeClient(
-            self._node("d"), components, target.arena, engine_slots=True, prefix_cache=False,
-            enable_hisparse=self.supports_host_destination, verify=self._settings.verify,
-            options=ArenaOptions(transport=self._settings.transport, network=self._settings.network),
-        )  # fmt: skip
-        client.start()
+        rank = self._rank(memory, extent)
+        client = rank.decode(components, target, enable_hisparse=self.supports_host_destination)
         first = secrets.randbits(20)
         if self.pp_size > 1:
             first = get_parallel().pp_group.broadcast_object(first, src=0)
@@ -198,28 +189,13 @@ class Manager(dialect.KVManager):
         )  # fmt: skip
         _, allowed = self._settings.keys_of(self._ranks)
         self._reachable = Reachable(allowed, self._settings.insecure, field="bootstrap_host")
-        copied_up = "in host memory first, and is copied to " if target.copied_up else "in "
-        self._announce(self._node("d").identity("decode"), f"KV lands {copied_up}SGLang's pages")
-
-    def _announce(self, identity: Identity, where: str) -> None:
-        process.identity = shown(identity)
-        log.info("%s", first_line(identity, where))
+        process.identity, line = rank.announced("", target, "SGLang's pages")
+        log.info("%s", line)
 
     def _number(self) -> int:
         """The number of this rank among those of this host that share the settings."""
         stage = (self.system_dp_rank or self.attn_dp_rank) * self.pp_size + self.pp_rank
         return (stage * self.attn_cp_size + self.attn_cp_rank) * self.attn_tp_size + self.attn_tp_rank
-
-    def _node(self, role: str) -> NodeSettings:
-        keys, allowed = self._settings.keys_of(self._ranks)
-        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
-        name = self._settings.model or str(self.server_args.served_model_name or self.server_args.model_path)
-        return NodeSettings(
-            node=f"{role}-{host}-{os.getpid()}", model=model_name(name, self._cache_dtype),
-            weights=weights_digest(self._facts()), facts=self._shown_facts(), keys=keys, allowed=allowed,
-            insecure=self._settings.insecure, ranks=self._ranks,
-            limits=self._settings.limits, cpus=self._settings.client_cpus,
-        )  # fmt: skip
 
     def _facts(self) -> dict[str, Any]:
         """All that makes two engines' rows the same bytes for the same tokens, whatever their ranks and pages."""

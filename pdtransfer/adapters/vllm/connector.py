@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,20 +20,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ...bus.keys import address_of
-from ...client.api import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
+from ...client.api import weights_digest
 from ...errors import ConfigError
-from ...handoff.identity_check import shown
 from ...wire import Ranks
 from ..kit.cache_memory import CacheMemory, Extent
-from ..kit.facts import first_line, model_name
 from ..kit.peers import Reachable
+from ..kit.rank import Rank
 from . import dialect
 from .bootstrap import Bootstrap, name_of
 from .drafter import drafter_layers, layers_with_kv
 from .kinds import dcp_sizes_of, host_pool_of, keep_blocks_whole, sparse_indices, tables_of
 from .kv_scales import check_cache_dtype
-from .orders import Orders
+from .orders import Orders, RankRuns
 from .pools import Locate, Pools, pools, range_of, with_heads
 from .scheduler import SchedulerSide
 from .settings import ConnectorSettings
@@ -52,13 +48,8 @@ class OrdersMetadata(KVConnectorMetadata):
     orders: Orders
 
 
-@dataclass
-class Announced(KVConnectorHandshakeMetadata):
-    """What a rank that runs announces to the scheduler."""
-
-    endpoint: str  # prefill: where it listens, [KEY@]tcp://host:port; else empty
-    identity: dict[str, Any]  # what peers compare, as `shown` makes it
-    block_bytes: tuple[int, ...]  # by group, as Pools has them
+class Announced(RankRuns, KVConnectorHandshakeMetadata):
+    """Likewise, as vLLM carries it."""
 
 
 class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
@@ -87,7 +78,6 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         self._announced: Announced | None = None
         self._failed_blocks: set[int] = set()
         self._facts: dict[str, str] = {}
-        self._endpoint = ""  # prefill: where this rank listens
         self._pooled: AbstractContextManager | None = None
         self._on_card = False
         if self._settings.bootstrap and parallel.data_parallel_size > 1:
@@ -158,15 +148,16 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
                 return one(kinds=kinds)
             return one().or_tokens(one(kinds=kinds), weights_digest(of_blocks).hex()[:16])
 
-        target = None
-        if self._receives:
-            target = self._memory.target(extent, host_buffer_gib=self._settings.host_buffer_gib)
-        base = self._memory.base(extent)
+        settings, base = self._settings, self._memory.base(extent)
+        target = self._memory.target(extent, host_buffer_gib=settings.host_buffer_gib) if self._receives else None
         # What is sent is described from where writers map it, and what is received from where it lands.
         locate: Locate = target.locate if target is not None and not self._sends else lambda _: (base, "dram")
-        if rows == "auto" and (why := _why_not(components, locate)):  # the tokens, or the blocks too, as raised below
-            log.info("blocks of another size are not supported: %s", why)
-            rows, kinds = "blocks", None
+        if rows == "auto":
+            try:
+                components(locate)
+            except ConfigError as error:  # of the tokens, or of the blocks too, as raised below
+                log.info("blocks of another size are not supported: %s", error)
+                rows, kinds = "blocks", None
         if rows == "tokens":
             facts, of_blocks = dialect.facts_of_model(self._vllm_config, kv), {}
         elif rows == "blocks":
@@ -176,69 +167,31 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         shown_rows = "blocks+tokens" if rows == "auto" else rows
         self._facts = dialect.shown_facts(self._vllm_config, kv, facts | of_blocks, shown_rows)
         described = components(locate)
-        prefill = decode = None
+        rank = Rank(
+            settings=settings, name=f"{str(self._kv_transfer_config.engine_id)[:90]}-{ranks.pp_rank}-{ranks.tp_rank}",
+            number=dialect.number_of(self._vllm_config, ranks), ranks=ranks, facts=facts, shown=self._facts,
+            model=dialect.served_name(self._vllm_config), memory=self._memory, extent=extent,
+        )  # fmt: skip
+        prefill, decode, endpoint = None, None, ""
         if self._sends:
-            prefill = self._prefill_client(described, extent, ranks, facts)
+            prefill, endpoint = rank.prefill(described.components, described.replicas)
         if target is not None:
-            decode = self._decode_client(components(target.locate), target.arena, ranks, facts)
+            landing = components(target.locate)
+            decode = rank.decode(landing.components, target, stand_ins=landing.stand_ins, open_ended=landing.open_ended)
         self._worker = WorkerSide(
             pools=described, prefill=prefill, decode=decode, time_left_s=self._settings.time_left_s,
             recomputes=getattr(self._kv_transfer_config, "kv_load_failure_policy", "") == "recompute",
             facts=self._facts,
         )  # fmt: skip
-        both = prefill is not None and decode is not None
-        identity = self._node("p", ranks, facts).identity("prefill" if self._sends else "decode")
-        self._announced = Announced(self._endpoint, shown(identity, both=both), described.block_bytes)
-        where = [f"listens on {self._endpoint}"] if self._endpoint else []
-        if target is not None:
-            copied_up = "in host memory first, and is copied to " if target.copied_up else "in "
-            where.append(f"KV lands {copied_up}vLLM's blocks")
-        log.info("%s", first_line(identity, ", ".join(where), both=both))
+        identity, line = rank.announced(endpoint, target, "vLLM's blocks")
+        self._announced = Announced(endpoint, identity, described.block_bytes)
+        log.info("%s", line)
 
     def _check_host_pool(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ConfigError for a host pool that is not where `get_mem_pool_context` had room for it."""
         for group, names in self._groups:
             if group.host and not all(self._memory.has_beside(kv_caches[name].data_ptr()) for name in names):
                 raise ConfigError("HiSparseConnector: vLLM allocated its host pool where no peer can write")
-
-    def _node(self, role: str, ranks: Ranks, facts: dict[str, Any]) -> NodeSettings:
-        keys, allowed = self._settings.keys_of(ranks)
-        engine = re.sub(r"[^A-Za-z0-9._-]", "-", str(self._kv_transfer_config.engine_id))[:90]
-        return NodeSettings(
-            node=f"{role}-{engine}-{ranks.pp_rank}-{ranks.tp_rank}",
-            model=model_name(self._settings.model or dialect.served_name(self._vllm_config), facts["cache"]),
-            weights=weights_digest(facts), facts=self._facts, keys=keys, allowed=allowed,
-            insecure=self._settings.insecure, ranks=ranks,
-            limits=self._settings.limits, cpus=self._settings.client_cpus,
-        )  # fmt: skip
-
-    def _prefill_client(self, described: Pools, extent: Extent, ranks: Ranks, facts: dict[str, Any]) -> PrefillClient:
-        settings = self._settings
-        writer = WriterOptions(
-            pool_address=self._memory.base(extent), pool_fd=self._memory.pool_fd(extent),
-            copy_threads=settings.copy_threads, device=extent.device, transport=settings.transport,
-            network=settings.network,
-        )  # fmt: skip
-        node = self._node("p", ranks, facts)
-        client = PrefillClient(
-            node, described.components, bind=settings.bind_of(dialect.number_of(self._vllm_config, ranks)),
-            writer=writer, replicas=described.replicas,
-        )  # fmt: skip
-        client.start()
-        port = client.endpoint.rpartition(":")[2]
-        key = f"{node.keys.public}@" if node.keys is not None else ""
-        self._endpoint = key + address_of(settings.host, int(port))
-        return client
-
-    def _decode_client(self, described: Pools, arena: Any, ranks: Ranks, facts: dict[str, Any]) -> DecodeClient:
-        options = ArenaOptions(transport=self._settings.transport, network=self._settings.network)
-        client = DecodeClient(
-            self._node("d", ranks, facts), described.components, arena, options=options, engine_slots=True,
-            stand_ins=described.stand_ins, open_ended=described.open_ended, prefix_cache=False,
-            verify=self._settings.verify,
-        )  # fmt: skip
-        client.start()
-        return client
 
     # Worker: steps
 
@@ -375,15 +328,11 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether the engine has to run a step for a peer's sake: prefill keeps blocks that nobody here needs."""
         return self._side.has_word_for_peers
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether its blocks stay, and what the client gets."""
         return self._side.on_finished(request, request.status.name)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """As request_finished."""
-        return self._side.on_finished(request, request.status.name)
+    request_finished_all_groups = request_finished
 
     # Both
 
@@ -422,15 +371,6 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 def _settings_of(extra_config: dict[str, Any] | None) -> ConnectorSettings:
     """Raises ConfigError."""
     return ConnectorSettings.of(extra_config or {}, "kv_connector_extra_config")
-
-
-def _why_not(components: Callable[[Locate], Pools], locate: Locate) -> str:
-    """The error that components cannot be made for; empty if they can."""
-    try:
-        components(locate)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def _extent_of(caches: dict[str, torch.Tensor]) -> Extent:

@@ -59,11 +59,8 @@ class Manager(backend.Manager):
     def __init__(self) -> None:
         self.kv_args = SimpleNamespace(page_size=16, engine_rank=0, state_types=[])
         self.kv_cache_dtype_str, self.kv_layout, self.is_mla_backend, self.is_hybrid_mla_backend = (
-            "auto",
-            None,
-            False,
-            False,
-        )
+            "auto", None, False, False,
+        )  # fmt: skip
         self.attn_tp_size = self.attn_cp_size = self.dcp_size = self.pp_size = 1
         self.attn_cp_rank = self.pp_rank = 0
         self.enable_all_cp_ranks_for_transfer = self.enable_staging = self.defer_decode_allocation = False

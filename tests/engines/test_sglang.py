@@ -409,15 +409,13 @@ def test_a_prefill_server_that_does_not_fit_costs_its_requests_alone(llama: Fami
     """SGLang would end the decode engine; here each request says what does not fit."""
     pair, single = llama
     answers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "kv_cache_dtype=fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, {}),
-        "page_size=64": ({"page_size": 64}, {}),
+        "kv_cache_dtype=fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, {}), "page_size=64": ({"page_size": 64}, {}),
         "attn_tp_size: 1000000000, expected int <= 64": ({"attn_tp_size": 10**9}, {}),
         "attn_cp_size: 0, expected int >= 1": ({"attn_cp_size": 0}, {}),
         "dsv41_spec_layout: 5, expected object": ({"dsv41_spec_layout": 5}, {}),
-        "pp_size: '1', expected int": ({"pp_size": "1"}, {}),
-        "rank_port: 'x', expected int": ({}, {"rank_port": "x"}),
+        "pp_size: '1', expected int": ({"pp_size": "1"}, {}), "rank_port: 'x', expected int": ({}, {"rank_port": "x"}),
         "rank_ip: expected str, got null": ({}, {"rank_ip": None}),
-    }
+    }  # fmt: skip
     [prompt] = prompts(300, seed=19)
     with ExitStack() as stack:
         asked = {

@@ -51,12 +51,9 @@ def text_of(answer: Any) -> str:
 def test_an_image_is_seen_by_prefill_and_decode_has_its_kv(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Images of two sizes, in a chunk of the prompt and behind one; whole answers, and a stream."""
     model = model_of_bytes(
-        sglang_checkpoints.path("qwen2_vl"),
-        tmp_path / "bytes",
-        special=SPECIAL,
-        template=TEMPLATE,
+        sglang_checkpoints.path("qwen2_vl"), tmp_path / "bytes", special=SPECIAL, template=TEMPLATE,
         pad_token=SPECIAL[0],
-    )
+    )  # fmt: skip
     options: dict[str, dict[str, Any]] = {
         "prefill": {"disaggregation_mode": "prefill", "enable_metrics": True},
         "decode": {"disaggregation_mode": "decode", "disaggregation_decode_retraction_backup": "cpu_tensor"},

@@ -148,11 +148,9 @@ class Decode:
         made.attach(memory.data.cast("B"), **({"hbm": hbm.data.cast("B")} if len(hbm) else {}))
         random = np.random.default_rng(seed)
         return cls(
-            made,
-            memory,
-            hbm,
+            made, memory, hbm,
             [list(random.permutation(component.layout.slots)) for component in made.description.components],
-        )
+        )  # fmt: skip
 
     @property
     def layout(self):
@@ -219,9 +217,6 @@ class Decode:
         end = self.ends[room]
         assert isinstance(end, Finished), end
         return Generation(
-            tokens=tuple(self.tokens[room]),
-            reason=end.reason,
-            tokens_digest=end.tokens_digest,
-            logits_digest=end.logits_digest,
-            kv_digest=end.kv_digest,
-        )
+            tokens=tuple(self.tokens[room]), reason=end.reason, tokens_digest=end.tokens_digest,
+            logits_digest=end.logits_digest, kv_digest=end.kv_digest,
+        )  # fmt: skip

@@ -15,14 +15,10 @@ RATIOS = (0, 4, 128, 4, 4, 128)  # some layers keep their window alone, none kee
 WINDOW = 128
 SALT = 1 << 24  # between the tokens of one component and the next: no two hold equal rows
 PARTS = {
-    "c4": tuple(C4_PARTS),
-    "c128": tuple(C4_PARTS),
-    "window": tuple(C4_PARTS),
-    "c4_state": (("state", "float32", 65_536),),
-    "index_state": (("state", "float32", 16_384),),
-    "c128_state": (("state", "float32", 524_288),),
-    "index": tuple(DSA_INDEX_PARTS),
-}
+    "c4": tuple(C4_PARTS), "c128": tuple(C4_PARTS), "window": tuple(C4_PARTS),
+    "c4_state": (("state", "float32", 65_536),), "index_state": (("state", "float32", 16_384),),
+    "c128_state": (("state", "float32", 524_288),), "index": tuple(DSA_INDEX_PARTS),
+}  # fmt: skip
 
 
 def layers_of(name: str, ratios: Sequence[int] = RATIOS) -> list[int]:

@@ -71,13 +71,9 @@ else:
     )
     # Kernels for GPUs compute no float32; with two bytes a number, the bits depend on who shares a batch.
     OPTIONS.update(
-        dtype="bfloat16",
-        enable_deterministic_inference=True,
-        attention_backend="triton",
-        mem_fraction_static=0.8,
-        grammar_backend="none",
-        sleep_on_idle=True,
-    )
+        dtype="bfloat16", enable_deterministic_inference=True, attention_backend="triton", mem_fraction_static=0.8,
+        grammar_backend="none", sleep_on_idle=True,
+    )  # fmt: skip
 
 
 def why_not() -> str | None:

@@ -111,7 +111,7 @@ def _required(owner: Any, name: str, option: str) -> Any:
 
 
 def buffer_infos(pool: Any) -> Any:
-    """Addresses, lengths and item lengths of a pool's buffers that cross."""
+    """Addresses, lengths and item lengths of a pool's buffers that are transferred."""
     return getattr(utils, "get_kv_transfer_buf_infos", lambda pool: pool.get_contiguous_buf_infos())(pool)
 
 

@@ -68,7 +68,7 @@ def _receives_on_host() -> bool:
 
 
 def _init_memory_pools(original: Any, scheduler: Any) -> Any:
-    """All caches are made: it is known which draft models will have one. Raises ConfigError for what cannot cross."""
+    """All caches are made: it is known which draft models have one. Raises ConfigError for what is not transferred."""
     if _is_ours():
         dialect.check_features(scheduler.server_args)
         check_drafter(scheduler.server_args, on_host=dialect.receives_on_host(get_disagg()))

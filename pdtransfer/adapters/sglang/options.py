@@ -17,7 +17,7 @@ _OF_OPTIONS = {"context_len", "max_position_embeddings", "encoder_only", "langua
 
 
 def drafter_with_kv(server_args: Any) -> str:
-    """The name of the drafter whose KV crosses with the model's; empty without one."""
+    """The name of the drafter whose KV is transferred with the model's; empty without one."""
     drafter = str(server_args.speculative_algorithm or "").upper()
     return "" if drafter in _WITHOUT_KV else drafter
 

@@ -160,7 +160,7 @@ def host_buffers(args: Any, target: Target) -> Buffers:
 def pools(args: Any, model: HeadCounts, locate: Locate, *, kv: Buffers, states: Sequence[Buffers]) -> KVPools:
     """Components of the KV cache in `kv`, and of `states`, whose planes are offsets as `locate` has them.
 
-    `args` are SGLang's KVArgs. Raises ConfigError, with the reason, for a cache that cannot cross.
+    `args` are SGLang's KVArgs. Raises ConfigError, with the reason, for a cache that cannot be transferred.
     """
     _check(args, states)
     ranks = model.heads.ranks

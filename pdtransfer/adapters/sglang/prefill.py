@@ -42,7 +42,7 @@ class Sent:
     prefix: int = 0  # of these, that decode has
     leased_s: float | None = None  # after which decode had its memory
     pushed: bool = False
-    kv_bytes: int = 0  # that crossed
+    kv_bytes: int = 0  # that were transferred
     end: Change | None = None
 
 

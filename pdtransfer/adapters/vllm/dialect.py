@@ -57,8 +57,8 @@ def prefill_context_rank(vllm_config: Any) -> int:
 
 
 def groups_of(kv_cache_config: Any, dcp_sizes: tuple[int, int] = (1, 1)) -> list[tuple[KVGroup, list[str]]]:
-    """The groups whose KV crosses, each with its layers' names. `dcp_sizes` as context_parallel.dcp_sizes_of has them.
-    Raises ConfigError for a group that cannot cross."""
+    """The groups whose KV is transferred, each with its layers' names; `dcp_sizes` as kinds.dcp_sizes_of has them.
+    Raises ConfigError for a group that cannot be transferred."""
     groups: list[tuple[KVGroup, list[str]]] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
@@ -258,7 +258,7 @@ def served_name(vllm_config: Any) -> str:
 def rows_of(
     wanted: str, vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]
 ) -> tuple[str, dict[str, Kinds] | None]:
-    """What crosses where the settings want "auto", "blocks" or "tokens", and where the tokens of each layer are.
+    """What is transferred where the settings want "auto", "blocks" or "tokens", and where the tokens of each layer are.
 
     "auto" becomes "blocks" on GPUs, with several groups, a window or decode context parallelism, and where it is not
     known how blocks hold tokens, or these are too many planes: those of the whole model and its drafter, so that its

@@ -1,4 +1,4 @@
-"""The drafter of a vLLM engine: a model, or layers of one, whose KV crosses with the model's."""
+"""The drafter of a vLLM engine: a model, or layers of one, whose KV is transferred with the model's."""
 
 # pyright: basic
 

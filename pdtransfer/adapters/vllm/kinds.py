@@ -93,7 +93,7 @@ def dcp_sizes_of(parallel: Any, largest: int, *, receives: bool, needs: str = ""
     """The decode context parallel sizes of this engine, and of the largest that it exchanges KV with: `largest`, or 0
     for its own. `parallel` is vLLM's configuration; `needs`: the first version with PCP, if this one has none.
 
-    Raises ConfigError for context parallelism that cannot cross.
+    Raises ConfigError for context parallelism that is not supported.
     """
     size = getattr(parallel, "decode_context_parallel_size", 1)
     largest = largest or size
@@ -131,7 +131,7 @@ _PAGE_BYTES = 4096  # of allocate_pinned_host_pool, in vllm/v1/hisparse/runtime.
 
 def host_pool_of(kv_cache_config: Any, *, sends: bool) -> tuple[int, int]:
     """The host pool's blocks, and the bytes of the tensor that vLLM allocates for it; 0 for none. Raises ConfigError
-    for one that cannot cross."""
+    for one that cannot be transferred."""
     sizes = {tensor.size for tensor in kv_cache_config.kv_cache_tensors if getattr(tensor, "host_resident", False)}
     if not sizes:
         return 0, 0

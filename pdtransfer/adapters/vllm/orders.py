@@ -79,7 +79,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Decode: a room lands in the blocks of a request, one slot a block and group; -1 where a block does not cross.
+    """Decode: a room lands in the blocks of a request, one slot a block and group; -1 where a block is not transferred.
 
     A request that needs nothing is not `awaited`: its room lands without a byte, so that prefill need not wait for it.
     """

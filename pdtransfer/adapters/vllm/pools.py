@@ -140,7 +140,7 @@ def pools(
 
     `views` are torch tensors, [blocks, heads, tokens, width], and of layers with `states` pages, [blocks, 1, 1, bytes].
     Layers that share another one's cache are left out. With `kinds`, which has token_rows.Kinds by the layers' names,
-    rows are tokens. Raises ConfigError, with the layer's name, for a cache that cannot cross.
+    rows are tokens. Raises ConfigError, with the layer's name, for a cache that cannot be transferred.
     """
 
     def heads_of(name: str) -> Heads:

@@ -116,7 +116,7 @@ class _Receive:
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler. `groups` are those whose KV crosses; `engine_id` names this engine to peers.
+    """Answers vLLM's scheduler. `groups` are those whose KV is transferred; `engine_id` names this engine to peers.
 
     `endpoints` are where its prefill ranks listen, by their number, and `identity` what peers compare, known once the
     workers run.

@@ -2,7 +2,7 @@
 
 Another engine cannot read these blocks, and the same engine cannot read blocks of another size. Every engine can read
 tokens. So vLLM writes a token with known numbers into a block that no request ever gets, and this module looks for them
-where an attention backend may put them. What is not found cannot cross by tokens.
+where an attention backend may put them. What is not found cannot be transferred by tokens.
 
 A head of a plane is one number of a model's head here. So keys that lie number by number in a block, as vLLM keeps them
 for CPUs, pair with keys that lie side by side in a row.
